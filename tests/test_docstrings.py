@@ -63,6 +63,7 @@ NOT_USED = re.compile(
 """Words that have no noun, or another one in the glossary of docs/concepts.md."""
 NOT_READ_YET = ("engine", "sources")
 NOT_READ_YET = ("nodes", "sources")
+NOT_READ_YET = ("engine", "nodes")
 READ = [file for file in sorted(PACKAGE.rglob("*.py")) if file.relative_to(PACKAGE).parts[0] not in NOT_READ_YET]
 
 

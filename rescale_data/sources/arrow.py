@@ -1,4 +1,4 @@
-"""`ArrowSource`: rows of Arrow IPC files, some record batches a fragment."""
+"""`ArrowSource`: rows of Arrow IPC files; a fragment is one or several record batches."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ FRAGMENT_BYTES = 2**24
 
 
 class ArrowSource(TableSource):
-    """Rows of Arrow IPC files, of the file format or of the stream format.
+    """Rows of Arrow IPC files, in the file format or in the stream format.
 
-    Opening reads the footers and the metadata of the record batches, of several files at a time, and no data. Small batches are
-    read together, as many as fit in 1,024 rows and 16 MiB.
+    Opening the source reads the footers and the metadata of the record batches, of several files at a time, and no data. Small
+    batches are read together: as many as fit in 1,024 rows and 16 MiB.
 
     Args:
         paths: A glob, a folder (``*.arrow`` below it), a file, or a list of these; local or any fsspec URL. Files are
-            ordered by path. A folder may be what ``save_to_disk`` of Hugging Face ``datasets`` wrote for one split.
-        columns: Which to read; default all.
-        cache_bytes, storage_options, remote, index_dir, filter, cache_dir, cache_dir_bytes: As of `ParquetSource`.
+            ordered by path. A folder may be one that ``save_to_disk`` of Hugging Face ``datasets`` wrote for one split.
+        columns: Columns to read; default: all.
+        cache_bytes, storage_options, remote, index_dir, filter, cache_dir, cache_dir_bytes: See `ParquetSource`.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
-        ValueError: A file is damaged or lacks a column, two differ in their columns, or there is no row; the file is named.
+        ValueError: A file is damaged or lacks a column, two files differ in their columns, or there is no row. The message
+            names the file.
 
     Example:
         >>> import tempfile
@@ -99,7 +100,7 @@ class ArrowSource(TableSource):
             opened: _Opened = self._handle(file)
             data = opened.ranges.read(*self._span(fragment))
             if (column, fragment) not in opened.places:
-                # pyarrow copies some columns of a file, and not all of them
+                # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
                 columns = self._file_schema(file).schema.names
                 opened.places[column, fragment] = Place.of(self._decode(fragment, columns).column(column), data)
         place = opened.places[column, fragment]
@@ -110,7 +111,7 @@ class ArrowSource(TableSource):
         return found
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        """Columns of a fragment, whose offsets lie within their buffers: Arrow does not look, and reads what is there."""
+        """Return columns of a fragment, checked: offsets lie within their buffers. Arrow would read beyond them, unchecked."""
         table, known = self._columns_of(fragment, columns), self._handle(self._index.file_of(fragment)).sound
         if (fragment, *columns) not in known:
             for column in table.columns:
@@ -135,12 +136,12 @@ class ArrowSource(TableSource):
 
     def _release_with(self, decoded: object, fragment: int) -> None:
         if self._files.filesystem is not None:
-            return  # what was fetched is a copy, and goes with what was decoded of it
+            return  # the fetched bytes are a copy, freed with the decoded columns
         ranges = self._ranges(self._index.file_of(fragment))
         ranges.release_with(decoded, ranges.read(*self._span(fragment)))
 
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
-        """True if columns are read by the footer: to decompress some of them only, or to find dictionaries."""
+        """True if columns are read through the file's footer, to decompress only some of them or to find dictionaries."""
         found, has_footer = self._file_schema(file), self._index.kind(file)["has_footer"]
         return has_footer and (found.has_dictionary or set(columns) != found.names)
 
@@ -156,11 +157,13 @@ class ArrowSource(TableSource):
 
 @dataclass(frozen=True)
 class _Opened:
-    """A file, the table of its record batches where that costs nothing, and what was found out about columns of fragments.
+    """An open file, with facts about columns of its fragments that were found so far.
 
     Args:
-        places: Where they lie.
-        sound: Fragments with some columns that were checked.
+        ranges: Byte ranges of the file.
+        table: The record batches as its footer lists them; `None` if the file is remote or has no footer.
+        places: Places of token columns in fragments, by column and fragment; `None` if pyarrow must read the column.
+        sound: Fragments whose columns were checked: the fragment and the names of the columns.
     """
 
     ranges: Ranges
@@ -170,20 +173,20 @@ class _Opened:
 
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
-    """Whole batches without their file's footer; ``data`` begins with the first of them."""
+    """Return whole record batches, read without their file's footer; ``data`` begins with the first of them."""
     places = zip((blocks.offset - blocks.offset[0]).tolist(), (blocks.metadata + blocks.body).tolist(), strict=True)
     messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in places]
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 
 
 def _as_bytes(column: ArrowArray) -> ArrowArray:
-    """The same column, without a copy; of texts the bytes, of which one row may be no text, and that row alone is bad."""
+    """Return a column without a copy, strings as bytes: a string that is not UTF-8 then makes its own row bad, and no other."""
     kind = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(column.type)
     return column if kind is None else column.cast(kind)
 
 
 def _joints(blocks: ipc.Blocks) -> Ints:
-    """The batches that do not begin where the one before ends."""
+    """Return the record batches that do not begin where the one before them ends."""
     return np.flatnonzero(blocks.offset[1:] != blocks.stop[:-1]) + 1
 
 

@@ -1,4 +1,4 @@
-"""Names for pyarrow's classes, which carry no types: they say what is meant, and check nothing."""
+"""Names for pyarrow's classes, which have no type annotations. The names document what is meant and check nothing."""
 
 from typing import Any, TypeAlias
 

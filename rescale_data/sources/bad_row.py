@@ -1,12 +1,12 @@
-"""Errors of one row, raised before its place is known."""
+"""Errors of one row, raised where its file and its number in the source are not known."""
 
 
 class BadRow(ValueError):
-    """The message says what is wrong and the cure; the source adds the file and the row."""
+    """Error of one row. The message has the problem and the cure; the source adds the file and the row."""
 
 
 class NullValueError(BadRow):
-    """A list of numbers has a hole, which no array of numbers can show; carries the row in the fragment."""
+    """A list of numbers is null or has a null in it, which an array of numbers cannot show; carries the row in the fragment."""
 
     def __init__(self, row: int) -> None:
         super().__init__(

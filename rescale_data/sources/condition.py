@@ -1,4 +1,4 @@
-"""`Condition`: which rows of a table match an expression of ``pyarrow.compute``."""
+"""`Condition`: finds the rows of a table that match an expression of ``pyarrow.compute``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ _MATCH = "match"
 
 
 class Condition:
-    """An expression; ``TypeError`` where it is none, ``ValueError`` where it numbers columns, some of which are not read."""
+    """A filter expression of ``pyarrow.compute``.
+
+    Raises:
+        TypeError: It is no expression.
+        ValueError: It cannot be serialized because it refers to columns by number: only some columns are read, so that numbers
+            would refer to other ones.
+    """
 
     def __init__(self, expression: ArrowExpression) -> None:
         if not isinstance(expression, pc.Expression):
@@ -40,16 +46,16 @@ class Condition:
 
     @property
     def identity(self) -> str:
-        """The expression as text, which Arrow shortens, with a digest of all of it as Arrow serializes it."""
+        """The expression as text, which Arrow may shorten, and a digest of the whole expression as Arrow serializes it."""
         return f"{self} [{self._digest}]"
 
     def columns(self, schema: ArrowSchema) -> list[str]:
-        """Return the columns that the expression names; ``ValueError`` where one is missing, or of a type that does not fit."""
+        """Return the columns that the expression uses; ``ValueError`` if one is missing or its type does not fit."""
         try:
             kind = self._evaluate(schema.empty_table()).type
         except pa.ArrowException as error:
             why = str(error).partition("\n")[0]
-            why = why.rpartition(" in ")[0] if why.startswith("No match") else why  # a list of the columns follows
+            why = why.rpartition(" in ")[0] if why.startswith("No match") else why  # the rest is a list of columns
             raise ValueError(
                 f"filter={self} cannot be asked of the columns {schema.names}: {why}. Ask for columns that are there, and "
                 f"compare each with values of its type."
@@ -59,11 +65,11 @@ class Condition:
         return [name for name in schema.names if self._asks_for(name, schema)]
 
     def matches(self, table: ArrowTable) -> Ints:
-        """``int64[M]``, the rows for which it is true."""
+        """Return ``int64[M]``, the rows of a table for which the expression is true."""
         return np.flatnonzero(self._evaluate(table).fill_null(False).to_numpy())
 
     def _asks_for(self, name: str, schema: ArrowSchema) -> bool:
-        """Expressions do not tell. Without the column it cannot be bound."""
+        """True if the expression uses a column: without that column it cannot be evaluated. Arrow has no call for this."""
         try:
             self._evaluate(schema.remove(schema.get_field_index(name)).empty_table())
         except pa.ArrowInvalid:
@@ -86,7 +92,8 @@ def chosen(footer: Footer, matches: dict[int, Ints]) -> Footer:
     """Return the footer of a file without the rows that do not match.
 
     Args:
-        matches: Fragment -> which of its rows; none for those that are not there.
+        footer: Footer with all rows of the file.
+        matches: Rows of each fragment that match, by fragment; a fragment that is missing here has none.
     """
     kept = [fragment for fragment, rows in sorted(matches.items()) if len(rows)]
     counts = np.array([len(matches[fragment]) for fragment in kept], dtype=np.int64)

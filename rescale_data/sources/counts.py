@@ -1,4 +1,4 @@
-"""Counters of what this process has read; a worker counts in memory that the trainer's process sees too."""
+"""Counters of reading in this process. A worker counts in memory that the trainer's process sees, too."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 FIELDS = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, READ_SECONDS, MAKE_SECONDS, MADE = range(7)
-"""Bytes of fragments as they are in memory; requests for files behind URLs, all attempts, the bytes that they brought, and how
-many were made again after an error or a stall; seconds in which a batch waited for files and their decoding, and was
-made, these included; batches that a worker has made in its leg."""
+"""Indices of the counters:
+
+- READ_BYTES: bytes of fragments, as they are in memory;
+- REQUESTS, REQUEST_BYTES, RETRIES: requests for files behind URLs, all attempts; the bytes that they fetched; and the number of
+  requests that were made again after an error or a stall;
+- READ_SECONDS: seconds in which a batch waited for files and their decoding;
+- MAKE_SECONDS: seconds in which batches were made, READ_SECONDS included;
+- MADE: batches that a worker has made in its segment."""
 BACKGROUND = "rescale_data_"
-"""How names of threads begin that read ahead: no batch waits for them."""
+"""Prefix of the names of threads that read ahead: no batch waits for them."""
 
 
 class Counts:
-    """Numbers by `FIELDS`, and the file that is being read: empty where none is."""
+    """Counters, one for each of `FIELDS`, and the file that is being read: empty if none is."""
 
     def __init__(self) -> None:
         self.values: npt.NDArray[np.float64] = np.zeros(len(FIELDS))
@@ -33,14 +38,17 @@ class Counts:
             self.values[field] += value
 
     def keep_in(self, values: npt.NDArray[np.float64]) -> None:
-        """Go on counting in other memory."""
+        """Copy the counters into other memory and go on counting there."""
         with self._lock:
             values[:] = self.values
             self.values = values
 
     @contextmanager
     def reading(self, file: str) -> Generator[None]:
-        """While a batch waits for a file."""
+        """Keep the name of the file that a batch waits for in this context, and count the seconds as READ_SECONDS.
+
+        Threads that read ahead do neither, nor does a context inside of another one.
+        """
         if self.file or threading.current_thread().name.startswith(BACKGROUND):
             yield
             return
@@ -61,7 +69,7 @@ def counts() -> Counts:
 
 
 def told(values: Any) -> dict[str, float]:
-    """For a logger.
+    """Return the counters by name, for a logger.
 
     Args:
         values: ``float64[FIELDS]``.
@@ -78,7 +86,7 @@ def told(values: Any) -> dict[str, float]:
 
 
 def _renew() -> None:
-    """A forked child counts for itself; the lock may have been held."""
+    """Give a forked child counters of its own: another thread of the parent may have held the lock."""
     global _counts
     _counts = Counts()
 

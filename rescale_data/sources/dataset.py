@@ -1,4 +1,4 @@
-"""`DatasetSource`: the rows of a map-style dataset."""
+"""`DatasetSource`: rows of a map-style dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rescale_data.sources.source import Source
 
 @runtime_checkable
 class MapStyle(Protocol):
-    """Anything with ``__len__`` and ``__getitem__``."""
+    """A map-style dataset: anything with ``__len__`` and ``__getitem__``."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -28,21 +28,21 @@ _warned: set[str] = set()
 
 
 class DatasetSource(Source):
-    """Rows of anything with ``__len__`` and ``__getitem__``, as the dataset returns them, decoded where they are read.
+    """Rows of a map-style dataset (``__len__`` and ``__getitem__``), as the dataset returns them.
 
-    Rows of a dataset with ``__getitems__`` are fetched many at a time. Format and transformations of a Hugging Face ``Dataset``
-    apply. Rows may be of any kind and of any length: what makes a batch of them is ``collate_fn``. A row that raises does
-    so with its number, or is left out: see ``on_error`` of `Reader`.
+    Each row is decoded when it is read. If the dataset has ``__getitems__``, many rows are fetched at a time. Format and
+    transformations of a Hugging Face ``Dataset`` apply. Rows may be of any kind and of any length: ``collate_fn`` makes a batch
+    of them. If reading a row fails, the error names the row, or the row is left out: see ``on_error`` of `Reader`.
 
     Args:
-        dataset: It must pickle where there are worker processes, and return the same row for the same index.
-        name: For logs and counters; default: the name of its class.
-        batch_rows: At most so many rows of a shard are fetched together, where the dataset has ``__getitems__``.
-        cache_bytes: What this process may keep of rows that were fetched ahead, over all sources.
+        dataset: Must return the same row for the same index, and must pickle if there are worker processes.
+        name: Name for logs and counters; default: the name of the dataset's class.
+        batch_rows: Number of rows of a shard that are fetched together at most, if the dataset has ``__getitems__``.
+        cache_bytes: Bytes that this process may keep of rows that were fetched ahead, over all sources.
 
     Raises:
-        TypeError: ``dataset`` has no ``__len__`` or no ``__getitem__``.
-        ValueError: It has no rows, or an argument is out of range.
+        TypeError: ``dataset`` has no ``__len__`` or no ``__getitem__``, or it is a path, a dict or a table.
+        ValueError: ``dataset`` has no rows, or an argument is out of range.
 
     Example:
         >>> import rescale_data as rd
@@ -86,7 +86,7 @@ class DatasetSource(Source):
             raise ValueError(f"The dataset {self.name} has no rows (its len() is 0). Give one that has some.")
 
     def manifest(self) -> Mapping[str, Any]:
-        """Class and length, and the fingerprint that Hugging Face datasets keep of their contents."""
+        """Return the dataset's class and length, and the fingerprint that a Hugging Face dataset has of its contents."""
         fingerprint = getattr(self.dataset, "_fingerprint", None)
         known = {"fingerprint": fingerprint} if isinstance(fingerprint, str) else {}
         return {"format": "dataset", "class": type(self.dataset).__qualname__, "rows": self.num_rows, **known}
@@ -104,7 +104,7 @@ class DatasetSource(Source):
 
 
 def _warn_of_state(dataset: MapStyle) -> None:
-    """Once a class: `StatefulDataLoader` of torchdata would call these."""
+    """Warn, once for each class, that a dataset's own state is not saved. `StatefulDataLoader` of torchdata would save it."""
     name = type(dataset).__qualname__
     if name not in _warned and all(callable(getattr(dataset, key, None)) for key in ("state_dict", "load_state_dict")):
         _warned.add(name)
@@ -118,14 +118,14 @@ _wrapped: weakref.WeakValueDictionary[int, DatasetSource] = weakref.WeakValueDic
 
 
 def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
-    """``data`` itself if it is a source, else the one `DatasetSource` of this dataset object.
+    """Return ``data`` itself if it is a source, else a `DatasetSource` of it: one for each dataset object.
 
     Raises:
-        TypeError: A path, or a dict: they have a length and items, but these are no rows.
+        TypeError: ``data`` is no map-style dataset, or a path, a dict or a table: these hold no rows by number.
     """
     if isinstance(data, Source):
         return data
-    source = _wrapped.get(id(data))  # the source holds its dataset, so the id cannot be that of another
+    source = _wrapped.get(id(data))  # the source holds its dataset, so no other object has this id
     if source is None:
         source = _wrapped[id(data)] = DatasetSource(cast(MapStyle, data))
     return source

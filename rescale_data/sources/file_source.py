@@ -1,4 +1,4 @@
-"""`FileSource`: what the sources of files share, rows that are read through the cache."""
+"""`FileSource`: base class of the sources of files; it reads rows through the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rescale_data.sources.known_files import KnownFiles
 
 V = TypeVar("V", bound=Sized)
 
-_GOLDEN = 2654435769  # multiples of it, modulo 2**32, lie evenly (Knuth, "The Art of Computer Programming", 6.4)
+_GOLDEN = 2654435769  # its multiples, modulo 2**32, are spread evenly (Knuth, "The Art of Computer Programming", 6.4)
 
 
 class Rows(Protocol):
@@ -30,13 +30,13 @@ class Rows(Protocol):
     def nbytes(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
-        """A copy that the caller owns; `BadRow` where there is something wrong with it."""
+        """Return a copy of one row, which the caller owns; raise `BadRow` if the row is not good."""
         ...
 
 
 @dataclass(frozen=True)
 class Brought:
-    """Bytes that somebody will decode."""
+    """Bytes of a fragment that were fetched and are not decoded yet."""
 
     data: ArrowBuffer
 
@@ -47,31 +47,31 @@ class Brought:
 
 @dataclass(frozen=True)
 class Known(Brought, Made):
-    """The bytes that say where the fragments of a file are: they stay longer than fragments that pass through the cache."""
+    """Footer or index of a file, with the places of its fragments. The cache keeps it longer than fragments."""
 
 
 class FileSource(KnownFiles):
-    """Rows of files that have fragments. A format says how to read a footer and a fragment."""
+    """Rows of files that have fragments. A subclass for each format reads footers and fragments."""
 
     @abstractmethod
     def _open(self, file: int) -> Any:
-        """A handle to read fragments of a file from; the process keeps some of them."""
+        """Return a handle from which the fragments of a file are read. The process keeps some handles open."""
 
     @abstractmethod
     def _load(self, fragment: int) -> Rows:
-        """Read a fragment."""
+        """Return the rows of a fragment, read from its file."""
 
     def _extent(self, fragment: int) -> tuple[int, int] | None:
-        """Offset and length of a fragment in its file, where rows are made of its bytes as they are; `None` elsewhere.
+        """Return offset and length of a fragment in its file, if rows are made from these bytes without decoding; else `None`.
 
-        Then no more than these bytes is brought ahead. A thread that also decoded would interrupt the trainer's at each step,
-        to save it less than that costs.
+        Of such a fragment only the bytes are fetched ahead. A background thread that also made the rows would interrupt the
+        trainer's thread at each step, and that costs more than it saves.
         """
         del fragment
         return None
 
     def _ranges(self, file: int) -> Ranges:
-        """Return the byte ranges of an open file; called where there are extents."""
+        """Return the byte ranges of an open file. Called only if `_extent` is not `None`."""
         return self._handle(file).ranges
 
     def row(self, index: int) -> dict[str, Any]:
@@ -97,15 +97,15 @@ class FileSource(KnownFiles):
             far_ahead().begin(key, partial(self._bring, key, self._index.file_of(fragment), extent))
 
     def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
-        """Bring into the cache what will be needed; run by another thread, for which nobody else does so."""
-        del column, share  # a format that has more than rows brings that
+        """Put a fragment that will be needed soon into the cache. Runs in a background thread, once at a time for a key."""
+        del column, share  # a format with token columns or pieces overrides this
         self._once(self._key(fragment), partial(self._load, fragment))
 
     def _bring(self, key: tuple[Any, ...], file: int, extent: tuple[int, int]) -> None:
         self._once(key, lambda: Brought(self._ranges(file).read(*extent)))
 
     def _bytes(self, fragment: int, extent: tuple[int, int]) -> ArrowBuffer:
-        """Return the bytes of a fragment, which may have been fetched before, or are read now."""
+        """Return the bytes of a fragment, fetched ahead or read now."""
         key = self._bytes_key(fragment)
         if self.reads_ahead:
             far_ahead().wait(key)
@@ -116,10 +116,14 @@ class FileSource(KnownFiles):
         return brought.data
 
     def _brought(self, what: str, file: int, fetch: Callable[[], ArrowBuffer], *, soon: bool = True) -> ArrowBuffer:
-        """Return what says where the fragments of a file are; of a remote one the cache keeps it when the file is long closed.
+        """Return the footer or the index of a file. For a remote file, the cache keeps these bytes after the file is closed.
 
         Args:
-            soon: Whether the file is about to be read; else it is kept where that of all files takes little.
+            what: "footer" or "index", a part of the key in the cache.
+            file: Number of the file.
+            fetch: Reads the bytes.
+            soon: True if the file is about to be read. Otherwise the bytes are kept only if as many bytes for each file take
+                at most a sixteenth of ``cache_bytes``.
         """
         if self._files.filesystem is None:
             return fetch()
@@ -135,7 +139,7 @@ class FileSource(KnownFiles):
         return (owner_of(self), "bytes", fragment)
 
     def _span(self, fragment: int) -> tuple[int, int]:
-        """The places that most formats keep: offset and length in the file."""
+        """Return offset and length of a fragment in its file, which most formats keep as its place."""
         return self._index.place("offset", fragment), self._index.place("length", fragment)
 
     def _rows(self, fragment: int) -> Rows:
@@ -143,12 +147,16 @@ class FileSource(KnownFiles):
         return cache().get(key) or self._read(key, fragment, self._load)
 
     def _read(self, key: tuple[Any, ...], fragment: int, load: Callable[[int], V], *, stays: bool = True) -> V:
-        """Return what the cache lacks: another thread fetches it, or it is read now."""
+        """Return a value that the cache lacks, read now or by another thread that has already begun.
+
+        Args:
+            stays: Whether the cache keeps the value. If not, this thread reads it without a look at other threads.
+        """
         with counts().reading(self._files.path(self._index.file_of(fragment))):
             return self._once(key, partial(load, fragment)) if stays else self._keep(key, load(fragment), stays=False)
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], V]) -> V:
-        """Return the value at a key: of the threads that lack it one makes it, and the others wait."""
+        """Return the value at a key. If it is missing, one thread makes it and the others wait."""
         with cache().alone(key):
             found: V | None = cache().get(key)
             return self._keep(key, make()) if found is None else found
@@ -156,8 +164,9 @@ class FileSource(KnownFiles):
     def _stays(self, fragment: int) -> bool:
         """True if the cache keeps a mapped fragment after a packer has passed its tokens.
 
-        Each is read once an epoch. Were all of a source kept that is larger than the cache, most would go before they are read
-        again; so some stay, always the same, as many as there is room for beside those that are being read.
+        Each fragment is read once an epoch. If a source is larger than the cache and all its fragments were kept, most would be
+        evicted before they are read again. So some fragments stay, always the same ones: as many as the cache holds in addition
+        to the fragments that are being read.
         """
         sources, shards = beside(owner_of(self))
         room = self.cache_bytes - 2 * sources * shards * self.fragment_bytes
@@ -167,7 +176,7 @@ class FileSource(KnownFiles):
         return fragment * _GOLDEN % 2**32 * total < room * 2**32
 
     def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
-        """Return the key in the cache of a fragment, of one column of it, or of a piece."""
+        """Return the cache key of a fragment, of one of its columns, or of a piece."""
         named = () if column is None else (column,)
         return (owner_of(self), fragment, *named, *(() if share is None else ("piece", share.key)))
 

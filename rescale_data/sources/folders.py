@@ -1,9 +1,9 @@
-"""Folded manifests: a digest of each folder, in place of a list of many files.
+"""Folded manifests: a digest of each folder instead of a list of many files.
 
     {"format": ..., "files":   [[name, bytes, rows], ...]}                     in full
     {"format": ..., "folders": [[folder, files, digest, rows], ...]}           folded
 
-A folder is one right below the root; of more than 64 there is one digest for all.
+Folders are the ones directly below the root. If there are more than 64, one digest stands for all files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST = 64
 
 
 def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a manifest with digests in place of its list of files, if it has one."""
+    """Return a manifest with digests of folders instead of its list of files, if it has such a list."""
     if FILES not in manifest:
         return manifest
     by_folder: dict[str, list[Any]] = {}
@@ -32,7 +32,7 @@ def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def listed_in(manifest: Mapping[str, Any]) -> list[Any]:
-    """The files of a manifest or its folders: lists that begin with a name and end with a number of rows."""
+    """Return the files of a manifest, or its folders: lists that begin with a name and end with a number of rows."""
     return list(manifest.get(FILES) or manifest.get(FOLDERS) or ())
 
 

@@ -1,4 +1,4 @@
-"""`Fragments`: where the fragments of a source's files are, as plain arrays that can be mapped from one file."""
+"""`Fragments`: the places of all fragments of a source's files, as plain arrays that can be mapped from one file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Footer:
     """The fragments of one file, known before any of its data is read.
 
     Args:
-        rows: ``int64[F]``, rows of each of its fragments.
-        nbytes: ``int64[F]``, about as many bytes as each takes in memory.
-        places: ``int64[F]`` each: what the format needs to find a fragment.
-        kind: What it needs to know of the file, as JSON values, the same in as many files as can be.
-        chosen: ``uint32[sum of rows]``, which row of its fragment each is, where a filter has chosen.
-        arrays: What else the format keeps of the file, in the part of an index that holds it alone.
+        rows: ``int64[F]``, the number of rows of each fragment.
+        nbytes: ``int64[F]``, the bytes that each fragment takes in memory, estimated.
+        places: Arrays ``int64[F]`` by name, from which the format finds a fragment in the file.
+        kind: Facts of the file that the format needs, as JSON values. Equal facts of many files are kept once.
+        chosen: ``uint32[sum of rows]``, for each row that a filter kept its number in the fragment; `None` without a filter.
+        arrays: Other arrays that the format keeps of the file, in a part of the index that holds this file alone.
     """
 
     rows: Ints
@@ -44,11 +44,12 @@ class Fragments:
     """The fragments of all files, in memory or mapped.
 
     Args:
-        starts: ``int64[F + 1]``, the first row of each, and the number of rows.
-        nbytes: ``int64[F]``, about as many bytes as each takes in memory.
-        places: ``int64[F]`` each, see `Footer`.
-        files: ``int64[files + 1]``, the first fragment of each file.
-        kinds: Of the files, each once; ``kind_of``, ``int32[files]``, says which file is of which.
+        starts: ``int64[F + 1]``, the first row of each fragment, and the number of rows.
+        nbytes: ``int64[F]``, the bytes that each fragment takes in memory, estimated.
+        places: Arrays ``int64[F]`` by name, see `Footer`.
+        files: ``int64[files + 1]``, the first fragment of each file, and the number of fragments.
+        kinds: The different ``Footer.kind`` of the files, each once.
+        kind_of: ``int32[files]``, the place of each file's kind in ``kinds``.
         chosen: See `Footer`.
     """
 
@@ -95,14 +96,14 @@ class Fragments:
         )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays from which, with ``kinds``, `of` makes the fragments again."""
+        """Return all arrays, by name, to be written in an index; with them and ``kinds``, `of` makes the fragments again."""
         own = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
         chosen = {} if self.chosen is None else {_CHOSEN: self.chosen}
         return {**own, **chosen, **{_PLACE + name: values for name, values in self.places.items()}}
 
     @staticmethod
     def of(bundle: Bundle, *, copy: bool = False) -> Fragments:
-        """Return the fragments that lie in an index, mapped or as a copy."""
+        """Return the fragments in an index, mapped or as a copy."""
 
         def take(name: str) -> npt.NDArray[Any]:
             return np.array(bundle.array(name)) if copy else bundle.array(name)
@@ -114,7 +115,7 @@ class Fragments:
 
 
 def gather(footers: Sequence[Footer]) -> Fragments:
-    """The fragments of files in their order."""
+    """Return the fragments of several files, joined in the order of the files."""
     kinds: dict[str, int] = {}
     distinct: list[Mapping[str, Any]] = []
     kind_of: list[int] = []
@@ -135,18 +136,20 @@ def gather(footers: Sequence[Footer]) -> Fragments:
 
 
 def spans(places: Ints) -> tuple[Ints, dict[str, Ints]]:
-    """Bytes and places of fragments that lie end to end, given where they begin and the last one ends."""
+    """Return bytes and places of fragments that lie end to end, given the places where they begin and the last one ends."""
     lengths = np.diff(places)
     return lengths, {"offset": places[:-1], "length": lengths}
 
 
 def cut(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | None = None) -> Ints:
-    """Return the pieces at which fragments begin, and the number of pieces: as many as fit in each, at least one.
+    """Return the first piece of each fragment, and the number of pieces. A fragment gets as many pieces as fit, at least one.
 
     Args:
-        rows: ``int64[P + 1]``, of all pieces before each, and of all.
-        nbytes: The same of bytes.
-        ends: Pieces before which to cut in any case.
+        rows: ``int64[P + 1]``, the number of rows before each piece, and of all pieces.
+        nbytes: ``int64[P + 1]``, the number of bytes before each piece, and of all pieces.
+        max_rows: Rows of a fragment at most, unless its only piece has more.
+        max_bytes: Bytes of a fragment at most, unless its only piece has more.
+        ends: Pieces at which a fragment begins in any case, ascending.
     """
     last = len(rows) - 1
     stops, cuts = np.append([] if ends is None else ends, last).astype(np.int64), [0]
@@ -158,7 +161,7 @@ def cut(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | No
 
 
 def sums(counts: Ints) -> Ints:
-    """Return the sum of all counts before each, and of all."""
+    """Return ``int64[n + 1]``: the sum of the counts before each one, and the sum of all."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 

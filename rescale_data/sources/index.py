@@ -1,13 +1,14 @@
-"""The index of a source on disk: where its fragments are, and the list of its files, made once for all processes and runs.
+"""The index of a source on disk: the places of its fragments and the list of its files, made once for all processes and runs.
 
-    <folder>/<about>-<files>.rdpart      some files: their fragments, and what else their format keeps of each
-    <folder>/<about>-<files>.rdindex     all files: their fragments and their list, joined out of parts
+    <folder>/<about>-<files>.rdpart      some files: their fragments, and other arrays that their format keeps
+    <folder>/<about>-<files>.rdindex     all files: their fragments and their list, joined from parts
 
-about: a digest of the format and of the arguments on which fragments depend. files: a digest of names, sizes and times. So
-nothing is ever changed: other files have another index, and what a killed process leaves is right for whoever finds it.
-Processes that find no index make it together, each part by whoever comes first; every process maps it.
+about: a digest of the format and of the arguments on which fragments depend. files: a digest of names, sizes and times. So no
+index is ever changed: other files have another index, and a part that a killed process left is good for the next one. Processes
+that find no index make it together: the first process that comes to a part makes it. Every process maps the index.
 
-A local file with the bytes of an earlier index and another time, as on a host to which files were copied, counts as the same.
+A local file may have another time than in an earlier index, as on a host to which files were copied. It counts as unchanged if
+its size and its probed bytes (`Files.probe`) are the same.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _log = logging.getLogger("rescale_data")
 
 @dataclass(frozen=True)
 class IndexFolder:
-    """The folder of the indices of a source.
+    """The folder that holds the indices of a source.
 
     Args:
-        folder: Shared by all ranks.
-        about: What is indexed, as JSON values: the format, and what of its arguments the fragments depend on.
-        given: The paths that stand for the files, to know which earlier index was of these.
-        files_a_part: So many files are read by one process, as one part.
+        folder: Path of the folder, which all ranks share.
+        about: The format, and the arguments on which fragments depend, as JSON values.
+        given: The paths that the source was given. An earlier index for the same paths shows which files are gone.
+        files_a_part: Number of files that one process reads, as one part.
     """
 
     folder: str
@@ -58,18 +59,18 @@ class IndexFolder:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """``about`` with the version of this module: other versions make an index of their own."""
+        """``about`` with the version of the index format: another version makes an index of its own."""
         return {"version": _VERSION, **self.about}
 
     def open(self, files: Files, read: Read) -> Bundle:
-        """Return the index of these files, mapped, made where there is none that is whole.
+        """Return the index of these files, mapped. It is made first if it is missing or damaged.
 
         Args:
-            files: As they are now.
-            read: Numbers of files -> what is known of each.
+            files: The files, as they are now.
+            read: Reads the footers of files, given their numbers.
 
         Raises:
-            ValueError: The index under that name is of something else.
+            ValueError: The index under that name is of other files, or of another format or arguments.
         """
         path = self._path(files, _SUFFIX)
         if not _is_whole(path):
@@ -83,7 +84,7 @@ class IndexFolder:
                 yield Bundle(path)
 
     def _load(self, path: str) -> Bundle:
-        """Return an index, mapped; ``ValueError`` where it is not one of this source."""
+        """Return an index, mapped; ``ValueError`` if it is not an index of this source."""
         bundle = Bundle(path)
         if bundle.facts.get("about") != json.loads(json.dumps(self._about)):
             raise ValueError(f"{path} is an index of {bundle.facts.get('about')}, not of {self._about}. Delete it.")
@@ -92,11 +93,11 @@ class IndexFolder:
         return bundle
 
     def part(self, files: Files) -> str:
-        """Return the path of the part that holds some files."""
+        """Return the path of the part for some files."""
         return self._path(files, _PART)
 
     def part_in(self, index: Bundle, file: int) -> str:
-        """Return the path of the part in which an index found a file."""
+        """Return the path of the part from which an index has a file."""
         return os.path.join(self.folder, Strings(index, _PARTS)[int(index.array(_PART_OF)[file])])
 
     def _path(self, files: Files, suffix: str) -> str:
@@ -107,7 +108,7 @@ class IndexFolder:
             entries = [entry for entry in os.scandir(self.folder) if entry.name.startswith(begin)]
         except OSError:
             return
-        found = [entry for entry in entries if entry.name.endswith(_SUFFIX)]  # others make something: that may be gone
+        found = [entry for entry in entries if entry.name.endswith(_SUFFIX)]  # a temporary file may be gone now
         for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
             yield entry.path
 
@@ -120,12 +121,12 @@ class IndexFolder:
         parts = {self.part(files.some(chunk)): chunk for chunk in chunks}
         self._make_parts(parts, read)
         for part, chunk in parts.items():
-            index = Fragments.of(Bundle(part), copy=True)  # a map for each of very many parts would be too many
+            index = Fragments.of(Bundle(part), copy=True)  # a copy: there may be too many parts to map them all
             known |= {files.names[file]: (index.footer(i), os.path.basename(part)) for i, file in enumerate(chunk)}
         make_once(path, lambda: _is_whole(path), lambda aside: self._write(aside, files, known))
 
     def _make_parts(self, parts: Mapping[str, Sequence[int]], read: Read) -> None:
-        """Read files until all parts are there: first those that nobody has begun, then those that nobody has finished."""
+        """Make the missing parts: first all that no other process is making, then all that another has not finished."""
         mixed = random.sample(list(parts), len(parts))
         with ThreadPoolExecutor(max(1, _OPENING_THREADS // self.files_a_part)) as pool:
             for wait in (False, True):
@@ -136,13 +137,16 @@ class IndexFolder:
                 list(pool.map(make, mixed))
 
     def _known(self, files: Files) -> dict[str, tuple[Footer, str]]:
-        """Return what earlier indices say of `files`, by name, and in which part; a warning names those that have changed."""
+        """Return, by name, the footer of each unchanged file and the name of its part, from earlier indices.
+
+        Warnings name files that have changed and files that are gone.
+        """
         known, changed = dict[str, tuple[Footer, str]](), set[str]()
         warns_of_gone = True
         for path in self._found(f"{_digest(self._about)}-"):
             try:
                 bundle = self._load(path)
-            except ValueError:  # a damaged one tells nothing
+            except ValueError:  # it is damaged
                 continue
             then, index, probes = listed(bundle, files), Fragments.of(bundle), Strings(bundle, _PROBES)
             old = {name: file for file, name in enumerate(then.names)}
@@ -174,13 +178,13 @@ class IndexFolder:
 
 
 def make_part(part: str, files: Sequence[int], read: Read, *, wait: bool = True) -> None:
-    """Write a part where there is none that is whole.
+    """Write a part if it is missing or damaged.
 
     Args:
-        part: Its path.
+        part: Path of the part.
         files: Numbers of the files in it.
-        read: What reads them.
-        wait: Whether to wait for a process that is making it.
+        read: Reads the footers of files, given their numbers.
+        wait: Whether to wait for a process that is making the part.
     """
 
     def write(aside: str) -> None:
@@ -193,12 +197,12 @@ def make_part(part: str, files: Sequence[int], read: Read, *, wait: bool = True)
 
 
 def own_array(part: Bundle, name: str) -> Any:
-    """Return what a format keeps of the file of a part, see `Footer.arrays`, mapped."""
+    """Return an array that a format keeps of the only file in a part, mapped. See `Footer.arrays`."""
     return part.array(_OWN + name)
 
 
 def listed(bundle: Bundle, files: Files) -> Files:
-    """Return the files that an index is of, in the place of those that were found."""
+    """Return ``files`` with the names, sizes and stamps that an index has."""
     return files.listed(Strings(bundle, "names"), bundle.array("sizes"), Strings(bundle, "stamps"))
 
 
@@ -208,7 +212,7 @@ def _listing(files: Files) -> dict[str, Any]:
 
 
 def _is_same(files: Files, file: int, then: Files, old: int, probes: Sequence[str]) -> bool:
-    """Return True if a file is what it was when an index was made."""
+    """True if a file is unchanged since an index was made: the same size, and the same stamp or probe."""
     same_size = int(files.sizes[file]) == int(then.sizes[old])
     return same_size and (files.stamps[file] == then.stamps[old] or files.is_copy(file, probes[old]))
 
@@ -222,10 +226,10 @@ def _is_whole(path: str) -> bool:
 
 
 def count_parts(folder: str) -> int:
-    """Return the number of finished parts of all indices in a folder."""
+    """Return the number of finished parts in a folder, for all of its indices."""
     try:
         return sum(entry.name.endswith(_PART) for entry in os.scandir(folder))
-    except FileNotFoundError:  # not begun
+    except FileNotFoundError:  # no process has begun
         return 0
 
 

@@ -1,4 +1,4 @@
-"""`IndexedSource`: files that hold no index of their own; each is scanned once, for all processes and runs."""
+"""`IndexedSource`: files without an index of their own. Each file is scanned once, for all processes and runs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _log = logging.getLogger("rescale_data")
 
 @dataclass(frozen=True)
 class Scan:
-    """The rows of one file, as its index has them.
+    """Result of scanning one file.
 
     Args:
-        starts: ``int64[R + 1]``, where each row begins among the bytes of the file, and where the last one ends.
-        arrays: Whatever else the format wants to know.
-        facts: JSON values.
+        starts: ``int64[R + 1]``, the byte at which each row begins, and the byte at which the last one ends.
+        arrays: Other arrays that the format keeps, by name.
+        facts: Other facts that the format keeps, as JSON values.
     """
 
     starts: Ints
@@ -50,18 +50,18 @@ class Scan:
 
 @dataclass(frozen=True)
 class Opened:
-    """A file, and the part of the index that holds it alone."""
+    """An open file, and the part of the index that holds this file alone."""
 
     ranges: Ranges
     part: Bundle
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return one of the arrays of `Scan`, mapped."""
+        """Return an array of `Scan`, mapped."""
         return own_array(self.part, name)
 
 
 class IndexedSource(FileSource):
-    """Rows of files that are scanned once. A format says how to scan a file and how to cut a fragment into rows."""
+    """Rows of files that are scanned once. A subclass for each format scans files and cuts fragments into rows."""
 
     FILES_A_PART: ClassVar[int] = 1
 
@@ -92,7 +92,7 @@ class IndexedSource(FileSource):
 
     @abstractmethod
     def _scan(self, ranges: Ranges) -> Scan:
-        """Read a file from its beginning to its end; ``ValueError`` where it is not whole."""
+        """Find the rows of a file by reading all of it; ``ValueError`` if the file is damaged."""
 
     def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
         files = super()._find(paths, storage_options, remote)
@@ -118,7 +118,7 @@ class IndexedSource(FileSource):
         path = self._folder.part_in(cast(Bundle, self._bundle), file)
         try:
             part = Bundle(path)
-        except (FileNotFoundError, ValueError):  # somebody has deleted or damaged it
+        except (FileNotFoundError, ValueError):  # the part was deleted or damaged
             make_part(path, [file], self._read_footers)
             part = Bundle(path)
         return Opened(self._opened(file, path), part)
@@ -127,14 +127,14 @@ class IndexedSource(FileSource):
         return self._span(fragment)
 
     def _part(self, fragment: int) -> tuple[Opened, slice, Ints]:
-        """Return an open file, the rows in it that make a fragment, and where they begin, with the end of the last."""
+        """Return the open file of a fragment, its rows in the file, and the byte at which each begins and the last ends."""
         file = self._index.file_of(fragment)
         opened: Opened = self._handle(file)
         first, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         return opened, slice(first, stop), np.array(opened.array("starts")[first : stop + 1])
 
     def _opened(self, file: int, part: str) -> Ranges:
-        """Return the bytes of a file, or of the copy of a compressed one, which is made where it is missing."""
+        """Return the byte ranges of a file. If it is compressed, they are read from a copy in blocks, made first if missing."""
         codec = codec_of(self._files.names[file])
         if codec is None:
             return self._files.ranges(file)

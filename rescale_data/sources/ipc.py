@@ -1,9 +1,9 @@
 """Places and row counts of the record batches of an Arrow IPC file, without reading their data.
 
-pyarrow tells neither: a footer holds the places of the batches but not their row counts, and to ask a reader for one
-is to read, and to decompress, all of a batch. So this walks the metadata itself, which is FlatBuffers:
-https://arrow.apache.org/docs/format/Columnar.html (File.fbs, Message.fbs). All messages of a file are walked at once,
-as arrays of places.
+pyarrow has no call for either. A footer holds the places of the batches but not their row counts, and a reader reads and
+decompresses a whole batch to count its rows. So this module reads the metadata itself, which is in the format of FlatBuffers:
+https://arrow.apache.org/docs/format/Columnar.html (File.fbs, Message.fbs). It reads all messages of a file at once, with
+arrays of places.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INT, _TWO, _LONG, _SLOTS = (struct.Struct(form) for form in ("<i", "<ii", "<q",
 
 @dataclass(frozen=True)
 class Blocks:
-    """The record batches of a file, ``int64[B]`` each: where its message begins, and the bytes of metadata and of body."""
+    """The record batches of a file, as ``int64[B]``: the place of each message, and the bytes of its metadata and its body."""
 
     offset: Ints
     metadata: Ints
@@ -49,12 +49,12 @@ class Blocks:
 
 
 def is_file_format(file: Ranges) -> bool:
-    """True if a file is of the file format, which has a footer, and not of the stream format."""
+    """True if a file is in the file format, which has a footer; False if it is in the stream format."""
     return file.read(0, len(MAGIC)).to_pybytes() == MAGIC
 
 
 def read_blocks(file: Ranges) -> Blocks:
-    """The record batches of a file in either format; ``ValueError`` where it was cut off."""
+    """Return the record batches of a file in either format; ``ValueError`` if the file was cut off."""
     blocks = blocks_of(footer_table(file)) if is_file_format(file) else _stream_blocks(file)
     if len(blocks) and int(blocks.stop.max()) > file.size:
         raise ValueError(f"it ends before its record batches do, at byte {file.size} of {int(blocks.stop.max())}")
@@ -62,14 +62,14 @@ def read_blocks(file: Ranges) -> Blocks:
 
 
 def read_schema(file: Ranges, blocks: Blocks) -> ArrowSchema:
-    """The schema, which lies before the first batch."""
+    """Return the schema, which is before the first record batch."""
     start = 8 if is_file_format(file) else 0
     stop = int(blocks.offset[0]) if len(blocks) else file.size
     return pa.ipc.read_schema(file.read(start, stop - start))
 
 
 def read_rows(file: Ranges, blocks: Blocks) -> Ints:
-    """``int64[B]``, the rows of each batch; only the metadata is read."""
+    """Return ``int64[B]``, the number of rows of each record batch. Only the metadata is read."""
     headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata.tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
     starts = np.cumsum(blocks.metadata) - blocks.metadata
@@ -85,7 +85,7 @@ def starts_compressed(file: Ranges, blocks: Blocks) -> bool:
 
 
 def record_batches(data: Bytes, starts: Ints) -> Ints:
-    """Return the places of the RecordBatch tables of the messages at ``starts``."""
+    """Return the place of the RecordBatch table in each of the messages at ``starts``."""
     marked = _number(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
     root = starts + np.where(marked, 8, 4)
     message = root + _number(data, root, "<i4")
@@ -95,7 +95,7 @@ def record_batches(data: Bytes, starts: Ints) -> Ints:
 
 
 def footer_table(file: Ranges) -> FooterTable:
-    """The record batches of the file format, as its footer lists them; where the file is mapped, a view."""
+    """Return the record batches as the footer of the file format lists them; a view if the file is mapped."""
     size = file.size
     length, magic = struct.unpack("<i6s", file.read(max(0, size - 10), 10).to_pybytes().rjust(10, b"\0"))
     if magic != MAGIC or not 0 < length < size:
@@ -112,7 +112,7 @@ def blocks_of(table: FooterTable) -> Blocks:
 
 
 def walk(data: ArrowBuffer, begin: int) -> Blocks:
-    """The record batches in bytes that begin, with a message, at the place ``begin`` of their file."""
+    """Return the record batches in some bytes of a file, which begin with a message at byte ``begin`` of the file."""
     view, at = memoryview(data), 0
     found: list[tuple[int, int, int]] = []
     while at < len(view):
@@ -142,12 +142,12 @@ def _stream_blocks(file: Ranges) -> Blocks:
 
 
 def _prefix(mark: int, length: int) -> tuple[int, int]:
-    """Bytes before the metadata of a message, and of the metadata."""
+    """Return the bytes before a message's metadata, and the bytes of the metadata, from its first two numbers."""
     return (8, length) if mark == -1 else (4, mark)
 
 
 def _message(view: memoryview, at: int) -> tuple[int, int]:
-    """Type and bytes of body of the message whose metadata begin at ``at``."""
+    """Return the type and the bytes of the body of a message whose metadata begins at ``at``."""
     table = at + _INT.unpack_from(view, at)[0]
     vtable = table - _INT.unpack_from(view, table)[0]
     size, *slots = _SLOTS.unpack_from(view, vtable)
@@ -156,19 +156,19 @@ def _message(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def _number(data: Bytes, at: Ints, kind: str) -> Ints:
-    """The numbers at the given places."""
+    """Return the numbers at some places, of the dtype ``kind``."""
     width = np.dtype(kind).itemsize
     raw = data[np.minimum(at[:, None] + np.arange(width), len(data) - 1)]
     return np.ascontiguousarray(raw).view(kind)[:, 0].astype(np.int64)
 
 
 def _value(data: Bytes, field: Ints, kind: str) -> Ints:
-    """The numbers in the given fields, 0 in those that have been left out."""
+    """Return the numbers in some fields; 0 for a field that was left out."""
     return np.where(field > 0, _number(data, field, kind), 0)
 
 
 def _field(data: Bytes, table: Ints, slot: int) -> Ints:
-    """Return the place of a field in each table, 0 where it has been left out."""
+    """Return the place of a field in each table; 0 if the table leaves the field out."""
     vtable = table - _number(data, table, "<i4")
     inside = 4 + 2 * slot < _number(data, vtable, "<u2")
     offset = np.where(inside, _number(data, vtable + 4 + 2 * slot, "<u2"), 0)

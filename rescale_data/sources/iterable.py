@@ -1,4 +1,4 @@
-"""`IterableSource`: streams that cannot be indexed, dealt to logical shards whole."""
+"""`IterableSource`: streams that cannot be indexed. Each stream belongs to one logical shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Keeps: TypeAlias = Literal["state", "count", "nothing"]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A stream that says where it stands: Hugging Face's ``IterableDataset``, an iterator of torchdata, yours."""
+    """A stream that can save and restore its position: Hugging Face's ``IterableDataset``, an iterator of torchdata, yours."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state_dict: Any, /) -> None: ...
@@ -24,7 +24,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Shardable(Protocol):
-    """A stream that splits itself, as Hugging Face's ``IterableDataset`` does."""
+    """A stream that can split itself, as Hugging Face's ``IterableDataset`` does."""
 
     @property
     def num_shards(self) -> int: ...
@@ -33,7 +33,7 @@ class Shardable(Protocol):
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a stream that splits itself."""
+    """Factory of the parts of a stream that splits itself."""
 
     whole: Shardable
 
@@ -43,7 +43,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Listed:
-    """Streams that were given one by one."""
+    """Factory of streams that were given as a list."""
 
     streams: Sequence[Iterable[Any]]
 
@@ -55,22 +55,23 @@ class _Listed:
 class IterableSource(Described):
     """Streams that can only be read from their beginning to their end; each belongs to one logical shard.
 
-    A stream whose iterator or which itself has ``state_dict`` and ``load_state_dict`` is resumed with them; its state is kept
-    in the loader's, as JSON in a row of fixed width. Any other stream is read again up to the number of rows that were drawn,
-    which takes longer the later it is (R4 does not hold), and must then yield the same rows; so is one of Hugging Face that
-    shuffles in a buffer, which its state leaves out. An iterator that can be read once, such as a generator over a queue, can
-    do neither: then a checkpoint is refused when it is saved.
+    A stream is resumed with ``state_dict`` and ``load_state_dict`` if its iterator, or the stream itself, has them. Its state
+    is kept in the loader's state, as JSON in a row of fixed width. Any other stream is read again, up to the number of rows
+    that were drawn. It must then yield the same rows, and a later position takes longer (R4 does not hold). Streams of Hugging
+    Face that shuffle in a buffer are read again, too, because their state leaves the buffer out. An iterator that can be read
+    only once, such as a generator over a queue, can do neither: saving a checkpoint then raises an error.
 
     Args:
-        streams: Iterables, one that splits itself (``num_shards`` and ``shard(num_shards, index)``, as ``IterableDataset`` of
-            Hugging Face ``datasets``), or a function from the number of a stream to an iterable, made anew each epoch.
-        num_streams: How many there are, with a function.
-        name: For logs and counters.
-        state_bytes: What the state of one stream may take as JSON. 0: count rows although the streams have a state.
+        streams: A list of iterables; one iterable that splits itself (``num_shards`` and ``shard(num_shards, index)``, as
+            ``IterableDataset`` of Hugging Face ``datasets``); or a function from the number of a stream to an iterable, which
+            is called anew each epoch.
+        num_streams: Number of streams, if ``streams`` is a function.
+        name: Name for logs and counters.
+        state_bytes: Bytes that the state of one stream may take as JSON. 0: count rows, even if the streams have a state.
 
     Raises:
-        TypeError: ``streams`` is none of these, or ``num_streams`` is missing.
-        ValueError: There is no stream.
+        TypeError: ``streams`` is none of these, or it is a function and ``num_streams`` is missing.
+        ValueError: There is no stream, or ``state_bytes`` is negative.
 
     Example:
         >>> import rescale_data as rd
@@ -100,7 +101,7 @@ class IterableSource(Described):
         return {"format": "streams", "name": self.name, "streams": self.num_streams}
 
     def stream(self, index: int, epoch: int) -> Iterable[Any]:
-        """One of the streams, at its beginning."""
+        """Return a stream at its beginning, set to an epoch if it has ``set_epoch``."""
         stream = self._make(index)
         set_epoch = getattr(stream, "set_epoch", None)
         if set_epoch is not None:
@@ -118,7 +119,7 @@ class IterableSource(Described):
 
 
 def stateful(stream: Iterable[Any], iterator: Iterator[Any]) -> Stateful | None:
-    """Whichever of the two says where it stands."""
+    """Return the iterator if it has a state, else the stream if that has one, else `None`."""
     found = [each for each in (iterator, stream) if isinstance(each, Stateful)]
     return found[0] if found else None
 
@@ -136,7 +137,7 @@ def _kept(make: Factory, state_bytes: int) -> Keeps:
 
 
 def _has_buffer(part: Any) -> bool:
-    """True if a part of Hugging Face's ``IterableDataset`` shuffles in a buffer, which its ``state_dict`` leaves out."""
+    """True if a part of Hugging Face's ``IterableDataset`` shuffles in a buffer, which ``state_dict`` leaves out."""
     below = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
     return "BufferShuffled" in type(part).__name__ or any(_has_buffer(each) for each in below if each is not None)
 

@@ -1,4 +1,4 @@
-"""`JsonlSource`: rows of files with one JSON object a line."""
+"""`JsonlSource`: rows of files with one JSON object in each line."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _scan = cast(Any, json.JSONDecoder()).scan_once
 class JsonlSource(IndexedSource):
     """Rows of JSON-lines files: each line is an object, ``{column: value}``; lists of numbers become arrays.
 
-    Where lines begin is found in one scan of each file, whichever rank comes first, and kept in an index beside them. Empty
-    lines are no rows.
+    One of the processes scans each file, once, and an index beside the files keeps the places of its lines. Empty lines are no
+    rows.
 
     Args:
-        paths: A glob, a folder (``*.jsonl`` below it, also with ``.gz``, ``.zst`` or ``.bz2``), a file, or a list; local or
-            any URL.
-        columns: Which to keep; a row without one of them is an error. Default: whatever a line holds.
-        cache_bytes, storage_options, remote, cache_dir, cache_dir_bytes: As of `ParquetSource`.
-        index_dir: Where the index is kept, a folder that all ranks share; default beside the files. Needed for URLs.
-        transcode: Whether files that are compressed as a whole may be copied once, beside the index, in a form that can
-            be read at random. `False` refuses them.
+        paths: A glob, a folder (``*.jsonl`` and ``*.ndjson`` below it, also with ``.gz``, ``.zst`` or ``.bz2``), a file, or a
+            list; local or any fsspec URL.
+        columns: Columns to keep; a row without one of them is an error. Default: all columns that a line has.
+        cache_bytes, storage_options, remote, cache_dir, cache_dir_bytes: See `ParquetSource`.
+        index_dir: Folder for the index, which all ranks share; default: beside the files. Needed for URLs.
+        transcode: Whether the source may write a copy of each compressed file, once, beside the index; rows of the copy can be
+            read at random. `False` refuses compressed files.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
-        ValueError: A file is damaged, or there is no row. A line that does not parse is one when it is read.
+        ValueError: A file is damaged, or there is no row. A line that does not parse raises it when that row is read.
 
     Example:
         >>> import tempfile
@@ -89,7 +89,7 @@ class JsonlSource(IndexedSource):
 
 
 class _Lines:
-    """Some lines, parsed when they are asked for."""
+    """Rows of one fragment: its lines, each parsed when its row is read."""
 
     def __init__(self, data: ArrowBuffer, starts: Ints, columns: Sequence[str] | None) -> None:
         self._data, self._starts, self._columns = memoryview(data), starts.data, columns
@@ -103,7 +103,7 @@ class _Lines:
 
 
 def chosen(row: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
-    """Some columns of a row, or all."""
+    """Return some columns of a row, or all; `BadRow` if one is missing."""
     if columns is None:
         return row
     missing = [name for name in columns if name not in row]
@@ -113,11 +113,11 @@ def chosen(row: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]
 
 
 def parse(line: memoryview) -> dict[str, Any]:
-    """Return the object in a line; `BadRow` where it is none."""
+    """Return the JSON object in a line; `BadRow` if there is none."""
     value, text, end = None, "", 0
     with suppress(
         ValueError, StopIteration, RecursionError
-    ):  # a third of json.loads, which looks for the encoding first
+    ):  # takes a third of the time of json.loads, which first detects the encoding
         text = str(line, "utf-8", "surrogatepass")
         value, end = _scan(text, 0)
     if value is None or text[end:].strip(whitespace):
@@ -130,22 +130,27 @@ def parse(line: memoryview) -> dict[str, Any]:
 def _loaded(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except (ValueError, RecursionError) as error:  # lists within lists without end
+    except (ValueError, RecursionError) as error:  # RecursionError: lists are nested too deeply
         shown = line[:60].decode(errors="replace")
         raise BadRow(f"it is not JSON: {error}. It begins with {shown!r}. Fix it, or leave such rows out.") from None
 
 
 def _value(value: Any) -> Any:
-    """Lists of numbers as arrays, int64 or float64, the rest as it is."""
+    """Return a list of numbers as an array, int64 or float64, and any other value as it is."""
     if not isinstance(value, list) or not _NUMBERS.issuperset(map(type, value)):
         return value
     array = np.array(value, dtype=None if value else np.int64)
-    exact = "f" if float in map(type, value) else "i"  # whole numbers beyond 64 bits stay a list
+    exact = "f" if float in map(type, value) else "i"  # a list with integers beyond 64 bits stays a list
     return array if array.dtype.kind == exact else value
 
 
 def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
-    """Return where lines with text begin, with the end of the file, and how many of them stand before each empty line."""
+    """Return the places of lines and of empty lines in a file.
+
+    Returns:
+        ``int64[R + 1]``, the byte at which each line that is not empty begins, and the end of the file; and for each empty
+        line, the number of lines before it that are not empty.
+    """
     begin = 3 if ranges.size and ranges.read(0, 3).to_pybytes() == _MARK else 0
     edges = [np.array([begin], dtype=np.int64)]
     for at in range(0, ranges.size, _CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""`KnownFiles`: which files a source has and where their fragments are, known when it is opened, or from an index of them."""
+"""`KnownFiles`: the files of a source and the places of their fragments, read from footers or an index when it is opened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rescale_data.sources.source import FiledSource
 from rescale_data.state import Ints
 
 HIDDEN = ".rescale_data"
-"""The folder, beside local files, for what is kept of them."""
+"""Name of the folder beside local files that holds their index and copies of compressed files."""
 
 CACHE_DIR_BYTES = 2**36
 _OPENING_THREADS = 16
@@ -38,12 +38,12 @@ _DAMAGE = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.Arr
 
 
 class KnownFiles(FiledSource):
-    """Files that have fragments. A format says how to read a footer."""
+    """Files that have fragments. A subclass for each format reads footers."""
 
     FORMAT: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, ...]]
     FILES_A_PART: ClassVar[int] = 32
-    """Files of which one process reads the footers, as one part of an index."""
+    """Number of files whose footers one process reads, as one part of an index."""
 
     @checks_kinds
     def __init__(
@@ -93,7 +93,7 @@ class KnownFiles(FiledSource):
             if error.errno in (errno.EEXIST, errno.ENOTDIR):
                 raise ValueError(f"{self._folder.folder} cannot be a folder: {error}. Give index_dir=.") from error
             raise
-        self._folder = replace(self._folder, given=())  # which may be long, and is pickled
+        self._folder = replace(self._folder, given=())  # the list may be long, and would be pickled
         self._take_index(bundle)
 
     def _take_index(self, bundle: Bundle) -> None:
@@ -116,17 +116,17 @@ class KnownFiles(FiledSource):
         return IndexFolder(self._index_dir, about, [os.fspath(path) for path in given], self.FILES_A_PART)
 
     def _indexed_with(self) -> Mapping[str, Any]:
-        """The arguments, as JSON values, on which fragments depend."""
+        """Return the arguments on which fragments depend, as JSON values."""
         return {}
 
     @property
     def _must_index(self) -> bool:
-        """True if fragments are read from an index, and not found by each process."""
+        """True if the source needs an index, even without ``index_dir``."""
         return False
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if self._bundle is not None:  # another process maps it too
+        if self._bundle is not None:  # the process that unpickles the source maps the index, too
             del state["_index"], state["fragments"]
             state["_files"] = self._files.listed((), (), ())
         return state
@@ -141,17 +141,17 @@ class KnownFiles(FiledSource):
 
     @abstractmethod
     def _footer(self, file: int) -> Footer:
-        """Read a footer; most errors mean that the file is damaged, and are made to say so."""
+        """Read the footer of a file. The caller turns most errors into one that calls the file damaged."""
 
     def _accept(self) -> None:
-        """Look at what is known of all files; ``ValueError`` where they do not go together."""
+        """Check all files together, from their footers; ``ValueError`` if they do not fit together or have no rows."""
         if not self.num_rows:
             raise ValueError(
                 f"The {len(self._files.names)} files below {self._files.root} have no rows. Give files that have some."
             )
 
     def manifest(self) -> Mapping[str, Any]:
-        """The files; with ``index_dir=``, which has the list of them, a digest a folder."""
+        """Return the list of files; with ``index_dir=``, whose index has that list, digests of folders instead."""
         full = {"format": self.FORMAT, FILES: _list_of(self._files, self._index)}
         return full if self._index_dir is None else fold(full)
 
@@ -163,7 +163,7 @@ class KnownFiles(FiledSource):
         return next((each for each in full if fold(each) == manifest), None)
 
     def _known(self) -> Iterator[tuple[Files, Fragments]]:
-        """The files and fragments of now, and of each earlier index."""
+        """Yield files with their fragments: the current ones, then the ones in each index of ``index_dir``, newest first."""
         yield self._files, self._index
         for bundle in () if self._index_dir is None else self._folder.all():
             yield listed(bundle, self._files), Fragments.of(bundle)
@@ -195,7 +195,7 @@ class KnownFiles(FiledSource):
         return of_file.start + np.flatnonzero(np.isin(self._places_in_file(self._file_named(name)), rows))
 
     def _places_in_file(self, file: int) -> Ints:
-        """Return ``int64[n]``, the rows of a file that a filter has kept, as the file numbers them."""
+        """Return ``int64[n]``, the rows of a file that the filter kept, as the file numbers them."""
         index, kept = self._index, [np.zeros(0, dtype=np.int64)]
         for fragment in range(*index.files[file : file + 2].tolist()):
             kept.append(index.place("base", fragment) + np.asarray(index.chosen_of(fragment), dtype=np.int64))
@@ -206,7 +206,7 @@ class KnownFiles(FiledSource):
         return self._files.names[file], row
 
     def _file_named(self, name: str) -> int:
-        """Return the number of a file by its name below the root, its path or URL, or the end of these."""
+        """Return the number of a file, given its name below the root, its path, its URL, or the end of its path."""
         names, end = self._files.names, posixpath.normpath(name.rpartition("://")[2])
         at = bisect_left(names, end)
         files = [at] if at < len(names) and names[at] == end else []
@@ -223,7 +223,7 @@ class KnownFiles(FiledSource):
         return bisect_right(self._index.starts.data, index) - 1
 
     def _in_file(self, index: int) -> tuple[int, int]:
-        """The file of a row, and the row in it."""
+        """Return the file of a row, and the row's number in that file."""
         fragment = self._fragment_at(index)
         file, chosen = self._index.file_of(fragment), self._index.chosen_of(fragment)
         if chosen is None:
@@ -232,13 +232,13 @@ class KnownFiles(FiledSource):
 
     @contextmanager
     def _blaming(self, file: int) -> Generator[None]:
-        """Errors of reading a file name it."""
+        """Make errors of reading a file name the file. Most errors become a ``ValueError`` that calls it damaged."""
         try:
             yield
         except (FileNotFoundError, PermissionError, RemoteError):
             raise
         except _DAMAGE as error:
-            if isinstance(error, OSError) and error.errno:  # of the machine, such as a full disk, and not of the file
+            if isinstance(error, OSError) and error.errno:  # a fault of the machine, such as a full disk
                 error.add_note(f"This was met while {self._files.path(file)} was read.")
                 raise
             raise ValueError(
@@ -256,5 +256,5 @@ class KnownFiles(FiledSource):
 
 
 def _list_of(files: Files, index: Fragments) -> list[list[Any]]:
-    """``[name, bytes, rows]`` of each."""
+    """Return ``[name, bytes, rows]`` for each file."""
     return [list(file) for file in zip(files.names, map(int, files.sizes), index.file_rows, strict=True)]

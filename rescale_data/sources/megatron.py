@@ -1,4 +1,4 @@
-"""`MegatronSource`: documents of Megatron-LM's indexed datasets, a ``.bin`` of tokens beside an ``.idx`` of where they are.
+"""`MegatronSource`: documents of Megatron-LM's indexed datasets: tokens in a ``.bin``, their places in an ``.idx`` beside it.
 
 Layout of the index: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-LM.
 
@@ -34,15 +34,15 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8
 class MegatronSource(FileSource, TokenSource):
     """Documents of Megatron-LM's ``.bin`` and ``.idx`` files, memory-mapped: ``{"tokens": array}`` in the stored dtype.
 
-    Tokens that mark the end of a document are usually stored with it: then pack with ``eos_id=None``.
+    Files of Megatron-LM usually hold an end-of-document token after each document: then pack with ``eos_id=None``.
 
     Args:
-        paths: A glob of ``.bin`` files, a folder, a file, or a list; local or any fsspec URL. The ``.idx`` is beside each.
-        cache_bytes, storage_options, remote, index_dir, cache_dir, cache_dir_bytes: As of `ParquetSource`.
+        paths: A glob of ``.bin`` files, a folder, a file, or a list; local or any fsspec URL. Each has its ``.idx`` beside it.
+        cache_bytes, storage_options, remote, index_dir, cache_dir, cache_dir_bytes: See `ParquetSource`.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file, or an ``.idx`` is missing.
-        ValueError: A file is damaged, two differ in their dtype, or there is no row; the file is named.
+        ValueError: A file is damaged, two files differ in their dtype, or there is no row. The message names the file.
 
     Example:
         >>> import struct
@@ -79,7 +79,7 @@ class MegatronSource(FileSource, TokenSource):
         return int((nbytes if fragments is None else nbytes[fragments]).sum()) // dtype.itemsize
 
     def tokens(self, column: str, fragment: int) -> Tokens:
-        del column  # there is one
+        del column  # there is only one
         key = self._key(fragment)
         found: _Documents = cache().get(key) or self._read(key, fragment, self._load, stays=self._stays(fragment))
         return found.tokens
@@ -113,7 +113,7 @@ class MegatronSource(FileSource, TokenSource):
         first, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         starts, dtype = opened.index.starts(first, stop), opened.index.dtype
         tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
-        opened.ranges.release_with(tokens, data)  # which whoever packs may keep longer than the cache does
+        opened.ranges.release_with(tokens, data)  # a packer may keep the tokens longer than the cache does
         return _Documents(tokens)
 
 
@@ -124,7 +124,7 @@ class _Opened:
 
 
 class _Documents:
-    """Some documents as rows."""
+    """Rows of one fragment: its documents."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -136,7 +136,7 @@ class _Documents:
 
 
 class _Index:
-    """An open ``.idx``; ``ValueError`` where it is not whole, or its documents do not lie end to end."""
+    """An open ``.idx``; ``ValueError`` if it is damaged, or if documents do not lie end to end in the ``.bin``."""
 
     def __init__(self, data: ArrowBuffer) -> None:
         raw = np.frombuffer(data, dtype=np.uint8)
@@ -149,13 +149,13 @@ class _Index:
             raise ValueError(f"its .idx ends at byte {len(raw)} of {ends[-1]}, or has an unknown dtype ({code})")
         self.dtype = np.dtype(_DTYPES[code])
         self.num_documents = documents - 1
-        self._sound: set[tuple[int, int]] = set()  # documents that were found to lie end to end
+        self._sound: set[tuple[int, int]] = set()  # ranges of documents that were checked: they lie end to end
         self._lengths = raw[ends[0] : ends[1]].view("<i4")
         self._places = raw[ends[1] : ends[2]].view("<i8")
         self._first = raw[ends[2] : ends[3]].view("<i8")
 
     def starts(self, first: int, stop: int) -> Ints:
-        """Return where documents begin in the ``.bin``, and where the last one ends."""
+        """Return the bytes at which documents ``first .. stop - 1`` begin in the ``.bin``, and at which the last one ends."""
         sequences = np.array(self._first[first : stop + 1], dtype=np.int64)
         begin, end = int(sequences[0]), int(sequences[-1])
         whole = np.zeros(max(0, end - begin) + 1, dtype=np.int64)
@@ -171,7 +171,7 @@ class _Index:
 
 
 def open_index(files: Files, file: int) -> ArrowBuffer:
-    """The bytes of the ``.idx`` beside a ``.bin``."""
+    """Return the bytes of the ``.idx`` beside a ``.bin``."""
     path = files.path(file).removesuffix(".bin") + ".idx"
     try:
         ranges = files.beside(path)

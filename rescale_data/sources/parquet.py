@@ -1,4 +1,4 @@
-"""`ParquetSource`: rows of Parquet files, a row group a fragment."""
+"""`ParquetSource`: rows of Parquet files; each row group is a fragment."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ _TAIL = 2**16
 class ParquetSource(TableSource):
     """Rows of Parquet files, ``{column: value}``: arrays for lists of numbers, else Python values.
 
-    Opening reads the footers, several at a time, or an index of all of them.
+    Opening the source reads the footers, several at a time, or an index of all footers.
 
     Args:
         paths: A glob, a folder (``*.parquet`` below it), a file, or a list of these; local or any fsspec URL. Files are
             ordered by path.
-        columns: Which to read; default all.
-        cache_bytes: What this process may keep decoded, over all sources.
-        storage_options: For fsspec.
-        remote: How to read files of URLs: time-outs, retries, reading ahead.
-        index_dir: Where an index of all files is kept, a folder that all ranks share: the first process that opens the source
-            reads the footers, several processes at once share them out, all others map it.
-        filter: Which rows to read: an expression over any columns, such as ``pyarrow.compute.field("lang") == "de"``. All
-            other rows are as if they were not in the files. It is applied once, to the row groups that it may match, and
-            the rows that it matches are kept in an index, in ``index_dir`` or beside the files.
-        cache_dir: A local folder, shared by the processes of a machine, for ranges of URLs that were read, and for what is
-            decoded and does not fit ``cache_bytes``, where this process serves so many logical shards that their fragments do
-            not: each is then decoded once an epoch, and not again and again. Without space there it keeps nothing more.
-        cache_dir_bytes: The bound on all that lies there. Entries that were not used for longest go first, and one of more
-            than an eighth of it is not kept.
+        columns: Columns to read; default: all.
+        cache_bytes: Bytes of decoded data that this process may keep, over all sources.
+        storage_options: Arguments of the fsspec filesystem.
+        remote: Options for files behind URLs: time-outs, retries, reading ahead.
+        index_dir: Folder for an index of all files, which all ranks share. The first process that opens the source reads the
+            footers; processes that open it at the same time share this work; all others map the index.
+        filter: Expression that chooses the rows to read, over any columns, such as ``pyarrow.compute.field("lang") == "de"``.
+            All other rows are as if they were not in the files. The filter is applied once, to the row groups in which rows may
+            match; an index, in ``index_dir`` or beside the files, keeps the rows that match.
+        cache_dir: Folder on a local disk, which the processes of a machine share. It keeps ranges that were read from URLs. If
+            the fragments of the logical shards of this process do not fit ``cache_bytes``, it keeps decoded pieces of them,
+            too: each fragment is then decoded once an epoch instead of at each visit. If the disk is full, nothing more is
+            kept.
+        cache_dir_bytes: Bytes that ``cache_dir`` may hold. The entries that were not used for longest are deleted first. An
+            entry of more than an eighth of these bytes is not kept.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
-        ValueError: A file is damaged or lacks a column, two differ in their columns, or there is no row; the file is named.
-            One has changed since the index was made.
+        ValueError: A file is damaged or lacks a column, two files differ in their columns, or there is no row. The message
+            names the file. A file that has changed since the source was opened raises it when it is read.
         DataStateError: No row matches the filter.
 
     Example:
@@ -80,7 +81,7 @@ class ParquetSource(TableSource):
         return Footer(rows, (rows * width).astype(np.int64), {"number": groups}, kind)
 
     def _may_match(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
-        """Return the row groups that Arrow keeps by their statistics; all of them for floats, whose bounds leave NaN out."""
+        """Return the row groups that may match by their statistics; all row groups for floats, whose bounds leave NaN out."""
         schema = self._file_schema(0).schema
         if any(has_floats(schema.field(name).type) for name in columns):
             return super()._may_match(footer, condition, columns)
@@ -90,7 +91,7 @@ class ParquetSource(TableSource):
         return [i for i, number in enumerate(footer.places["number"].tolist()) if number in found]
 
     def _open(self, file: int) -> _Handle:
-        source = ref(self)  # the process keeps the handle, which would keep the source and its cache_bytes for ever
+        source = ref(self)  # the process keeps the handle: a reference would keep the source and its cache_bytes, too
 
         def tail() -> ArrowBuffer:
             owner = source()
@@ -101,20 +102,21 @@ class ParquetSource(TableSource):
         return _Handle(partial(self._files.open, file), tail)
 
     def _tail(self, file: int, *, soon: bool = True) -> ArrowBuffer:
-        """The footer of a file behind a URL, which the cache keeps when the file is long closed.
+        """Return the footer of a file behind a URL. The cache keeps it after the file is closed.
 
         Args:
-            soon: Whether the file is about to be read; else it is kept where those of all files take little.
+            file: Number of the file.
+            soon: See `_brought`.
         """
         return self._brought("footer", file, lambda: _tail_of(self._files.ranges(file)), soon=soon)
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         handle: _Handle = self._handle(self._index.file_of(fragment))
         number = self._index.place("number", fragment)
-        # Arrow takes the name "a.b" for the field b of a column a, too: select
+        # Arrow takes the name "a.b" for the field b of a column a, too: `select` keeps the column "a.b" alone
         if self._files.filesystem is not None:
             return handle.fetch(number, columns).select(columns)
-        with handle.lock:  # one column in this thread: another's memory would be another's, new to the process
+        with handle.lock:  # one column is decoded in this thread: memory of other threads would be new to the process
             found = handle.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
         return found.select(columns)
 
@@ -128,7 +130,7 @@ class ParquetSource(TableSource):
 
 
 class _Handle:
-    """A file whose footer is read with its first row group, and kept as long as it is open."""
+    """A file whose footer is read with its first row group, and kept while the file is open."""
 
     def __init__(self, opener: Callable[[], Any], tail: Callable[[], ArrowBuffer]) -> None:
         self._opener, self._tail = opener, tail
@@ -136,7 +138,7 @@ class _Handle:
 
     @cached_property
     def file(self) -> ArrowFile:
-        """For one thread at a time."""
+        """The open file, for one thread at a time."""
         with self.lock:
             # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
             return self.__dict__.get("file") or pq.ParquetFile(self._opener(), pre_buffer=False)
@@ -147,21 +149,21 @@ class _Handle:
             return self.__dict__.get("_metadata") or pq.read_metadata(pa.BufferReader(self._tail()))
 
     def fetch(self, number: int, columns: Sequence[str]) -> ArrowTable:
-        """As one request for columns that lie side by side; any number of threads may do so at once."""
+        """Return columns of a row group, with one request for adjacent columns. Any number of threads may call this at once."""
         opened = pq.ParquetFile(self._opener(), metadata=self._metadata, pre_buffer=True)
         return opened.read_row_group(number, columns=list(columns), use_threads=False)
 
 
 def _tail_of(ranges: Ranges) -> ArrowBuffer:
-    """The footer of a Parquet file with what follows it: metadata, ``int32`` their length, "PAR1"."""
+    """Return the footer of a Parquet file and the bytes after it: metadata, ``int32`` its length, "PAR1"."""
     tail = ranges.read(max(0, ranges.size - _TAIL), _TAIL)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if tail.size < length <= ranges.size:
         tail = ranges.read(ranges.size - length, length)
-    return pa.py_buffer(tail[max(0, tail.size - length) :].to_pybytes())  # a copy, which holds no more than that
+    return pa.py_buffer(tail[max(0, tail.size - length) :].to_pybytes())  # a copy: a slice would keep all that was read
 
 
 def _decoded_bytes(group: Any) -> int:
-    """Dictionaries and runs make the encoded size of numbers smaller than what they take in memory."""
+    """Return about how many bytes a row group takes in memory. Dictionaries and runs make numbers smaller in the file."""
     columns = [group.column(i) for i in range(group.num_columns)]
     return sum(max(c.total_uncompressed_size, c.num_values * _WIDTHS.get(c.physical_type, 0)) for c in columns)

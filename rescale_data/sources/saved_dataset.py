@@ -1,4 +1,4 @@
-"""Folders that Hugging Face ``datasets`` wrote with ``save_to_disk``: which of their files are the data."""
+"""Finds the data files in a folder that Hugging Face ``datasets`` wrote with ``save_to_disk``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SPLITS, _STATE = "dataset_dict.json", "state.json"
 
 
 def data_files(paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Paths:
-    """The files of a saved dataset, of which there may be others in its folder (what its transformations cached).
+    """Return the data files of a saved dataset. Its folder may hold other files, which transformations cached.
 
-    Anything else that is given comes back as it is.
+    Any other ``paths`` are returned as they are.
 
     Raises:
-        ValueError: The folder holds several splits, which nobody wants to read as one.
+        ValueError: The folder holds several splits: give one of them.
     """
     if not isinstance(paths, str | os.PathLike) or glob.has_magic(os.fspath(paths)):
         return paths

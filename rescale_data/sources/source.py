@@ -1,4 +1,4 @@
-"""`Source`, `TokenSource` and `FiledSource`: rows at rest. Yours may be as short as this:
+"""`Source`, `TokenSource` and `FiledSource`: rows at rest. A source of your own may be as short as this:
 
     class LogLines(rd.Source):
         '''The lines of one log file.'''
@@ -22,9 +22,9 @@
         def locate(self, index):
             return f"{self.path}, line {index + 1}"
 
-Then ``rescale_data.testing.assert_source(LogLines("log.txt"))`` says whether it keeps the contract, and `Reader` shuffles,
-shards, resumes and rescales it. Whoever can do more, such as read many rows at once, overrides a method or an attribute that
-has a default.
+Then ``rescale_data.testing.assert_source(LogLines("log.txt"))`` checks that it keeps the contract, and `Reader` shuffles,
+shards, resumes and rescales it. A source that can do more, such as read many rows at once, overrides the methods and attributes
+that have defaults.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ _NARROW = [(dtype, int(np.iinfo(dtype).max)) for dtype in (np.uint8, np.uint16, 
 
 
 class Described(ABC):
-    """Data that a node reads, of whatever kind."""
+    """Data that a node reads: a `Source` of rows, or the streams of an `IterableSource`."""
 
     name: str
-    """A short name for logs and counters."""
+    """Short name for logs and counters."""
 
     @abstractmethod
     def manifest(self) -> Mapping[str, Any]:
-        """Return what identifies the data, as JSON values: paths relative to the root, sizes, row counts."""
+        """Return the JSON values that identify the data: paths relative to the root, sizes, row counts."""
 
     def require_saveable(self) -> None:  # noqa: B027
-        """Raise `DataStateError` where no state can say how far the data was read."""
+        """Raise `DataStateError` if the position in this data cannot be saved."""
 
 
 class Source(Described):
     """Rows at rest, numbered ``0 .. num_rows - 1`` in file order (files by path), the same on every machine.
 
-    A source holds no position. It pickles with its index and without its data. A subclass has ``name``, ``num_rows``,
-    `manifest`, `row` and `locate`; the rest has defaults.
+    A source holds no position. It pickles with its index and without its data. A subclass defines ``name``, ``num_rows``,
+    `manifest`, `row` and `locate`. All other members have defaults.
 
     Example:
         >>> import rescale_data as rd
@@ -75,19 +75,19 @@ class Source(Described):
 
     num_rows: int
     fragments: Ints | None = None
-    """``int64[F + 1]``, the first row of each fragment (what is decoded at once) and ``num_rows``.
+    """``int64[F + 1]``: the first row of each fragment, and ``num_rows``. The rows of a fragment are decoded together.
 
-    `None` where any row can be read as cheaply as the next: then a full permutation shuffles it."""
+    `None` if any row can be read as cheaply as the next: then a full permutation shuffles the rows."""
     columns: list[str] | None = None
-    """The columns of a row, where some can be chosen; `None` for whatever each row has."""
+    """The columns of each row, if the source can choose some; `None` if each row has its own."""
     cache_bytes: int = DEFAULT_BYTES
-    """The byte budget of what this process keeps of all sources."""
+    """Byte budget of the cache of this process, which all sources share."""
     cache_dir_bytes: int = 0
-    """The bytes that may lie on a local disk beside what the cache holds."""
+    """Byte budget of a folder on a local disk, in addition to the cache; 0 if there is none."""
     fragment_bytes: int = 0
-    """Bytes of the median fragment when it is decoded, as far as is known."""
+    """Decoded bytes of a typical fragment; 0 if not known."""
     batch_rows: int = 1
-    """As many rows are worth fetching together."""
+    """Number of rows that are worth fetching together."""
     has_texts: ClassVar[bool] = False
     """True if `texts` reads many strings at a time."""
 
@@ -95,49 +95,57 @@ class Source(Described):
     def row(self, index: int) -> Any:
         """Return one row, ``{column: value}`` of arrays, bytes, strings or numbers: copies that the caller owns.
 
-        A map-style dataset gives its own samples, whatever they are.
+        A map-style dataset returns its own samples, of any kind.
         """
 
     @abstractmethod
     def locate(self, index: int) -> str:
-        """Return the place of a row, for messages: ``"part-3.parquet, row 17"``."""
+        """Return where a row is, for messages: ``"part-3.parquet, row 17"``."""
 
     def rows(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Return ``[row(i) for i in indices]``, in one read where many rows cost less than one by one."""
+        """Return ``[row(i) for i in indices]``, in one read if that costs less than row by row."""
         return [self.row(index) for index in indices]
 
     def texts(self, column: str, rows: Ints) -> list[str]:
-        """Return the strings of a column in some rows, without the rest of these rows. Raises where `row` does."""
+        """Return the strings of a column in some rows, without their other columns. Raises if `row` would."""
         raise NotImplementedError
 
     def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int | None:
-        """Return the number of tokens of a column, in some fragments (``int64[G]``) or all; `None` if only reading tells."""
+        """Return the number of tokens of a column; `None` if they must be read to be counted.
+
+        Args:
+            column: The column; `None` if the source has one.
+            fragments: ``int64[G]``, the fragments to count; `None` for all.
+        """
         del column, fragments
         return None
 
     @property
     def reads_ahead(self) -> bool:
-        """True if `prepare` begins anything."""
+        """True if `prepare` fetches fragments ahead."""
         return False
 
     def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
-        """Begin to fetch a fragment that will be needed soon: its rows, the tokens of a column, or the piece of a share.
+        """Begin to fetch a fragment that will be needed soon. Returns at once, and raises nothing.
 
-        It returns at once, and raises nothing.
+        Args:
+            column: The column of tokens to fetch; `None` for rows.
+            fragment: Number of the fragment.
+            share: Fetch the piece of this share; `None` for the whole fragment.
         """
 
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
-        """True if pieces of fragments are to be kept in place of whole ones.
+        """True if it pays to keep pieces of fragments in the cache instead of whole fragments.
 
         Args:
-            num_shards: Logical shards that take turns in this process.
-            packed: True for one column of tokens, else for rows.
+            num_shards: Number of logical shards that take turns in this process.
+            packed: True if one column of tokens is read; False if rows are.
         """
         del num_shards, packed
         return False
 
     def row_of(self, index: int, share: Share) -> Any:
-        """Return `row`, out of the piece of a share; called where `cuts_pay`."""
+        """Return the same as `row`, read from the piece of a share. Called only if `cuts_pay`."""
         del share
         return self.row(index)
 
@@ -147,8 +155,9 @@ class Tokens:
     """A token column of one fragment: document i is ``values[offsets[i] : offsets[i + 1]]``.
 
     Args:
-        values: In any integer dtype that holds them, whatever that of the rows is.
-        first: The row of the fragment at which they begin, where they are a part of it.
+        values: Tokens of all documents, in any integer dtype that holds them; it may differ from the dtype of the rows.
+        offsets: ``int64[D + 1]``, where each document begins in ``values``, and where the last one ends.
+        first: Row of the fragment at which document 0 is; above 0 only in a piece of a fragment.
     """
 
     values: npt.NDArray[np.integer[Any]]
@@ -160,69 +169,77 @@ class Tokens:
         return self.offsets.nbytes + self.values.nbytes
 
     def tight(self) -> Tokens:
-        """The same in memory of its own, as the smallest dtype of three that holds all values: what Arrow decodes takes up to
-        three times as much, and memory that is new to the process costs more than decoding."""
-        bits = int(np.bitwise_or.reduce(self.values))  # no less than any of them, and negative where one is
+        """Return a copy with ``values`` in the smallest of uint8, uint16 and int32 that holds them; else in their own dtype.
+
+        The memory that Arrow decodes into is up to three times as large, and memory that is new to the process costs more time
+        than decoding.
+        """
+        bits = int(np.bitwise_or.reduce(self.values))  # at least as large as each value; negative if any value is
         fit = (dtype for dtype, most in _NARROW if 0 <= bits <= most)
         return Tokens(self.values.astype(next(fit, self.values.dtype)), self.offsets, self.first)
 
 
 class TokenSource(Source):
-    """A source that can also be read a fragment at a time, without a Python object for a row or a token."""
+    """Source whose token columns can also be read a fragment at a time, without a Python object for each row or token."""
 
     decodes_ahead: ClassVar[bool] = False
-    """True if a fragment takes so long to decode that another thread begins before it is needed (`decode_ahead`)."""
+    """True if decoding a fragment takes so long that another thread should begin before it is needed (`decode_ahead`)."""
 
     @abstractmethod
     def token_dtype(self, column: str) -> np.dtype[Any]:
-        """Return the dtype of a column in each row.
+        """Return the dtype that a token column has in each row.
 
         Raises:
             ValueError: There is no such column.
-            TypeError: It does not hold lists of integers.
+            TypeError: The column does not hold lists of integers.
         """
 
     @abstractmethod
     def tokens(self, column: str, fragment: int) -> Tokens:
-        """Return a column of the fragment that begins at row ``fragments[fragment]``; read-only, and it stays as it is."""
+        """Return a token column of the fragment that begins at row ``fragments[fragment]``. Nobody changes its arrays."""
 
     def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
-        """Return `tokens`, out of the piece of a share; called where `cuts_pay`."""
+        """Return the tokens in the piece of a share. Called only if `cuts_pay`."""
         del share
         return self.tokens(column, fragment)
 
     def decode_ahead(self, column: str, fragment: int) -> None:
-        """Begin to decode the tokens of a fragment that will be needed soon. It returns at once, and raises nothing."""
+        """Begin to decode the tokens of a fragment that will be needed soon. Returns at once, and raises nothing."""
 
     def pass_by(self, column: str, fragment: int) -> None:
-        """Note that the tokens of a fragment have been copied: they need not stay, if there is anything else to keep."""
+        """Let the cache evict the tokens of a fragment before anything else: they have been copied."""
 
 
 class FiledSource(Source):
-    """A source of files, to which others may be added in the course of a run.
+    """Source of files; files may be added in the course of a run.
 
-    Its manifest has ``"files": [[name, ...], ...]``, and tells nothing of them elsewhere.
+    Its manifest describes the files under ``"files": [[name, ...], ...]`` and nowhere else. A folded manifest describes folders
+    instead, see `unfold`.
     """
 
     @abstractmethod
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        """Return ``int64[G]``, the fragments of the files that a manifest names and that are there."""
+        """Return ``int64[G]``, the fragments of the files that a manifest names, as far as the source still has these files."""
 
     def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return a manifest of now or earlier in full, where it may be folded; `None` where no list of its files is left."""
+        """Return a manifest, current or earlier, with its list of files; `None` if it is folded and the list is lost."""
         return manifest
 
     @abstractmethod
     def rows_of_file(self, name: str) -> range:
-        """Return the rows of a file, by its path or the end of it.
+        """Return the rows of a file, given its path or the end of its path.
 
         Raises:
-            ValueError: There is no such file, or several.
+            ValueError: There is no such file, or there are several.
         """
 
     @abstractmethod
     def rows_in_file(self, name: str, rows: Ints) -> Ints:
-        """Return the numbers over all files of ``rows`` of a file (``int64[n]``, as `locate` has them) that are there.
+        """Return the source's row numbers for some rows of a file, without the rows that a filter left out.
+
+        Args:
+            name: Path of the file, or the end of its path.
+            rows: ``int64[n]``, rows of the file, numbered as in `file_row`.
 
         Raises:
             ValueError: There is no such file, there are several, or it cannot have such a row.
@@ -230,4 +247,7 @@ class FiledSource(Source):
 
     @abstractmethod
     def file_row(self, index: int) -> tuple[str, int]:
-        """Return the name of a row's file, below the root, and the number of the row in it, as `locate` has them."""
+        """Return the name of a row's file, below the root, and the row's number in that file, from 0.
+
+        Rows of the file that a filter left out count, too.
+        """

@@ -20,11 +20,11 @@ class SyntheticSource(TokenSource):
     """Documents of random tokens: row i is a function of (seed, i) alone, the same on every machine.
 
     Args:
-        num_rows: How many.
-        length: Tokens of a document, or the least and the most.
-        vocab_size: Tokens are from 0 up to it, int32.
-        seed: Another seed is other data.
-        cache_bytes: What this process may keep computed, over all sources.
+        num_rows: Number of documents.
+        length: Number of tokens of each document, or the least and the largest number.
+        vocab_size: Tokens are ``0 .. vocab_size - 1``, as int32.
+        seed: Another seed gives other tokens.
+        cache_bytes: Bytes that this process may keep of computed tokens, over all sources.
 
     Raises:
         ValueError: An argument is out of range.
@@ -82,7 +82,7 @@ class SyntheticSource(TokenSource):
         return np.dtype(np.int32)
 
     def tokens(self, column: str, fragment: int) -> Tokens:
-        del column  # there is one
+        del column  # there is only one
         cache().register(self)
         return cache().make((owner_of(self), fragment), lambda: self._compute(fragment))
 

@@ -1,4 +1,4 @@
-"""`TableSource`: what Parquet and Arrow sources share, one schema, rows of columns, and columns of tokens."""
+"""`TableSource`: base class of Parquet and Arrow sources: one schema, rows of columns, and columns of tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rescale_data.sources.source import Tokens, TokenSource
 
 
 class TableSource(FileSource, TokenSource):
-    """Rows of files that have a schema. A format says how to read a footer and columns of a fragment."""
+    """Rows of files that have a schema. A subclass for each format reads footers, and columns of fragments."""
 
     @checks_kinds
     def __init__(
@@ -63,10 +63,10 @@ class TableSource(FileSource, TokenSource):
 
     @abstractmethod
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        """Decode columns of a fragment."""
+        """Return columns of a fragment, decoded."""
 
     def _release_with(self, decoded: object, fragment: int) -> None:
-        """Let go of what a fragment takes beyond what was decoded of it, as soon as the latter is gone."""
+        """Free the mapped memory of a fragment as soon as ``decoded``, which was made from it, is collected."""
         del decoded, fragment
 
     def token_dtype(self, column: str) -> np.dtype[Any]:
@@ -104,14 +104,14 @@ class TableSource(FileSource, TokenSource):
 
     @property
     def decoding_costs(self) -> bool:
-        """True if a fragment that is needed again costs more than a look at the page cache."""
+        """True if reading a fragment again costs more than the page cache does, because it is decoded or fetched again."""
         return True
 
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
         if not self.decoding_costs or num_shards == 1 or (packed and not self.cache_dir_bytes and room_for_block(self)):
             return False
         own = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes
-        # of many sources a shard takes a row each at a visit: pieces pay where they are kept, on disk
+        # with many sources, a shard reads one row of each at a visit: then pieces pay only if a disk keeps them
         return own > self.cache_bytes or (self.cache_dir_bytes > 0 and needed_with(self, num_shards) > self.cache_bytes)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class TableSource(FileSource, TokenSource):
             raise self._bad(int(self._index.starts[fragment]) + piece.start + null.row, null) from None
 
     def _piece(self, fragment: int, share: Share, column: str | None = None) -> Piece:
-        """The rows of one shard in a fragment: from the cache, from disk, or cut anew together with the others."""
+        """Return one shard's rows of a fragment: from the cache, from disk, or cut now together with other shards' rows."""
         key = self._key(fragment, column, share)
         found: Piece | None = cache().get(key)
         if found is not None:
@@ -143,7 +143,7 @@ class TableSource(FileSource, TokenSource):
             key = self._key(fragment, column, share)
             found = cache().get(key) or self._stored(
                 fragment, share, column
-            )  # another thread may have been here before
+            )  # another thread may have cut it in the meantime
             return found or self._cut_all(fragment, share, column)
 
     def _cut_all(self, fragment: int, share: Share, column: str | None) -> Piece:
@@ -164,7 +164,7 @@ class TableSource(FileSource, TokenSource):
         return mine
 
     def _local_store(self, fragment: int) -> LocalStore | None:
-        """Return the store of a fragment's pieces; `None` where its file has no stamp, so that a change would not be seen."""
+        """Return the store for a fragment's pieces; `None` if there is none, or if the file has no stamp to show a change."""
         return self._files.store if self._files.stamps[self._index.file_of(fragment)] else None
 
     def _store(self, fragment: int, name: str, data: ArrowBuffer) -> None:
@@ -211,7 +211,7 @@ class TableSource(FileSource, TokenSource):
         return footer if self._condition is None else self._filtered(self._condition, file, footer)
 
     def _filtered(self, condition: Condition, file: int, footer: Footer) -> Footer:
-        """Return the rows of a file that match: a source of it alone is read once, as far as the condition may match."""
+        """Return a footer with the rows of a file that match. Fragments in which no row can match are not read."""
         try:
             used = condition.columns(_schema_of(footer.kind))
         except ValueError as error:
@@ -225,7 +225,7 @@ class TableSource(FileSource, TokenSource):
             return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in found})
 
     def _may_match(self, footer: Footer, condition: ArrowExpression, columns: Sequence[str]) -> Iterable[int]:
-        """Return the fragments of the only file in which rows may match a condition on these columns."""
+        """Return the fragments in which rows may match a condition on these columns. The source has one file here."""
         del condition, columns
         return range(len(footer.rows))
 
@@ -248,7 +248,7 @@ class TableSource(FileSource, TokenSource):
         return self._schemas[int(self._index.kind_of[file])]
 
     def _one_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
-        """The columns that all files have; ``ValueError`` names two files and the field in which they differ."""
+        """Return the schema of the columns that are read; ``ValueError`` names two files that differ, and the column."""
         schemas = [found.schema for found in self._schemas]
         first = schemas[0]
         wanted = list(first.names if columns is None else columns)
@@ -264,7 +264,7 @@ class TableSource(FileSource, TokenSource):
 
 
 class FileSchema:
-    """The schema of some files, with what each fragment asks of it."""
+    """A schema of some files, with facts that are looked up for each fragment."""
 
     def __init__(self, schema: ArrowSchema) -> None:
         self.schema, self.names = schema, set(schema.names)
@@ -280,7 +280,7 @@ def _is_dictionary(kind: ArrowType) -> bool:
 
 
 def schema_kind(schema: ArrowSchema) -> dict[str, Any]:
-    """A file's schema as a JSON value; what else was written beside it, such as an index of pandas, is left out."""
+    """Return a file's schema as a JSON value, without its metadata, such as an index of pandas."""
     return {"schema": base64.b64encode(schema.remove_metadata().serialize()).decode()}
 
 
@@ -298,4 +298,4 @@ def _type(schema: ArrowSchema, name: str) -> str:
 
 
 def _stay(data: ArrowBuffer) -> None:
-    del data  # it is on disk
+    del data  # the piece is on disk

@@ -1,4 +1,4 @@
-"""`WebDatasetSource`: rows of tar files, the members of one key to a row."""
+"""`WebDatasetSource`: rows of tar files; the members with the same key make one row."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _log = logging.getLogger("rescale_data")
 class WebDatasetSource(IndexedSource):
     """Rows of tar files in the layout of WebDataset: ``{"__key__": key, extension: bytes, ...}``.
 
-    Members that follow each other and have the same name up to its first dot are one row; what is behind that dot, in
-    lower case, is the column. Where members are is found in one scan of each file, whichever rank comes first, and kept
-    in an index beside them.
+    Consecutive members whose names are the same up to the first dot make one row. The rest of the name, in lower case, is the
+    column. One of the processes scans each file, once, and an index beside the files keeps the places of its members.
 
     Args:
         paths: A glob, a folder (``*.tar`` below it, also with ``.gz``, ``.zst`` or ``.bz2``), a file, or a list; local or
-            any URL.
-        columns: Which to read; default: all that occur. A row without one of them is an error when it is read.
-        cache_bytes, storage_options, remote, cache_dir, cache_dir_bytes: As of `ParquetSource`.
-        index_dir, transcode: As of `JsonlSource`.
+            any fsspec URL.
+        columns: Columns to read; default: all columns that occur in any row. A row without one of them is an error when it
+            is read.
+        cache_bytes, storage_options, remote, cache_dir, cache_dir_bytes: See `ParquetSource`.
+        index_dir, transcode: See `JsonlSource`.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
-        ValueError: A file is damaged, has no such column, or there is no row.
+        ValueError: A file is damaged, no file has one of ``columns``, or there is no row.
 
     Example:
         >>> import tarfile
@@ -104,7 +104,7 @@ class WebDatasetSource(IndexedSource):
 
 
 class _Samples:
-    """The rows of one fragment, cut out when they are asked for."""
+    """Rows of one fragment: its samples, each copied when its row is read."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class _Samples:
 
 
 def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
-    """Key, column, and the places of header and data of each file in a tar, with its size, -1 of a link.
+    """Yield key, column, place of the header, place of the data, and size of each file in a tar. The size of a link is -1.
 
     Raises:
-        ValueError: The tar is cut off, or there is something behind its end.
+        ValueError: The tar is cut off, or there are bytes after its end mark.
     """
     try:
         with tarfile.open(fileobj=cast(Any, io.BufferedReader(AsFile(ranges), _READ_BYTES)), mode="r:") as tar:
@@ -145,7 +145,7 @@ def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
                 if not member.isdir() and named and not member.name.rpartition("/")[2].startswith("__"):
                     size = member.size if member.isreg() else -1
                     yield named[1], named[2].lower(), member.offset, member.offset_data, size
-                tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # else it keeps all of them
+                tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # else tarfile keeps all members
             end = tar.offset
     except tarfile.TarError as error:
         raise ValueError(str(error)) from error

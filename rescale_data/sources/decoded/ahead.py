@@ -1,4 +1,4 @@
-"""`Ahead`: threads that decode or fetch what will be needed next, while the process works on what is there."""
+"""`Ahead`: background threads that decode or fetch the data that will be needed next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from typing import Any
 
 
 class Ahead:
-    """Work that is begun before its result is asked for. Whoever asks gets its errors."""
+    """Background work, begun before its result is needed.
+
+    The work puts its result into the cache. Its errors are not raised here: a caller that misses the result does the work
+    again, and gets the error.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -21,7 +25,7 @@ class Ahead:
         self._stopped = False
 
     def begin(self, key: Hashable, work: Callable[[], Any]) -> None:
-        """Start the work, unless it has been."""
+        """Start some work, unless work with this key is under way or `stop` was called."""
         with self._lock:
             if key in self._begun or self._stopped:
                 return
@@ -31,7 +35,7 @@ class Ahead:
         future.add_done_callback(lambda _: self._begun.pop(key, None))
 
     def wait(self, key: Hashable) -> bool:
-        """Wait until the work is done; True if it was begun, and ended without an error."""
+        """Wait until the work is done. Return True if it was under way, and ended without an error."""
         future = self._begun.get(key)
         try:
             return future is not None and future.exception() is None
@@ -39,7 +43,7 @@ class Ahead:
             return False
 
     def stop(self) -> None:
-        """Cancel work that has not begun, and begin no more."""
+        """Cancel work that no thread has begun, and accept no more."""
         with self._lock:
             self._stopped = True
         if self._pool is not None:
@@ -54,17 +58,17 @@ _leaving = threading.Event()
 
 
 def ahead() -> Ahead:
-    """Return the one thread of this process for work that takes a core."""
+    """Return the `Ahead` of this process for decoding; it has one thread, because decoding takes a core."""
     return _ahead
 
 
 def far_ahead() -> Ahead:
-    """Return the threads of this process for work that waits for a network."""
+    """Return the `Ahead` of this process for work that waits for a network; it has many threads."""
     return _far_ahead
 
 
 def leaving() -> threading.Event:
-    """Return the event that is set when this process is about to end: whoever pauses goes on at once."""
+    """Return the event that is set when this process is about to end. Pauses wait for it, so that they then end at once."""
     return _leaving
 
 
@@ -75,13 +79,13 @@ def _leave() -> None:
 
 
 def _renew() -> None:
-    """Begin anew in a forked child: it has no thread, and locks may have been held."""
+    """Begin anew in a forked child: it has no threads, and another thread may have held the locks."""
     global _ahead, _far_ahead, _leaving
     _ahead, _far_ahead, _leaving = Ahead(1), Ahead(_FETCHING_THREADS), threading.Event()
 
 
 os.register_at_fork(after_in_child=_renew)
 
-# An executor's threads are waited for before `atexit` calls anything, until they have done all that was ever submitted. What
-# comes before that has no public name.
+# Before Python calls the functions of `atexit`, it waits until the threads of all executors have done all submitted work. The
+# hook that comes before this wait has no public name.
 getattr(threading, "_register_atexit", atexit.register)(_leave)

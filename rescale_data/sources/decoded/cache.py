@@ -1,4 +1,4 @@
-"""`Cache`: what a process keeps decoded, one LRU with a byte budget for all sources, shards and files."""
+"""`Cache`: decoded data that a process keeps: one LRU with a byte budget for all sources, shards and files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sized(Protocol):
 
 
 class Evicted:
-    """A value that wants to know that there was no room for it."""
+    """A value with a method that is called when the cache evicts it for lack of room."""
 
     __slots__ = ()
 
@@ -32,20 +32,20 @@ class Evicted:
 
 
 class Made:
-    """A value that was made of many others, which are read again for it: it stays longer than they do."""
+    """A value made from many others, which must be read again to make it anew. The cache keeps it longer than others."""
 
     __slots__ = ()
 
 
 class Held(Made):
-    """One that somebody holds and uses without asking the cache for it."""
+    """A `Made` value that its user holds, and uses without a look-up in the cache."""
 
     __slots__ = ()
     dropped: Callable[[], None]
-    """Says that the cache keeps it no longer."""
+    """Called when the cache no longer keeps the value."""
 
     def was_used(self) -> bool:
-        """Return True if the value was used since the last call: it then stays a while longer."""
+        """Return True if the value was used since the last call; the cache then keeps it a while longer."""
         raise NotImplementedError
 
 
@@ -55,12 +55,12 @@ class Budgeted(Protocol):
 
 
 class Cache:
-    """Least recently used first out, until the rest fits the budget; safe under threads. More entries cost no more time.
+    """Cache with a byte budget that evicts the least recently used entry first. It is safe under threads.
 
-    What is `Made` stays before all else, up to half of the budget: fragments that pass through leave what was made of them.
-    The budget is the largest `cache_bytes` of the sources that are alive. One entry that is larger still
-    is kept while it is in use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is
-    decoded once and not once a window.
+    A look-up takes the same time however many entries there are. `Made` values are evicted last, as long as they take at most
+    half of the budget: fragments that pass through do not evict them. The budget is the largest `cache_bytes` of the sources
+    that are alive. One entry may be larger than the budget. It is kept while it is in use, with an eighth of its size for what
+    is made from it: a fragment that exceeds the budget is decoded once, and not once for each window.
     """
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ class Cache:
         self._made: OrderedDict[Hashable, Any] = OrderedDict()
         self._others: OrderedDict[Hashable, Any] = OrderedDict()
         self._made_bytes = 0
-        self._of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner that they begin with
+        self._of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner at their beginning
         self._large: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
         self._makers = weakref.WeakValueDictionary[Hashable, Any]()
         self.nbytes = 0
-        self._budget = self._judged = -1  # not known; that by which entries were judged large
+        self._budget = self._judged = -1  # -1: not known; `_judged` is the budget for which `_large` holds
 
     @property
     def budget(self) -> int:
@@ -98,7 +98,7 @@ class Cache:
         self._budget = -1
 
     def get(self, key: Hashable) -> Any:
-        """The value at ``key``, or `None`."""
+        """Return the value at ``key``, or `None`."""
         with self._lock:
             for kept in (self._others, self._made):
                 if key in kept:
@@ -107,12 +107,12 @@ class Cache:
             return None
 
     def put(self, key: Hashable, value: Sized) -> None:
-        """Keep ``value`` in place of what was at ``key``."""
+        """Keep ``value`` at ``key``, in place of an earlier value."""
         size, is_made = value.nbytes, isinstance(value, Made)
         with self._lock:
             self._pop(key)
             kept, of_owner = self._made if is_made else self._others, self._of_owner.setdefault(_owner(key), {})
-            self._entries[key], of_owner[key], kept[key] = size, None, value  # no call: Ctrl-C leaves all of it or none
+            self._entries[key], of_owner[key], kept[key] = size, None, value  # no call: Ctrl-C does not interrupt it
             self.nbytes += size
             self._made_bytes += size * is_made
             budget = self.budget
@@ -122,7 +122,7 @@ class Cache:
                 self._shrink(budget, key)
 
     def make(self, key: Hashable, maker: Callable[[], V]) -> V:
-        """The value at ``key``, made where there is none."""
+        """Return the value at ``key``, made first if it is missing."""
         value = self.get(key)
         if value is None:
             value = maker()
@@ -130,29 +130,29 @@ class Cache:
         return value
 
     def alone(self, key: Hashable) -> AbstractContextManager[Any]:
-        """The lock of whoever makes what is missing at ``key``; there is no other one while anybody has it."""
+        """Return the lock for making the value at ``key``. All threads that ask while it is in use get the same lock."""
         with self._lock:
             return self._makers.setdefault(key, threading.RLock())
 
     def forget(self, key: Hashable) -> None:
-        """Keep the value at ``key`` no longer, if there is one."""
+        """Remove the value at ``key``, if there is one."""
         with self._lock:
             self._pop(key)
 
     def give_up(self, key: Hashable) -> None:
-        """Let the value at ``key`` be the first to go, until it is asked for."""
+        """Make the value at ``key`` the next one to be evicted, unless it is read or put again before."""
         with self._lock:
             if key in self._others:
                 self._others.move_to_end(key, last=False)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         with self._lock:
             for key in list(self._entries):
                 self._pop(key)
 
     def drop(self, owner: int) -> None:
-        """Forget the entries whose key is a tuple that begins with ``owner``."""
+        """Remove the entries whose key is a tuple that begins with ``owner``."""
         with self._lock:
             for key in list(self._of_owner.get(owner, ())):
                 self._pop(key)
@@ -188,7 +188,7 @@ class Cache:
                 value.evicted()
 
     def _unused(self) -> Hashable:
-        """Return the key of the `Made` value that was used least recently."""
+        """Return the key of the least recently used `Made` value."""
         while True:
             key, value = next(iter(self._made.items()))
             if not (isinstance(value, Held) and value.was_used()):
@@ -201,9 +201,9 @@ def _owner(key: Hashable) -> Hashable:
 
 
 class Handles:
-    """The files that a process keeps open, the least recently used closed first.
+    """Open files of a process; the least recently used one is closed first.
 
-    Whoever still reads from one that has been dropped here holds a reference, and so may finish.
+    A thread that still reads a file that was dropped here holds a reference to it, and can finish.
     """
 
     def __init__(self, limit: int = 64) -> None:
@@ -216,7 +216,7 @@ class Handles:
         return len(self._open)
 
     def make(self, key: Hashable, opener: Callable[[], Any]) -> Any:
-        """The handle at ``key``, opened where there is none."""
+        """Return the handle at ``key``, opened first if it is missing."""
         with self._lock:
             handle = self._open.pop(key, None)
             self._open[key] = handle = opener() if handle is None else handle
@@ -226,9 +226,10 @@ class Handles:
             return handle
 
     def drop(self, owner: int) -> None:
-        """Close what belongs to an owner, now or with the next file that is opened.
+        """Close the files of an owner, now or when the next file is opened.
 
-        A finalizer calls this, in any thread: perhaps in one that makes a request for whoever is opening a file and waits.
+        A finalizer calls this, in any thread. It must not wait for the lock: another thread may hold it, open a file, and wait
+        for a request that this thread makes.
         """
         self._gone.append(owner)
         if self._lock.acquire(blocking=False):
@@ -241,7 +242,7 @@ class Handles:
         while True:
             try:
                 owner = self._gone.popleft()
-            except IndexError:  # all is closed, perhaps by a finalizer that has just run in between
+            except IndexError:  # all are closed, perhaps by a finalizer that ran in between
                 return
             for key in list(self._open):
                 if isinstance(key, tuple) and key[0] == owner:
@@ -255,24 +256,24 @@ _by_owner: list[dict[int, Any]] = []
 
 
 def cache() -> Cache:
-    """The cache of this process."""
+    """Return the cache of this process."""
     return _cache
 
 
 def handles() -> Handles:
-    """The open files of this process."""
+    """Return the open files of this process."""
     return _handles
 
 
 def owner_of(thing: object) -> int:
-    """Return the first element of the keys that belong to an object, whose entries go when it does.
+    """Return the number with which the keys of an object begin. Its entries are removed when the object is collected.
 
     Raises:
-        TypeError: There is no weak reference to it, as to a list.
+        TypeError: The object cannot have a weak reference, such as a list.
     """
     owner = _owner_of.get(id(thing))
     if owner is None:
-        weakref.ref(thing)  # may raise: nothing is kept yet
+        weakref.ref(thing)  # raises TypeError, before anything is kept
         mine = next(_owners)
         owner = _owner_of.setdefault(id(thing), mine)  # another thread may ask at the same moment
         if owner == mine:
@@ -281,7 +282,7 @@ def owner_of(thing: object) -> int:
 
 
 def by_owner() -> dict[int, Any]:
-    """Return a new dict by keys of `owner_of`, whose entries go when their objects do."""
+    """Return a new dict with numbers of `owner_of` as keys. Its entries are removed when their objects are collected."""
     _by_owner.append({})
     return _by_owner[-1]
 
@@ -295,7 +296,7 @@ def _forget(identity: int) -> None:
 
 
 def _renew() -> None:
-    """A forked child starts empty: the lock may have been held, and open files share their position."""
+    """Begin anew in a forked child: another thread may have held the lock, and open files share their position."""
     global _cache, _handles
     _cache, _handles = Cache(), Handles()
 

@@ -19,12 +19,12 @@ class Column(Protocol):
     def nbytes(self) -> int: ...
 
     def value(self, row: int) -> Any:
-        """A copy that the caller owns; `NullValueError` where a list of numbers has a null in it."""
+        """Return a copy of one value, which the caller owns; `NullValueError` if a list of numbers has a null in it."""
         ...
 
 
 class NumberLists:
-    """Lists of numbers as flat values and offsets."""
+    """Column of lists of numbers without nulls, as flat values and offsets."""
 
     def __init__(self, lists: Tokens) -> None:
         self._lists = lists
@@ -36,7 +36,7 @@ class NumberLists:
 
 
 class NullableLists:
-    """Lists of numbers of which some are null, or have nulls in them."""
+    """Column of lists of numbers; some lists are null, or have nulls in them."""
 
     def __init__(self, array: ArrowArray) -> None:
         self._array = array
@@ -52,7 +52,7 @@ class NullableLists:
 
 
 class Values:
-    """Anything else, as the Python value that Arrow makes of it."""
+    """Column of any other type; a value is the Python object that Arrow makes."""
 
     def __init__(self, array: ArrowArray) -> None:
         self._array: Any = array.combine_chunks() if array.num_chunks != 1 else array.chunk(0)
@@ -63,7 +63,7 @@ class Values:
 
 
 class Fragment:
-    """The decoded columns of one fragment."""
+    """Decoded columns of one fragment."""
 
     def __init__(self, table: ArrowTable) -> None:
         self._columns = {name: decode(table.column(name)) for name in table.column_names}
@@ -81,7 +81,7 @@ def decode(array: ArrowArray) -> Column:
 
 
 def token_lists(array: ArrowArray) -> Tokens:
-    """A column of lists of integers as flat values and offsets; `NullValueError` at the first null."""
+    """Return a column of lists of integers as flat values and offsets; `NullValueError` with the row of the first null."""
     lists = flat_lists(array)
     if lists is None:
         raise NullValueError(_first_null(array))
@@ -89,7 +89,7 @@ def token_lists(array: ArrowArray) -> Tokens:
 
 
 def flat_lists(array: ArrowArray) -> Tokens | None:
-    """Lists of numbers as flat values and offsets, without a copy where there is one chunk; `None` if any is null."""
+    """Return lists of numbers as flat values and offsets, without a copy of one chunk's values; `None` if any is null."""
     parts = [_flat(chunk) for chunk in array.chunks]
     whole = [part for part in parts if part is not None]
     if len(whole) < len(parts):
@@ -133,7 +133,7 @@ def _is_list(kind: ArrowType) -> bool:
 
 
 def check_columns(schema: ArrowSchema, columns: Sequence[str], where: str) -> None:
-    """``ValueError`` that names the first missing column, and those that there are, or the first that is there twice."""
+    """Raise ``ValueError`` if a column is missing or occurs more than once in a schema."""
     for column in columns:
         if column not in schema.names:
             raise ValueError(f"{where} has no column {column!r}. It has {', '.join(map(repr, schema.names))}.")
@@ -142,7 +142,7 @@ def check_columns(schema: ArrowSchema, columns: Sequence[str], where: str) -> No
 
 
 def chosen_columns(columns: Sequence[str] | None) -> list[str] | None:
-    """The argument ``columns`` of a source as a list, or `None` for all; ``TypeError`` where it is one name, or none at all."""
+    """Return the argument ``columns`` of a source as a list, or `None` for all; ``TypeError`` if it is no list of names."""
     if columns is None:
         return None
     require(Iterable, "a list with at least one name", columns=columns)

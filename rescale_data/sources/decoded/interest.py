@@ -1,4 +1,4 @@
-"""Interest: the logical shards that the loaders of this process serve of each source, so that they share out the cache."""
+"""Interest: the logical shards of each source that the loaders of this process serve. With them the cache is shared out."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rescale_data.sources.decoded.cache import by_owner, owner_of
 from rescale_data.sources.source import Described, Source
 
 PARTS = 8
-"""Of a block, each of which goes when it has been passed."""
+"""Number of parts of a block of copied documents. The memory of each part is freed when it has been passed."""
 _LEAST_BLOCK = 2**16
 
 
 class Interest(NamedTuple):
-    """The interest of one loader in a source, or of all of them.
+    """The interest in a source, of one loader or of all loaders of this process.
 
     Args:
-        shards: The logical shards that are read in turn, one entry for each loader that reads it.
-        sources: How many sources are read in turn with this one.
+        shards: Logical shards that are read in turn, one entry for each loader that reads a shard.
+        sources: Number of sources that are read in turn, with this one.
         needed: Bytes of the fragments that these shards visit in turn, of all these sources.
     """
 
@@ -38,7 +38,7 @@ _log = logging.getLogger("rescale_data")
 
 
 def serve(reader: object, sources: Iterable[Described], shards: Sequence[int]) -> None:
-    """Remember that ``reader`` reads these shards of the sources, in turn, as long as it lives or until it says another."""
+    """Note that ``reader`` reads these shards of the sources in turn, until it is collected or calls this again."""
     served, key = list(sources), id(reader)
     if key not in _readers:
         _readers.add(key)
@@ -52,13 +52,13 @@ def serve(reader: object, sources: Iterable[Described], shards: Sequence[int]) -
 
 def _leave(reader: int) -> None:
     _readers.discard(reader)
-    for owner in list(_by_reader):  # a copy at once: the collector may end another reader meanwhile
+    for owner in list(_by_reader):  # a copy: the collector may end another reader meanwhile
         if _by_reader.get(owner, {}).pop(reader, None) is not None:
             _sum_up(owner)
 
 
 def _sum_up(source: int) -> None:
-    # A rank may have no row left to serve.
+    # A loader without shards does not count: its rank may have no row left to serve.
     found = [each for each in _by_reader.get(source, {}).values() if each.shards]
     _of_all.pop(source, None)
     if found:
@@ -67,7 +67,7 @@ def _sum_up(source: int) -> None:
 
 
 def _renew() -> None:
-    """Forget the loaders of the parent in a forked child."""
+    """Forget the parent's loaders in a forked child."""
     for kept in (_by_reader, _of_all, _readers):
         kept.clear()
 
@@ -76,24 +76,36 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def shards_of(source: int, num_logical_shards: int) -> Sequence[int]:
-    """Return the shards that the loaders of this process serve of a source, given by its key: one entry for each loader that
-    serves a shard. Without a loader: all of them."""
+    """Return the logical shards of a source that the loaders of this process serve; without a loader, all shards.
+
+    Args:
+        source: Key of the source, see `owner_of`.
+        num_logical_shards: Number of all shards.
+
+    Returns:
+        One entry for each loader that serves a shard.
+    """
     found = _of_all.get(source)
     return range(num_logical_shards) if found is None else found.shards
 
 
 def beside(source: int) -> tuple[int, int]:
-    """Return how many sources are read in turn with this one, given by its key, and by how many shards; else (1, 1)."""
+    """Return the numbers of sources and of shards that take turns with a source, itself included; (1, 1) without a loader.
+
+    Args:
+        source: Key of the source, see `owner_of`.
+    """
     found = _of_all.get(source)
     return (1, 1) if found is None else (found.sources, len(found.shards))
 
 
 def room_for_block(source: Source) -> int:
-    """Return the bytes that the cache has beside a fragment for what is copied out of fragments for one shard, with a part of
-    the block before.
+    """Return the bytes in the cache for a block: documents of one shard, copied out of fragments.
+
+    The cache also has room for one fragment, and for a part of each shard's block before.
 
     Returns:
-        0 where it has room for all fragments, or for nothing that is worth it.
+        Bytes; 0 if the cache has room for all fragments, or if a block would be too small to pay.
     """
     sources, shards = beside(owner_of(source))
     fragments = 0 if source.fragments is None else len(source.fragments) - 1
@@ -103,7 +115,7 @@ def room_for_block(source: Source) -> int:
 
 
 def needed_with(source: Source, num_shards: int) -> int:
-    """Return the bytes of the fragments that so many shards visit in turn, of all sources that are served with this one."""
+    """Return the bytes of the fragments that ``num_shards`` shards visit in turn, of all sources served with this one."""
     found = _of_all.get(owner_of(source))
     return max(0 if found is None else found.needed, _needed_by(source, num_shards))
 
@@ -115,12 +127,12 @@ def _needed_by(source: Described, num_shards: int) -> int:
 
 
 def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: int = 0) -> None:
-    """Warn, once, where one process visits more fragments in turn than its cache holds, those of all sources together.
+    """Warn, once, if one process visits more fragments in turn than its cache holds, over all sources.
 
     Args:
-        sources: Sources without fragments are left out.
-        owned_shards: Logical shards that this process runs.
-        beside: Bytes of what the cache keeps for each of them beside fragments.
+        sources: The sources; the ones without fragments do not count.
+        owned_shards: Number of logical shards that this process runs.
+        beside: Bytes that the cache keeps for each of these shards, in addition to fragments.
     """
     known = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
     counts = [source.num_rows // max(1, len(found) - 1) for source in known if (found := source.fragments) is not None]

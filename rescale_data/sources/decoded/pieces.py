@@ -1,4 +1,4 @@
-"""`Piece`: the rows of one fragment that one logical shard reads, so that what a process decodes once serves all of its shards.
+"""`Piece`: the rows of one fragment that one logical shard reads. A fragment that is decoded once then serves all shards.
 
 fragment, decoded      | rows of shard 7 | rows of shard 8 | rows of shard 9 |
 cut, by copy           [ piece           ] [ piece         ] [ piece         ]   in the cache; beyond it on disk
@@ -19,7 +19,7 @@ from rescale_data.sources.source import Tokens
 
 
 class Cut(NamedTuple):
-    """Rows ``start .. stop - 1`` of a fragment, and whose they are."""
+    """Rows ``start .. stop - 1`` of a fragment, and the key of the share that reads them."""
 
     key: Hashable
     start: int
@@ -33,7 +33,7 @@ class Share(Protocol):
     def key(self) -> Hashable: ...
 
     def cuts(self, fragment: int) -> Sequence[Cut]:
-        """The pieces of a fragment that the shards of this process read, that of this shard among them."""
+        """Return the pieces of a fragment for all shards of this process, this shard included."""
         ...
 
     def cut(self, fragment: int) -> Cut:
@@ -42,12 +42,12 @@ class Share(Protocol):
 
 
 class Piece(Evicted):
-    """Some rows as an Arrow stream, which is the same in memory and on disk.
+    """Some rows of a fragment as an Arrow stream, which is the same in memory and on disk.
 
     Args:
         data: The stream.
-        start: The row of the fragment at which they begin.
-        leave: What to do when the cache has no room for it.
+        start: Row of the fragment at which the piece begins.
+        leave: Called with the stream when the cache evicts the piece.
     """
 
     def __init__(self, data: ArrowBuffer, start: int, leave: Callable[[ArrowBuffer], None]) -> None:
@@ -60,7 +60,7 @@ class Piece(Evicted):
 
     @cached_property
     def tokens(self) -> Tokens:
-        """The tokens of its only column."""
+        """The tokens of the piece's only column."""
         found = token_lists(self._table().column(0))
         return Tokens(found.values, found.offsets, self.start)
 
@@ -72,7 +72,7 @@ class Piece(Evicted):
 
 
 def cut_out(table: ArrowTable, start: int, stop: int) -> ArrowBuffer:
-    """Rows of a table as a stream that holds nothing else of it."""
+    """Return some rows of a table as an Arrow stream, which holds no memory of the table."""
     part = table.slice(start, stop - start).combine_chunks()
     measure = pa.MockOutputStream()
     _write(part, measure)

@@ -1,4 +1,4 @@
-"""`Place`: where a column of lists is among the bytes of a fragment, so that whoever reads it again need not ask Arrow."""
+"""`Place`: the place of a column of lists in the bytes of a fragment, so that it is read again without Arrow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rescale_data.sources.source import Tokens
 
 
 class Numbers(NamedTuple):
-    """``size`` numbers from byte ``start`` on."""
+    """Place of ``size`` numbers in a buffer, from byte ``start`` on."""
 
     start: int
     dtype: np.dtype[Any]
@@ -21,7 +21,7 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(array: npt.NDArray[Any], data: ArrowBuffer) -> Numbers | None:
-        """Return the place of an array within bytes; `None` where it is a copy."""
+        """Return the place of an array in a buffer; `None` if the array is a copy."""
         start = array.ctypes.data - data.address
         return Numbers(start, array.dtype, len(array)) if 0 <= start <= data.size - array.nbytes else None
 
@@ -30,14 +30,14 @@ class Numbers(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of lists without nulls: of their values, and of where each begins among these."""
+    """Place of a column of lists without nulls: of its values, and of the offsets at which lists begin among them."""
 
     values: Numbers
     offsets: Numbers
 
     @staticmethod
     def of(lists: ArrowArray, data: ArrowBuffer) -> Place | None:
-        """Return the place of a column that was read from bytes without a copy; `None` for others."""
+        """Return the place of a column that was read from ``data`` without a copy; `None` for any other column."""
         chunk = lists.chunk(0) if lists.num_chunks == 1 else None
         if chunk is None or kinds.is_fixed_size_list(chunk.type) or chunk.null_count or chunk.values.null_count:
             return None
@@ -46,7 +46,7 @@ class Place(NamedTuple):
         return None if values is None or offsets is None else Place(values, offsets)
 
     def tokens(self, data: ArrowBuffer) -> Tokens:
-        """Return the tokens in the bytes of the fragment, without a copy; ``ValueError`` where there are fewer bytes."""
+        """Return the tokens in the bytes of a fragment, without a copy of the values; ``ValueError`` if bytes are missing."""
         offsets = self.offsets.within(data).astype(np.int64)
         first, stop = int(offsets[0]), int(offsets[-1])
         offsets -= first

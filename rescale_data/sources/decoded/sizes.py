@@ -1,4 +1,4 @@
-"""About how much memory a sample takes, whatever it is made of."""
+"""Estimates of the memory that a sample takes, whatever it is made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 
 
 def size_of(value: Any) -> int:
-    """Bytes of a sample: exact for arrays, tensors, text and bytes and what holds them, a guess for the rest."""
+    """Return about how many bytes a sample takes.
+
+    Arrays, tensors and bytes count with their bytes, text with its characters, containers with their items. Other objects are
+    a guess.
+    """
     if isinstance(value, np.ndarray | torch.Tensor):
         return value.nbytes
     if isinstance(value, str | bytes | bytearray):

@@ -1,8 +1,9 @@
-"""Random access into what a compressed file holds: a copy of it in blocks, each compressed on its own.
+"""Random access to the content of a compressed file: a copy of it in blocks, each compressed on its own.
 
     block | block | ... | int64[B + 1] | int64[B + 1] | int64 B | "RDBLOCKS"
 
-The numbers are where blocks begin: among the bytes that they stand for, and in the copy.
+B is the number of blocks. The arrays hold the byte at which each block begins and the last one ends: in the decompressed file,
+and in the copy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
 class BlockRanges(Ranges):
-    """The bytes that a copy in blocks stands for; ``ValueError`` where the copy is not whole."""
+    """Byte ranges of a decompressed file, read from its copy in blocks; ``ValueError`` if the copy is incomplete."""
 
     def __init__(self, path: str) -> None:
         self._copy, self._codec = Mapped(path), pa.Codec("zstd")
@@ -63,12 +64,12 @@ class BlockRanges(Ranges):
 
 
 def codec_of(name: str) -> str | None:
-    """Return the compression of a file, by its name; `None` for none."""
+    """Return the compression of a file, from its name; `None` if it is not compressed."""
     return next((codec for suffix, codec in CODECS.items() if name.endswith(suffix)), None)
 
 
 def write_blocks(chunks: Iterator[bytes], path: str) -> None:
-    """Write a copy in blocks."""
+    """Write a copy in blocks: each chunk becomes a block."""
     codec, raw, stored = pa.Codec("zstd"), [0], [0]
     with open(path, "wb") as file:
         for chunk in chunks:
@@ -80,8 +81,8 @@ def write_blocks(chunks: Iterator[bytes], path: str) -> None:
 
 
 def decompressed(stream: Any, codec: str) -> Iterator[bytes]:
-    """Decompress a file, in pieces of `BLOCK_BYTES` but for the last."""
+    """Yield the decompressed bytes of a file, in chunks of `BLOCK_BYTES`; the last one may be shorter."""
     with pa.CompressedInputStream(stream, codec) as file:
-        whole = io.BufferedReader(file, BLOCK_BYTES)  # pyarrow returns less than was asked for
+        whole = io.BufferedReader(file, BLOCK_BYTES)  # pyarrow may return fewer bytes than requested
         while chunk := whole.read(BLOCK_BYTES):
             yield chunk

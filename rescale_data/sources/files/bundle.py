@@ -1,8 +1,9 @@
-"""An index on disk: named arrays and a JSON header in one file, read a slice at a time and shared through the page cache.
+"""An index on disk: named arrays and a JSON header in one file, mapped, and shared between processes by the page cache.
 
 "RDINDEX2" | int64 length of the header | header, JSON | array | array | ... | int64 checksum      each at a multiple of 8
 
-The checksum (CRC-32) is of the first 16 MiB: a number that a disk has changed is found when the index is opened.
+The checksum (CRC-32) covers the first 16 MiB. It is checked when the index is opened, to find a number that the disk has
+changed.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _CHECKED = 1 << 24
 
 
 class Bundle:
-    """An open index, which pickles as its path; ``ValueError`` where the file is not whole."""
+    """An open index, which pickles as its path; ``ValueError`` if the file is incomplete or damaged."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
             self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        except ValueError:  # it is empty
+        except ValueError:  # the file is empty
             raise ValueError(f"{path} is no index") from None
         if len(self._data) < 24 or self._data[:8].tobytes() != _MAGIC:
             raise ValueError(f"{path} is no index")
@@ -53,14 +54,14 @@ class Bundle:
         return self._header["facts"]
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """One of the arrays, mapped."""
+        """Return an array, mapped."""
         dtype, offset, length = self._header["arrays"][name]
         start = self._begin + offset
         return self._data[start : start + length * np.dtype(dtype).itemsize].view(dtype)
 
 
 class Strings(Sequence[str]):
-    """Texts in an index, each made when it is asked for."""
+    """List of strings in an index; each string is decoded when it is read."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
         self._text, self._ends = bundle.array(f"{name}.text"), bundle.array(f"{name}.ends")
@@ -76,14 +77,14 @@ class Strings(Sequence[str]):
 
 
 def string_arrays(name: str, values: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of `Strings`."""
+    """Return the arrays from which `Strings` reads ``values``, by name."""
     encoded = [value.encode() for value in values]
     ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
     return {f"{name}.text": np.frombuffer(b"".join(encoded), dtype=np.uint8), f"{name}.ends": ends}
 
 
 def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write one; whoever reads at the same time may find half of it."""
+    """Write an index. A process that reads it at the same time may see half of it."""
     places: dict[str, tuple[str, int, int]] = {}
     total = 0
     for name, array in arrays.items():

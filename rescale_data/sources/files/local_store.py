@@ -1,9 +1,9 @@
 """`LocalStore`: ranges of remote files and pieces of decoded fragments on a local disk, shared by all processes of a machine.
 
-Each entry is a read-only file of its own, its data and their CRC-32, written aside and renamed. Of several processes that miss
-the same range one fetches it, and the others wait. The entry that was not used for longest is deleted first, by a process that
-has written enough to look: also files aside, which killed processes leave. What cannot be kept is read again when it is wanted:
-a store never ends a run.
+Each entry is a read-only file: its data and their CRC-32. It is written under another name and renamed. If several processes
+miss the same range, one fetches it and the others wait. When the store is nearly full, entries that were not used for longest
+are deleted first, by a process that has written much since it last looked. Files that killed processes left are deleted, too.
+Data that cannot be kept is read again when it is needed: a store never ends a run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.files.once import write_aside
 
 _log = logging.getLogger(__name__)
-_OWN = "rescale_data-1"  # by the version of what is kept; what else lies in the user's folder is not ours to delete
+_OWN = "rescale_data-1"  # 1: version of the entries; other files in the user's folder are never deleted
 _LOCKS = os.path.join(tempfile.gettempdir(), f"rescale_data-{os.getuid()}-ranges")
-_LOOK_AFTER = 64  # of the bound, in what one process has written
+_LOOK_AFTER = 64  # a process looks for entries to delete after it has written 1/64 of the bound
 _FULL, _TRIMMED = 7 / 8, 3 / 4
 _CHECKSUM = 4
 _MOUNTS = "/proc/mounts"
@@ -33,21 +33,21 @@ _SHARED = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph")
 
 
 class LocalStore:
-    """One folder. `store_in` returns the one of this process.
+    """Store in one folder. `store_in` returns the store that all of this process shares.
 
     Args:
-        folder: Made where it is missing. Entries lie in a folder of their own in it.
-        max_bytes: The bound on all entries, whichever process wrote them; one of more than an eighth of it is not kept.
+        folder: The folder, made if it is missing. Entries are in a folder of their own below it.
+        max_bytes: Bound on the bytes of all entries, of all processes. An entry of more than an eighth of it is not kept.
 
     Raises:
-        ValueError: The folder is on a file system that hosts share: locks and times of use tell nothing there.
+        ValueError: The folder is on a file system that hosts share: locks and times of use are not reliable there.
     """
 
     def __init__(self, folder: str, max_bytes: int) -> None:
         self._given, self._folder, self.max_bytes = folder, os.path.join(folder, _OWN), max_bytes
         self._has_warned = self._is_off = False
-        self._sound: dict[str, int] = {}  # sizes of files whose checksum this process has found right
-        self._written = max_bytes  # look at once: others may have left much
+        self._sound: dict[str, int] = {}  # sizes of files whose checksum this process has verified
+        self._written = max_bytes  # look at the first write: other processes may have left much
         if (kind := _kind_of_mount(folder)) in _SHARED:
             raise ValueError(
                 f"cache_dir={folder!r} is on {kind}, which hosts share. Give a folder on a disk of this host."
@@ -64,7 +64,7 @@ class LocalStore:
         return store_in, (self._given, self.max_bytes)
 
     def read(self, name: str, length: int, fetch: Callable[[], bytes]) -> ArrowBuffer:
-        """Return the bytes called ``name``, fetched where they are not there."""
+        """Return the entry called ``name``, of ``length`` bytes. If it is missing, ``fetch`` brings it and it is kept."""
         if self._is_off:
             return pa.py_buffer(fetch())
         path = self._path(name)
@@ -79,14 +79,14 @@ class LocalStore:
         return data
 
     def get(self, name: str) -> ArrowBuffer | None:
-        """Return the entry called ``name``, mapped; `None` where there is none, or it is damaged."""
+        """Return the entry called ``name``, mapped; `None` if it is missing or damaged."""
         path = self._path(name)
         if self._is_off:
             return None
         try:
             with pa.memory_map(path) as file:  # the mapping outlives the file, even its deletion
                 data = file.read_buffer()
-        except (OSError, pa.ArrowInvalid):  # it is not there, or empty
+        except (OSError, pa.ArrowInvalid):  # the file is missing or empty
             data = pa.py_buffer(b"")
         if self._sound.get(path) != data.size and not _is_sound(data):
             with suppress(OSError):
@@ -98,14 +98,17 @@ class LocalStore:
         return data.slice(0, data.size - _CHECKSUM)
 
     def put(self, name: str, data: ArrowBuffer) -> None:
-        """Write the entry called ``name`` if it is not there."""
+        """Write the entry called ``name`` if it is missing."""
         path = self._path(name)
         if not self._is_off and not os.path.exists(path):
             self._keep(path, data)
 
     @contextmanager
     def _alone(self, path: str) -> Generator[None]:
-        """Hold the lock of this range, and of few others, on this machine; where there can be none, go on without."""
+        """Hold the lock of a range on this machine; go on without it if locks cannot be made.
+
+        4,096 locks serve all ranges, so that a lock may also block a few others.
+        """
         number = hashlib.blake2b(path.encode(), digest_size=20).hexdigest()[:3]
         try:
             os.makedirs(_LOCKS, mode=0o700, exist_ok=True)
@@ -122,7 +125,7 @@ class LocalStore:
         finally:
             fcntl.flock(
                 lock, fcntl.LOCK_UN
-            )  # a child that was forked meanwhile has the lock as well, until it is undone
+            )  # a child that was forked meanwhile holds the lock, too, until it is unlocked
             _held.discard(lock)
             os.close(lock)
 
@@ -137,12 +140,12 @@ class LocalStore:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             write_aside(path, lambda aside: _write(aside, data))
         except FileNotFoundError:
-            pass  # another process, short of room, deleted the file aside
+            pass  # another process, short of room, deleted the file before it was renamed
         except OSError as error:
             self._warn(error)
 
     def _warn(self, error: OSError) -> None:
-        """Warn once that reading goes on without what cannot be written, as on a full disk."""
+        """Warn, once, that nothing more is kept because of an error, such as a full disk."""
         if not self._has_warned:
             _log.warning(
                 "cache_dir %s keeps nothing more: %s. Files are read and decoded again each time they are needed. Free space "
@@ -151,7 +154,7 @@ class LocalStore:
         self._has_warned = True
 
     def _trim(self) -> None:
-        """Delete the oldest files where the folder is nearly full."""
+        """Delete the files that were not used for longest, if the folder is nearly full."""
         found: list[tuple[float, int, str]] = []
         for folder, _, names in os.walk(self._folder):
             for name in names:
@@ -174,7 +177,7 @@ class LocalStore:
 
 
 def _kind_of_mount(folder: str) -> str:
-    """Return the kind of file system that a folder is on; "" where the system does not say."""
+    """Return the kind of file system that a folder is on; "" if it is not known."""
     path, found = os.path.realpath(folder), ("", "")
     with suppress(OSError), open(_MOUNTS) as mounts:
         for _, at, kind, *_ in map(str.split, mounts):
@@ -187,11 +190,11 @@ def _write(path: str, data: ArrowBuffer) -> None:
     with open(path, "wb") as file:
         file.write(memoryview(data))
         file.write(zlib.crc32(data).to_bytes(_CHECKSUM, "little"))
-        os.fchmod(file.fileno(), 0o400)  # cut off under a map it would end whoever reads it by SIGBUS
+        os.fchmod(file.fileno(), 0o400)  # read-only: truncated while mapped, it would end readers by SIGBUS
 
 
 def _read(path: str, length: int) -> ArrowBuffer | None:
-    """Return the data of a file; `None` where it is not whole: another process may have deleted it, or let nobody read it."""
+    """Return the data of a file; `None` if it is missing, not readable, of another length, or damaged."""
     with suppress(OSError):
         with open(path, "rb") as file:
             data = pa.py_buffer(file.read())
@@ -203,7 +206,7 @@ def _read(path: str, length: int) -> ArrowBuffer | None:
 
 
 def _is_sound(data: ArrowBuffer) -> bool:
-    """True if the last bytes of a file are the checksum of those before."""
+    """True if the last bytes of a file are the checksum of all bytes before them."""
     size = max(0, data.size - _CHECKSUM)
     return data.slice(size).to_pybytes() == zlib.crc32(data.slice(0, size)).to_bytes(_CHECKSUM, "little")
 
@@ -213,7 +216,7 @@ _held: set[int] = set()
 
 
 def _renew() -> None:
-    """Close what a forked child has of its parent's locks: it would hold them after the parent was killed."""
+    """Close the parent's locks in a forked child, which would hold them after the parent was killed."""
     for lock in _held:
         os.close(lock)
     _held.clear()
@@ -223,7 +226,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def store_in(folder: str, max_bytes: int) -> LocalStore:
-    """Return the store of this process in a folder; its bound is the one that was requested last."""
+    """Return this process's store in a folder, made on first use. Its bound is the one requested last."""
     found = _stores.get(folder)
     if found is None:
         found = _stores[folder] = LocalStore(folder, max_bytes)

@@ -1,4 +1,4 @@
-"""Files that one of many processes makes and the others wait for, on any shared folder."""
+"""Files that one of many processes makes while the others wait, in any shared folder."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _POLL_SECONDS = 0.05
 
 
 def make_once(path: str, is_good: Callable[[], bool], make: Callable[[str], None], *, wait: bool = True) -> None:
-    """Let one process make a file; when this returns it is there.
+    """Let one process make a file, and wait until it is there.
 
-    Whoever holds the lease ``<path>.claim`` makes the file aside and renames it. The lease of a dead process is taken over.
+    The process that holds the lease ``<path>.claim`` writes the file under another name and renames it. The lease of a dead
+    process is deleted, so that another process can take it.
 
     Args:
-        path: Of the file.
-        is_good: True if the file is there and is the right one.
-        make: Writes it to the path that it is given.
-        wait: Whether to wait for a process that is making it.
+        path: Path of the file.
+        is_good: Returns True if the file is there and is the right one.
+        make: Writes the file to the path that it is given.
+        wait: Whether to wait for a process that is making the file. If not, return at once in that case.
     """
     files, claim = LocalFileSystem(), f"{path}.claim"
     watch = Watch(files)
@@ -46,7 +47,7 @@ def make_once(path: str, is_good: Callable[[], bool], make: Callable[[str], None
 
 
 def write_aside(path: str, make: Callable[[str], object]) -> None:
-    """Make a file under another name and rename it, so that nobody sees half of it."""
+    """Write a file under another name and rename it, so that no process sees half of it."""
     aside = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
     try:
         make(aside)

@@ -1,4 +1,4 @@
-"""Find the files that paths stand for (globs, folders, lists, URLs), in the same order on every machine."""
+"""Finds the files that paths stand for (globs, folders, lists, URLs), in the same order on every machine."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Files:
     """The files of a source, sorted by path.
 
     Args:
-        root: The folder above all of them.
-        names: Paths from the root, with forward slashes.
-        sizes: Bytes of each.
-        filesystem: Of fsspec; `None` for the local one.
-        remote: How to read them, where they are not local.
-        stamps: What changes when each of them does: when it was written, as far as its filesystem tells.
-        store: Where what was read of them is kept on a local disk; `None` for nowhere.
+        root: The folder above all files.
+        names: Paths of the files below the root, with forward slashes.
+        sizes: Bytes of each file.
+        filesystem: Filesystem of fsspec; `None` for the local one.
+        remote: Options for reading files that are not local.
+        stamps: For each file, a text that changes with it: its time of writing or its ETag; "" if the filesystem has neither.
+        store: Store on a local disk for data that was read; `None` to keep nothing on disk.
     """
 
     root: str
@@ -66,27 +66,27 @@ class Files:
         return posixpath.join(self.root, self.names[file])
 
     def listed(self, names: Sequence[str], sizes: Sequence[int] | Ints, stamps: Sequence[str]) -> Files:
-        """Others, below the same folder."""
+        """Return the same with other files, below the same root."""
         return replace(self, names=names, sizes=sizes, stamps=stamps)
 
     def some(self, files: Sequence[int]) -> Files:
-        """Return the files of these numbers."""
+        """Return the files with these numbers."""
         names, sizes = [self.names[file] for file in files], [int(self.sizes[file]) for file in files]
         return self.listed(names, sizes, [self.stamps[file] for file in files])
 
     def probes(self) -> list[str]:
-        """Return `probe` of each file."""
+        """Return the `probe` of each file."""
         with ThreadPoolExecutor(_PROBING_THREADS) as pool:
             return list(pool.map(self.probe, range(len(self.names))))
 
     def probe(self, file: int) -> str:
-        """Return a digest of the head, the tail and 16 places of a local file; of a remote one, whose ETag tells, ""."""
+        """Return a digest of the head, the tail and 16 places of a local file; "" for a remote file, which has an ETag."""
         if self.filesystem is not None:
             return ""
         return _probe(self.path(file), int(self.sizes[file]), self.stamps[file])
 
     def is_copy(self, file: int, probe: str) -> bool:
-        """True if a local file has this probe: it was copied, with another time, and not changed. One warning says so."""
+        """True if a local file has this probe: it was copied, so that its time changed, and its data did not. Warns once."""
         if not probe or self.probe(file) != probe:
             return False
         if self.root not in _warned:
@@ -98,25 +98,25 @@ class Files:
         return True
 
     def open(self, file: int) -> ArrowFile:
-        """The file, to be read at random."""
+        """Return an open file, to be read at random."""
         return pa.OSFile(self._local(file), "rb") if self.filesystem is None else self.ranges(file).whole()
 
     def ranges(self, file: int) -> Ranges:
-        """The same, a range at a time."""
+        """Return the byte ranges of a file."""
         if self.filesystem is None:
             return Mapped(self._local(file))
         size, stamp = int(self.sizes[file]), self.stamps[file]
         return RemoteFile(self.filesystem, self.path(file), self.remote, size, stamp, self.store)
 
     def _local(self, file: int) -> str:
-        """The path of a file that is still as large as it was listed."""
+        """Return the path of a local file; ``OSError`` if its size has changed since it was listed."""
         path, listed = self.path(file), int(self.sizes[file])
         if (size := os.stat(path).st_size) != listed:
             raise OSError(f"it has changed: it had {listed} bytes when it was listed and has {size}")
         return path
 
     def beside(self, path: str) -> Ranges:
-        """Another file where these are."""
+        """Return the byte ranges of another file, by its path in the same filesystem."""
         if self.filesystem is None:
             return Mapped(path)
         filesystem = of_this_process(self.filesystem)
@@ -126,7 +126,7 @@ class Files:
 
 @lru_cache(maxsize=2**16)
 def _probe(path: str, size: int, stamp: str) -> str:
-    del stamp  # what is cached is of this time
+    del stamp  # a part of the key: another stamp is another probe
     digest = hashlib.blake2b(digest_size=8)
     with open(path, "rb", buffering=0) as file:
         for offset in np.linspace(0, max(0, size - _PROBE_BYTES), _NUM_PROBES + 2, dtype=np.int64).tolist():
@@ -140,18 +140,20 @@ def find(
     storage_options: Mapping[str, Any] | None = None,
     remote: Remote | None = None,
 ) -> Files:
-    """The files that ``paths`` stands for.
+    """Return the files that ``paths`` stand for.
 
     Args:
         paths: A glob (``**`` for any folders), a folder (all files below it that end in one of ``suffixes``, except names
             that begin with a dot or an underscore), a file, or a list of these; each local or any fsspec URL.
-        suffixes: What a file in a folder must end in.
-        storage_options: For the fsspec filesystem.
-        remote: How to read files of URLs.
+        suffixes: Ends of file names; other files in a folder are left out.
+        storage_options: Arguments of the fsspec filesystem.
+        remote: Options for reading files behind URLs.
 
     Raises:
         FileNotFoundError: One of the paths stands for no file.
-        TypeError: ``paths`` is neither a path nor a list of them.
+        TypeError: ``paths`` is neither a path nor a list of paths.
+        ValueError: Local paths and URLs, or URLs of different filesystems, are in one list; a symbolic link leads in a circle;
+            or a server gives no size of a file.
     """
     if remote is not None:
         require(Remote, "an rd.Remote", remote=remote)
@@ -175,7 +177,7 @@ def find(
 def _files(found: Mapping[str, tuple[int, str]]) -> Files:
     scheme = next(iter(found)).rpartition("://")[
         :2
-    ]  # which some filesystems leave to their paths, as that of http does
+    ]  # some filesystems, such as the one of http, keep the scheme in their paths
     below = {path.removeprefix("".join(scheme)): info for path, info in found.items()}
     root = posixpath.commonpath([posixpath.dirname(path) for path in below])
     by_name = {posixpath.relpath(path, root): info for path, info in below.items()}
@@ -215,11 +217,11 @@ def _facts(info: os.stat_result) -> tuple[int, str]:
 
 
 def _local_below(folder: str, above: Sequence[os.stat_result] = ()) -> Iterator[str]:
-    """All files below a folder, except in folders whose names begin with a dot or an underscore."""
+    """Yield all files below a folder, except in folders whose names begin with a dot or an underscore."""
     here = os.stat(folder)
     if any(os.path.samestat(here, each) for each in above):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
-    for entry in os.scandir(folder):  # os.walk would leave out what it cannot list
+    for entry in os.scandir(folder):  # os.walk would skip folders that it cannot list
         if not entry.is_dir():
             yield entry.path
         elif not entry.name.startswith((".", "_")):
@@ -227,7 +229,7 @@ def _local_below(folder: str, above: Sequence[os.stat_result] = ()) -> Iterator[
 
 
 def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote | None) -> bytes | None:
-    """A small file, local or behind a URL; `None` where there is none."""
+    """Return the bytes of a small file, local or behind a URL; `None` if there is no such file."""
     try:
         if "://" not in path:
             return Path(path).expanduser().read_bytes()
@@ -252,20 +254,20 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
         _refuse_none(found, url, suffixes, folder)
         infos.update(found)
     for path, info in infos.items():
-        if info["size"] is None:  # a page that lists files does not say it
+        if info["size"] is None:  # a web page that lists files has no sizes
             infos[path] = attempt(remote, path, partial(_sized, filesystem, path))
     files = _files({path: (int(info["size"]), _stamp(info)) for path, info in infos.items()})
     return replace(files, filesystem=filesystem, remote=remote)
 
 
 def _look(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, dict[str, Any]]:
-    """Return True for a folder, with all files below it; else False, with the files that the path stands for."""
+    """Return True and all files below a folder; or False and the files that a path stands for, if it is no folder."""
     try:
         if glob.has_magic(path) and not filesystem.isdir(path):
             return False, _matches(filesystem, path)
         if path.endswith(tuple(suffixes)) or not filesystem.isdir(
             path
-        ):  # of http each path is a file, a folder as well
+        ):  # the filesystem of http calls each path a file, even a folder
             info = filesystem.info(path)
             if info["type"] == "file":
                 return False, {path: info}
@@ -273,7 +275,7 @@ def _look(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, di
     except FileNotFoundError as error:
         cause: Any = error.__cause__
         if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
-            raise cause from None  # fsspec says of each answer of http that there is no such file
+            raise cause from None  # fsspec raises FileNotFoundError for any failed answer of http
         return False, {}
 
 
@@ -287,7 +289,7 @@ def _sized(filesystem: Any, path: str) -> Any:
 
 
 def _matches(filesystem: Any, pattern: str) -> dict[str, Any]:
-    """The files that a glob stands for."""
+    """Return the files that a glob stands for."""
     if not _walks(filesystem):
         found: dict[str, Any] = filesystem.glob(pattern, detail=True)
         return {match: info for match, info in found.items() if info["type"] == "file"}
@@ -298,15 +300,18 @@ def _matches(filesystem: Any, pattern: str) -> dict[str, Any]:
 
 
 def _walks(filesystem: Any) -> bool:
-    """True if it finds files as fsspec does by default, folder by folder, and leaves out those that it fails to list."""
+    """True if a filesystem finds files by fsspec's default code, which leaves out folders that it fails to list."""
     if isinstance(filesystem, AsyncFileSystem):
         return type(filesystem)._find is AsyncFileSystem._find  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
     return type(filesystem).find is AbstractFileSystem.find
 
 
 def _below(filesystem: Any, folder: str, depth: int | None = None) -> dict[str, Any]:
-    """Return all files below a folder, or in it and ``depth`` levels of folders below. A folder that cannot be listed is an
-    error: fsspec's ``walk(on_error="raise")`` raises for the first folder alone, and leaves out those below that fail."""
+    """Return all files below a folder, or only in it and in ``depth`` levels of folders below it.
+
+    A folder that cannot be listed is an error. fsspec's ``walk(on_error="raise")`` raises for the first folder only, and leaves
+    out folders below it that fail.
+    """
     found: dict[str, Any] = {}
     for info in filesystem.ls(folder, detail=True):
         name = info["name"].rstrip("/")
@@ -322,7 +327,7 @@ def _stamp(info: Mapping[str, Any]) -> str:
 
 
 def _wanted(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
-    """Return the paths that end in one of the suffixes and have no hidden part below the root."""
+    """Return the paths that end in one of the suffixes, and have no name below the root that begins with "." or "_"."""
     below = len(root.rstrip("/")) + 1
     return [
         path

@@ -1,4 +1,4 @@
-"""Files of which ranges of bytes are read: mapped into memory where they are local, else asked for range by range."""
+"""Byte ranges of files: a local file is mapped into memory, a remote one is read with a request for each range."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class Ranges(ABC):
 
     @abstractmethod
     def read(self, offset: int, length: int) -> ArrowBuffer:
-        """The bytes from ``offset`` on, less where the file ends."""
+        """Return ``length`` bytes from ``offset`` on, fewer at the end of the file."""
 
     def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
-        """Several ranges, ``(offset, length)`` each, in the time of one."""
+        """Return several ranges, each given as ``(offset, length)``. Of a remote file they are requested at the same time."""
         return [self.read(offset, length) for offset, length in places]
 
     @abstractmethod
     def whole(self) -> Any:
-        """The file as pyarrow takes it."""
+        """Return the file in a form that pyarrow reads."""
 
     def release_with(self, user: object, data: ArrowBuffer) -> None:
-        """Take what was read out of the process's memory when ``user`` is gone."""
-        del user, data  # a copy goes with whoever holds it
+        """Free the memory of ``data``, which was read, when ``user`` is collected."""
+        del user, data  # a copy is freed with its holder
 
 
 class AsFile(io.RawIOBase):
-    """Read-only and unbuffered: each read is one of the ranges."""
+    """File object of `Ranges`, read-only and unbuffered: each read reads one range."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges, self._at = ranges, 0
@@ -54,7 +54,7 @@ class AsFile(io.RawIOBase):
         return True
 
     def size(self) -> int:
-        """As pyarrow asks for it."""
+        """Return the number of bytes; pyarrow calls this."""
         return self._ranges.size
 
     def tell(self) -> int:
@@ -72,14 +72,14 @@ class AsFile(io.RawIOBase):
 
 
 class Mapped(Ranges):
-    """A local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
+    """A mapped local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
 
     def __init__(self, path: str) -> None:
         self._path, self._found = path, os.stat(path)
         if not self._found.st_size:  # there is nothing to map
             self._buffer = pa.py_buffer(b"")
             return
-        with pa.memory_map(path) as file:  # what was read keeps the mapping, but no file descriptor
+        with pa.memory_map(path) as file:  # the buffer keeps the mapping, but no file descriptor
             self._buffer = file.read_buffer()
 
     @property
@@ -95,10 +95,10 @@ class Mapped(Ranges):
         return self._buffer
 
     def _require_whole(self) -> None:
-        """``OSError`` where the file was cut off since it was mapped: to touch what is gone would end the process by SIGBUS."""
+        """Raise ``OSError`` if the file was truncated since it was mapped: reading beyond its end would raise SIGBUS."""
         try:
             now = os.stat(self._path)
-        except FileNotFoundError:  # removed or replaced: the mapping keeps what was there
+        except FileNotFoundError:  # removed: the mapping keeps the data
             return
         if now.st_ino == self._found.st_ino and now.st_size < self._found.st_size:
             raise OSError(
@@ -111,9 +111,9 @@ class Mapped(Ranges):
 
 
 def _drop_pages(data: ArrowBuffer) -> None:
-    """Unload the whole pages of a mapped range, which stay in the page cache and come back if they are touched again.
+    """Unload the whole pages of a mapped range. They stay in the page cache, and are mapped again if they are touched again.
 
-    Without this, what a process has ever touched of a mapped file counts as its memory until the file is closed.
+    Without this, all pages of a mapped file that a process ever touched count as its memory until the file is closed.
     """
     advise, dont_need = _madvise(), getattr(mmap, "MADV_DONTNEED", None)
     start = -(-data.address // mmap.PAGESIZE) * mmap.PAGESIZE

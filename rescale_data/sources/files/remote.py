@@ -1,4 +1,4 @@
-"""Reading files behind URLs: a request for each range, made again where it fails, and kept on a local disk if asked for."""
+"""Reads files behind URLs: one request for each range, made again if it fails; a local disk may keep the ranges."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _RECOVERY_SECONDS = 30.0
 _KNOWN_AFTER = 100
 _MANY_REQUESTS = 10
-_OVERHEAD = 2**20  # bytes in whose time a request of none is answered, about
+_OVERHEAD = 2**20  # a request takes about as long as so many of its bytes, even if it asks for none
 _LONGEST_START = 10.0
 _SLOW_DOWN = ("SlowDown", "Slow Down", "SLOW_DOWN", "503", "429", "TooManyRequests")
 _PERMANENT = (
@@ -53,16 +53,16 @@ _PERMANENT = (
 @checks_kinds
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """Options of reading files behind URLs.
+    """Options for reading files behind URLs.
 
     Args:
-        timeout: Seconds that the last attempt of a request may take. Those before it have less: one that takes ten times as
-            long as others of its size is made again, with twice the time, and whichever answers first counts.
-        retries: How often a request that failed is made again, unless there is no such file or no permission. Pauses between
-            attempts are drawn at random, from twice as long a time each, up to half a minute.
-        max_requests: How many requests this process makes at once to a bucket or host. Half as many after an answer of it that
-            asks to slow down (503, 429); then more again, twice as many each half minute.
-        read_ahead: Whether to ask in the background for what will be needed next, where ``cache_bytes`` has room for it.
+        timeout: Seconds that the last attempt of a request may take. Earlier attempts have less time: a request that takes ten
+            times as long as others of its size is made again, with twice the time. The first answer to any attempt counts.
+        retries: Number of times that a failed request is made again, unless there is no such file or no permission. Pauses
+            between attempts are random; their bound doubles each time, up to half a minute.
+        max_requests: Number of requests that this process makes at once to a bucket or host. An answer that asks to slow down
+            (503, 429) halves it; then it doubles again each half minute.
+        read_ahead: Whether to fetch in the background what will be needed next, if ``cache_bytes`` has room for it.
 
     Raises:
         ValueError: A number is out of range.
@@ -90,19 +90,19 @@ class Remote:
 
 
 class RemoteError(OSError):
-    """A file could not be read, although that was tried again and again; the message has its URL."""
+    """A file could not be read, even after retries; the message has its URL."""
 
 
 class RemoteFile(Ranges):
     """A file of an fsspec filesystem, read a range at a time, by any number of threads.
 
     Args:
-        filesystem: Of fsspec.
-        path: In it.
-        size: Bytes; `None` to ask.
-        stamp: What changes when the file does.
-        remote: How to read it.
-        store: Where ranges that were read are kept; `None` for nowhere.
+        filesystem: Filesystem of fsspec.
+        path: Path of the file in it.
+        remote: Options for reading it.
+        size: Bytes of the file; `None` to ask the filesystem.
+        stamp: A text that changes with the file; "" if it is not known.
+        store: Store for ranges that were read; `None` to keep none.
     """
 
     def __init__(
@@ -125,7 +125,10 @@ class RemoteFile(Ranges):
         return self._size
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
-        """The bytes from ``offset`` on, less where the file ends. Small reads near each other are one request."""
+        """Return ``length`` bytes from ``offset`` on, fewer at the end of the file.
+
+        Small reads that are close together are one request.
+        """
         length = max(0, min(length, self.size - offset))
         begin, window = self._window
         if not begin <= offset <= offset + length <= begin + window.size:
@@ -135,12 +138,12 @@ class RemoteFile(Ranges):
         return window.slice(offset - begin, length)
 
     def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
-        """Several ranges, asked for at the same time."""
+        """Return several ranges, requested at the same time."""
         offsets, lengths = [offset for offset, _ in places], [length for _, length in places]
         return list(_pool().map(self._range, offsets, lengths))
 
     def whole(self) -> Any:
-        """The file as pyarrow takes it."""
+        """Return the file in a form that pyarrow reads."""
         return pa.PythonFile(AsFile(self), mode="r")
 
     def _range(self, offset: int, length: int) -> ArrowBuffer:
@@ -166,15 +169,18 @@ class RemoteFile(Ranges):
 
 
 def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | None = None, part: str = "") -> T:
-    """Return what ``work`` returns, which is called again where it fails for a reason that may pass, or has no answer in time.
+    """Return the result of ``work``. It is called again if it fails for a reason that may pass, or has no answer in time.
 
     Args:
-        num_bytes: About as many are asked for, in one request; `None` for work of many requests, as a listing is.
-        part: What of the file is asked for, for messages.
+        remote: Time-outs and retries.
+        url: URL of the file, for messages; its beginning is the bucket or host that requests are counted for.
+        work: Makes the request.
+        num_bytes: About how many bytes the request asks for; `None` if ``work`` makes many requests, such as a listing.
+        part: The part of the file that is requested, for messages.
 
     Raises:
-        RemoteError: It failed each time.
-        FileNotFoundError, PermissionError: What is asked for is not there, or may not be read.
+        RemoteError: Each attempt failed.
+        FileNotFoundError, PermissionError: The file is not there, or may not be read.
     """
     started = time.monotonic()
     slots, answers = _slots(remote.max_requests, "/".join(url.split("/")[:3])), list[Future[tuple[T, float]]]()
@@ -211,7 +217,7 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
 
 
 def _ask(work: Callable[[], T]) -> Future[tuple[T, float]]:
-    """Begin a request, in a thread of its own: what it returns, and the seconds that it took."""
+    """Begin a request in a thread of its own. The future holds its result, and the seconds that it took."""
     answer: Future[tuple[T, float]] = Future()
 
     def run() -> None:
@@ -226,11 +232,12 @@ def _ask(work: Callable[[], T]) -> Future[tuple[T, float]]:
 
 
 def _first(answers: list[Future[T]], seconds: float) -> T:
-    """Return the first answer that comes in so many seconds; where none does, it is a ``TimeoutError``.
+    """Return the first answer; ``TimeoutError`` if none comes in ``seconds``.
 
     Args:
-        answers: To the attempts so far, which go on where they were given up: a slow network answers the first of them. An
-            error counts if it is the last attempt's.
+        answers: Answers to all attempts so far. Earlier attempts go on, since a slow network may answer the first one. An error
+            counts only if it is the error of the last attempt.
+        seconds: Time to wait.
     """
     deadline = time.monotonic() + seconds
     while done := wait(answers, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED).done:
@@ -244,7 +251,10 @@ def _first(answers: list[Future[T]], seconds: float) -> T:
 
 
 class Pace:
-    """The seconds that the last thousand answers took, by their size. Mostly one connection stalls, not the server."""
+    """Time limits for requests, from the seconds that the last thousand answers took.
+
+    A request that takes far longer is worth making again: mostly one connection stalls, not the server.
+    """
 
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=1000)
@@ -255,9 +265,9 @@ class Pace:
             self._took.append(seconds / (num_bytes + _OVERHEAD))
 
     def limit(self, num_bytes: int) -> float:
-        """Return ten times the seconds in which 99 % of such requests are answered, at least a quarter of a second.
+        """Return ten times the seconds in which 99 % of requests of this size are answered, at least a quarter of a second.
 
-        Before a hundred have been, it is 5 s and a second for each MB.
+        Until a hundred requests were answered, it is 5 s, and 1 s more for each MiB.
         """
         with self._lock:
             took = list(self._took)
@@ -267,7 +277,7 @@ class Pace:
 
 
 class Slots:
-    """At most so many requests at once, fewer after an answer that asks to slow down."""
+    """Limit on the number of requests at once, lower after an answer that asks to slow down."""
 
     def __init__(self, most: int) -> None:
         self._most = self._slowed = most
@@ -276,7 +286,7 @@ class Slots:
 
     @contextmanager
     def one(self) -> Generator[None]:
-        """Wait until there is room for one more, and count it."""
+        """Wait until one more request is allowed, and count it in this context."""
         with self._change:
             while self._under_way >= self.limit:
                 self._change.wait(1.0)  # the limit grows with time
@@ -290,19 +300,22 @@ class Slots:
 
     @property
     def limit(self) -> int:
-        """The number of requests at once that is allowed now: twice as many each half minute since they were slowed."""
+        """The number of requests that are allowed at once now. It doubles each half minute after `slow_down`."""
         doublings = min(30.0, (time.monotonic() - self._slowed_at) / _RECOVERY_SECONDS)
         return min(self._most, int(self._slowed * 2**doublings))
 
     def slow_down(self, began: float) -> None:
-        """Allow half as many: a request that began at this time was too many. Those that are refused together count once."""
+        """Halve the limit, since a request that began at this time was refused.
+
+        Several requests that are refused together count once.
+        """
         with self._change:
             if began >= self._slowed_at:
                 self._slowed, self._slowed_at = max(1, self.limit // 2), time.monotonic()
 
 
 def of_this_process(filesystem: Any) -> Any:
-    """Return the filesystem with connections and a thread of this process: after a fork it has those of its parent."""
+    """Return the filesystem with connections and a thread of this process. After a fork it has its parent's."""
     if not isinstance(filesystem, AsyncFileSystem):
         return filesystem
     return type(filesystem)(*filesystem.storage_args, **filesystem.storage_options)
@@ -321,7 +334,10 @@ def _spent(what: str, error: Exception, attempts: int, seconds: float) -> Remote
 
 
 def spread_out(what: str) -> None:
-    """Ranks that start together do not ask together: wait, once in a process, up to a second for each 400 of them."""
+    """Wait a random time, so that ranks that start together do not send requests together.
+
+    The wait is at most 1 s for each 400 ranks, and at most 10 s. A process waits once for each ``what``.
+    """
     ranks = os.environ.get("WORLD_SIZE", "1")
     longest = min(_LONGEST_START, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
     with _lock:
@@ -331,7 +347,7 @@ def spread_out(what: str) -> None:
 
 @lru_cache(maxsize=64)
 def _slots(most: int, asked: str) -> Slots:
-    """The slots of this process for a bucket or host: one that asks to slow down slows no other."""
+    """Return the slots of this process for a bucket or host. If one asks to slow down, the others are not slowed."""
     del asked
     return Slots(most)
 
@@ -351,7 +367,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _renew() -> None:
-    """A forked child has no thread, and the lock may have been held."""
+    """Begin anew in a forked child: it has no threads, and another thread may have held the lock."""
     global _requests, _lock, _pace, _begin
     _requests, _lock, _pace, _begin = None, threading.Lock(), Pace(), {}
     _slots.cache_clear()
