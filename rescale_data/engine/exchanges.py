@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import Empty
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from rescale_data.engine.agreement import failure_elsewhere
 from rescale_data.engine.message import Bytes, from_bytes, to_bytes
 from rescale_data.engine.options import MOST_SECONDS
 from rescale_data.engine.ranks.circle import Call, Circle
+from rescale_data.engine.ranks.meeting import Answer
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Exhausted
 from rescale_data.errors import DataStateError
@@ -83,7 +84,7 @@ class Exchanges:
         self._ranks, self._near, self._everyone, self._size = ranks, near, everyone, size
         self._is_alone = near.circle is None and everyone.circle is None
         self._thread = None if before is None else before._thread
-        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._answer = Answer[Any]()
         self._lock, self._process = threading.Lock(), os.getpid()
         self.is_stopped = self._is_over = False
         _open.add(self)
@@ -99,33 +100,20 @@ class Exchanges:
         """
         if self._is_alone:
             return work()
-        answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-
-        def answer() -> None:
-            try:
-                answers.put((work(), None))
-            except BaseException as error:
-                answers.put((None, error))
-
+        answer = Answer[T]()
         with self._lock:
             if self.is_stopped or self._is_over:
                 raise Exhausted
-            self._answers = answers
-            self._start(answer)
+            self._answer = answer
+            self._start(lambda: answer.set_by(work))
         try:
-            value, error = answers.get(timeout=self._ranks.timeout)
+            return answer.get(self._ranks.timeout)
         except Empty:
             raise RuntimeError(
                 f"Dp rank {self._ranks.rank} waited timeout={self._ranks.timeout:g} s for samples of the dp ranks "
                 f"{self._near.members}: one of them reads slowly, makes no batches, or made other calls of the loader before. "
                 f"{_CURE}"
             ) from None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame
-        return value
 
     def stop(self) -> None:
         """Make `run` raise, and inform the other ranks in the exchange that is due; return at once."""
@@ -137,7 +125,7 @@ class Exchanges:
             self.is_stopped = True
             if not (self._is_alone or self._is_over):
                 self._start(self._say_stopped)
-        self._answers.put((None, Exhausted()))
+        self._answer.fail(Exhausted())
 
     def join(self, seconds: float = _SECONDS_TO_STOP) -> None:
         """Wait until the last exchange is over, but at most `seconds`, since other ranks may be late."""
@@ -177,8 +165,8 @@ class Exchanges:
         Raises:
             Exception: Some rank has no samples. That rank raises its own error; the others raise an error that says so.
         """
-        told, said = self._gather_all(_status(failure), place, numbers)
-        statuses, places = said[:, 0], np.unique(said[said[:, 0] != STOPPED, 1])
+        all_numbers, heads = self._gather_all(_status(failure), place, numbers)
+        statuses, places = heads[:, 0], np.unique(heads[heads[:, 0] != STOPPED, 1])
         worst = APART if len(places) > 1 else int(statuses.max())
         self._is_over = worst != MADE or is_last
         if worst == APART:
@@ -188,37 +176,38 @@ class Exchanges:
             )
         if worst != MADE:
             raise failure if failure is not None and _status(failure) == worst else _failure_elsewhere(worst)
-        return told[:, : len(numbers)].reshape(-1, 5), int(said[:, 2].sum())
+        return all_numbers[:, : len(numbers)].reshape(-1, 5), int(heads[:, 2].sum())
 
     def swap(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
         """Send lists to some ranks of the group, and receive lists from others, by index; both sides expect them."""
-        if not (outgoing or incoming):
+        circle = self._near.circle
+        if circle is None or not (outgoing or incoming):
             return {}
         packed, failure = _packed(outgoing)
         sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in packed.items()}
         sizes |= {index: torch.tensor([-1, 0], device="cpu") for index in outgoing if index not in packed}
         expected = {index: torch.empty(2, dtype=torch.int64, device="cpu") for index in incoming}
-        self._exchange("sizes", sizes, expected)
+        self._exchange(circle, "sizes", sizes, expected)
         bodies = {
             index: torch.empty(int(size[0]), dtype=torch.uint8, device="cpu")
             for index, size in expected.items()
             if size[0] >= 0
         }
-        self._exchange("samples", {index: body for index, (body, _) in packed.items()}, bodies)
+        self._exchange(circle, "samples", {index: body for index, (body, _) in packed.items()}, bodies)
         if failure is not None or len(bodies) < len(expected):
             raise failure or failure_elsewhere(wrong_rows=False)
         return {index: from_bytes(body, int(expected[index][1])) for index, body in bodies.items()}
 
     def _gather_all(self, status: int, place: int, numbers: Ints) -> tuple[Ints, Ints]:
         """Return the numbers of each rank of the group, and the status, place and weight of each rank of `everyone`."""
-        told = np.zeros((1 + self._size, 5), dtype=np.int64)
-        told[0, :3] = status, place, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
-        told[1 : 1 + len(numbers)] = numbers
-        gathered = self._gather(self._near, "costs", told)
-        said = gathered[:, 0, :3]
+        own = np.zeros((1 + self._size, 5), dtype=np.int64)
+        own[0, :3] = status, place, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
+        own[1 : 1 + len(numbers)] = numbers
+        gathered = self._gather(self._near, "costs", own)
+        heads = gathered[:, 0, :3]
         if self._everyone is not self._near:
-            said = self._gather(self._everyone, "weights", told[0, :3].copy())
-        return gathered[:, 1:], said
+            heads = self._gather(self._everyone, "weights", own[0, :3].copy())
+        return gathered[:, 1:], heads
 
     def _gather(self, group: Group, name: str, numbers: Ints) -> Ints:
         if group.circle is None:
@@ -226,10 +215,11 @@ class Exchanges:
         with self._network():
             return group.circle.gather(self._call(name), torch.from_numpy(numbers)).numpy()
 
-    def _exchange(self, name: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
-        assert self._near.circle is not None  # else nothing moves
+    def _exchange(
+        self, circle: Circle, name: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
+    ) -> None:
         with self._network():
-            self._near.circle.exchange(self._call(name), sends, receives)
+            circle.exchange(self._call(name), sends, receives)
 
     def _call(self, name: str) -> Call:
         return Call(f"balance/{name}/{self._ranks.loader}", MOST_SECONDS, _CURE)

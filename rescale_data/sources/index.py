@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from rescale_data.sources.files.bundle import Bundle, Strings, string_arrays, write_bundle
-from rescale_data.sources.files.once import make_once
+from rescale_data.sources.files.once import open_once
 from rescale_data.sources.files.paths import Files
 from rescale_data.sources.fragments import Footer, Fragments, gather
 
@@ -73,9 +73,11 @@ class IndexFolder:
             ValueError: The index under that name is of other files, or of another format or arguments.
         """
         path = self._path(files, _SUFFIX)
-        if not _is_whole(path):
-            self._make(path, files, read)
-        return self._load(path)
+        try:
+            bundle = Bundle(path)
+        except (FileNotFoundError, ValueError):
+            bundle = self._make(path, files, read)
+        return self._checked(bundle)
 
     def all(self) -> Iterator[Bundle]:
         """Yield all indices in the folder, the newest first."""
@@ -83,13 +85,14 @@ class IndexFolder:
             with suppress(ValueError):
                 yield Bundle(path)
 
-    def _load(self, path: str) -> Bundle:
-        """Return an index, mapped; ``ValueError`` if it is not an index of this source."""
-        bundle = Bundle(path)
+    def _checked(self, bundle: Bundle) -> Bundle:
+        """Return an index; ``ValueError`` if it is not an index of this source."""
         if bundle.facts.get("about") != json.loads(json.dumps(self._about)):
-            raise ValueError(f"{path} is an index of {bundle.facts.get('about')}, not of {self._about}. Delete it.")
-        if bundle.facts.get("listing", "") not in os.path.basename(path):
-            raise ValueError(f"{path} is an index of other files, under a name that is not its own. Delete it.")
+            raise ValueError(
+                f"{bundle.path} is an index of {bundle.facts.get('about')}, not of {self._about}. Delete it."
+            )
+        if bundle.facts.get("listing", "") not in os.path.basename(bundle.path):
+            raise ValueError(f"{bundle.path} is an index of other files, under a name that is not its own. Delete it.")
         return bundle
 
     def part(self, files: Files) -> str:
@@ -112,7 +115,7 @@ class IndexFolder:
         for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
             yield entry.path
 
-    def _make(self, path: str, files: Files, read: Read) -> None:
+    def _make(self, path: str, files: Files, read: Read) -> Bundle:
         known = self._known(files)
         os.makedirs(self.folder, exist_ok=True)
         todo = [file for file, name in enumerate(files.names) if name not in known]
@@ -123,7 +126,7 @@ class IndexFolder:
         for part, chunk in parts.items():
             index = Fragments.of(Bundle(part), copy=True)  # a copy: there may be too many parts to map them all
             known |= {files.names[file]: (index.footer(i), os.path.basename(part)) for i, file in enumerate(chunk)}
-        make_once(path, lambda: _is_whole(path), lambda aside: self._write(aside, files, known))
+        return cast(Bundle, open_once(path, Bundle, lambda aside: self._write(aside, files, known)))
 
     def _make_parts(self, parts: Mapping[str, Sequence[int]], read: Read) -> None:
         """Make the missing parts: first all that no other process is making, then all that another has not finished."""
@@ -145,7 +148,7 @@ class IndexFolder:
         warns_of_gone = True
         for path in self._found(f"{_digest(self._about)}-"):
             try:
-                bundle = self._load(path)
+                bundle = self._checked(Bundle(path))
             except ValueError:  # it is damaged
                 continue
             then, index, probes = listed(bundle, files), Fragments.of(bundle), Strings(bundle, _PROBES)
@@ -177,14 +180,14 @@ class IndexFolder:
         write_bundle(path, facts, {**index.arrays(), **_listing(files), **of_files})
 
 
-def make_part(part: str, files: Sequence[int], read: Read, *, wait: bool = True) -> None:
-    """Write a part if it is missing or damaged.
+def make_part(part: str, files: Sequence[int], read: Read, *, wait: bool = True) -> Bundle | None:
+    """Return a part, mapped. It is written first if it is missing or damaged.
 
     Args:
         part: Path of the part.
         files: Numbers of the files in it.
         read: Reads the footers of files, given their numbers.
-        wait: Whether to wait for a process that is making the part.
+        wait: Whether to wait for a process that is making the part. If not, return `None` in that case.
     """
 
     def write(aside: str) -> None:
@@ -193,7 +196,7 @@ def make_part(part: str, files: Sequence[int], read: Read, *, wait: bool = True)
         own = {_OWN + name: array for footer in footers for name, array in footer.arrays.items()}
         write_bundle(aside, {"kinds": list(index.kinds)}, {**index.arrays(), **own})
 
-    make_once(part, lambda: _is_whole(part), write, wait=wait)
+    return open_once(part, Bundle, write, wait=wait)
 
 
 def own_array(part: Bundle, name: str) -> Any:
@@ -215,14 +218,6 @@ def _is_same(files: Files, file: int, then: Files, old: int, probes: Sequence[st
     """True if a file is unchanged since an index was made: the same size, and the same stamp or probe."""
     same_size = int(files.sizes[file]) == int(then.sizes[old])
     return same_size and (files.stamps[file] == then.stamps[old] or files.is_copy(file, probes[old]))
-
-
-def _is_whole(path: str) -> bool:
-    try:
-        Bundle(path)
-    except (FileNotFoundError, ValueError):
-        return False
-    return True
 
 
 def count_parts(folder: str) -> int:

@@ -19,7 +19,7 @@ from rescale_data.sources.decoded.columns import chosen_columns
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.blocks import BlockRanges, codec_of, decompressed, write_blocks
 from rescale_data.sources.files.bundle import Bundle
-from rescale_data.sources.files.once import make_once
+from rescale_data.sources.files.once import open_once
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
@@ -116,12 +116,8 @@ class IndexedSource(FileSource):
 
     def _open(self, file: int) -> Opened:
         path = self._folder.part_in(cast(Bundle, self._bundle), file)
-        try:
-            part = Bundle(path)
-        except (FileNotFoundError, ValueError):  # the part was deleted or damaged
-            make_part(path, [file], self._read_footers)
-            part = Bundle(path)
-        return Opened(self._opened(file, path), part)
+        part = make_part(path, [file], self._read_footers)  # again, if it was deleted or damaged
+        return Opened(self._opened(file, path), cast(Bundle, part))
 
     def _extent(self, fragment: int) -> tuple[int, int]:
         return self._span(fragment)
@@ -139,8 +135,7 @@ class IndexedSource(FileSource):
         if codec is None:
             return self._files.ranges(file)
         copy = os.path.splitext(part)[0] + ".rdblocks"
-        make_once(copy, lambda: _is_whole(copy), lambda aside: self._write_copy(file, codec, copy, aside))
-        return BlockRanges(copy)
+        return cast(Ranges, open_once(copy, BlockRanges, lambda aside: self._write_copy(file, codec, copy, aside)))
 
     def _write_copy(self, file: int, codec: str, copy: str, aside: str) -> None:
         if not self._files.sizes[file]:
@@ -151,11 +146,3 @@ class IndexedSource(FileSource):
         )  # fmt: skip
         with self._files.open(file) as stream:
             write_blocks(decompressed(stream, codec), aside)
-
-
-def _is_whole(copy: str) -> bool:
-    try:
-        BlockRanges(copy)
-    except (OSError, ValueError):
-        return False
-    return True

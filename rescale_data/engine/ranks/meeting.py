@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -112,28 +112,43 @@ def within(seconds: float, work: Callable[[], T]) -> T:
         raise Missing(None) from error
 
 
-def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
-    """Return ``work()``, done in another thread: while this thread waits, signal handlers and Ctrl-C run.
+class Answer(Generic[T]):
+    """The result of a piece of work that another thread does, or the error that is raised in its place."""
 
-    Raises:
-        Empty: The work has taken `seconds`. The other thread goes on.
-    """
-    results: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+    def __init__(self) -> None:
+        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
-    def run() -> None:
+    def set_by(self, work: Callable[[], T]) -> None:
+        """Do the work."""
         try:
-            results.put((work(), None))
-        except Exception as error:
-            results.put((None, error))
+            self._results.put((work(), None))
+        except BaseException as error:
+            self._results.put((None, error))
 
-    threading.Thread(target=run, daemon=True, name="rescale_data-store").start()
-    value, error = results.get(timeout=seconds)
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its traceback holds this frame
-    return value
+    def fail(self, error: BaseException) -> None:
+        """Let `get` raise an error, though the work goes on."""
+        self._results.put((None, error))
+
+    def get(self, seconds: float | None = None) -> T:
+        """Return the result, once; while this thread waits, signal handlers and Ctrl-C run.
+
+        Raises:
+            Empty: The work has taken `seconds`. It goes on.
+        """
+        value, error = self._results.get(timeout=seconds)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+        return value
+
+
+def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
+    """Return ``work()``, done in another thread; `Empty` where it has taken `seconds`, and goes on."""
+    answer = Answer[T]()
+    threading.Thread(target=answer.set_by, args=(work,), daemon=True, name="rescale_data-store").start()
+    return answer.get(seconds)
 
 
 def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:

@@ -7,29 +7,33 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
 from rescale_data.lease import Lease, Watch
 
+T = TypeVar("T")
 _POLL_SECONDS = 0.05
 
 
-def make_once(path: str, is_good: Callable[[], bool], make: Callable[[str], None], *, wait: bool = True) -> None:
-    """Let one process make a file, and wait until it is there.
+def open_once(path: str, kind: Callable[[str], T], make: Callable[[str], None], *, wait: bool = True) -> T | None:
+    """Return a file, opened. If it is not there or not whole, one process makes it while the others wait.
 
     The process that holds the lease ``<path>.claim`` writes the file under another name and renames it. The lease of a dead
     process is deleted, so that another process can take it.
 
     Args:
         path: Path of the file.
-        is_good: Returns True if the file is there and is the right one.
+        kind: Opens it; a `ValueError` where the file is not whole.
         make: Writes the file to the path that it is given.
-        wait: Whether to wait for a process that is making the file. If not, return at once in that case.
+        wait: Whether to wait for a process that is making the file. If not, return `None` in that case.
     """
     files, claim = LocalFileSystem(), f"{path}.claim"
     watch = Watch(files)
-    while not is_good():
+    while True:
+        with suppress(FileNotFoundError, ValueError):
+            return kind(path)
         try:
             lease = Lease(files, claim, exclusive=True)
         except FileExistsError:
@@ -39,11 +43,12 @@ def make_once(path: str, is_good: Callable[[], bool], make: Callable[[str], None
             elif wait:
                 time.sleep(_POLL_SECONDS)
             else:
-                return
+                return None
             continue
         with lease:
-            if not is_good():
-                write_aside(path, make)
+            with suppress(FileNotFoundError, ValueError):
+                return kind(path)
+            write_aside(path, make)
 
 
 def write_aside(path: str, make: Callable[[str], object]) -> None:
