@@ -138,12 +138,12 @@ class Schema:
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
         """Return the counters of the given shards; readers of one source add up, sources that share a name do not."""
         total: dict[str, float] = {}
-        namesakes = self._namesakes()
+        namesakes, owned = self._namesakes(), table[shards]
         for path, node in self.root.walk():
-            rows = self.slots_at(table[shards], path)
+            rows = self.slots_at(owned, path)
             if rows is None:
                 continue
-            for key, value in node.progress(rows, shards, table[shards, SAMPLES]).items():
+            for key, value in node.progress(rows, shards, owned[:, SAMPLES]).items():
                 if node.reads is not None and node.reads.name in namesakes and key.endswith(f"/{node.reads.name}"):
                     key += f" ({path_name(path)})"
                 merge = min if key.startswith("epoch_min/") else max if key.startswith("epoch_max/") else float.__add__
