@@ -49,7 +49,7 @@ class Agreement:
 
     Args:
         first: The next micro batch.
-        steps_of: A, the number of micro batches in a step.
+        micro_batches_per_step: A, the number of micro batches in a step.
     """
 
     def __init__(self, ranks: Ranks, first: int, micro_batches_per_step: int) -> None:

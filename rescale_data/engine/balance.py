@@ -36,7 +36,8 @@ class Balance:
         padded: True if ``collate_fn`` pads all samples of a micro batch to the longest. Then a micro batch costs its number of
             samples times their largest cost.
         max_tokens: The most tokens of a micro batch that has several samples. Default: ``micro_batch_size`` times the longest
-            sample of the step, which a micro batch may also have without balance.
+            sample of the step, which a micro batch may also have without balance. A step with more tokens than its micro
+            batches may hold exceeds it, with one warning.
         tokens: The number of tokens of a sample, a function or a column. Default: the length of "tokens" or "input_ids". A
             sample with neither counts as one token, so that each micro batch has ``micro_batch_size`` samples.
         weight: The weight of a sample in the loss, a function or a column, such as the number of trained tokens. Each batch
@@ -122,7 +123,8 @@ def transformer_cost(
         The function pickles.
 
     Raises:
-        ValueError: The arguments are neither ``crossover`` alone nor the other three, or a number is not positive.
+        ValueError: The arguments are neither ``crossover`` alone nor the other three, one of these three is
+            not positive, or the crossover is less than one token.
 
     Source: 6 * parameters * L operations against 6 * layers * width * L^2, forward and backward (Kaplan et al., "Scaling laws
     for neural language models", 2020, table 1; causal attention is half of theirs).

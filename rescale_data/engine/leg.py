@@ -32,7 +32,8 @@ class Leg:
         histories: The data of each source, by epoch (`Histories`).
         pads: True if batches say which of their samples are real.
         whole_steps: True if the rows of a step count as consumed with its last micro batch (balanced steps).
-        calm_until: Up to this micro batch, the end of the segment need not be looked for; 0 if it has to be, each time.
+        calm_until: Up to this micro batch, nothing has to be looked for between two micro batches: no end of the segment, no
+            failed proof; else 0.
     """
 
     layout: Layout

@@ -41,7 +41,7 @@ class Queue:
 
     Args:
         leg: The segment; `None` if the feed has not begun.
-        next: The number of the micro batch that the feed makes next.
+        first: The number of the micro batch that the feed makes next, at the beginning.
     """
 
     __slots__ = ("is_exhausted", "leg", "made", "next")

@@ -337,8 +337,9 @@ class Node(Changing, BaseNode[T]):
     def documents(self, column: str) -> Documents | None:
         """Return a token column of this node's samples, to be read many documents at a time; `None` if that is not possible.
 
-        It moves this node neither now nor later: it reads from positions that its caller keeps. A node over children that
-        return documents can return documents too: it picks and cuts the `Spans` of its children, which are arrays of numbers.
+        The caller keeps the positions from which it reads, and does not draw from this node beside it: where samples are read
+        one at a time, the node moves. A node over children that return documents can return documents too: it picks and cuts
+        the `Spans` of its children, which are arrays of numbers.
         """
         del column
         return None

@@ -70,7 +70,7 @@ class Tokenize(Node[dict[str, Any]]):
         tokenizer: Function from a list of strings to as many sequences of token ids. For Hugging Face tokenizers, a function
             that returns ``[e.ids for e in tokenizer.encode_batch(texts)]``; for tiktoken, ``encoding.encode_ordinary_batch``.
         column: The column of the text. Yielded samples do not have it.
-        into: The column of the tokens, an ``int64`` array.
+        into: The column of the tokens: an array as the tokenizer returns it, ``int64`` of a list of ints.
         batch_size: Largest number of texts at a time. After a start or a resume the number is small, and doubles each time.
             So the first batch of many logical shards does not wait for texts that it does not need. Tokenized samples wait in
             the process's cache. If they do not fit, a warning names a ``batch_size`` that does.

@@ -15,7 +15,7 @@ _SHOWN = 5
 
 
 def differences(saved: Any, now: Any) -> list[str]:
-    """Return the first few differences of two JSON values, as ``"source.files.b.parquet: saved 3, now 4"``."""
+    """Return the first few differences of two JSON values, as ``"source: shuffle: saved 3, now 4"``."""
     found = [] if saved == now else _compare("", saved, now)
     return found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
 

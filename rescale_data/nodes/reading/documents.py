@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Documents(Protocol):
     """The documents of a node, in its order. ``position`` is a row of that node: int64 slots.
 
-    Calls change nothing but a ``position`` that they write into. The caller reads ahead, and ``spans.move(position, n)`` moves
-    its position behind the first n documents.
+    State is in ``position`` alone; the node itself may move where samples are read one at a time. The caller reads ahead, and
+    ``spans.move(position, n)`` moves its position behind the first n documents.
 
         spans = documents.read(position, most)  # as many as are at hand
         spans.move(position, len(spans))        # behind all of them: read goes on there
