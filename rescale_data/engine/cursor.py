@@ -59,13 +59,8 @@ class Cursor(NamedTuple):
 
     @property
     def positions(self) -> Ints:
-        """The table, after all pending rows were written into it. Only the thread that consumes batches may use it."""
-        for rows in self.newest.values():
-            rows.write(self.table)
-        self.newest.clear()
-        if self.last is not None:
-            self.last.write(self.table)
-        return self.table
+        """The table, with the rows of all consumed micro batches. Only the thread that consumes batches may use it."""
+        return self._written(self.table)
 
     def now(self, layout: Layout) -> Clock:
         """Return the counts of the run at the micro batch `counted`."""
@@ -92,8 +87,12 @@ class Cursor(NamedTuple):
         )  # fmt: skip
 
     def copy(self) -> Cursor:
-        """Return the cursor with a table of its own, in which all rows are written."""
-        table = self.table.copy()
-        for rows in [*self.newest.values(), *([self.last] if self.last is not None else [])]:
+        """Return the cursor with a table of its own."""
+        return self._replace(table=self._written(self.table.copy()), newest={}, last=None)
+
+    def _written(self, table: Ints) -> Ints:
+        for rows in [*self.newest.values()]:  # a list: another thread may take a batch meanwhile
             rows.write(table)
-        return self._replace(table=table, newest={}, last=None)
+        if self.last is not None:
+            self.last.write(table)
+        return table

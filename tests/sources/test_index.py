@@ -10,6 +10,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import fsspec
 import pyarrow as pa
@@ -22,6 +23,7 @@ import rescale_data as rd
 from rescale_data.cli.commands import app
 from rescale_data.sources import index as indexing
 from rescale_data.sources.file_source import FileSource
+from rescale_data.sources.files import once
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.folders import fold
 from rescale_data.testing import assert_rescalable, assert_source
@@ -313,3 +315,25 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["index", str(tmp_path / "nothing"), "--index-dir", str(tmp_path)])
     assert found.exit_code == 2
     assert "nothing" in found.output
+
+
+def test_a_file_that_another_process_makes_before_the_lease_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AfterAnother(once.Lease):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            path.write_text("whole")
+
+    def opened(name: str) -> str:
+        text = Path(name).read_text()
+        if text != "whole":
+            raise ValueError(text)
+        return text
+
+    path, make = tmp_path / "file", Mock(side_effect=lambda aside: Path(aside).write_text("whole"))
+    path.write_text("cut")
+    assert (once.open_once(str(path), opened, make), make.call_count) == ("whole", 1)  # a damaged one is made anew
+    path.write_text("cut")
+    monkeypatch.setattr(once, "Lease", AfterAnother)
+    assert (once.open_once(str(path), opened, make), make.call_count) == ("whole", 1)
