@@ -91,7 +91,7 @@ def _saving(num_sources: int, rounds: int) -> list[Answer]:
     loader = mixture_of(num_sources)
     state, of = loader.state_dict(), f"{num_sources:3} sources: "
     works = {
-        "np.copy of the table": loader.stream.table.copy,
+        "np.copy of the table": loader._stream.table.copy,
         "state_dict()": loader.state_dict,
         "load_state_dict()": lambda: loader.load_state_dict(state),
     }
@@ -208,8 +208,8 @@ class ForgetfulStream(Stream):
 def forgetful(source: rd.ArrowSource) -> Iterator[Any]:
     """Our loader with what carries state cut out: what it delivers is right, what it would save is not."""
     loader = loader_of(source)
-    runner = ForgetfulRunner(loader.setup.recipe, loader.setup.schema)
-    loader.reading.stream = ForgetfulStream(loader.setup, runner, InProcess(runner, None))
+    runner = ForgetfulRunner(loader._stream.setup.recipe, loader._stream.setup.schema)
+    loader._reading.stream = ForgetfulStream(loader._stream.setup, runner, InProcess(runner, None))
     return iter(loader)
 
 

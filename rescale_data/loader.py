@@ -17,7 +17,6 @@ from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.report import Report
-from rescale_data.engine.setup import Setup
 from rescale_data.engine.shared import Shared
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import Transfer
@@ -141,10 +140,10 @@ class DataLoader:
         given = {name: value for name, value in locals().items() if name not in ("self", "pipeline")}
         self._pipeline, self.options = pipeline, Options(**given)
         if peers is not None:
-            self._reading: Reading = cast(Any, Shared(self._open, pipeline, self.options))
+            self._opened: Reading = cast(Any, Shared(self._open, pipeline, self.options))
             return
         stream = open_stream(as_pipeline(pipeline, self.options.shuffle), self.options, SLOW_AFTER)
-        self._reading = Reading(stream, slow_after=SLOW_AFTER)
+        self._opened = Reading(stream, slow_after=SLOW_AFTER)
 
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
         """Go on with other arguments: a larger global batch, another micro batch, workers, or other ranks.
@@ -168,7 +167,7 @@ class DataLoader:
             raise ValueError("reopen() keeps the peers of a dp rank: peers= and receives= stay as they are.")
         if changed.keys() & set(_WHERE):
             changed = {**dict.fromkeys(_WHERE), **changed}
-        self._reading.reopen(self._open, state, delivered, changed)
+        self._opened.reopen(self._open, state, delivered, changed)
         self._pipeline = changed.pop("pipeline", self._pipeline)
         self.options = replace(self.options, **changed)
 
@@ -177,7 +176,7 @@ class DataLoader:
         given: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed}
         if given["peers"] is not None:
             given |= {"pipeline": given["pipeline"](), "peers": None, "receives": True, "transfer": None}
-        return DataLoader(**given).reading
+        return DataLoader(**given)._reading
 
     # Batches
 
@@ -187,11 +186,11 @@ class DataLoader:
         After a load of a state that was saved there iterators are empty until ``next`` of one has raised
         ``StopIteration``. Older iterators are invalid.
         """
-        return iter(self.reading)
+        return iter(self._reading)
 
     def __len__(self) -> int:
         """Number of micro batches in the whole epoch; ``TypeError`` if it has no end, or if only reading finds it."""
-        return len(self.reading)
+        return len(self._reading)
 
     def __bool__(self) -> bool:
         return True
@@ -206,7 +205,7 @@ class DataLoader:
     @property
     def batches_left(self) -> int:
         """Micro batches until the iterator ends; 0 from when the last was taken; ``TypeError`` as `len`."""
-        return self.reading.batches_left
+        return self._reading.batches_left
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the trainer counts: at the end of the one before the loader moves on; within it nothing happens.
@@ -216,7 +215,7 @@ class DataLoader:
         Raises:
             ValueError: It is another epoch.
         """
-        self.reading.set_epoch(epoch)
+        self._reading.set_epoch(epoch)
 
     def start(self) -> None:
         """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
@@ -224,7 +223,7 @@ class DataLoader:
         Worker processes, or the thread of ``prefetch``, go ahead in the background; else the first batch is made now.
         A later load begins anew.
         """
-        self.reading.start()
+        self._reading.start()
 
     def peek(self) -> Any:
         """The next batch, which stays the next: ``next`` may return the same memory, so leave it as it is.
@@ -234,7 +233,7 @@ class DataLoader:
         Like iterating, collective over the dp ranks where an epoch's end is found by reading (``repeat=False`` with packing
         or filters): all ranks call it, or none. So are `start` and `skip`.
         """
-        return self.reading.peek()
+        return self._reading.peek()
 
     def skip(self, num_samples: int) -> None:
         """Leave out samples, as if they had been delivered, also over the ends of epochs.
@@ -246,15 +245,15 @@ class DataLoader:
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.
         """
-        self.reading.skip(num_samples)
+        self._reading.skip(num_samples)
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""
-        self.reading.reset()
+        self._reading.reset()
 
     def close(self) -> None:
         """Stop the worker processes, or the thread; the position stays, and the next batch starts them again."""
-        self._reading.close()
+        self._opened.close()
 
     def __enter__(self) -> DataLoader:
         return self
@@ -274,32 +273,27 @@ class DataLoader:
         )
 
     @property
-    def reading(self) -> Reading:
+    def _reading(self) -> Reading:
         """The `Reading` that all calls use.
 
         Raises:
             RuntimeError: The process group is younger than the loader.
         """
         if self.options.peers is None:  # else the first reads by a loader of its own
-            self._reading.setup.ranks.require_no_group()
-        return self._reading
+            self._opened.stream.ranks.require_no_group()
+        return self._opened
+
+    @property
+    def _stream(self) -> Stream:
+        """The stream of micro batches of this rank (`HasStream`)."""
+        return self._reading.stream
 
     # Where the run stands
 
     @property
-    def setup(self) -> Setup:
-        """The checked arguments of the loader (`Setup`)."""
-        return self.reading.setup
-
-    @property
-    def stream(self) -> Stream:
-        """The stream of micro batches of this rank."""
-        return self.reading.stream
-
-    @property
     def step(self) -> int:
         """Global batches delivered."""
-        return self.reading.step
+        return self._reading.step
 
     @property
     def epoch(self) -> int:
@@ -307,24 +301,24 @@ class DataLoader:
 
         0 with ``repeat=True`` and no ``steps_per_epoch``; each shard has its own there (see `progress`).
         """
-        return self.reading.epoch
+        return self._reading.epoch
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """A, batches of this rank in one optimizer step."""
-        return self.reading.gradient_accumulation_steps
+        return self._reading.gradient_accumulation_steps
 
     @property
     def last_batch_samples(self) -> int:
         """Real samples, its first, in the batch that was delivered last on this rank; less than b only with ``tail="pad"``."""
-        return self.reading.last_batch_samples
+        return self._reading.last_batch_samples
 
     def progress(self) -> dict[str, float]:
         """Counters for a logger: of the run, of what this rank's shards have drawn, and of what it has waited for and read.
 
         ``dropped_samples`` and ``padded_samples`` count from the beginning of the run; they are in the state.
         """
-        return self.reading.progress()
+        return self._reading.progress()
 
     def report(self) -> Report:
         """Return numbers of `progress` over all dp ranks (collective), for a log line: which rank waits, and for what.
@@ -332,7 +326,7 @@ class DataLoader:
         Returns:
             By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
         """
-        return self.reading.report()
+        return self._reading.report()
 
     # State
 
@@ -349,14 +343,14 @@ class DataLoader:
             RuntimeError: Another rank did not call it within ``timeout``.
             DataStateError: The ranks stand at different batches.
         """
-        return self.reading.state_dict()
+        return self._reading.state_dict()
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state as this rank knows it, without communication, for snapshots that are taken often and seldom needed.
 
         It does not pickle. `rd.whole_state` makes it what `state_dict` would have returned (collective).
         """
-        return self.reading.local_state_dict()
+        return self._reading.local_state_dict()
 
     @checks_kinds
     def load_state_dict(self, state_dict: Mapping[str, Any], delivered: int = 0) -> None:
@@ -383,4 +377,4 @@ class DataLoader:
             >>> next(iter(loader))
             tensor([4, 5, 6, 7])
         """
-        self.reading.load_state_dict(state_dict, delivered)
+        self._reading.load_state_dict(state_dict, delivered)

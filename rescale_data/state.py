@@ -228,11 +228,6 @@ def to_tensors(fields: Sequence[Field], table: Ints) -> dict[str, torch.Tensor]:
     return {f.key: _to_tensor(f, table[:, a : a + f.num_slots]) for f, a in zip(fields, offsets(fields), strict=False)}
 
 
-def from_tensors(fields: Sequence[Field], tensors: Mapping[str, torch.Tensor]) -> Ints:
-    """The table that ``to_tensors`` made the tensors of: ``int64[N, slots]``."""
-    return np.concatenate([_from_tensor(f, tensors[f.key]) for f in fields], axis=1)
-
-
 def _to_tensor(field: Field, slots: Ints) -> torch.Tensor:
     if field.shape is not None:
         raw = np.ascontiguousarray(np.array(slots).view(np.uint8)[:, : field.num_bytes])
@@ -241,15 +236,3 @@ def _to_tensor(field: Field, slots: Ints) -> torch.Tensor:
     if field.dtype is torch.bool:
         return column != 0
     return column.view(field.dtype)
-
-
-def _from_tensor(field: Field, tensor: torch.Tensor) -> Ints:
-    tensor = tensor.detach().cpu().contiguous()
-    if field.shape is None:
-        return (tensor.view(torch.int64) if tensor.dtype is torch.float64 else tensor.long()).numpy()[:, None]
-    raw = tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()
-    if raw.shape[1] == field.num_slots * 8:
-        return raw.view(np.int64)
-    padded = np.zeros((len(raw), field.num_slots * 8), dtype=np.uint8)
-    padded[:, : raw.shape[1]] = raw
-    return padded.view(np.int64)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 import rescale_data as rd
+from rescale_data.engine.states.codec import is_dealt
 from rescale_data.testing import full_state_dict
 from tests.pipelines import plain
 from tests.states import opened
@@ -86,7 +87,7 @@ class Run:
 
     def _next(self) -> list[Any] | None:
         epoch, dropped = self._lead.epoch, self._lead.progress()["dropped_samples"]
-        is_dealt = self._lead.stream.rows_are_dealt
+        in_remainder = is_dealt(self._lead._stream.table)
         batches = [next(iterator, None) for iterator in self._iterators]
         assert len({batch is None for batch in batches}) == 1, "the ranks end an epoch at different micro batches"
         if batches[0] is None:
@@ -94,7 +95,7 @@ class Run:
         for rank, (loader, batch) in enumerate(zip(self.loaders, batches, strict=True)):
             self._record(epoch, rank, loader, batch)
         if len(self._open[0]) == len(batches[0]["samples"]) * self._lead.gradient_accumulation_steps:
-            self.global_batches.append(GlobalBatch([row for rank in self._open for row in rank], is_dealt))
+            self.global_batches.append(GlobalBatch([row for rank in self._open for row in rank], in_remainder))
             self._open = [[] for _ in self.loaders]
         self._count_dropped(epoch, dropped)
         return batches

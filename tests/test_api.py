@@ -20,6 +20,15 @@ def test_the_public_names() -> None:
     } <= set(rd.__all__)  # fmt: skip
 
 
+def test_the_names_of_a_loader() -> None:
+    """What a user calls, and no more: all else is underscored."""
+    assert [name for name in dir(rd.DataLoader(range(8), global_batch_size=4)) if not name.startswith("_")] == [
+        "batches_left", "close", "epoch", "gradient_accumulation_steps", "last_batch_samples", "load_state_dict",
+        "local_state_dict", "options", "peek", "progress", "reopen", "report", "reset", "set_epoch", "skip", "start",
+        "state_dict", "step",
+    ]  # fmt: skip
+
+
 def test_a_pipeline_runs_by_itself() -> None:
     """In a notebook or a debugger: one shard, no loader."""
     documents = [{"tokens": [i] * 3} for i in range(4)]

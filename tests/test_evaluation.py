@@ -80,7 +80,7 @@ def test_workers(num_workers: int) -> None:
     """Without an N given it fits the workers."""
     kwargs = {"global_batch_size": 4, "num_workers": num_workers, "multiprocessing_context": "fork"}
     with rd.DataLoader(range(30), shuffle=False, tail="pad", worker_init_fn=_seed, **kwargs) as loader:
-        assert loader.setup.layout.num_logical_shards == 4 * num_workers
+        assert loader._stream.layout.num_logical_shards == 4 * num_workers
         assert [batch.tolist()[: loader.last_batch_samples] for batch in loader] == [
             list(range(i, min(i + 4, 30))) for i in range(0, 30, 4)
         ]

@@ -150,7 +150,7 @@ def test_files_that_are_added_leave_what_has_begun_as_it_is(plan: Plan) -> None:
         later = books.copy()
         then.take(8, later)
         lead = then.lead
-        Reference(lead.loader.setup.recipe, dict(lead.stream.schema.histories)).check(later, repeat=True)
+        Reference(lead.loader._stream.setup.recipe, dict(lead.stream.schema.histories)).check(later, repeat=True)
     first.close()
     then.close()
 
@@ -172,7 +172,7 @@ def test_a_read_that_fails_while_files_join_keeps_no_other_waiting() -> None:
     then.load(first.state())
     then.take(8, books)
     lead = then.lead
-    Reference(lead.loader.setup.recipe, dict(lead.stream.schema.histories)).check(books, repeat=True)
+    Reference(lead.loader._stream.setup.recipe, dict(lead.stream.schema.histories)).check(books, repeat=True)
     first.close()
     then.close()
 

@@ -16,6 +16,7 @@ import torch
 from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, Prefetcher
 
 import rescale_data as rd
+from rescale_data.engine.states.codec import is_dealt
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.pipelines import Rows, data_for, pipeline_of, rows, tagged
 from tests.simulate import same_state
@@ -159,7 +160,7 @@ class TestIteration:
     def test_defaults(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, "rescale_data")
         loader = rd.DataLoader(ROWS, global_batch_size=8, micro_batch_size=4, dp_rank=1, dp_world_size=2)
-        assert loader.setup.layout.num_logical_shards == 32
+        assert loader._stream.layout.num_logical_shards == 32
         assert loader.gradient_accumulation_steps == 1
         assert len(next(iter(loader))["row"]) == 4
         rd.DataLoader(ROWS, global_batch_size=8)
@@ -774,7 +775,7 @@ class TestTorchdata:
 
         for batch in loader:
             draw(batch)
-            if loader.stream.rows_are_dealt:
+            if is_dealt(loader._stream.table):
                 break
         state = loader.state_dict()
         assert (opened(state)["shards"]["remainder"] >= 0).all()
@@ -926,7 +927,7 @@ def test_a_loader_that_nobody_uses_is_gone_at_once() -> None:
     """What it has cached goes with it: without cycles that only the garbage collector would find."""
     loader = rd.DataLoader(list(range(8)), global_batch_size=2)
     next(iter(loader))
-    alive = weakref.ref(loader.stream)
+    alive = weakref.ref(loader._stream)
     gc.disable()
     try:
         del loader

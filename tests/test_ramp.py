@@ -43,7 +43,7 @@ def play(ramp: Ramp, *, live: bool) -> tuple[Run, list[dict[str, Any]]]:
             for loader in run.loaders:
                 loader.reopen(global_batch_size=topology.o)
         run.take(num_micro_batches)
-        while (run.loaders[0].stream.clock.samples - run.loaders[0].stream.clock.origin) % topology.o:
+        while (run.loaders[0]._stream.clock.samples - run.loaders[0]._stream.clock.origin) % topology.o:
             run.take(1)
         states.append(run.save())
     return run, states
@@ -105,7 +105,7 @@ def test_other_workers_and_micro_batches_afterwards() -> None:
     batches = iter(loader)
     rows = [x for _ in range(2) for x in next(batches)["x"].tolist()]
     loader.reopen(global_batch_size=12, micro_batch_size=6, prefetch=2)
-    assert (loader.setup.layout.global_batch_size, loader.gradient_accumulation_steps) == (12, 2)
+    assert (loader._stream.layout.global_batch_size, loader.gradient_accumulation_steps) == (12, 2)
     rows += [x for batch in batches for x in batch["x"].tolist()]
     assert len(rows) == len(set(rows)) == 92  # of 88 that were left 84 are whole global batches
 
@@ -172,7 +172,7 @@ def test_a_trainer_that_counts_iterators_trains_as_many_epochs(kind: str, num_ro
     batches = iter(loader)
     for _ in range(num_before):
         next(batches, None)
-    epoch, ended = loader.epoch, loader.reading.ended
+    epoch, ended = loader.epoch, loader._reading.ended
     loader.reopen(micro_batch_size=2)
     assert loader.epoch == epoch
     assert next(iter(loader), None) is not None

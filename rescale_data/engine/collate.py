@@ -170,22 +170,6 @@ def each(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
     return type(batch)([inner(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
 
 
-def each_tensor(
-    batch: Any, change: Callable[[torch.Tensor], Any], pin_others: Callable[[Any], Any] | None = None
-) -> Any:
-    """Return the batch with its tensors changed, also within mappings, lists, tuples and named tuples."""
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if pin_others is not None and hasattr(batch, "pin_memory"):
-        return pin_others(batch)
-    inner: Callable[[Any], Any] = partial(each_tensor, change=change, pin_others=pin_others)
-    if isinstance(batch, Mapping):
-        return {key: inner(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(inner, batch))
-    return type(batch)([inner(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
-
-
 def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:
     """Return a dict with ``"valid": Bool[num_samples]`` added, true for the first ``num_real``; any other batch unchanged."""
     if not isinstance(batch, dict):

@@ -12,7 +12,7 @@ from rescale_data.engine.feed import InProcess
 from rescale_data.engine.options import Options
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
-from rescale_data.engine.setup import Setup, set_up
+from rescale_data.engine.setup import set_up
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import local_state_dict
 from rescale_data.engine.stream import Stream
@@ -86,35 +86,35 @@ class LogicalShards(BaseNode[list[Any]]):
             seed=seed,
             repeat=repeat,
         )
-        self.setup: Setup = set_up(pipeline, options)
-        runner = Runner(self.setup.recipe, self.setup.schema)
-        self.stream = Stream(self.setup, runner, InProcess(runner, list))
+        setup = set_up(pipeline, options)
+        runner = Runner(setup.recipe, setup.schema)
+        self._stream = Stream(setup, runner, InProcess(runner, list))
         self._asked: bool | None = None  # True if a state was asked for since a reset to an epoch's end
         self._begun = 0  # samples after the last reset; a second reset there changes nothing
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         """Go on from a state. Without one, begin the run again, or, at the end of an epoch, begin the next epoch."""
         super().reset(None)
-        self.setup.ranks.require_no_group()
+        self._stream.ranks.require_no_group()
         begun, self._begun = self._begun, -1
         asked, self._asked = self._asked, None
         if initial_state is not None:
-            load_state_dict(self.stream, initial_state)
-            self._asked = False if self.stream.cursor.ended else None
+            load_state_dict(self._stream, initial_state)
+            self._asked = False if self._stream.cursor.ended else None
             return
-        if self.stream.cursor.ended:
+        if self._stream.cursor.ended:
             if asked:
-                self.setup.ranks.warn(_STALE)
-            self.stream.move_on()
-        elif self.stream.clock.samples != begun:
-            self.stream.reset()
-        self._begun = self.stream.clock.samples
+                self._stream.ranks.warn(_STALE)
+            self._stream.move_on()
+        elif self._stream.clock.samples != begun:
+            self._stream.reset()
+        self._begun = self._stream.clock.samples
 
     def next(self) -> list[Any]:
-        self.setup.ranks.require_no_group()
-        return self.stream.take().batch
+        self._stream.ranks.require_no_group()
+        return self._stream.take().batch
 
     def get_state(self) -> dict[str, Any]:
-        self.setup.ranks.require_no_group()
+        self._stream.ranks.require_no_group()
         self._asked = None if self._asked is None else True
-        return local_state_dict(self.stream.cursor, self.stream.ends)
+        return local_state_dict(self._stream.cursor, self._stream.ends)

@@ -30,10 +30,15 @@ ENDS_NOTHING = (
 
 @runtime_checkable
 class HasStream(Protocol):
-    """A loader, or a node like a loader, that gives access to its stream."""
+    """A loader, or a node like a loader, over a stream (`stream_of`)."""
 
     @property
-    def stream(self) -> Stream: ...
+    def _stream(self) -> Stream: ...
+
+
+def stream_of(loader: HasStream) -> Stream:
+    """Return the stream of a `DataLoader` or a `LogicalShards`, for the other rooms of this package."""
+    return loader._stream  # pyright: ignore[reportPrivateUsage]
 
 
 class Queue:
@@ -103,11 +108,6 @@ class Stream:
     def begun(self) -> int:
         """The number of micro batches consumed in a step that is not complete."""
         return self.cursor.u % self.layout.gradient_accumulation_steps
-
-    @property
-    def rows_are_dealt(self) -> bool:
-        """True if a remainder is being served, so that the rows which a rank owns are no longer one block."""
-        return self.cursor.leg is not None and self.cursor.leg.deal is not None
 
     def counters(self) -> dict[str, float]:
         """Return numbers for a logger, about the run and about the rows that this rank's shards have drawn."""

@@ -15,6 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from rescale_data.engine.stream import stream_of
 from rescale_data.loader import DataLoader
 
 FILE = "rescale_data.pt"
@@ -80,7 +81,8 @@ class _SaveDataState(TrainerCallback):
 
 
 def _require_fit(args: TrainingArguments, loader: DataLoader, num_ranks: int) -> None:
-    loader_ranks = loader.setup.layout.dp_world_size
+    setup = stream_of(loader).setup
+    layout, loader_ranks = setup.layout, setup.layout.dp_world_size
     if num_ranks != loader_ranks:
         raise ValueError(
             f"The trainer has {num_ranks} data-parallel ranks, but the loader deals its rows to {loader_ranks}. Build it after "
@@ -91,11 +93,10 @@ def _require_fit(args: TrainingArguments, loader: DataLoader, num_ranks: int) ->
             f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}), but the loader makes a global "
             f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that, or another micro_batch_size."
         )
-    layout = loader.setup.layout
     allowed: dict[str, tuple[tuple[Any, ...], str]] = {  # values, and the argument of the loader that says it
         "per_device_train_batch_size": ((layout.micro_batch_size,), "micro_batch_size"),
         "dataloader_num_workers": ((0, layout.num_workers), "num_workers"),
-        "data_seed": ((None, loader.setup.recipe.seed), "seed"),
+        "data_seed": ((None, setup.recipe.seed), "seed"),
         "train_sampling_strategy": (("random",), "shuffle"),
         "auto_find_batch_size": ((False,), "micro_batch_size"),
     }
@@ -115,7 +116,7 @@ def _require_fit(args: TrainingArguments, loader: DataLoader, num_ranks: int) ->
 
 
 def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
-    is_shifted = any(getattr(node, "labels", False) for _, node in loader.setup.schema.root.walk())
+    is_shifted = any(getattr(node, "labels", False) for _, node in stream_of(loader).schema.root.walk())
     if is_shifted and loader.options.collate_fn is None:
         raise ValueError(
             "The packer has labels=True, so labels[t] is the token after tokens[t]. Models of transformers shift labels "

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from rescale_data.engine.states.codec import Saved, epoch_left, is_state, read
+from rescale_data.engine.stream import stream_of
 from rescale_data.loader import DataLoader
 
 _COUNTS = ("ready", "started", "processed", "completed")
@@ -130,7 +131,7 @@ def _begin_again(dataloaders: Any) -> None:
 
 def _require_ranks(trainer: pl.Trainer, loader: DataLoader) -> None:
     num_ranks = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-    loader_ranks = loader.setup.layout.dp_world_size
+    loader_ranks = stream_of(loader).layout.dp_world_size
     if num_ranks != loader_ranks:
         raise ValueError(
             f"Lightning trains on {num_ranks} data-parallel ranks, but the loader deals its rows to {loader_ranks}. Build it "

@@ -9,7 +9,7 @@ from rescale_data.engine.collate import collate, with_valid
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.shards import LogicalShards
 from rescale_data.engine.states.statedict import merged_state_dict
-from rescale_data.engine.stream import HasStream
+from rescale_data.engine.stream import HasStream, stream_of
 from rescale_data.errors import checks_kinds, require
 from rescale_data.loader import DataLoader
 from rescale_data.nodes.base import Node
@@ -43,7 +43,7 @@ def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, 
     if not loaders:
         raise ValueError(f"loaders is empty: give {words}.")
     require(HasStream, words, **{f"loaders[{i}]": loader for i, loader in enumerate(loaders)})
-    return merged_state_dict([loader.stream for loader in loaders])
+    return merged_state_dict([stream_of(loader) for loader in loaders])
 
 
 @checks_kinds
@@ -82,9 +82,10 @@ def assert_rescalable(
             for loader in loaders:
                 loader.load_state_dict(state)
         if reference is None:
-            reference = _Reference(loaders[0].setup.recipe)
+            recipe = stream_of(loaders[0]).setup.recipe
+            reference = _Reference(recipe)
             if whole_epochs:
-                check_epochs(loaders[0].setup.recipe)
+                check_epochs(recipe)
         where = f"leg {leg} (W={dp_world_size}, b={micro_batch_size}, K={num_workers})"
         for u in range(steps * loaders[0].gradient_accumulation_steps + 1):
             reference.check(loaders, f"{where}, micro batch {u}")
@@ -107,19 +108,20 @@ class _Reference:
         """Take one micro batch on every rank and compare."""
         self._begin_epoch(loaders)
         for rank, loader in enumerate(loaders):
-            micro_batch = loader.stream.take()
+            micro_batch = stream_of(loader).take()
             samples = [self._next(shard) for shard in micro_batch.shards[: micro_batch.num_real]]
             if len(samples) == len(micro_batch.shards):
                 expected = (loader.options.collate_fn or collate)(samples)
-                if loader.setup.tail == "pad":
+                if loader.options.tail == "pad":
                     expected = with_valid(expected, len(samples), len(samples))
                 _compare(micro_batch.batch, expected, f"{where}, rank {rank}")
 
     def _begin_epoch(self, loaders: Sequence[DataLoader]) -> None:
         for loader in loaders:
-            while loader.stream.begin() is None:
-                loader.stream.move_on()
-        while self._epoch < loaders[0].stream.clock.epoch:
+            stream = stream_of(loader)
+            while stream.begin() is None:
+                stream.move_on()
+        while self._epoch < stream_of(loaders[0]).clock.epoch:
             self._epoch += 1
             for node in self._nodes:
                 _drain(node)

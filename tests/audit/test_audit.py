@@ -101,7 +101,7 @@ class Recorded:
                 batch = next(iter(loader), None)
                 batch = next(iter(loader)) if batch is None else batch
                 step = loader.step - (m + 1 == loader.gradient_accumulation_steps)
-                layout = loader.setup.layout
+                layout = loader._stream.layout
                 first = rank * layout.global_batch_size // layout.dp_world_size + m * layout.micro_batch_size
                 tokens = batch["tokens"] if isinstance(batch, dict) else batch
                 for place, sample in enumerate(tokens[: loader.last_batch_samples].tolist()):

@@ -32,7 +32,7 @@ def on_4_ranks() -> dict[str, Any]:
     UNEVEN.loader(12, 1)  # ranks that started at different times have met
     loader = UNEVEN.loader(12, 1, timeout=10.0)
     take(loader, 2)
-    found["circle is shared"] = UNEVEN.loader(12, 1).setup.ranks.circle is loader.setup.ranks.circle
+    found["circle is shared"] = UNEVEN.loader(12, 1)._stream.ranks.circle is loader._stream.ranks.circle
 
     began = time.monotonic()
     if me == 0:  # what `if rank == 0: torch.save(loader.state_dict())` comes to
@@ -41,14 +41,14 @@ def on_4_ranks() -> dict[str, Any]:
     dist.barrier()
     found["together"] = opened(loader.state_dict())["shards"]["samples"].tolist()  # being left alone has broken nothing
 
-    circle, sent = loader.setup.ranks.circle, []
+    circle, sent = loader._stream.ranks.circle, []
     gather = circle.gather  # type: ignore[union-attr]
     circle.gather = lambda call, tensor: (sent.append(len(tensor)), gather(call, tensor))[1]  # type: ignore[union-attr, method-assign]
     loader.state_dict()
     del circle.gather  # type: ignore[union-attr]
     found["rows sent"] = sent
 
-    loader.reading._wait_seconds = [1.0, 8.0, 2.0, 3.0][me]
+    loader._reading._wait_seconds = [1.0, 8.0, 2.0, 3.0][me]
     found["report"] = loader.report()
 
     records: list[str] = []
@@ -62,7 +62,7 @@ def on_4_ranks() -> dict[str, Any]:
     by_dp_rank = UNEVEN.loader(12, 6, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
     take(by_dp_rank, 3)
     found["peers"] = opened(by_dp_rank.state_dict())["shards"]["samples"].tolist()
-    found["members"] = by_dp_rank.setup.ranks.circle._names  # type: ignore[union-attr]
+    found["members"] = by_dp_rank._stream.ranks.circle._names  # type: ignore[union-attr]
     found["missing"] = _error(ValueError, lambda: UNEVEN.loader(12, dp_rank=me % 2, dp_world_size=3))
 
     world: Any = dist.group.WORLD
@@ -73,7 +73,7 @@ def on_4_ranks() -> dict[str, Any]:
     no_cpu = UNEVEN.loader(12, 1, mesh=dist.new_group(backend="cuda:gloo"))
     found["no CPU"] = sum(opened(no_cpu.state_dict())["shards"]["samples"].tolist())
     if pair is not None:
-        found["pair"] = UNEVEN.loader(12, 6, mesh=pair).setup.ranks.world_size
+        found["pair"] = UNEVEN.loader(12, 6, mesh=pair)._stream.ranks.world_size
     dist.barrier()
     found["threads"] = _in_threads()
     return found

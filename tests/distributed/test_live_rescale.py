@@ -120,7 +120,7 @@ def leave() -> list[Any]:
         next(batches)
     for batch in loader:
         rows += batch.tolist()
-    assert loader.setup.layout.micro_batch_size == 4
+    assert loader._stream.layout.micro_batch_size == 4
     dist.barrier()
     return [rows, opened(loader.state_dict())["samples"]]
 

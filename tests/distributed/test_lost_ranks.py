@@ -52,7 +52,7 @@ def test_a_rank_that_does_not_join_and_one_that_dies_are_named(tmp_path: Path) -
 
 def one_exchange_apart() -> str:
     """What two ranks are told of a third that has sent one of them what it owed, and the other nothing."""
-    circle_of_3: Any = UNEVEN.loader(12, 2).setup.ranks.circle
+    circle_of_3: Any = UNEVEN.loader(12, 2)._stream.ranks.circle
     me, call = dist.get_rank(), circle.Call("apart", LONG, "")
     mine, others = torch.full((1,), me), {rank: torch.empty(1, dtype=torch.int64) for rank in range(3)}
     circle_of_3.gather(call, mine)

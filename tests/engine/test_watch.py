@@ -61,7 +61,7 @@ def mapped(source: Any, fn: Any, shard: rd.Shard) -> Any:
 
 def said_of(loader: rd.DataLoader, blocks: Blocks, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is logged while a thread waits for a batch, by a clock that is wound on."""
-    clock, watch = Clock(), loader.reading.watch
+    clock, watch = Clock(), loader._reading.watch
     watch._clock = clock
     thread = threading.Thread(target=lambda: next(iter(loader)))
     thread.start()
@@ -135,7 +135,7 @@ def test_a_worker_is_named_and_what_it_is_about(tmp_path: Path, caplog: Any, mon
     try:
         loader.start()
         deadline = time.monotonic() + 60
-        while "until_exists" not in loader.stream.feed._crew.board.read(0):  # type: ignore[union-attr]
+        while "until_exists" not in loader._stream.feed._crew.board.read(0):  # type: ignore[union-attr]
             assert time.monotonic() < deadline
         release = threading.Thread(target=lambda: heard.wait(60) and go_on.touch())
         release.start()
@@ -148,7 +148,7 @@ def test_a_worker_is_named_and_what_it_is_about(tmp_path: Path, caplog: Any, mon
     assert "waiting for worker 0, in a function of the user's, until_exists (" in lines[0]
     assert "logical shard 0, last row drawn" in lines[0]
     list(loader)
-    assert loader.stream.feed._crew.board.read(0) == ""  # type: ignore[union-attr]
+    assert loader._stream.feed._crew.board.read(0) == ""  # type: ignore[union-attr]
     told = loader.progress()
     assert told["transform_seconds"] > 0
     assert told["batches_ready"] == 0
@@ -212,7 +212,7 @@ def test_a_rank_whose_others_are_simulated_reports_itself() -> None:
 def test_a_loader_that_nobody_holds_is_gone_at_once() -> None:
     loader = rd.DataLoader(range(8), global_batch_size=4)
     next(iter(loader))
-    watch = loader.reading.watch
+    watch = loader._reading.watch
     del loader
     watch.began = -1e9
     watch.look()  # there is nobody to tell

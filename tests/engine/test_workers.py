@@ -74,7 +74,7 @@ class TestSameAsWithout:
                 return rd.WeightedSampler(nodes, dict.fromkeys(nodes, 1.0))
 
             with loader_of(repeat=True) as loader:
-                leg = Leg(loader.stream.layout, 0, None)
+                leg = Leg(loader._stream.layout, 0, None)
             worker = Worker(Recipe(pipeline, 24, 0, True), as_samples, 10.0)
             worker.attach(0, Board(1))
             table = Schema(pipeline(rd.Shard(0, 24))).fresh_table(24)
@@ -91,7 +91,7 @@ class TestSameAsWithout:
         assert slots(3) == slots(60) == 2 * 9 * 4 * 4  # of each sample: samples, draws, drawn, row
 
     def test_a_worker_is_told_the_rows_of_its_rank_alone(self) -> None:
-        layout = loader_of(repeat=True, dp_rank=1, dp_world_size=3).stream.layout
+        layout = loader_of(repeat=True, dp_rank=1, dp_world_size=3)._stream.layout
         table = np.arange(48).reshape(24, 2)
         begin = Begin.of(0, Leg(layout, 1, None), table, 0, 2)
         assert begin.rows.tolist() == table[8:16].tolist()
@@ -450,7 +450,7 @@ def only(samples: list[Any]) -> Any:
 def test_a_pipe_carries_less_than_4_kb_each_way() -> None:
     """However much there is to say: else the sender of one side waits for the other, which waits for it."""
     loader = loader_of(k=2)
-    leg = Leg(loader.stream.layout, 0, None)
+    leg = Leg(loader._stream.layout, 0, None)
     begin = Begin.of(2**40, leg, np.zeros((24, 20_000), dtype=np.int64), 2**40, 3)
     text = "x" * 100_000
     message = Slabs().pack(3, [Packed((torch.zeros(10_000), text))] * MOST_PARTS)

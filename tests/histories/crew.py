@@ -25,6 +25,7 @@ from rescale_data.engine.message import from_bytes
 from rescale_data.engine.processes import Segment
 from rescale_data.engine.ranks.circle import Call
 from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.states.codec import is_dealt
 from rescale_data.engine.stream import Stream
 
 
@@ -219,7 +220,7 @@ def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, timeout: float) -> 
 
 def _take(self: Stream) -> Any:
     self.peek()
-    dealt = self.rows_are_dealt
+    dealt = is_dealt(self.table)
     micro_batch = _real_take(self)
     if hasattr(self, "taken"):
         self.taken.append((micro_batch, self.clock.epoch, dealt))

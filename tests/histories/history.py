@@ -176,7 +176,7 @@ class History:
             self.seats = Seats(self.make, self.now)
             self.seats.steps = self.steps is not None
             if leg == 0 and r.random() < 0.4 and not any(word in repr(self.plan) for word in LOSSY):
-                check_epochs(self.seats.lead.loader.setup.recipe)
+                check_epochs(self.seats.lead.loader._stream.setup.recipe)
                 self.ops["rows of sources"] += 1
             self.begin(state, form)
             for _ in range(r.randint(0, 6)):
@@ -229,7 +229,7 @@ class History:
 
     def _refer(self) -> None:
         """What shards yield, by the data of now and since when it is so: a state keeps what it needs of that, the books all."""
-        schema, recipe = self.seats.lead.stream.schema, self.seats.lead.loader.setup.recipe
+        schema, recipe = self.seats.lead.stream.schema, self.seats.lead.loader._stream.setup.recipe
         if self.blocks:
             bare = Pipeline(self.plan, self.files, listed=self.first_files)
             recipe = type(recipe)(bare, recipe.num_logical_shards, recipe.seed, recipe.repeat, recipe.verify)
@@ -409,8 +409,8 @@ class History:
         shadow.steps = self.steps is not None
         shadow.load(state)
         for seat, real in zip(shadow.seats, self.seats.seats, strict=True):
-            cursor, unseen = seat.loader.stream.cursor, real.ended and self.steps is not None
-            seat.loader.stream.cursor = cursor._replace(resumed=False, seen=cursor.seen - unseen)
+            cursor, unseen = seat.loader._stream.cursor, real.ended and self.steps is not None
+            seat.loader._stream.cursor = cursor._replace(resumed=False, seen=cursor.seen - unseen)
         shadow.take(num, self.books, self.number)
         return shadow
 
@@ -507,7 +507,7 @@ class History:
     def _check_tokens(self) -> None:
         """Each token of a row that was never blocked comes once an epoch, no other twice."""
         ever = set().union(*self.lists)
-        source = self.seats.lead.loader.setup.schema.sources()
+        source = self.seats.lead.loader._stream.setup.schema.sources()
         (rows,) = source.values()
         for epoch in range(self.books.ended):
             given = [v for (e, _), v in self.books.delivered.items() if e == epoch]

@@ -56,10 +56,10 @@ def _leg(h: History, top: Top, group: Any, num: int, saved: str, name: str, take
     """What kind of state was saved at its end."""
     h.pipeline, h.prefetch = Pipeline(h.plan, h.files), 0
     loader = h.make(top, mesh=group)
-    h.recipe = loader.setup.recipe  # type: ignore[attr-defined]
+    h.recipe = loader._stream.setup.recipe  # type: ignore[attr-defined]
     if saved:
         dcp.load({"loader": loader}, checkpoint_id=saved, process_group=group)
-    stream: Any = loader.stream
+    stream: Any = loader._stream
     for _ in range(num):
         stream.taken, batch = [], None
         while batch is None:

@@ -48,11 +48,11 @@ class Seat:
 
     @property
     def stream(self) -> Any:
-        return self.loader.stream
+        return self.loader._stream
 
     @property
     def ended(self) -> bool:
-        return self.loader.reading.ended
+        return self.loader._reading.ended
 
     @property
     def data_epoch(self) -> int:

@@ -96,7 +96,7 @@ def held(loader: rd.DataLoader | None = None) -> dict[str, int]:
     """Return what this process holds, by kind, but for the skipped ranges of a loader."""
     gc.collect()
     sys._clear_type_cache()  # it keeps up to 4096 names of attributes that C code has looked up
-    ranges = 0 if loader is None else len(loader.stream.clock.skipped)
+    ranges = 0 if loader is None else len(loader._stream.clock.skipped)
     return {
         "blocks": sys.getallocatedblocks() - BLOCKS_OF_A_RANGE * ranges,
         "tensors": sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),

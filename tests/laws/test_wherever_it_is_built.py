@@ -229,7 +229,7 @@ def reload(case: Case, rank: int, loader: rd.DataLoader) -> None:
 
 def with_patience(loader: rd.DataLoader, call: Callable[[], Any]) -> Any:
     """Call what others do not, and wait for them shortly."""
-    ranks = loader.setup.ranks
+    ranks = loader._stream.ranks
     object.__setattr__(ranks, "timeout", SHORT)
     try:
         return call()

@@ -100,7 +100,7 @@ def test_another_list_in_each_leg(legs: list[tuple[set[int], int, int]]) -> None
             one.load_state_dict(state)
         for _ in range(steps):
             for one in ranks:
-                taken = one.stream.take()
+                taken = one._stream.take()
                 for shard, n in zip(taken.shards, taken.batch["n"].tolist(), strict=True):
                     assert n not in blocked
                     epochs[shard].append(n)
@@ -213,7 +213,7 @@ def tokens_of(ranks: list[rd.DataLoader], steps: int) -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for _ in range(steps):
         for one in ranks:
-            taken = one.stream.take()
+            taken = one._stream.take()
             for shard, tokens in zip(taken.shards, taken.batch["tokens"].tolist(), strict=True):
                 found[shard] += tokens
     return found

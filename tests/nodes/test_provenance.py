@@ -46,7 +46,7 @@ def test_a_step_is_answered_by_another_run_without_training(packer: str, tmp_pat
     trained = loader(Pipeline(tmp_path, packer, provenance=False))
     token_of = {
         token: f"{source.name}: {source.locate(i)}"
-        for source in trained.setup.schema.sources().values()
+        for source in trained._stream.setup.schema.sources().values()
         for i in range(source.num_rows)
         for token in source.row(i)["tokens"].tolist()
     }

@@ -63,9 +63,9 @@ def leg(
     seen: Counter[int] = Counter()
     for _ in range(steps * loaders[0].gradient_accumulation_steps):
         for loader in loaders:
-            while loader.stream.begin() is None:
-                loader.stream.move_on()
-            seen.update(loader.stream.take().batch["x"].tolist())
+            while loader._stream.begin() is None:
+                loader._stream.move_on()
+            seen.update(loader._stream.take().batch["x"].tolist())
     state = full_state_dict(loaders)
     [loader.close() for loader in loaders]
     return seen, state, opened(state)["shards"]["epoch"].tolist()

@@ -38,7 +38,7 @@ def test_a_single_host_needs_no_group_and_several_do() -> None:
     handler.addFilter(lambda record: "rows for" not in record.getMessage())  # that shards have few is said as well
     logging.getLogger("rescale_data").addHandler(handler)
     assert host_mesh() is None
-    assert loader(mesh=host_mesh()).setup.ranks.world_size == 1
+    assert loader(mesh=host_mesh())._stream.ranks.world_size == 1
     loader(transfer=Transfer())
     assert not warnings
     xr.process_count = lambda: 2

@@ -14,7 +14,7 @@ from rescale_data.engine.states.change import Fitted, fit, fixed_by_others, last
 from rescale_data.engine.states.codec import fields_in
 from rescale_data.engine.states.differences import differences, without_functions
 from rescale_data.engine.states.growth import compare
-from rescale_data.engine.stream import HasStream, Stream
+from rescale_data.engine.stream import HasStream, Stream, stream_of
 from rescale_data.errors import DataStateError, require
 from rescale_data.state import offsets
 
@@ -22,8 +22,9 @@ from rescale_data.state import offsets
 def check(header: Mapping[str, Any], loader: HasStream) -> None:
     """Raise ``DataStateError`` if a data state does not fit the loader, or only `load_changed` can load it."""
     require(HasStream, "the loader that is to load it", loader=loader)
-    fitted = require_fit(loader.stream, header)
-    if offsets(fields_in(header))[-1] == loader.stream.table.shape[1] + 1:
+    stream = stream_of(loader)
+    fitted = require_fit(stream, header)
+    if offsets(fields_in(header))[-1] == stream.table.shape[1] + 1:
         return
     added, removed = ([child.name for child in children] for children in (fitted.added, fitted.removed))
     raise DataStateError(

@@ -44,7 +44,7 @@ def take(ranks: list[rd.DataLoader], num_steps: int, into: dict[int, list[Any]])
     """The samples of each logical shard."""
     for _ in range(num_steps):
         for loader in ranks:
-            taken = loader.stream.take()
+            taken = loader._stream.take()
             for i, shard in enumerate(taken.shards):
                 into[shard].append({key: value[i] for key, value in taken.batch.items()})
 

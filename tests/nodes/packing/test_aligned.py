@@ -59,7 +59,7 @@ def samples_of(
             loader.load_state_dict(state)
         for _ in range(steps):
             for loader in ranks:
-                taken = loader.stream.take()
+                taken = loader._stream.take()
                 for i, shard in enumerate(taken.shards):
                     found[shard].append({key: value[i].tolist() for key, value in taken.batch.items()})
         state = full_state_dict(ranks)

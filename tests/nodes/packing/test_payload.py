@@ -100,7 +100,7 @@ def samples_of(chain: list[tuple[dict[str, Any], int, int]]) -> dict[int, list[A
         for loader in ranks if state is not None else []:
             loader.load_state_dict(state)
         for loader in ranks * steps:
-            taken = loader.stream.take()
+            taken = loader._stream.take()
             for i, shard in enumerate(taken.shards):
                 found[shard].append({key: value[i] for key, value in taken.batch.items()})
         state = full_state_dict(ranks)
