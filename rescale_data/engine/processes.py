@@ -37,6 +37,7 @@ from rescale_data.engine.message import Message, from_bytes, to_bytes
 from rescale_data.engine.worker_info import set_worker_info
 from rescale_data.engine.workers import Begin, Worker
 from rescale_data.sources.counts import counts
+from rescale_data.sources.decoded.cache import share_with
 
 PRELOAD = ["rescale_data.engine.processes"]
 """Modules that the fork server imports once, before it forks the first worker: code that all workers need, and no data."""
@@ -103,6 +104,7 @@ class Crew:
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
+        share_with(id(self), num_workers)
         self._thread = threading.Thread(target=self._speak, daemon=True, name="rescale_data-crew")
         self._thread.start()
 
@@ -159,6 +161,7 @@ class Crew:
                 with suppress(OSError):  # the worker is dying, which its sentinel shows later
                     self._pipes[number].send(wanted and wanted.command)
             to_begin, idle = to_begin - idle, idle - to_begin
+        share_with(id(self), 0)
 
     def _receive(self, pipe: Connection, number: int, idle: set[int]) -> bool:
         """Receive one message; return False at the end of the pipe.
@@ -211,6 +214,7 @@ def _run(
     threading.Thread(target=_end_after, args=(multiprocessing.parent_process(),), daemon=True).start()
     set_worker_info(number, num_workers, _seed(seed), worker.recipe.pipeline)
     torch.set_num_threads(1)
+    share_with(os.getppid(), num_workers)  # the trainer's process and the other workers
     is_attached = False
     with suppress(EOFError, ConnectionError):  # the trainer is gone
         while (command := pipe.recv()) is not None:

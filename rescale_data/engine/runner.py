@@ -64,6 +64,10 @@ class Runner:
         serve(self, self.schema.sources().values(), shards.tolist())
         self.schema.prepare(self.table, shards)
 
+    def rest(self) -> None:
+        """Read no shard until the next `serve`: other loaders of this process have the part of the cache that this one had."""
+        serve(self, self.schema.sources().values(), ())
+
     def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
         """Return one micro batch.
 

@@ -178,7 +178,7 @@ def _check_shards(setup: Setup) -> None:
     # shards that read a source in step all read the same fragment at the same time
     apart = {id(source): source for source in sources.values() if source not in in_step}
     plans = sum(reader.rows.plan_bytes for reader in readers)
-    warn_if_thrashing(apart.values(), -(-len(layout.owned(setup.ranks.rank)) // layout.workers), plans)
+    warn_if_thrashing(apart.values(), len(layout.owned(setup.ranks.rank)), plans, num_workers=layout.num_workers)
     if layout.num_logical_shards < 2:
         return
     if find_shard(setup.schema.root) is None:

@@ -215,7 +215,11 @@ class Stream:
 
     def _concluded(self, at: Cursor) -> Cursor:
         """Return the cursor at the end of the epoch, if its last micro batch was consumed."""
-        return self._next_segment(at) if at.leg is not None and at.leg.is_last and at.leg.stop == at.u else at
+        if at.leg is None or not at.leg.is_last or at.leg.stop != at.u:
+            return at
+        ended = self._next_segment(at)
+        self.ends.runner.rest()
+        return ended
 
     def _next_segment(self, at: Cursor) -> Cursor:
         self.rewind()  # after this, the feed no longer uses the runner
@@ -313,3 +317,4 @@ class Stream:
         """Close the feed; the position stays."""
         self.feed.close()
         self.rewind()
+        self.ends.runner.rest()

@@ -25,7 +25,7 @@ from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.decoded.cache import owner_of
+from rescale_data.sources.decoded.cache import owner_of, room_for
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.source import FiledSource, Source, TokenSource
 from rescale_data.state import COUNT, Field, Ints
@@ -403,7 +403,7 @@ class Reader(Node[Any]):
             return None
         self._column = column
         here = len(shards_of(owner_of(self.source), self.shard.num_logical_shards))
-        return FragmentDocuments(self.source, column, self, block_bytes(self.source.cache_bytes, here))
+        return FragmentDocuments(self.source, column, self, block_bytes(room_for(self.source), here))
 
     def texts(self, column: str) -> Texts | None:
         if self._guard.skips or self.provenance or not self.source.has_texts:

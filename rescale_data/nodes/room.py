@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from rescale_data.nodes.base import Node
-from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import cache, num_processes, owner_of
 from rescale_data.sources.decoded.interest import shards_of
 
 _ALLOWED = 2  # drops at which it warns: one drop may be a cleared cache or a large fragment
@@ -62,8 +62,8 @@ class Room:
         fits = max(1, self._num_samples * (budget // 2) // max(needed, budget // 2 + 1))
         _log.warning(
             "%s(%s=%d): what is made ahead does not fit the cache, and is made again at each draw. For the %d logical shards "
-            "of this process it takes about %d bytes, and half of cache_bytes=%d is for all such nodes. "
-            "Give %s=%d, a source with cache_bytes=%d, or run fewer shards in a process (more ranks or workers).",
+            "of this process it takes about %d bytes, and half of its part of cache_bytes, %d, is for all such nodes. "
+            "Give %s=%d, a source with cache_bytes=%d, or run fewer shards in a rank (more ranks).",
             *key[:1], self._argument, self._num_samples, num_shards, needed, budget, self._argument, fits,
-            2 * max(needed, budget),
+            2 * max(needed, budget) * num_processes(),
         )  # fmt: skip

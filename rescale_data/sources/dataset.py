@@ -38,7 +38,7 @@ class DatasetSource(Source):
         dataset: Must return the same row for the same index, and must pickle if there are worker processes.
         name: Name for logs and counters; default: the name of the dataset's class.
         batch_rows: Number of rows of a shard that are fetched together at most, if the dataset has ``__getitems__``.
-        cache_bytes: Bytes that this process may keep of rows that were fetched ahead, over all sources.
+        cache_bytes: Bytes of rows fetched ahead that a rank may keep, see `ParquetSource`.
 
     Raises:
         TypeError: ``dataset`` has no ``__len__`` or no ``__getitem__``, or it is a path, a dict or a table.

@@ -12,7 +12,7 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.ahead import far_ahead
-from rescale_data.sources.decoded.cache import Made, Sized, cache, handles, owner_of
+from rescale_data.sources.decoded.cache import Made, Sized, cache, handles, owner_of, room_for
 from rescale_data.sources.decoded.interest import beside
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.files.ranges import Ranges
@@ -123,7 +123,7 @@ class FileSource(KnownFiles):
             file: Number of the file.
             fetch: Reads the bytes.
             soon: True if the file is about to be read. Otherwise the bytes are kept only if as many bytes for each file take
-                at most a sixteenth of ``cache_bytes``.
+                at most a sixteenth of the cache.
         """
         if self._files.filesystem is None:
             return fetch()
@@ -131,7 +131,7 @@ class FileSource(KnownFiles):
         with cache().alone(key):
             kept: Known | None = cache().get(key)
             found = Known(fetch()) if kept is None else kept
-            if soon or found.nbytes * len(self._files.names) <= self.cache_bytes // 16:
+            if soon or found.nbytes * len(self._files.names) <= room_for(self) // 16:
                 self._keep(key, found)
         return found.data
 
@@ -169,11 +169,12 @@ class FileSource(KnownFiles):
         to the fragments that are being read.
         """
         sources, shards = beside(owner_of(self))
-        room = self.cache_bytes - 2 * sources * shards * self.fragment_bytes
+        room = room_for(self)
+        rest = room - 2 * sources * shards * self.fragment_bytes
         total = sources * len(self._index) * self.fragment_bytes
-        if self._files.filesystem is not None or total <= self.cache_bytes or 2 * room < self.cache_bytes:
+        if self._files.filesystem is not None or total <= room or 2 * rest < room:
             return True
-        return fragment * _GOLDEN % 2**32 * total < room * 2**32
+        return fragment * _GOLDEN % 2**32 * total < rest * 2**32
 
     def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
         """Return the cache key of a fragment, of one of its columns, or of a piece."""

@@ -34,7 +34,8 @@ class ParquetSource(TableSource):
         paths: A glob, a folder (``*.parquet`` below it), a file, or a list of these; local or any fsspec URL. Files are
             ordered by path.
         columns: Columns to read; default: all.
-        cache_bytes: Bytes of decoded data that this process may keep, over all sources.
+        cache_bytes: Bytes of decoded data that a rank may keep in memory, over all sources. Its process and its worker
+            processes have equal parts of them.
         storage_options: Arguments of the fsspec filesystem.
         remote: Options for files behind URLs: time-outs, retries, reading ahead.
         index_dir: Folder for an index of all files, which all ranks share. The first process that opens the source reads the

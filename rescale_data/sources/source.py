@@ -81,7 +81,7 @@ class Source(Described):
     columns: list[str] | None = None
     """The columns of each row, if the source can choose some; `None` if each row has its own."""
     cache_bytes: int = DEFAULT_BYTES
-    """Byte budget of the cache of this process, which all sources share."""
+    """Byte budget of the cache of a rank, which all its sources share, and all its processes in equal parts."""
     cache_dir_bytes: int = 0
     """Byte budget of a folder on a local disk, in addition to the cache; 0 if there is none."""
     fragment_bytes: int = 0

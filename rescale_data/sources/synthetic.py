@@ -24,7 +24,7 @@ class SyntheticSource(TokenSource):
         length: Number of tokens of each document, or the least and the largest number.
         vocab_size: Tokens are ``0 .. vocab_size - 1``, as int32.
         seed: Another seed gives other tokens.
-        cache_bytes: Bytes that this process may keep of computed tokens, over all sources.
+        cache_bytes: Bytes of computed tokens that a rank may keep, see `ParquetSource`.
 
     Raises:
         ValueError: An argument is out of range.

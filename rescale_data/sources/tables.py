@@ -19,7 +19,7 @@ from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, Arrow
 from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import Condition, chosen
 from rescale_data.sources.counts import READ_BYTES, counts
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of, room_for
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
 from rescale_data.sources.decoded.interest import needed_with, room_for_block
 from rescale_data.sources.decoded.pieces import Cut, Piece, Share, cut_out
@@ -110,9 +110,9 @@ class TableSource(FileSource, TokenSource):
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
         if not self.decoding_costs or num_shards == 1 or (packed and not self.cache_dir_bytes and room_for_block(self)):
             return False
-        own = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes
+        own, room = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, room_for(self)
         # with many sources, a shard reads one row of each at a visit: then pieces pay only if a disk keeps them
-        return own > self.cache_bytes or (self.cache_dir_bytes > 0 and needed_with(self, num_shards) > self.cache_bytes)
+        return own > room or (self.cache_dir_bytes > 0 and needed_with(self, num_shards) > room)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
         at = self._fragment_at(index)

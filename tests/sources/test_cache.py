@@ -3,16 +3,20 @@
 import gc
 import logging
 import threading
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import get_worker_info
 
+import rescale_data as rd
 from rescale_data.sources.decoded import cache as decoded_cache
 from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, Held, cache, owner_of
-from rescale_data.sources.decoded.interest import warn_if_thrashing
+from rescale_data.sources.decoded.interest import beside, warn_if_thrashing
 from rescale_data.sources.source import Source
 
 
@@ -263,3 +267,49 @@ def test_a_source_that_goes_waits_for_no_file_that_is_being_opened() -> None:
 
     files.make((2, "b"), opener)
     assert len(files) == 1
+
+
+def _kept(row: Any) -> tuple[int, int]:
+    info = get_worker_info()
+    return -1 if info is None else info.id, cache().nbytes
+
+
+def _read_all(source: Source, shard: rd.Shard) -> Any:
+    return rd.Map(rd.Reader(source, shard, shuffle=False), _kept)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_what_all_processes_of_a_rank_keep_is_within_the_budget(k: int) -> None:
+    source = rd.SyntheticSource(24 * 1024, length=16, cache_bytes=2**20)  # of 24 fragments of 73 kB
+    source.row(0)  # this process knows the budget
+    pipeline = partial(_read_all, source)
+    with rd.DataLoader(pipeline, global_batch_size=512, num_logical_shards=6, num_workers=k, collate_fn=list) as loader:
+        kept = Counter[int]()
+        for batch in loader:
+            for worker, nbytes in batch:
+                kept[worker] = max(kept[worker], nbytes)
+        assert sum(kept.values()) + cache().budget * (k > 0) <= 2**20
+        assert sum(kept.values()) > 2**19 * k // (k + 1)
+        assert len(kept) == max(1, k)
+    assert cache().budget == 2**20
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_loader_between_epochs_or_closed_leaves_the_cache_to_others() -> None:
+    source = rd.SyntheticSource(64, length=4)
+    train, evaluation = (
+        rd.DataLoader(source, global_batch_size=4, num_logical_shards=8, prefetch=0, repeat=repeat)
+        for repeat in (True, False)
+    )
+    next(iter(train))
+    assert beside(owner_of(source)) == (1, 8)
+    for _ in range(2):
+        batches = iter(evaluation)
+        next(batches)
+        assert beside(owner_of(source)) == (1, 16)
+        assert len(list(batches)) == 15
+        assert beside(owner_of(source)) == (1, 8)
+    next(iter(evaluation))
+    evaluation.close()
+    assert beside(owner_of(source)) == (1, 8)

@@ -12,7 +12,7 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES, owner_of, room_for
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.source import TokenSource
 
@@ -86,9 +86,12 @@ class Sources:
             num_shards: Number of logical shards in all.
         """
         read = [below.reads for node in self.nodes for _, below in node.walk() if below.reads is not None]
-        found = {owner_of(source): source.cache_bytes for source in read if isinstance(source, TokenSource)}
-        owner, room = min(found.items(), key=lambda item: item[1], default=(-1, DEFAULT_BYTES))
-        return lambda: room // 8 // max(1, len(shards_of(owner, num_shards)))
+        found = [source for source in read if isinstance(source, TokenSource)]
+        if not found:
+            return lambda: DEFAULT_BYTES // 8 // num_shards
+        least = min(found, key=lambda source: source.cache_bytes)
+        owner = owner_of(least)
+        return lambda: room_for(least) // 8 // max(1, len(shards_of(owner, num_shards)))
 
     def close(self) -> None:
         """Unbind the own readers and close the opened ones: no node stands where the position says."""

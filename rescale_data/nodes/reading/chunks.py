@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet
 
-from rescale_data.sources.decoded.cache import Made, cache, owner_of
+from rescale_data.sources.decoded.cache import Made, cache, owner_of, room_for
 from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
@@ -57,7 +57,7 @@ class Chunks:
     def _num_rows(self) -> int:
         if not self._mean_bytes:
             return 1
-        room = self._source.cache_bytes / (2 * len(_alive) * self._mean_bytes)
+        room = room_for(self._source) / (2 * len(_alive) * self._mean_bytes)
         return max(1, min(self._source.batch_rows, int(room)))
 
 

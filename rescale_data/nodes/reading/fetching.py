@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.sources.decoded.cache import room_for
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
@@ -33,7 +34,7 @@ class Fetching:
         A window takes as many fragments as its rows fill. The first window takes one more, since it begins inside a fragment.
         """
         here = max(1, min(len(shards_of(self._key, self._num_fragments)), self._num_fragments))
-        room = self._source.cache_bytes // max(1, here * self._source.fragment_bytes)
+        room = room_for(self._source) // max(1, here * self._source.fragment_bytes)
         return min(_MAX_WINDOWS, int(max(0, room - 1) / self._of_window))
 
     def begin(self, column: str | None, fragments: list[int], share: ShardShare | None) -> None:

@@ -15,7 +15,7 @@ from rescale_data.nodes.reading.gather import fragments_of
 from rescale_data.nodes.reading.lent import Lent, copied_from, lent, located
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY, Spans
-from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import cache, owner_of, room_for
 from rescale_data.sources.decoded.interest import PARTS, beside, room_for_block
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints, copy_of
@@ -204,7 +204,7 @@ class FragmentDocuments:
     def _have_room(self, num_fragments: int, found: Lent) -> bool:
         """True if the cache has room for ``num_fragments`` fragments of this size for each shard and each source."""
         sources, shards = beside(self._owner)
-        return sources * shards * num_fragments * found.nbytes <= self._source.cache_bytes
+        return sources * shards * num_fragments * found.nbytes <= room_for(self._source)
 
     def _lend(self, fragment: int) -> Lent:
         tokens, sharing = None, 1

@@ -58,9 +58,10 @@ class Cache:
     """Cache with a byte budget that evicts the least recently used entry first. It is safe under threads.
 
     A look-up takes the same time however many entries there are. `Made` values are evicted last, as long as they take at most
-    half of the budget: fragments that pass through do not evict them. The budget is the largest `cache_bytes` of the sources
-    that are alive. One entry may be larger than the budget. It is kept while it is in use, with an eighth of its size for what
-    is made from it: a fragment that exceeds the budget is decoded once, and not once for each window.
+    half of the budget: fragments that pass through do not evict them. The budget is this process's part (`room_for`) of the
+    largest `cache_bytes` of the sources that are alive. One entry may be larger than the budget. It is kept while it is in use,
+    with an eighth of its size for what is made from it: a fragment that exceeds the budget is decoded once, and not once for
+    each window.
     """
 
     def __init__(self) -> None:
@@ -74,17 +75,18 @@ class Cache:
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
         self._makers = weakref.WeakValueDictionary[Hashable, Any]()
         self.nbytes = 0
-        self._budget = self._judged = -1  # -1: not known; `_judged` is the budget for which `_large` holds
+        self._whole = self._judged = -1  # -1: not known; `_judged` is the budget for which `_large` holds
 
     @property
     def budget(self) -> int:
         with self._lock:
-            if self._budget < 0:
-                budget = self._budget = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
-                if budget != self._judged:
-                    self._judged = budget
-                    self._large = {key: size for key, size in self._entries.items() if size > budget // 2}
-            return self._budget
+            if self._whole < 0:
+                self._whole = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
+            budget = self._whole // num_processes()
+            if budget != self._judged:
+                self._judged = budget
+                self._large = {key: size for key, size in self._entries.items() if size > budget // 2}
+            return budget
 
     def register(self, source: Budgeted) -> None:
         """Count the budget of a source while it is alive."""
@@ -95,7 +97,7 @@ class Cache:
                 self._forget_budget()
 
     def _forget_budget(self) -> None:
-        self._budget = -1
+        self._whole = -1
 
     def get(self, key: Hashable) -> Any:
         """Return the value at ``key``, or `None`."""
@@ -253,6 +255,7 @@ _cache = Cache()
 _handles = Handles()
 _owner_of: dict[int, int] = {}
 _by_owner: list[dict[int, Any]] = []
+_others: dict[int, int] = {}
 
 
 def cache() -> Cache:
@@ -263,6 +266,29 @@ def cache() -> Cache:
 def handles() -> Handles:
     """Return the open files of this process."""
     return _handles
+
+
+def room_for(source: Budgeted) -> int:
+    """Return the bytes that this process may keep for a source: its part of the ``cache_bytes`` of a rank."""
+    return source.cache_bytes // num_processes()
+
+
+def share_with(key: int, num_processes: int) -> None:
+    """Share the budget with other processes of this rank, in equal parts.
+
+    Args:
+        key: Number of a group of processes, such as the workers of one loader.
+        num_processes: Number of processes in the group; 0 when they have ended.
+    """
+    if num_processes:
+        _others[key] = num_processes
+    else:
+        _others.pop(key, None)
+
+
+def num_processes() -> int:
+    """Return the number of processes that share the budget: this one, and others of its rank."""
+    return 1 + sum(_others.values())
 
 
 def owner_of(thing: object) -> int:
@@ -299,6 +325,7 @@ def _renew() -> None:
     """Begin anew in a forked child: another thread may have held the lock, and open files share their position."""
     global _cache, _handles
     _cache, _handles = Cache(), Handles()
+    _others.clear()
 
 
 os.register_at_fork(after_in_child=_renew)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rescale_data.sources.decoded.cache import by_owner, owner_of
+from rescale_data.sources.decoded.cache import by_owner, owner_of, room_for
 from rescale_data.sources.source import Described, Source
 
 PARTS = 8
@@ -109,9 +109,10 @@ def room_for_block(source: Source) -> int:
     """
     sources, shards = beside(owner_of(source))
     fragments = 0 if source.fragments is None else len(source.fragments) - 1
-    room = (source.cache_bytes - source.fragment_bytes) * PARTS // ((PARTS + 1) * sources * shards)
-    fit = sources * fragments * source.fragment_bytes <= source.cache_bytes
-    return 0 if fit or room < _LEAST_BLOCK else room
+    room = room_for(source)
+    block = (room - source.fragment_bytes) * PARTS // ((PARTS + 1) * sources * shards)
+    fit = sources * fragments * source.fragment_bytes <= room
+    return 0 if fit or block < _LEAST_BLOCK else block
 
 
 def needed_with(source: Source, num_shards: int) -> int:
@@ -126,18 +127,23 @@ def _needed_by(source: Described, num_shards: int) -> int:
     return min(num_shards, len(source.fragments) - 1) * source.fragment_bytes
 
 
-def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: int = 0) -> None:
-    """Warn, once, if one process visits more fragments in turn than its cache holds, over all sources.
+def warn_if_thrashing(
+    sources: Iterable[Described], owned_shards: int, beside: int = 0, *, num_workers: int = 0
+) -> None:
+    """Warn, once, if the processes of a rank visit more fragments in turn than the cache holds, over all sources.
 
     Args:
         sources: The sources; the ones without fragments do not count.
-        owned_shards: Number of logical shards that this process runs.
+        owned_shards: Number of logical shards that the rank runs.
         beside: Bytes that the cache keeps for each of these shards, in addition to fragments.
+        num_workers: Number of worker processes. Each takes an equal part of the shards. Each of them, and the trainer's
+            process, has an equal part of the cache.
     """
+    shards_each = -(-owned_shards // max(1, num_workers))
     known = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
     counts = [source.num_rows // max(1, len(found) - 1) for source in known if (found := source.fragments) is not None]
     times = max(counts, default=0)
-    needed = sum(_needed_by(source, owned_shards) for source in known) + owned_shards * beside
+    needed = (1 + num_workers) * (sum(_needed_by(source, shards_each) for source in known) + shards_each * beside)
     room = max((source.cache_bytes + source.cache_dir_bytes for source in known), default=0)
     owners = {owner_of(source) for source in known}
     if needed <= room or times < 2 or owners <= _warned.keys():
@@ -146,11 +152,11 @@ def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: i
     name = known[0].name if len(known) == 1 else f"{len(known)} sources, {known[0].name} among them"
     size = sorted(source.fragment_bytes for source in known)[len(known) // 2]
     _log.warning(
-        "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes (of Parquet: all columns), and "
-        "the order in which they read, take %d bytes, and cache_bytes and cache_dir_bytes, which all sources share, are %d. "
-        "Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, "
-        "which takes many at a visit). "
-        "Give cache_bytes=%d, or cache_dir=, a local folder with as much room, run fewer shards in a process (a smaller "
-        "num_logical_shards, more ranks or workers), or write smaller row groups or record batches.",
+        "%s: this rank visits %d logical shards in turn, whose fragments of about %d bytes (of Parquet: all columns), and "
+        "the order in which they read, take %d bytes, and cache_bytes and cache_dir_bytes, which all sources share, and all "
+        "processes in equal parts, are %d. Fragments are then decoded again at each visit, up to %d times an epoch (their "
+        "rows; less under a TokenPacker, which takes many at a visit). "
+        "Give cache_bytes=%d, or cache_dir=, a local folder with as much room, run fewer shards in a rank (a smaller "
+        "num_logical_shards, more ranks), or write smaller row groups or record batches.",
         name, owned_shards, size, needed, room, times, needed,
     )  # fmt: skip
