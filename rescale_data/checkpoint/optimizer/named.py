@@ -18,7 +18,7 @@ GROUPS = "param_groups"
 
 
 def owner(name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple[str, ...], nn.Module]]) -> nn.Module:
-    """The module of the state that has all of the optimizer's parameters, or the modules that have them together."""
+    """Return the module of the state that has all of the optimizer's parameters, or the modules that have them together."""
     wanted = {id(parameter) for parameter in parameters_of(optimizer)}
     owned = [(path, module, wanted & {id(p) for p in module.parameters()}) for path, module in modules]
     for _, module, parameters in owned:
@@ -34,7 +34,7 @@ def owner(name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple
 
 
 def _together(modules: dict[str, nn.Module]) -> nn.Module:
-    """One module with these. A name that a module cannot have, with a dot or an attribute's, has a slash in it instead."""
+    """Return one module with these. A name that a module cannot have (a dot, an attribute) has a slash in it instead."""
     root = nn.Module()
     for name, module in modules.items():
         plain = name.replace(".", "/")
@@ -47,7 +47,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``{"state": {name: {entry: value}}, "param_groups": [{"params": [name, ...], ...}]}`` with live tensors."""
+    """Return ``{"state": {name: {entry: value}}, "param_groups": [{"params": [name, ...], ...}]}`` with live tensors."""
     with _no_first_step(optimizer):
         state = cast(dict[str, Any], get_optimizer_state_dict(model, optimizer))
     state["state"] = {name: entries for name, entries in state["state"].items() if entries}
@@ -67,6 +67,7 @@ def _no_first_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
             del optimizer.state[parameter]
 
 
-def names_of(state: Mapping[str, Any]) -> list[str]:
-    """Parameters in the order of the optimizer's groups."""
-    return [name for group in state[GROUPS] for name in group["params"]]
+def named_parameters(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return an optimizer's parameters by their names in its ``named_state``, in the order of its groups."""
+    names = [name for group in state[GROUPS] for name in group["params"]]
+    return dict(zip(names, parameters_of(optimizer), strict=True))
