@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rescale_data.checkpoint.ranks import Ranks
+from rescale_data.checkpoint.storage.values import is_plain
 from rescale_data.checkpoint.tree import leaves
 
 _OWN = re.compile(r"rank-(\d+)")
@@ -42,12 +43,12 @@ class PerRank:
 
 
 def own_name(rank: int) -> str:
-    """The key under which a rank's own value is saved."""
+    """Return the key under which a rank's own value is saved."""
     return f"rank-{rank}"
 
 
 def source_rank(saved: Set[str], rank: int) -> int:
-    """The rank whose value this rank loads, among the ranks that are saved under these keys."""
+    """Return the rank whose value this rank loads, among the ranks that are saved under these keys."""
     ranks = sorted(int(match[1]) for name in saved if (match := _OWN.fullmatch(name)))
     return rank if rank in ranks or not ranks else ranks[rank % len(ranks)]
 
@@ -62,7 +63,7 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
         return
     compared = {
         ".".join(path): leaf
-        for path, leaf in leaves(plain, _has_text)
+        for path, leaf in leaves(plain, is_plain)
         if not (isinstance(leaf, torch.Tensor) or any(map(_OWN.fullmatch, path)))
     }
     digests = {name: digest for name, leaf in compared.items() if (digest := _digest(leaf))}
@@ -90,7 +91,7 @@ def _digest(value: Any) -> bytes:
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         flat = cast(torch.Tensor, value).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         parts = [f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes()]
-    elif _has_text(value):
+    elif is_plain(value):
         parts = [repr(value).encode()]
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         parts = [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
@@ -103,9 +104,3 @@ def _digest(value: Any) -> bytes:
     else:
         return b""
     return hashlib.blake2b(b"".join(len(part).to_bytes(8, "little") + part for part in parts), digest_size=8).digest()
-
-
-def _has_text(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(_has_text(item) for item in cast("list[Any]", value))
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)

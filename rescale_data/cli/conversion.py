@@ -10,7 +10,7 @@ from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import Store, join, split
 
 
-def convert(source: str, target: str, *, to: str | None, name: str | None, max_shard_size: str) -> dict[str, Any]:
+def convert(source: str, target: str, *, to: str | None, name: str | None, max_shard_size: int) -> dict[str, Any]:
     """Convert, and say what was written: ``source``, ``target``, ``format``, ``files`` (names), ``bytes``.
 
     Args:

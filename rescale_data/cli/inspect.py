@@ -86,13 +86,11 @@ def _newest(store: Store, folder: str) -> dict[str, Any] | None:
     return None
 
 
-def verified(path: StrPath, *, checksums: bool = True) -> dict[str, Any]:
-    """``problems`` of a checkpoint's files, and what was ``checked``: ``"checksums"``, or ``"sizes"`` and ``why``."""
-    problems = verify(path, checksums=checksums)
-    recorded = manifest_at(*open_store(path)) is not None if not problems else True
-    why = "" if recorded else "the checkpoint has no checksums, as another tool wrote it"
-    extent = {"checked": "checksums"} if checksums and recorded else {"checked": "sizes", "why": why or "as asked for"}
-    return {"path": str(path), **extent, "problems": problems}
+def verified(path: StrPath) -> dict[str, Any]:
+    """Return the ``problems`` of a checkpoint's files, and what was ``checked``: ``"checksums"`` or ``"sizes"``."""
+    problems = verify(path)
+    has_checksums = bool(problems) or manifest_at(*open_store(path)) is not None
+    return {"path": str(path), "checked": "checksums" if has_checksums else "sizes", "problems": problems}
 
 
 def _entries(saved: Contents) -> dict[str, dict[str, Any]]:

@@ -161,7 +161,6 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
 def test_sizes_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", state(1))
     flip(data(tmp_path / "c") / "__0_0.distcp", 3000)
-    assert checkpoint.verify(tmp_path / "c", checksums=False) == []
     truncate(data(tmp_path / "c") / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"were saved.*\n.*Nothing was loaded"):
         checkpoint.load(tmp_path / "c", state())

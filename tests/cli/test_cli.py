@@ -92,7 +92,6 @@ def test_verify(run_folder: Path) -> None:
     content = bytearray(file.read_bytes())
     content[99] ^= 1
     file.write_bytes(content)
-    assert call("verify", run_folder / "step-5", "--sizes-only") == "sizes only: as asked for\n"
     assert "not what was saved" in " ".join(call("verify", run_folder / "step-5", code=1).split())
     assert len(json.loads(call("verify", run_folder / "step-5", "--json", code=1))["problems"]) == 1
     call("verify", run_folder / "none", code=2)

@@ -35,7 +35,6 @@ NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"
 _RESERVED = "__metadata__"  # of a file's header: what is said of the file as a whole
 _OF = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @checks_kinds
@@ -43,7 +42,7 @@ def to_safetensors(
     path: StrPath,
     folder: StrPath,
     *,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int = 5 * 10**9,
     name: str | None = None,
     budget: int = BUDGET,
     storage_options: Mapping[str, Any] | None = None,
@@ -59,14 +58,14 @@ def to_safetensors(
     Args:
         path: Of the checkpoint.
         folder: A local path or a URL; made if there is none, else empty.
-        max_shard_size: Bytes of a file, ``"5GB"`` or ``"500MiB"``; a larger tensor has a file of its own.
+        max_shard_size: Bytes of a file; a larger tensor has a file of its own.
         name: Of one top-level entry, without its name: ``"model"`` makes what other tools expect.
         budget: Bytes in memory at once, or the largest tensor and its largest stored piece.
         storage_options: Passed on to fsspec, for ``path`` and for ``folder``.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: damaged files, nothing named ``name``, a size that cannot be read, a dtype or a name that the format cannot
+        ValueError: damaged files, nothing named ``name``, a size below 1, a dtype or a name that the format cannot
             have, or ``folder`` holds anything already.
 
     Example:
@@ -78,22 +77,24 @@ def to_safetensors(
         ...     checkpoint.to_safetensors(f"{folder}/step-1", f"{folder}/model", name="model")
         ['model.safetensors']
     """
-    limit, _ = parse_size(max_shard_size), _library()
+    if max_shard_size < 1:
+        raise ValueError(f"max_shard_size={max_shard_size}: give a number of bytes.")
+    _library()
     store, final = open_store(folder, storage_options, to_write=True)
     _refuse_used(store, final)
 
-    def write(reader: CheckpointReader) -> tuple[list[str], dict[str, Any]]:
+    def write(reader: CheckpointReader) -> list[str]:
         stored = StoredCheckpoint(reader, name)
-        values = stored.values()
+        values, files = stored.values(), _files(stored, max_shard_size)
         with new_folder(store, final) as working:
-            return _write_files(store, working, stored, values, _files(stored, limit), budget), values
+            _write_files(store, working, stored, values, files, budget)
+        hidden = [key for key, value in values.items() if any(isinstance(of, torch.Tensor) for of in inside(value))]
+        if hidden:
+            names = ", ".join(hidden)
+            logger.warning("Tensors within tuples are in %s, and in no safetensors: %s.", NON_TENSORS, names)
+        return [*([NON_TENSORS] if hidden else []), *files]
 
-    names, values = read_checkpoint(path, write, storage_options=storage_options)
-    if hidden := [
-        key for key, value in values.items() if any(isinstance(leaf, torch.Tensor) for leaf in inside(value))
-    ]:
-        logger.warning("Tensors within tuples are in %s, and in no safetensors: %s.", NON_TENSORS, ", ".join(hidden))
-    return [name for name in names if name.endswith(".safetensors") or (name == NON_TENSORS and hidden)]
+    return read_checkpoint(path, write, storage_options=storage_options)
 
 
 @checks_kinds
@@ -140,17 +141,6 @@ def _library() -> Any:
         return importlib.import_module("safetensors")
     except ImportError as error:
         raise ImportError("This conversion needs the extra: pip install 'rescale_data[convert]'") from error
-
-
-def parse_size(size: int | str) -> int:
-    """Return a size in bytes; ``ValueError`` for any other text."""
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
-    num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]) if match else 0
-    if num_bytes < 1:
-        raise ValueError(
-            f'max_shard_size={size!r}: give bytes, or a number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as "5GB".'
-        )
-    return num_bytes
 
 
 def _mapped_by_index(source: Path) -> dict[str, Any]:
@@ -237,8 +227,8 @@ def _write_files(
     values: dict[str, Any],
     files: Mapping[str, list[str]],
     budget: int,
-) -> list[str]:
-    """Write everything, the index last, and return the files' names in their order."""
+) -> None:
+    """Write everything, the index last."""
     headers = {file: _header(stored, names) for file, names in files.items()}
     content = {"values": values, "paths": stored.paths, "lost": stored.lost}
     store.put(join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
@@ -246,11 +236,10 @@ def _write_files(
         tensors = stored.stream(names, budget)
         store.put(join(folder, file), functools.partial(_write, headers[file], tensors))
     if len(files) == 1:
-        return [NON_TENSORS, *files]
+        return
     weight_map = {key: file for file, names in files.items() for key in names}
     index = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
     store.put(join(folder, INDEX), json.dumps(index, indent=2).encode())
-    return [NON_TENSORS, *files, INDEX]
 
 
 def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:

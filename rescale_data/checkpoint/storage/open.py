@@ -149,11 +149,10 @@ def _lease(stack: ExitStack, reader: CheckpointReader) -> Save | None:
 
 
 @checks_kinds
-def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the defects of the checkpoint at ``path``, one sentence a file; empty if it is sound.
+def verify(path: StrPath, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the defects of the checkpoint at ``path``, one sentence a file; empty if it is sound. Reads every file.
 
-    Args:
-        checksums: Read every file; False compares sizes alone. A checkpoint of another tool has no checksums.
+    A checkpoint of another tool has no checksums.
 
     Raises:
         FileNotFoundError: there is no checkpoint at ``path``.
@@ -167,9 +166,8 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
         ...     checkpoint.verify(f"{folder}/step-1")
         []
     """
-
     try:
-        return read_checkpoint(path, _unlike if checksums else lambda _: list[str](), storage_options=storage_options)
+        return read_checkpoint(path, _unlike, storage_options=storage_options)
     except DamagedCheckpointError as error:
         return error.problems
 

@@ -32,8 +32,8 @@ from rescale_data.checkpoint.storage.records import (
 )
 from rescale_data.checkpoint.tree import leaves
 
-_KNOWN = (str, bytes, int, float, complex, bool, type(None))
-_LEAVES = (*_KNOWN, bytearray)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+_LEAVES = (*_PLAIN, bytearray)
 _warned: set[str] = set()
 _log = logging.getLogger("rescale_data")
 
@@ -329,7 +329,7 @@ def warn_of_refused(plain: Mapping[str, Any]) -> None:
 
 
 def _loads(value: Any) -> bool:
-    if _is_known(value):
+    if is_plain(value) or (type(value) is np.ndarray and value.dtype.kind in "biufc"):
         return True
     content = io.BytesIO()
     try:
@@ -340,7 +340,6 @@ def _loads(value: Any) -> bool:
     return True
 
 
-def _is_known(value: Any) -> bool:
-    if type(value) is np.ndarray:
-        return value.dtype.kind in "biufc"
-    return type(value) in _KNOWN or (type(value) in (tuple, list) and all(map(_is_known, cast("list[Any]", value))))
+def is_plain(value: Any) -> bool:
+    """True for None, a number, a text, bytes, and lists and tuples of these."""
+    return type(value) in _PLAIN or (type(value) in (tuple, list) and all(map(is_plain, cast("list[Any]", value))))
