@@ -209,7 +209,7 @@ def forgetful(source: rd.ArrowSource) -> Iterator[Any]:
     """Our loader with what carries state cut out: what it delivers is right, what it would save is not."""
     loader = loader_of(source)
     runner = ForgetfulRunner(loader._stream.setup.recipe, loader._stream.setup.schema)
-    loader._reading.stream = ForgetfulStream(loader._stream.setup, runner, InProcess(runner, None))
+    loader._opened = ForgetfulStream(loader._stream.setup, runner, InProcess(runner, None))
     return iter(loader)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from multiprocessing.context import BaseContext, get_spawning_popen
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,13 +14,11 @@ from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.opening import open_stream
 from rescale_data.engine.options import Options, Tail
-from rescale_data.engine.reading import Batches, Reading
+from rescale_data.engine.reading import Reading
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.report import Report
-from rescale_data.engine.shared import Shared
+from rescale_data.engine.shared import RESULT, Shared, by_first
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import Transfer
-from rescale_data.errors import checks_kinds
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
@@ -30,9 +28,11 @@ SLOW_AFTER = 10.0
 
 
 _WHERE = ("mesh", "dp_rank", "dp_world_size")
+_OF_PEERS = ("peers", "receives")
+_ARGUMENTS = frozenset(field.name for field in fields(Options))
 
 
-class DataLoader:
+class DataLoader(Reading):
     """Micro batches of this rank, in an order that no change of ranks, workers or micro batch size disturbs.
 
     The position belongs to the loader: ``iter(loader)`` goes on where the last batch was taken, `reset` begins again.
@@ -137,13 +137,14 @@ class DataLoader:
         steps_per_epoch: int | None = None,
         balance: Balance | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "pipeline")}
-        self._pipeline, self.options = pipeline, Options(**given)
-        if peers is not None:
-            self._opened: Reading = cast(Any, Shared(self._open, pipeline, self.options))
-            return
-        stream = open_stream(as_pipeline(pipeline, self.options.shuffle), self.options, SLOW_AFTER)
-        self._opened = Reading(stream, slow_after=SLOW_AFTER)
+        self.options = Options(**{name: value for name, value in locals().items() if name in _ARGUMENTS})
+        self._pipeline = pipeline
+        super().__init__(shared=None if peers is None else Shared(pipeline, self.options), slow_after=SLOW_AFTER)
+        self._begin()
+
+    @by_first(RESULT)
+    def _begin(self) -> None:
+        self._opened = self._open()
 
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
         """Go on with other arguments: a larger global batch, another micro batch, workers, or other ranks.
@@ -163,99 +164,35 @@ class DataLoader:
                 the next one does. Nothing has changed then.
             DataStateError: See `load_state_dict`; nothing has changed then.
         """
-        if changed.keys() & {"peers", "receives"}:
-            raise ValueError("reopen() keeps the peers of a dp rank: peers= and receives= stay as they are.")
+        refuse(changed, 1)
+        fixed = _OF_PEERS if self._shared is None else (*_OF_PEERS, "pipeline", "dp_rank", "dp_world_size", "transfer")
+        if given := [name for name in fixed if name in changed]:
+            raise ValueError(
+                f"reopen() keeps the peers of a dp rank, and with peers= what they share: {given} cannot change. Give mesh= of "
+                f"the dp ranks."
+            )
         if changed.keys() & set(_WHERE):
             changed = {**dict.fromkeys(_WHERE), **changed}
-        self._opened.reopen(self._open, state, delivered, changed)
+        self._reopen(state, delivered, changed)
         self._pipeline = changed.pop("pipeline", self._pipeline)
         self.options = replace(self.options, **changed)
 
-    def _open(self, **changed: Any) -> Reading:
-        """Return what this process is to read for its dp rank, with some arguments changed."""
+    @by_first(RESULT)
+    def _reopen(self, state: Mapping[str, Any] | None, delivered: int, changed: Mapping[str, Any]) -> None:
+        layout = self._stream.layout
+        kept: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
+        kept |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
+        self._go_on(self._open(**{**kept, **changed}), state, delivered)
+
+    def _open(self, **changed: Any) -> Stream:
+        """Return the stream of this rank, with some arguments changed."""
         given: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed}
-        if given["peers"] is not None:
-            given |= {"pipeline": given["pipeline"](), "peers": None, "receives": True, "transfer": None}
-        return DataLoader(**given)._reading
+        pipeline, options = given.pop("pipeline"), Options(**given)
+        if self._shared is not None:
+            pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None)
+        return open_stream(as_pipeline(pipeline, options.shuffle), options, SLOW_AFTER)
 
-    # Batches
-
-    def __iter__(self) -> Batches:
-        """Go on from the position, or with the next epoch where the last batch of this one has been taken.
-
-        After a load of a state that was saved there iterators are empty until ``next`` of one has raised
-        ``StopIteration``. Older iterators are invalid.
-        """
-        return iter(self._reading)
-
-    def __len__(self) -> int:
-        """Number of micro batches in the whole epoch; ``TypeError`` if it has no end, or if only reading finds it."""
-        return len(self._reading)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __getitem__(self, index: object) -> NoReturn:
-        """Raise `TypeError`: for torch's `DataLoader` that is given this one as its dataset."""
-        raise TypeError(
-            "rd.DataLoader makes the batches itself, in place of torch.utils.data.DataLoader: iterate over it, or give it to "
-            "the trainer as it is. It is no dataset, and has no rows by number."
-        )
-
-    @property
-    def batches_left(self) -> int:
-        """Micro batches until the iterator ends; 0 from when the last was taken; ``TypeError`` as `len`."""
-        return self._reading.batches_left
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the trainer counts: at the end of the one before the loader moves on; within it nothing happens.
-
-        Collective as iterating.
-
-        Raises:
-            ValueError: It is another epoch.
-        """
-        self._reading.set_epoch(epoch)
-
-    def start(self) -> None:
-        """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
-
-        Worker processes, or the thread of ``prefetch``, go ahead in the background; else the first batch is made now.
-        A later load begins anew.
-        """
-        self._reading.start()
-
-    def peek(self) -> Any:
-        """The next batch, which stays the next: ``next`` may return the same memory, so leave it as it is.
-
-        At the end of an epoch ``StopIteration``.
-
-        Like iterating, collective over the dp ranks where an epoch's end is found by reading (``repeat=False`` with packing
-        or filters): all ranks call it, or none. So are `start` and `skip`.
-        """
-        return self._reading.peek()
-
-    def skip(self, num_samples: int) -> None:
-        """Leave out samples, as if they had been delivered, also over the ends of epochs.
-
-        At a constant cost where the pipeline allows it; whole epochs cost nothing where it knows its number of samples. Else
-        rows are read for it; where that fails, nothing has moved. The state keeps what was left out, as ranges of samples.
-        Collective over the dp ranks: each of them calls it, with the same number.
-
-        Args:
-            num_samples: Over all ranks, a multiple of ``W * b``.
-        """
-        self._reading.skip(num_samples)
-
-    def reset(self) -> None:
-        """Go back to the beginning of the run."""
-        self._reading.reset()
-
-    def close(self) -> None:
-        """Stop the worker processes, or the thread; the position stays, and the next batch starts them again."""
-        self._opened.close()
-
-    def __enter__(self) -> DataLoader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -272,109 +209,12 @@ class DataLoader:
             "loader}, where DCP asks it for its state; below that DCP takes it for a value."
         )
 
-    @property
-    def _reading(self) -> Reading:
-        """The `Reading` that all calls use.
+    def __bool__(self) -> bool:
+        return True
 
-        Raises:
-            RuntimeError: The process group is younger than the loader.
-        """
-        if self.options.peers is None:  # else the first reads by a loader of its own
-            self._opened.stream.ranks.require_no_group()
-        return self._opened
-
-    @property
-    def _stream(self) -> Stream:
-        """The stream of micro batches of this rank (`HasStream`)."""
-        return self._reading.stream
-
-    # Where the run stands
-
-    @property
-    def step(self) -> int:
-        """Global batches delivered."""
-        return self._reading.step
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that is read: the next one from ``StopIteration`` on, or from the ``iter`` that begins it.
-
-        0 with ``repeat=True`` and no ``steps_per_epoch``; each shard has its own there (see `progress`).
-        """
-        return self._reading.epoch
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """A, batches of this rank in one optimizer step."""
-        return self._reading.gradient_accumulation_steps
-
-    @property
-    def last_batch_samples(self) -> int:
-        """Real samples, its first, in the batch that was delivered last on this rank; less than b only with ``tail="pad"``."""
-        return self._reading.last_batch_samples
-
-    def progress(self) -> dict[str, float]:
-        """Counters for a logger: of the run, of what this rank's shards have drawn, and of what it has waited for and read.
-
-        ``dropped_samples`` and ``padded_samples`` count from the beginning of the run; they are in the state.
-        """
-        return self._reading.progress()
-
-    def report(self) -> Report:
-        """Return numbers of `progress` over all dp ranks (collective), for a log line: which rank waits, and for what.
-
-        Returns:
-            By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
-        """
-        return self._reading.report()
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that describes the batches delivered so far: a copy, and the same on every rank.
-
-        Collective over the dp ranks: all of them call it, before any ``if rank == 0``. It pickles, and loads on any topology.
-
-        Returns:
-            ``{"table": int64[N, columns], "header": str}``: see docs/design.md, 8.
-
-        Raises:
-            ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.
-            RuntimeError: Another rank did not call it within ``timeout``.
-            DataStateError: The ranks stand at different batches.
-        """
-        return self._reading.state_dict()
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """The state as this rank knows it, without communication, for snapshots that are taken often and seldom needed.
-
-        It does not pickle. `rd.whole_state` makes it what `state_dict` would have returned (collective).
-        """
-        return self._reading.local_state_dict()
-
-    @checks_kinds
-    def load_state_dict(self, state_dict: Mapping[str, Any], delivered: int = 0) -> None:
-        """Go on from a state of any topology.
-
-        Collective over the dp ranks where it is one rank's own, and with ``delivered``, for which they read as for `skip`.
-
-        Args:
-            state_dict: What `state_dict` returned, or DCP loaded into it.
-            delivered: Samples that were delivered after the state, over all ranks of the topology that it names, and that are
-                in the model: a multiple of its ``W * b``. They count as served, and the run goes on behind them.
-
-        Raises:
-            DataStateError: It belongs to another seed, N, dataset or pipeline, or is incomplete. Nothing has changed then.
-            ValueError: ``delivered`` is not a multiple of that, or further than a state can count.
-
-        Example:
-            >>> import rescale_data as rd
-            >>> loader = rd.DataLoader(range(12), shuffle=False, global_batch_size=4)
-            >>> state = loader.state_dict()
-            >>> _ = next(iter(loader))  # and then the process dies
-            >>> loader = rd.DataLoader(range(12), shuffle=False, global_batch_size=4)
-            >>> loader.load_state_dict(state, delivered=4)
-            >>> next(iter(loader))
-            tensor([4, 5, 6, 7])
-        """
-        self._reading.load_state_dict(state_dict, delivered)
+    def __getitem__(self, index: object) -> NoReturn:
+        """Raise `TypeError`: for torch's `DataLoader` that is given this one as its dataset."""
+        raise TypeError(
+            "rd.DataLoader makes the batches itself, in place of torch.utils.data.DataLoader: iterate over it, or give it to "
+            "the trainer as it is. It is no dataset, and has no rows by number."
+        )

@@ -18,7 +18,7 @@ from rescale_data.engine.setup import set_up
 from rescale_data.engine.states.codec import Saved, read
 from rescale_data.engine.states.differences import differences, without_all, without_functions
 from rescale_data.engine.states.statedict import merged_state_dict
-from rescale_data.engine.stream import Stream
+from rescale_data.engine.stream import Stream, stream_of
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
 from rescale_data.nodes.form import BEFORE
@@ -72,7 +72,7 @@ class Stretch:
         """Return the schema of the pipeline, with the data that the second checkpoint knows."""
         reading = self._readings(self.after.sizes, range(0), together=True)[0]
         reading.load_state_dict(self.after.state)
-        return reading.stream.schema
+        return stream_of(reading).schema
 
     def replay(self, shards: Collection[int], first: int = 0, stop: int | None = None) -> Iterator[Served]:
         """Yield the samples of some logical shards in the steps ``first .. stop - 1``, as far as they are of this stretch.
@@ -92,7 +92,7 @@ class Stretch:
                     drawn.clear()
                 elif served.step >= first:
                     yield served
-            state = merged_state_dict([reading.stream for reading in readings])
+            state = merged_state_dict([stream_of(reading) for reading in readings])
         if state is None or not _is_arrived(read(state), self.after, sorted(drawn)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
@@ -172,13 +172,15 @@ def misfit(pipeline: Pipeline, state: State) -> list[str]:
 
 def _begun(reading: Reading) -> int:
     """Samples of all ranks in a step that is not complete."""
-    return reading.stream.clock.begun(reading.setup.layout.global_batch_size)
+    stream = stream_of(reading)
+    return stream.clock.begun(stream.layout.global_batch_size)
 
 
 def _skip(reading: Reading, step: int, until: int) -> None:
     """Go to a step, or to the last one before a sample, in constant time where the pipeline allows it."""
-    o, begun = reading.setup.layout.global_batch_size, _begun(reading)
-    left = (until - reading.stream.clock.samples + begun) // o
+    stream, begun = stream_of(reading), _begun(reading)
+    o = stream.layout.global_batch_size
+    left = (until - stream.clock.samples + begun) // o
     num = min(step - reading.step, left) * o - begun
     if num > 0:
         reading.skip(num)
@@ -186,21 +188,22 @@ def _skip(reading: Reading, step: int, until: int) -> None:
 
 def _play(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int, int]]) -> Iterator[Served]:
     """All samples up to one, without the ranges that the run has left out; samples that are not drawn have no origin."""
-    head = readings[0].stream
+    streams = [stream_of(reading) for reading in readings]
+    head = streams[0]
     while head.clock.samples < until:
-        for reading in readings:
-            while reading.is_over():
-                reading.stream.move_on()
+        for stream in streams:
+            while stream.begin() is None:
+                stream.move_on()
         at = head.clock.samples
         stop = next((stop for first, stop in skipped if first <= at < stop), at)
         if stop > at:
             for reading in readings:
                 reading.skip(min(stop, until) - at)
             continue
-        for rank, reading in enumerate(readings):
-            layout, step = reading.setup.layout, reading.step
+        for rank, (reading, stream) in enumerate(zip(readings, streams, strict=True)):
+            layout, step = stream.layout, stream.step
             row = rank * layout.global_batch_size // layout.dp_world_size + _begun(reading) // layout.dp_world_size
-            batch = reading.stream.take()
+            batch = stream.take()
             for place, (shard, lines) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
                 yield Served(step, row + place, shard, lines)
 

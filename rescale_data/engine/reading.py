@@ -1,4 +1,4 @@
-"""The methods of `DataLoader` over a stream: iterators, states and counters."""
+"""`Reading`: the iterators, states and counters of a loader, over its stream."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from typing import Any
 import numpy as np
 
 from rescale_data.engine.cursor import Cursor
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup
+from rescale_data.engine.shared import BATCH, RESULT, Numbers, Shared, by_first, known
 from rescale_data.engine.skip import require_countable
-from rescale_data.engine.states.load import load_state_dict
-from rescale_data.engine.states.statedict import local_state_dict, state_dict
+from rescale_data.engine.states.load import load_state_dict as load
+from rescale_data.engine.states.statedict import local_state_dict
+from rescale_data.engine.states.statedict import state_dict as state_of
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
 from rescale_data.errors import checks_kinds
+from rescale_data.layout.layout import Layout
 
 _logger = logging.getLogger("rescale_data")
 _WAITS = 1000
@@ -40,67 +44,102 @@ class Batches(Iterator[Any]):
 
 
 class Reading:
-    """The methods that `DataLoader` documents, over a stream of this process.
+    """Reads a stream: the base class of `DataLoader`, with all methods that do not depend on its arguments.
 
     Args:
+        opened: The stream; `None` if a subclass opens it later, and on peers of the process that reads.
+        shared: Makes each call together with the peers of this process, of which the first one alone has a stream.
         slow_after: Seconds after which a wait for a batch is logged as a warning.
     """
 
     def __init__(
-        self,
-        stream: Stream,
-        *,
-        slow_after: float = math.inf,
+        self, opened: Stream | None = None, *, shared: Shared | None = None, slow_after: float = math.inf
     ) -> None:
-        self.stream = stream
+        self._opened, self._shared = opened, shared
         self._num_iterators = 0  # only the newest one is valid
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
         self._waits: deque[float] = deque(maxlen=_WAITS)
         say_slow = weakref.WeakMethod(self._say_slow)  # an unreferenced loader is freed at once, with its workers
-        self.watch = Watch(slow_after, lambda seconds, frame: (say := say_slow()) and say(seconds, frame))
-        self.last_batch_samples = 0
+        self._watch = Watch(slow_after, lambda seconds, frame: (say := say_slow()) and say(seconds, frame))
+        self._last_batch_samples = 0
 
     @property
-    def setup(self) -> Setup:
-        return self.stream.setup
+    def _stream(self) -> Stream:
+        """The stream of micro batches of this rank (`HasStream`).
+
+        Raises:
+            AttributeError: Another peer reads for this process.
+            RuntimeError: The process group is younger than the loader.
+        """
+        if self._opened is None:
+            raise AttributeError("This process reads nothing: the first of its peers= does.")
+        self._opened.ranks.require_no_group()
+        return self._opened
+
+    @property
+    def _sent(self) -> Numbers | None:
+        """The numbers that the first peer has sent; `None` where this process reads itself."""
+        return None if self._shared is None else self._shared.numbers
+
+    @property
+    def _setup(self) -> Setup:
+        return self._stream.setup
+
+    @property
+    def _layout(self) -> Layout:
+        return self._stream.layout
 
     @property
     def _cursor(self) -> Cursor:
-        return self.stream.cursor
+        return self._stream.cursor
 
     @property
     def _steps(self) -> int | None:
-        return self.setup.steps_per_epoch
+        return self._setup.steps_per_epoch
+
+    # Batches
 
     def __iter__(self) -> Batches:
-        if self.ended and not self._cursor.resumed:
-            self._move_on()
-        self.is_over()
-        self.invalidate()
+        """Go on from the position, or with the next epoch where the last batch of this one has been taken.
+
+        After a load of a state that was saved there iterators are empty until ``next`` of one has raised
+        ``StopIteration``. Older iterators are invalid.
+        """
+        self._iter()
         return Batches(self.epoch, self._num_iterators, self._next)
 
+    @by_first(RESULT)
+    def _iter(self) -> None:
+        if self._ended and not self._cursor.resumed:
+            self._move_on()
+        self._is_over()
+        self._invalidate()
+
     def __len__(self) -> int:
+        """Number of micro batches in the whole epoch; ``TypeError`` if it has no end, or if only reading finds it."""
+        if self._sent is not None:
+            return known(self._sent.num_batches)
         if self._steps is not None:
-            return self._steps * self.setup.layout.gradient_accumulation_steps
-        return self._known(self.stream.num_micro_batches() if not self.setup.recipe.repeat else None)
+            return self._steps * self.gradient_accumulation_steps
+        return self._known(self._stream.num_micro_batches() if not self._setup.recipe.repeat else None)
 
     @property
     def batches_left(self) -> int:
-        if self.ended:
+        """Micro batches until the iterator ends; 0 from when the last was taken; ``TypeError`` as `len`."""
+        if self._sent is not None:
+            return known(self._sent.batches_left)
+        if self._ended:
             return 0
-        in_step = self.setup.layout.gradient_accumulation_steps
         if self._steps is not None:
-            left = (self._steps - self.step % self._steps) * in_step - self.stream.begun
-        else:
-            left = self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
-        return left
+            return (self._steps - self.step % self._steps) * self.gradient_accumulation_steps - self._stream.begun
+        return self._known(self._stream.num_micro_batches_left() if self._setup.counts_are_known else None)
 
     def _known(self, num_batches: int | None) -> int:
         if num_batches is None:
             why = "repeat=True has no end"
-            if not self.setup.recipe.repeat:
-                nodes = self.setup.schema.uncounted(self.stream.table)
+            if not self._setup.recipe.repeat:
+                nodes = self._setup.schema.uncounted(self._stream.table)
                 why = f"only reading tells how many samples come out of {' and '.join(nodes)}"
             raise TypeError(
                 f"The loader has no number of batches: {why}. Give it steps_per_epoch=, or iterate without len(). A torch "
@@ -110,76 +149,128 @@ class Reading:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self.setup.layout.gradient_accumulation_steps
+        """A, batches of this rank in one optimizer step."""
+        of = self._layout if self._sent is None else self._sent
+        return of.gradient_accumulation_steps
 
+    @property
+    def last_batch_samples(self) -> int:
+        """Real samples, its first, in the batch that was delivered last on this rank; less than b only with ``tail="pad"``."""
+        return self._last_batch_samples if self._sent is None else self._sent.last_batch_samples
+
+    @by_first(RESULT)
     def start(self) -> None:
-        if not self.is_over():
-            self.stream.start()
-            if not self.stream.feed.is_ahead:
-                self.stream.peek()
+        """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
 
+        Worker processes, or the thread of ``prefetch``, go ahead in the background; else the first batch is made now.
+        A later load begins anew.
+        """
+        if not self._is_over():
+            self._stream.start()
+            if not self._stream.feed.is_ahead:
+                self._stream.peek()
+
+    @by_first(BATCH)
     def peek(self) -> Any:
-        if self.is_over():
-            raise StopIteration
-        return self.stream.peek().batch
+        """The next batch, which stays the next: ``next`` may return the same memory, so leave it as it is.
 
+        At the end of an epoch ``StopIteration``.
+
+        Like iterating, collective over the dp ranks where an epoch's end is found by reading (``repeat=False`` with packing
+        or filters): all ranks call it, or none. So are `start` and `skip`.
+        """
+        if self._is_over():
+            raise StopIteration
+        return self._stream.peek().batch
+
+    @by_first(RESULT)
     @checks_kinds
     def skip(self, num_samples: int) -> None:
-        whole = self.setup.layout.micro_step_samples
+        """Leave out samples, as if they had been delivered, also over the ends of epochs.
+
+        At a constant cost where the pipeline allows it; whole epochs cost nothing where it knows its number of samples. Else
+        rows are read for it; where that fails, nothing has moved. The state keeps what was left out, as ranges of samples.
+        Collective over the dp ranks: each of them calls it, with the same number.
+
+        Args:
+            num_samples: Over all ranks, a multiple of ``W * b``.
+        """
+        whole = self._layout.micro_step_samples
         if num_samples < 0 or num_samples % whole:
             raise ValueError(
                 f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
                 f"all ranks."
             )
-        n, stop = self.setup.layout.num_logical_shards, self.stream.clock.samples + num_samples
+        n, stop = self._layout.num_logical_shards, self._stream.clock.samples + num_samples
         require_countable(f"skip(num_samples={num_samples})", stop, n)
         self._require_whole_steps(num_samples // whole)
         if num_samples:
-            self.stream.skip(num_samples // whole)
+            self._stream.skip(num_samples // whole)
 
     def _require_whole_steps(self, num_micro_batches: int) -> None:
         """Raise ``ValueError`` if steps are balanced, and a skip would begin or end within a step."""
-        at, in_step = self._cursor, self.setup.layout.gradient_accumulation_steps
-        if self.setup.balance is None or not num_micro_batches:
+        at, in_step = self._cursor, self._layout.gradient_accumulation_steps
+        if self._setup.balance is None or not num_micro_batches:
             return
         if at.counted != at.u or (at.u + num_micro_batches) % in_step:
             raise ValueError(
-                f"skip() with balance= begins and ends with a step: {self.stream.begun} of its {in_step} micro batches have "
+                f"skip() with balance= begins and ends with a step: {self._stream.begun} of its {in_step} micro batches have "
                 f"been taken, and {num_micro_batches} are to be left out."
             )
 
+    @by_first(RESULT)
     @checks_kinds
     def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the trainer counts: at the end of the one before the loader moves on; within it nothing happens.
+
+        Collective as iterating.
+
+        Raises:
+            ValueError: It is another epoch.
+        """
         at = self.epoch
-        if epoch == at + 1 and self.is_over():
+        if epoch == at + 1 and self._is_over():
             self._move_on()
-        elif self._cursor.resumed and not self.stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
-            self.stream.cursor = self._cursor._replace(seen=epoch)  # a state there does not say if the end was seen
+        elif self._cursor.resumed and not self._stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
+            self._stream.cursor = self._cursor._replace(seen=epoch)  # a state there does not say if the end was seen
         elif epoch != at:
             raise ValueError(
                 f"set_epoch({epoch}): the loader is in epoch {at}, and moves on to {at + 1} when its last batch has been "
                 f"taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
             )
 
+    @by_first(RESULT)
     def reset(self) -> None:
-        self.stream.reset()
-        self.invalidate()
+        """Go back to the beginning of the run."""
+        self._stream.reset()
+        self._invalidate()
 
     def close(self) -> None:
-        self.watch.stop()
-        self.stream.close()
+        """Stop the worker processes, or the thread; the position stays, and the next batch starts them again."""
+        self._watch.stop()
+        if self._opened is not None:
+            self._opened.close()
+
+    # Where the run stands
 
     @property
     def step(self) -> int:
-        return self.stream.step
+        """Global batches delivered."""
+        return self._stream.step if self._sent is None else self._sent.step
 
     @property
     def epoch(self) -> int:
+        """The epoch that is read: the next one from ``StopIteration`` on, or from the ``iter`` that begins it.
+
+        0 with ``repeat=True`` and no ``steps_per_epoch``; each shard has its own there (see `progress`).
+        """
+        if self._sent is not None:
+            return self._sent.epoch
         steps = self._steps
-        return self._cursor.clock.epoch if steps is None else self.step // steps - self.ended
+        return self._cursor.clock.epoch if steps is None else self.step // steps - self._ended
 
     @property
-    def ended(self) -> bool:
+    def _ended(self) -> bool:
         """True if the last batch of the epoch was consumed, and the end of the epoch has not been seen yet."""
         steps = self._steps
         if steps is None:
@@ -187,71 +278,116 @@ class Reading:
         return self._is_multiple() and self.step // steps > self._cursor.seen
 
     def progress(self) -> dict[str, float]:
+        """Counters for a logger: of the run, of what this rank's shards have drawn, and of what it has waited for and read.
+
+        ``dropped_samples`` and ``padded_samples`` count from the beginning of the run; they are in the state.
+        """
+        if self._sent is not None:
+            return {"global_step": float(self.step)}
         p50, p99 = np.quantile(self._waits or [0.0], [0.5, 0.99]).tolist()
         waits = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
-        return {**waits, **self.stream.progress()}
+        return {**waits, **self._stream.progress()}
 
+    @by_first(RESULT)
     def report(self) -> Report:
-        mine, ranks = self.progress(), self.stream.ranks
+        """Return numbers of `progress` over all dp ranks (collective), for a log line: which rank waits, and for what.
+
+        Returns:
+            By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
+        """
+        mine, ranks = self.progress(), self._stream.ranks
         return report(NAMES, ranks.numbers([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
     def _say_slow(self, seconds: float, frame: FrameType | None) -> None:
-        what = self.stream.feed.doing() if waits(frame) else ""
+        what = self._stream.feed.doing() if waits(frame) else ""
         _logger.warning(
             "Rank %d has waited %.0f s for a batch: %s.",
-            self.stream.ranks.rank,
+            self._stream.ranks.rank,
             seconds,
             what or describe(frame),
         )
 
+    # State
+
+    @by_first(RESULT)
     def state_dict(self) -> dict[str, Any]:
-        self._warn_of_threads()
-        return state_dict(self._cursor, self.stream.ends)
+        """The state that describes the batches delivered so far: a copy, and the same on every rank.
 
+        Collective over the dp ranks: all of them call it, before any ``if rank == 0``. It pickles, and loads on any topology.
+
+        Returns:
+            ``{"table": int64[N, columns], "header": str}``: see docs/design.md, 8.
+
+        Raises:
+            ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.
+            RuntimeError: Another rank did not call it within ``timeout``.
+            DataStateError: The ranks stand at different batches.
+        """
+        self._warn_of_threads()
+        return state_of(self._cursor, self._stream.ends)
+
+    @by_first(RESULT)
     def local_state_dict(self) -> dict[str, Any]:
+        """The state as this rank knows it, without communication, for snapshots that are taken often and seldom needed.
+
+        It does not pickle. `rd.whole_state` makes it what `state_dict` would have returned (collective).
+        """
         self._warn_of_threads()
-        return local_state_dict(self._cursor, self.stream.ends)
+        return local_state_dict(self._cursor, self._stream.ends)
 
-    def load_state_dict(self, state: Mapping[str, Any], delivered: int = 0) -> None:
-        self.stream.rewind()
-        load_state_dict(self.stream, state, delivered)
-        self.invalidate()
+    @by_first(RESULT)
+    @checks_kinds
+    def load_state_dict(self, state_dict: Mapping[str, Any], delivered: int = 0) -> None:
+        """Go on from a state of any topology.
 
-    def reopen(
-        self,
-        open_reading: Callable[..., Reading],
-        state: Mapping[str, Any] | None,
-        delivered: int,
-        changed: Mapping[str, Any],
-    ) -> None:
+        Collective over the dp ranks where it is one rank's own, and with ``delivered``, for which they read as for `skip`.
+
+        Args:
+            state_dict: What `state_dict` returned, or DCP loaded into it.
+            delivered: Samples that were delivered after the state, over all ranks of the topology that it names, and that are
+                in the model: a multiple of its ``W * b``. They count as served, and the run goes on behind them.
+
+        Raises:
+            DataStateError: It belongs to another seed, N, dataset or pipeline, or is incomplete. Nothing has changed then.
+            ValueError: ``delivered`` is not a multiple of that, or further than a state can count.
+
+        Example:
+            >>> import rescale_data as rd
+            >>> loader = rd.DataLoader(range(12), shuffle=False, global_batch_size=4)
+            >>> state = loader.state_dict()
+            >>> _ = next(iter(loader))  # and then the process dies
+            >>> loader = rd.DataLoader(range(12), shuffle=False, global_batch_size=4)
+            >>> loader.load_state_dict(state, delivered=4)
+            >>> next(iter(loader))
+            tensor([4, 5, 6, 7])
+        """
+        self._stream.rewind()
+        load(self._stream, state_dict, delivered)
+        self._invalidate()
+
+    def _go_on(self, stream: Stream, state: Mapping[str, Any] | None, delivered: int) -> None:
         """Go on with another stream, from a state or from here; if that fails, nothing has changed.
 
         Without a state, the ranks have to stay the same.
-
-        Args:
-            open_reading: Returns another `Reading`, with these arguments of `DataLoader` changed.
         """
-        layout = self.setup.layout
-        kept: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
-        kept |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
-        other = open_reading(**{**kept, **changed})
+        other = Reading(stream)
         if state is None:
             if delivered:
                 raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")
-            self._require_same_ranks(other)
-            self._require_whole_step(other)
-        other.load_state_dict(self.state_dict() if state is None else state, delivered)
+            self._require_same_ranks(stream.ranks)
+            self._require_whole_step(stream.setup)
+        other.load_state_dict(state_of(self._cursor, self._stream.ends) if state is None else state, delivered)
         if state is None:  # keep whether the end of the epoch was seen here
-            unseen = self._steps is not None and self.ended and other._is_multiple()
-            cursor = other._cursor
-            other.stream.cursor = cursor._replace(resumed=self._cursor.resumed, seen=cursor.seen - unseen)
+            unseen = self._steps is not None and self._ended and other._is_multiple()
+            cursor = stream.cursor
+            stream.cursor = cursor._replace(resumed=self._cursor.resumed, seen=cursor.seen - unseen)
         self.close()
-        self.stream, self.watch.seconds = other.stream, other.watch.seconds
+        self._opened = stream
         if state is not None:
-            self.invalidate()
+            self._invalidate()
 
-    def _require_same_ranks(self, other: Reading) -> None:
-        was, now = self.stream.ranks, other.stream.ranks
+    def _require_same_ranks(self, now: Ranks) -> None:
+        was = self._stream.ranks
         if (was.rank, was.world_size, was.circle) != (now.rank, now.world_size, now.circle):
             raise ValueError(
                 f"reopen() as rank {now.rank} of {now.world_size}, which was rank {was.rank} of {was.world_size} of other "
@@ -259,17 +395,17 @@ class Reading:
                 f"ones."
             )
 
-    def _require_whole_step(self, other: Reading) -> None:
-        was, now, begun = self.setup.layout, other.setup.layout, self.stream.begun
+    def _require_whole_step(self, other: Setup) -> None:
+        was, now, begun = self._layout, other.layout, self._stream.begun
         sizes = (was.global_batch_size, was.micro_batch_size) != (now.global_batch_size, now.micro_batch_size)
-        if begun and (sizes or self.setup.balance is not None or other.setup.balance is not None):
+        if begun and (sizes or self._setup.balance is not None or other.balance is not None):
             in_step = was.gradient_accumulation_steps
             raise ValueError(
                 f"reopen() within a step, with another global batch or micro batch: {begun} of its {in_step} micro batches "
                 f"have been taken. Call it when loader.step is {self.step + 1}, after {in_step - begun} more."
             )
 
-    def invalidate(self) -> None:
+    def _invalidate(self) -> None:
         """Invalidate all iterators: the ranks or the position have changed."""
         self._num_iterators += 1
 
@@ -284,18 +420,17 @@ class Reading:
                 "num_workers= or prefetch=, and transfer= to devices."
             )
 
+    @by_first(BATCH)
     def _next(self, batches: Batches) -> Any:
         if batches.number != self._num_iterators:
             raise RuntimeError(
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
-        stream = self.stream
-        at, ranks, steps = stream.cursor, stream.ends.ranks, stream.ends.setup.steps_per_epoch
-        if ranks.found_alone:
-            ranks.require_no_group()
+        stream = self._stream
+        at, steps = stream.cursor, stream.ends.setup.steps_per_epoch
         if (at.clock.epoch if steps is None else self.epoch) != batches.epoch:
             raise StopIteration
-        thread, watch, started = threading.get_ident(), self.watch, time.perf_counter()
+        thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
         if watch.began is not None:  # no call between this line and the next statement: two threads cannot both pass
             raise RuntimeError(
                 "Another thread is within next() of this loader: one at a time takes its batches. Let one thread take them and "
@@ -305,12 +440,12 @@ class Reading:
         try:
             if watch.thread != thread:
                 watch.start()
-            if (steps is not None or at.leg is None or at.u >= at.leg.calm_until) and self.is_over():
+            if (steps is not None or at.leg is None or at.u >= at.leg.calm_until) and self._is_over():
                 self._move_on()
                 raise StopIteration
             micro_batch = stream.take()
             self._last_taken = (batches.number, thread)
-            self.last_batch_samples = micro_batch.num_real
+            self._last_batch_samples = micro_batch.num_real
             return micro_batch.batch
         finally:
             watch.began = None
@@ -318,19 +453,19 @@ class Reading:
             self._wait_seconds += waited
             self._waits.append(waited)
 
-    def is_over(self) -> bool:
+    def _is_over(self) -> bool:
         """True if no batch is left in the epoch; the next segment is planned if it has not begun."""
         if self._steps is None:
-            return self.stream.begin() is None
-        while not self.ended and self.stream.begin() is None:
-            self.stream.move_on()  # the end of the data does not end an epoch of steps
-        return self.ended
+            return self._stream.begin() is None
+        while not self._ended and self._stream.begin() is None:
+            self._stream.move_on()  # the end of the data does not end an epoch of steps
+        return self._ended
 
     def _move_on(self) -> None:
         if self._steps is None:
-            self.stream.move_on()
+            self._stream.move_on()
         else:
-            self.stream.cursor = self._cursor._replace(seen=self.step // self._steps, resumed=False)
+            self._stream.cursor = self._cursor._replace(seen=self.step // self._steps, resumed=False)
 
     def _is_multiple(self) -> bool:
-        return self._steps is not None and not self.stream.begun and self.step % self._steps == 0
+        return self._steps is not None and not self._stream.begun and self.step % self._steps == 0

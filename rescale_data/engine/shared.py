@@ -1,4 +1,4 @@
-"""`Shared`: the `Reading` that the TP, PP and CP peers of a dp rank share.
+"""`Shared`: the calls of a loader that the TP, PP and CP peers of a dp rank share.
 
 The first peer reads, and sends its batches to the other peers. These build no pipeline, open no file, make no request and start
 no worker. All calls except the numbers, `progress` and `close` are collective over the peers: the first peer makes the call,
@@ -8,48 +8,61 @@ and all peers get its result or its error.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.message import Bytes, to_bytes
+from rescale_data.engine.message import to_bytes
 from rescale_data.engine.options import Options
-from rescale_data.engine.ranks.meeting import by_dp_rank, digest
+from rescale_data.engine.ranks.meeting import by_dp_rank
 from rescale_data.engine.ranks.peers import BATCH, RESULT, Peers
-from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.stream import ENDS_NOTHING
 from rescale_data.engine.transfer import function_of
 from rescale_data.errors import picklable, require_callable
 
-_CALLS = ("report", "start", "skip", "set_epoch", "reset", "state_dict", "local_state_dict")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class _Numbers(NamedTuple):
-    """Numbers of the loader that each peer knows without asking. A string says why there is no such number."""
+class Numbers(NamedTuple):
+    """Numbers of a loader that each peer knows without asking. A string says why there is no such number."""
 
-    num_batches: int | str
-    batches_left: int | str
-    gradient_accumulation_steps: int
+    step: int = 0
+    epoch: int = 0
+    last_batch_samples: int = 0
+    gradient_accumulation_steps: int = 0
+    num_batches: int | str = 0
+    batches_left: int | str = 0
+
+    @classmethod
+    def of(cls, loader: Any) -> Numbers:
+        """Return the numbers of a `Reading` that has a stream; zeros if it has none, because its construction failed."""
+        if loader._opened is None:
+            return cls()
+        left = _or_why(lambda: loader.batches_left)
+        in_step, num_batches = loader.gradient_accumulation_steps, _or_why(loader.__len__)
+        return cls(loader.step, loader.epoch, loader.last_batch_samples, in_step, num_batches, left)
 
 
 class Shared:
-    """The methods of `Reading`, on each of the peers.
+    """The calls of a loader, on each of its peers.
 
     Args:
-        open_reading: Returns the `Reading` of the dp rank, with some arguments changed. Only the first peer calls it.
         pipeline: A function that returns the first argument of a `DataLoader` without peers.
         options: The other arguments of `DataLoader`.
+
+    Attributes:
+        numbers: The numbers that the first peer has sent; `None` on the first peer itself.
 
     Raises:
         ValueError: Peers were given different arguments (functions are compared by name); all peers raise it.
     """
 
-    def __init__(self, open_reading: Callable[..., Reading], pipeline: object, options: Options) -> None:
+    def __init__(self, pipeline: object, options: Options) -> None:
         require_callable(pipeline=pipeline)
         if options.mesh is None and options.dp_rank is None:
             raise ValueError(
@@ -61,135 +74,77 @@ class Shared:
         given = {"pipeline": pipeline, **vars(options)}
         told = {name: _told(value) for name, value in given.items() if name not in ("peers", "receives")}
         self._peers = Peers(_members(options.peers), options.receives, told, options.timeout)
+        self.numbers = Numbers() if self._peers.me else None
         if options.dp_rank is not None:
             _come_to_the_meeting(options.dp_rank, options.dp_world_size, options.timeout)
-        self._reading: Reading | None = None
-        self.step = self.epoch = self.last_batch_samples = 0
-        self._numbers = _Numbers(0, 0, 0)
-        self._call("DataLoader", lambda: self._open(open_reading))
 
-    def _open(self, open_reading: Callable[..., Reading]) -> None:
-        self._reading = open_reading()
+    def call(self, loader: object, name: str, kind: int, work: Callable[[], Any]) -> Any:
+        """Return the result of the first peer's `work` on all peers; a batch only on peers that receive batches.
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a method of the `Reading`, which all peers have to call."""
-        if name not in _CALLS:
-            raise AttributeError(f"A loader that peers share has no {name}.")
-        return lambda *arguments: self._call(  # pyright: ignore[reportUnknownLambdaType]
-            f"{name}({', '.join(map(repr, arguments))})", lambda: getattr(self._own, name)(*arguments)
-        )
-
-    def __iter__(self) -> Batches:
-        own: list[Iterator[Any]] = []
-        self._call("iter", lambda: own.extend([iter(self._own)]))
-        return Batches(self.epoch, 0, lambda _: self._call("next", lambda: next(own[0]), BATCH))
-
-    def peek(self) -> Any:
-        return self._call("peek", lambda: self._own.peek(), BATCH)
-
-    def __len__(self) -> int:
-        return _known(self._numbers.num_batches)
-
-    @property
-    def batches_left(self) -> int:
-        return _known(self._numbers.batches_left)
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        return self._numbers.gradient_accumulation_steps
-
-    def progress(self) -> dict[str, float]:
-        return {"global_step": float(self.step)} if self._reading is None else self._reading.progress()
-
-    def close(self) -> None:
-        if self._reading is not None:
-            self._reading.close()
-
-    def load_state_dict(self, state: Mapping[str, Any], delivered: int = 0) -> None:
-        name = f"load_state_dict({_counts(state)}, {delivered})"  # only the first peer's state is loaded
-        self._call(name, lambda: self._own.load_state_dict(state, delivered))
-
-    def reopen(
-        self,
-        open_reading: Callable[..., Reading],
-        state: Mapping[str, Any] | None,
-        delivered: int,
-        changed: Mapping[str, Any],
-    ) -> None:
-        kept = [name for name in ("pipeline", "dp_rank", "dp_world_size", "transfer") if changed.get(name) is not None]
-        if kept:
-            raise ValueError(f"reopen() with peers= cannot change {kept}: give mesh= of the dp ranks.")
-        name = f"reopen({_counts(state)}, {delivered}, {_told(changed)})"
-        self._call(name, lambda: self._own.reopen(open_reading, state, delivered, changed))
-
-    # Calls
-
-    @property
-    def _own(self) -> Reading:
-        if self._reading is None:
-            raise RuntimeError("This process reads nothing.")
-        return self._reading
-
-    def _call(self, name: str, work: Callable[[], Any], kind: int = RESULT) -> Any:
-        """Return the result of the first peer's call on all peers; a batch only on peers that receive batches."""
+        Args:
+            loader: The `Reading` whose call it is.
+            name: The method and its arguments, the same on all peers.
+        """
         self._peers.require_no_fork()
-        if self._peers.me:
-            kind, value = self._hear(name)
-        else:
-            value = self._work(name, work, kind)
-        return self._sent(value) if kind == BATCH and value is not None else value
+        value = self._hear(name) if self._peers.me else self._work(loader, name, kind, work)
+        return self._transferred(value) if kind == BATCH and value is not None else value
 
-    def _sent(self, batch: Any) -> Any:
+    def _work(self, loader: Any, name: str, kind: int, work: Callable[[], Any]) -> Any:
+        called = self._peers.digest_of(name)
+        try:
+            value = work()
+            said = to_bytes(value if kind == BATCH else (Numbers.of(loader), value, None))
+        except Exception as error:
+            said = to_bytes((Numbers.of(loader), None, picklable(error)))
+            self._peers.say(RESULT, [called, 0, 0, 0], said)
+            raise
+        at = (loader.step, loader.epoch, loader.last_batch_samples) if kind == BATCH else (0, 0, 0)
+        self._peers.say(kind, [called, *at], said)
+        return value
+
+    def _hear(self, name: str) -> Any:
+        kind, (called, step, epoch, num_real), value = self._peers.hear(self._pin)
+        if called != self._peers.digest_of(name):
+            raise RuntimeError(
+                f"This rank calls {name:.200} of a loader with peers=, the one that reads for it another method, with other "
+                f"arguments, or that of another loader. All peers of a dp rank make the same calls in the same order."
+            )
+        if kind == BATCH:
+            numbers = self.numbers or Numbers()
+            left = numbers.batches_left
+            left = left - 1 if name.startswith("next") and isinstance(left, int) else left
+            self.numbers = numbers._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=left)
+            return value
+        self.numbers, result, error = value
+        if error is not None:
+            raise error
+        return result
+
+    def _transferred(self, batch: Any) -> Any:
         try:
             return batch if self._send is None else self._send(batch)
         except StopIteration as error:
             raise RuntimeError(ENDS_NOTHING) from error
 
-    def _work(self, name: str, work: Callable[[], Any], kind: int) -> Any:
-        try:
-            value = work()
-            said = to_bytes(value if kind == BATCH else (self._read_numbers(), value, None))
-        except Exception as error:
-            self._say(name, RESULT, to_bytes((self._read_numbers(), None, picklable(error))))
-            raise
-        if kind == BATCH:
-            self._count(name)
-        self._say(name, kind, said)
-        return value
 
-    def _say(self, name: str, kind: int, said: Bytes) -> None:
-        if self._reading is not None:
-            of = self._reading
-            self.step, self.epoch, self.last_batch_samples = of.step, of.epoch, of.last_batch_samples
-        self._peers.say(kind, [self._peers.digest_of(name), self.step, self.epoch, self.last_batch_samples], said)
+def by_first(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """Return a decorator for methods of a `Reading`: its peers call them together, and the first peer does the work.
 
-    def _hear(self, name: str) -> tuple[int, Any]:
-        kind, (called, *at), value = self._peers.hear(self._pin)
-        if called != self._peers.digest_of(name):
-            raise RuntimeError(
-                f"This rank calls {name} of a loader with peers=, the one that reads for it another method, with other "
-                f"arguments, or that of another loader. All peers of a dp rank make the same calls in the same order."
-            )
-        self.step, self.epoch, self.last_batch_samples = at
-        if kind == BATCH:
-            self._count(name)
-            return kind, value
-        self._numbers, result, error = value
-        if error is not None:
-            raise error
-        return kind, result
+    Args:
+        kind: `BATCH` if the methods return a batch, which only some peers receive; else `RESULT`.
+    """
 
-    def _count(self, name: str) -> None:
-        left = self._numbers.batches_left
-        if name == "next" and isinstance(left, int):
-            self._numbers = self._numbers._replace(batches_left=left - 1)
+    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        @functools.wraps(method)
+        def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            if self._shared is None:
+                return method(self, *args, **kwargs)
+            name = f"{method.__name__.strip('_')}({_told(args)}, {_told(kwargs)})"
+            return self._shared.call(self, name, kind, functools.partial(method, self, *args, **kwargs))
 
-    def _read_numbers(self) -> _Numbers:
-        of = self._reading
-        if of is not None:
-            left = _or_why(lambda: of.batches_left)
-            self._numbers = _Numbers(_or_why(partial(len, of)), left, of.gradient_accumulation_steps)
-        return self._numbers
+        return call
+
+    return decorate
 
 
 def _or_why(number: Callable[[], int]) -> int | str:
@@ -199,7 +154,8 @@ def _or_why(number: Callable[[], int]) -> int | str:
         return str(error)
 
 
-def _known(number: int | str) -> int:
+def known(number: int | str) -> int:
+    """Return a number of `Numbers`; raise ``TypeError`` if there is none."""
     if isinstance(number, str):
         raise TypeError(number)
     return number
@@ -228,11 +184,6 @@ def _come_to_the_meeting(dp_rank: Any, dp_world_size: Any, timeout: float) -> No
         return
     if dp_world_size > 1 and 0 <= dp_rank < dp_world_size:  # otherwise the loader raises an error
         by_dp_rank(dp_rank, dp_world_size, timeout)
-
-
-def _counts(state: Mapping[str, Any] | None) -> str:
-    """Return a digest of the numbers and strings of a state, by which peers compare their states."""
-    return f"{digest({name: value for name, value in (state or {}).items() if isinstance(value, int | str)}):x}"
 
 
 def _told(value: Any) -> str:

@@ -48,7 +48,7 @@ def on_4_ranks() -> dict[str, Any]:
     del circle.gather  # type: ignore[union-attr]
     found["rows sent"] = sent
 
-    loader._reading._wait_seconds = [1.0, 8.0, 2.0, 3.0][me]
+    loader._wait_seconds = [1.0, 8.0, 2.0, 3.0][me]
     found["report"] = loader.report()
 
     records: list[str] = []

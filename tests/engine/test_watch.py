@@ -61,7 +61,7 @@ def mapped(source: Any, fn: Any, shard: rd.Shard) -> Any:
 
 def said_of(loader: rd.DataLoader, blocks: Blocks, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What is logged while a thread waits for a batch, by a clock that is wound on."""
-    clock, watch = Clock(), loader._reading.watch
+    clock, watch = Clock(), loader._watch
     watch._clock = clock
     thread = threading.Thread(target=lambda: next(iter(loader)))
     thread.start()
@@ -212,7 +212,7 @@ def test_a_rank_whose_others_are_simulated_reports_itself() -> None:
 def test_a_loader_that_nobody_holds_is_gone_at_once() -> None:
     loader = rd.DataLoader(range(8), global_batch_size=4)
     next(iter(loader))
-    watch = loader._reading.watch
+    watch = loader._watch
     del loader
     watch.began = -1e9
     watch.look()  # there is nobody to tell
