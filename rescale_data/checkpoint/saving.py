@@ -154,7 +154,7 @@ def _refuse_different(own: str, ranks: Ranks) -> None:
 
 def _write_files(store: Store, final: str, save: Save, plain: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
     """Return the record of each file of all ranks, by name."""
-    own, prefix, folder = store.recording(), f"{save.folder}/", join(final, save.folder)
-    dcp.save(plain, own, folder, ranks, name=final, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
-    written = [file for of_rank in ranks.on_each(lambda: own.written) for file in of_rank.items()]
+    store.written, prefix, folder = {}, f"{save.folder}/", join(final, save.folder)
+    dcp.save(plain, store, folder, ranks, name=final, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
+    written = [file for of_rank in ranks.on_each(lambda: store.written) for file in of_rank.items()]
     return {prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}

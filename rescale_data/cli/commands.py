@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import typer
 
@@ -28,21 +27,6 @@ app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_
 Path = Annotated[str, typer.Argument(help="A checkpoint: a DCP folder, or its URL.")]
 Folder = Annotated[str, typer.Argument(help="A run's folder, with a checkpoint a step, or its URL.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; nan and infinity are null.")]
-
-
-class Format(StrEnum):
-    """Formats that ``convert`` writes."""
-
-    torch = "torch"
-    safetensors = "safetensors"
-    dcp = "dcp"
-
-
-class Tail(StrEnum):
-    """Ways of a loader to end an epoch."""
-
-    drop = "drop"
-    pad = "pad"
 
 
 @app.command()
@@ -139,7 +123,7 @@ def audit(
     ] = None,
     steps: Annotated[str | None, typer.Option(help="A step or FIRST:STOP: which documents did these hold?")] = None,
     repeat: Annotated[bool, typer.Option(help="As the loader had it.")] = False,
-    tail: Annotated[Tail, typer.Option(help="As the loader had it.")] = Tail.drop,
+    tail: Annotated[Literal["drop", "pad"], typer.Option(help="As the loader had it.")] = "drop",
     num_workers: Annotated[int, typer.Option(min=0, help="As the loader had it, if it was not aligned.")] = 0,
     limit: Annotated[int, typer.Option(min=0, help="Print at most this many samples.")] = 50,
     as_json: Json = False,
@@ -147,7 +131,7 @@ def audit(
     """Say in which steps the run in FOLDER served a document, or what its steps held: read again from its checkpoints."""
     from rescale_data.cli import auditing, render
 
-    as_loaded = {"repeat": repeat, "tail": tail.value, "num_workers": num_workers}
+    as_loaded = {"repeat": repeat, "tail": tail, "num_workers": num_workers}
     answer = _or_exit(lambda: auditing.answer(folder, pipeline, find, steps, **as_loaded))
     _out(as_json, answer, lambda console: render.show_audit(console, answer, limit))
 
@@ -174,7 +158,8 @@ def convert(
         str, typer.Argument(help="What to write; it must not exist, except an empty folder for safetensors.")
     ],
     to: Annotated[
-        Format | None, typer.Option(help="Default: by TARGET's ending, .pt or safetensors, else dcp.")
+        Literal["torch", "safetensors", "dcp"] | None,
+        typer.Option(help="Default: by TARGET's ending, .pt or safetensors, else dcp."),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Only this entry (to files), or put all under this name (to dcp): model.")

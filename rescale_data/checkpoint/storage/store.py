@@ -6,7 +6,6 @@ A ``Store`` is the file system that DCP's reader and writer use, too. What they 
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import io
 import os
@@ -17,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Self, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -86,7 +85,7 @@ class Store(FileSystemBase):
     Attributes:
         files: The file system of fsspec.
         renames: True if files and folders can be renamed in one atomic step; object stores cannot.
-        written: The record of each file that DCP has written, by path.
+        written: The record of each file that DCP has written in the save that runs, by path.
     """
 
     renames: bool
@@ -95,12 +94,6 @@ class Store(FileSystemBase):
         self.files = files
         self._files: Any = files
         self.written: dict[str, FileRecord] = {}
-
-    def recording(self) -> Self:
-        """The same, for one save."""
-        own = copy.copy(self)
-        own.written = {}
-        return own
 
     def open_read(self, path: str) -> BinaryIO:
         return self._files.open(path, "rb")
@@ -119,10 +112,6 @@ class Store(FileSystemBase):
             return self._files.info(path)["type"] == "file"
         except _NOT_FOUND:
             return False
-
-    def size(self, path: str) -> int:
-        """Bytes of a file; ``FileNotFoundError`` where there is none."""
-        return int(self._files.size(path))
 
     def sizes(self, path: str) -> dict[str, int]:
         """Bytes of each file directly in a folder, by name; empty where there is no folder."""
