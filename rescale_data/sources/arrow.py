@@ -96,13 +96,12 @@ class ArrowSource(TableSource):
         file = self._index.file_of(fragment)
         if self._files.filesystem is not None or self._index.kind(file)["is_compressed"]:
             return super()._load_tokens(column, fragment)
-        with self._blaming(file):
-            opened: _Opened = self._handle(file)
-            data = opened.ranges.read(*self._span(fragment))
-            if (column, fragment) not in opened.places:
-                # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
-                columns = self._file_schema(file).schema.names
-                opened.places[column, fragment] = Place.of(self._decode(fragment, columns).column(column), data)
+        opened: _Opened = self._handle(file)
+        data = opened.ranges.read(*self._span(fragment))
+        if (column, fragment) not in opened.places:
+            # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
+            columns = self._file_schema(file).schema.names
+            opened.places[column, fragment] = Place.of(self._decode(fragment, columns).column(column), data)
         place = opened.places[column, fragment]
         if place is None:
             return super()._load_tokens(column, fragment)

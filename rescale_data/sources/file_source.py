@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -132,7 +133,8 @@ class FileSource(KnownFiles):
             kept: Known | None = cache().get(key)
             found = Known(fetch()) if kept is None else kept
             if soon or found.nbytes * len(self._files.names) <= room_for(self) // 16:
-                self._keep(key, found)
+                cache().register(self)
+                cache().put(key, found)
         return found.data
 
     def _bytes_key(self, fragment: int) -> tuple[Any, ...]:
@@ -152,14 +154,20 @@ class FileSource(KnownFiles):
         Args:
             stays: Whether the cache keeps the value. If not, this thread reads it without a look at other threads.
         """
-        with counts().reading(self._files.path(self._index.file_of(fragment))):
-            return self._once(key, partial(load, fragment)) if stays else self._keep(key, load(fragment), stays=False)
+        with self._reading(fragment):
+            return self._once(key, partial(load, fragment)) if stays else _counted(load(fragment))
+
+    @contextmanager
+    def _reading(self, fragment: int) -> Generator[None]:
+        """Name the file that this thread waits for, in counters and in errors."""
+        file = self._index.file_of(fragment)
+        with counts().reading(self._files.path(file)), self._blaming(file):
+            yield
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], V]) -> V:
         """Return the value at a key. If it is missing, one thread makes it and the others wait."""
-        with cache().alone(key):
-            found: V | None = cache().get(key)
-            return self._keep(key, make()) if found is None else found
+        cache().register(self)
+        return cache().make(key, lambda: _counted(make()))
 
     def _stays(self, fragment: int) -> bool:
         """True if the cache keeps a mapped fragment after a packer has passed its tokens.
@@ -181,16 +189,14 @@ class FileSource(KnownFiles):
         named = () if column is None else (column,)
         return (owner_of(self), fragment, *named, *(() if share is None else ("piece", share.key)))
 
-    def _keep(self, key: tuple[Any, ...], decoded: V, *, stays: bool = True) -> V:
-        cache().register(self)
-        if stays:
-            cache().put(key, decoded)
-        if not isinstance(decoded, Brought):
-            counts().add(READ_BYTES, decoded.nbytes)
-        return decoded
-
     def _handle(self, file: int) -> Any:
         return handles().make((owner_of(self), file), lambda: self._open(file))
 
     def _bad(self, index: int, why: BadRow) -> ValueError:
         return ValueError(f"{self.locate(index)}: {why}")
+
+
+def _counted(decoded: V) -> V:
+    if not isinstance(decoded, Brought):
+        counts().add(READ_BYTES, decoded.nbytes)
+    return decoded

@@ -8,6 +8,7 @@ import posixpath
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -135,7 +136,8 @@ class IndexedSource(FileSource):
         if codec is None:
             return self._files.ranges(file)
         copy = os.path.splitext(part)[0] + ".rdblocks"
-        return cast(Ranges, open_once(copy, BlockRanges, lambda aside: self._write_copy(file, codec, copy, aside)))
+        opened = partial(BlockRanges, store=self._files.store)
+        return cast(Ranges, open_once(copy, opened, lambda aside: self._write_copy(file, codec, copy, aside)))
 
     def _write_copy(self, file: int, codec: str, copy: str, aside: str) -> None:
         if not self._files.sizes[file]:

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from rescale_data.errors import DataStateError, checks_kinds
+from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.local_store import store_in
@@ -235,7 +236,7 @@ class KnownFiles(FiledSource):
         """Make errors of reading a file name the file. Most errors become a ``ValueError`` that calls it damaged."""
         try:
             yield
-        except (FileNotFoundError, PermissionError, RemoteError):
+        except (FileNotFoundError, PermissionError, RemoteError, BadRow):
             raise
         except _DAMAGE as error:
             if isinstance(error, OSError) and error.errno:  # a fault of the machine, such as a full disk

@@ -43,10 +43,10 @@ class ParquetSource(TableSource):
         filter: Expression that chooses the rows to read, over any columns, such as ``pyarrow.compute.field("lang") == "de"``.
             All other rows are as if they were not in the files. The filter is applied once, to the row groups in which rows may
             match; an index, in ``index_dir`` or beside the files, keeps the rows that match.
-        cache_dir: Folder on a local disk, which the processes of a machine share. It keeps ranges that were read from URLs. If
-            the fragments of the logical shards of this process do not fit ``cache_bytes``, it keeps decoded pieces of them,
-            too: each fragment is then decoded once an epoch instead of at each visit. If the disk is full, nothing more is
-            kept.
+        cache_dir: Folder on a local disk, which the processes of a machine share. It keeps ranges that were read from URLs, and
+            blocks of compressed files (``.jsonl.gz``), decompressed. If the fragments of the logical shards of this process do
+            not fit ``cache_bytes``, it keeps decoded pieces of them, too: each fragment is then decoded once an epoch instead
+            of at each visit. If the disk is full, nothing more is kept.
         cache_dir_bytes: Bytes that ``cache_dir`` may hold. The entries that were not used for longest are deleted first. An
             entry of more than an eighth of these bytes is not kept.
 

@@ -6,7 +6,8 @@ import base64
 import copy
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -83,14 +84,21 @@ class TableSource(FileSource, TokenSource):
     def tokens(self, column: str, fragment: int) -> Tokens:
         key, load = self._key(fragment, column), partial(self._load_tokens, column)
         found: Tokens | None = cache().get(key)
-        return found or self._read(key, fragment, load, stays=self.decoding_costs or self._stays(fragment))
+        if found is not None:
+            return found
+        with self._naming_nulls(fragment):
+            return self._read(key, fragment, load, stays=self.decoding_costs or self._stays(fragment))
+
+    @contextmanager
+    def _naming_nulls(self, fragment: int, first: int = 0) -> Generator[None]:
+        """Make an error of a null name its row, counted from row ``first`` of a fragment."""
+        try:
+            yield
+        except NullValueError as null:
+            raise self._bad(int(self._index.starts[fragment]) + first + null.row, null) from None
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
-        table = self._decode(fragment, [column])
-        try:
-            found = token_lists(table.column(column))
-        except NullValueError as null:
-            raise self._bad(int(self._index.starts[fragment]) + null.row, null) from None
+        found = token_lists(self._decode(fragment, [column]).column(column))
         self._release_with(found, fragment)
         return found.tight() if self.decoding_costs else found
 
@@ -124,10 +132,8 @@ class TableSource(FileSource, TokenSource):
 
     def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
         piece = self._piece(fragment, share, column)
-        try:
+        with self._naming_nulls(fragment, piece.start):
             return piece.tokens
-        except NullValueError as null:
-            raise self._bad(int(self._index.starts[fragment]) + piece.start + null.row, null) from None
 
     def _piece(self, fragment: int, share: Share, column: str | None = None) -> Piece:
         """Return one shard's rows of a fragment: from the cache, from disk, or cut now together with other shards' rows."""
@@ -135,7 +141,7 @@ class TableSource(FileSource, TokenSource):
         found: Piece | None = cache().get(key)
         if found is not None:
             return found
-        with counts().reading(self._files.path(self._index.file_of(fragment))):
+        with self._reading(fragment):
             return self._stored(fragment, share, column) or self._cut(fragment, share, column)
 
     def _cut(self, fragment: int, share: Share, column: str | None) -> Piece:
@@ -230,19 +236,16 @@ class TableSource(FileSource, TokenSource):
         return range(len(footer.rows))
 
     def _load(self, fragment: int) -> Fragment:
-        table = self._decode(fragment, self._schema.names)
-        with self._blaming(self._index.file_of(fragment)):
-            decoded = Fragment(table)
+        decoded = Fragment(self._decode(fragment, self._schema.names))
         self._release_with(decoded, fragment)
         return decoded
 
     def _decode(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        with self._blaming(self._index.file_of(fragment)):
-            table, chosen = self._table(fragment, columns), self._index.chosen_of(fragment)
-            if chosen is None:
-                return table
-            self._release_with(table, fragment)
-            return table.take(pa.array(chosen))
+        table, chosen = self._table(fragment, columns), self._index.chosen_of(fragment)
+        if chosen is None:
+            return table
+        self._release_with(table, fragment)
+        return table.take(pa.array(chosen))
 
     def _file_schema(self, file: int) -> FileSchema:
         return self._schemas[int(self._index.kind_of[file])]

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import threading
 from collections import Counter
 from functools import partial
@@ -17,6 +18,7 @@ import rescale_data as rd
 from rescale_data.sources.decoded import cache as decoded_cache
 from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, Held, cache, owner_of
 from rescale_data.sources.decoded.interest import beside, warn_if_thrashing
+from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.sources.source import Source
 
 
@@ -206,7 +208,7 @@ def test_few_files_stay_open() -> None:
 
     for key in (0, 1, 2, 0, 3, 0, 1):
         files.make(key, open_file)
-    assert len(files) == 3
+    assert files.nbytes == 3
     assert len(opened) == 5
 
 
@@ -266,7 +268,7 @@ def test_a_source_that_goes_waits_for_no_file_that_is_being_opened() -> None:
         return object()
 
     files.make((2, "b"), opener)
-    assert len(files) == 1
+    assert files.nbytes == 1
 
 
 def _kept(row: Any) -> tuple[int, int]:
@@ -313,3 +315,8 @@ def test_a_loader_between_epochs_or_closed_leaves_the_cache_to_others() -> None:
     next(iter(evaluation))
     evaluation.close()
     assert beside(owner_of(source)) == (1, 8)
+
+
+@pytest.mark.parametrize("text", ["abc" * 99, "日本語" * 99, "😀" * 99])
+def test_text_counts_with_the_bytes_that_it_takes(text: str) -> None:
+    assert size_of({"text": text}) == sys.getsizeof(text) >= max(map(ord, text)).bit_length() // 8 * len(text)

@@ -9,6 +9,7 @@ import tarfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 
 from rescale_data.sources import indexed, jsonl
 from rescale_data.sources.bad_row import BadRow
+from rescale_data.sources.files import local_store
+from rescale_data.sources.files.blocks import BlockRanges
 from rescale_data.sources.jsonl import JsonlSource, find_lines, parse
 from rescale_data.sources.webdataset import WebDatasetSource
 from rescale_data.testing import assert_source
@@ -298,6 +301,18 @@ class TestBadData:
         (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff\xfe"}\n')
         with pytest.raises(ValueError, match="line 1: it is not JSON"):
             JsonlSource(tmp_path).row(0)
+
+    @pytest.mark.parametrize("packed", PACKED[1:])
+    def test_blocks_are_decompressed_once_for_all_processes_of_a_host(
+        self, packed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
+        source = JsonlSource(tmp_path, cache_dir=tmp_path / "cache")
+        assert rows_of(source) == ROWS
+        sent = pickle.dumps(source)
+        monkeypatch.setattr(local_store, "_stores", {})  # as in another process
+        monkeypatch.setattr(BlockRanges, "_decompress", Mock(side_effect=AssertionError))
+        assert rows_of(pickle.loads(sent)) == ROWS
 
     @pytest.mark.parametrize("packed", PACKED[1:])
     @pytest.mark.parametrize("kept", [0, 5, 0.5, -4])

@@ -445,19 +445,19 @@ class TestLocalStore:
     def test_has_a_bound(self, tmp_path: Path) -> None:
         kept = LocalStore(str(tmp_path), 10_000)
         for i in range(200):
-            assert kept.read(str(i), 500, lambda: bytes(500)) == pa.py_buffer(bytes(500))
+            assert kept.read(str(i), lambda: bytes(500)) == pa.py_buffer(bytes(500))
             assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 10_000
         fetched: list[int] = []
-        kept.read("199", 500, lambda: fetched.append(1) or bytes(500))
+        kept.read("199", lambda: fetched.append(1) or bytes(500))
         assert not fetched
-        kept.read("large", 5000, lambda: bytes(5000))
+        kept.read("large", lambda: bytes(5000))
         assert not any(path.stat().st_size == 5000 for path in tmp_path.rglob("*"))
 
     def test_deletes_nothing_of_the_users(self, tmp_path: Path) -> None:
         (tmp_path / "model.pt").write_bytes(bytes(20_000))
         os.utime(tmp_path / "model.pt", (1, 1))
         kept = LocalStore(str(tmp_path), 10_000)
-        [kept.read(str(i), 500, lambda: bytes(500)) for i in range(50)]
+        [kept.read(str(i), lambda: bytes(500)) for i in range(50)]
         assert (tmp_path / "model.pt").exists()
 
     def test_where_there_can_be_no_folder(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -475,7 +475,7 @@ class TestLocalStore:
         kept = LocalStore(str(tmp_path), 10_000)
         kept.put("b", pa.py_buffer(b"mine"))
         assert kept.get("a") is None
-        assert [kept.read("a", 4, lambda: b"mine") for _ in range(2)] == [pa.py_buffer(b"mine")] * 2
+        assert [kept.read("a", lambda: b"mine") for _ in range(2)] == [pa.py_buffer(b"mine")] * 2
         assert sorted(tmp_path.rglob("*")) == before
         assert [record.getMessage().count("another user has made") for record in caplog.records] == [1]
 
@@ -489,17 +489,17 @@ class TestLocalStore:
 
     def test_a_damaged_file_is_fetched_again(self, tmp_path: Path) -> None:
         kept = LocalStore(str(tmp_path), 10_000)
-        kept.read("a", 100, lambda: bytes(100))
+        kept.read("a", lambda: bytes(100))
         (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert path.stat().st_mode & 0o222 == 0
         path.chmod(0o600)
         path.write_bytes(b"short")
-        assert kept.read("a", 100, lambda: bytes(range(100))) == pa.py_buffer(bytes(range(100)))
+        assert kept.read("a", lambda: bytes(range(100))) == pa.py_buffer(bytes(range(100)))
         path.chmod(0o600)
         data = path.read_bytes()
         path.write_bytes(b"?" + data[1:])  # as a disk may leave it
         assert kept.get("a") is None
-        assert kept.read("a", 100, lambda: bytes(100)) == pa.py_buffer(bytes(100))
+        assert kept.read("a", lambda: bytes(100)) == pa.py_buffer(bytes(100))
 
     def test_another_process_may_delete_the_file_aside(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -511,7 +511,7 @@ class TestLocalStore:
             rename(aside, path)
 
         monkeypatch.setattr(os, "replace", deleted_first)
-        assert kept.read("a", 500, lambda: bytes(500)) == pa.py_buffer(bytes(500))
+        assert kept.read("a", lambda: bytes(500)) == pa.py_buffer(bytes(500))
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
         assert not caplog.records
 
@@ -523,7 +523,7 @@ class TestLocalStore:
 
         kept = LocalStore(str(tmp_path), 10_000)
         monkeypatch.setattr(os, "replace", full)
-        assert [kept.read(name, 500, lambda: bytes(500)) for name in "aab"] == [pa.py_buffer(bytes(500))] * 3
+        assert [kept.read(name, lambda: bytes(500)) for name in "aab"] == [pa.py_buffer(bytes(500))] * 3
         assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -539,5 +539,5 @@ class TestLocalStore:
 def _use(folder: str, seed: int) -> None:
     kept = LocalStore(folder, 20_000)
     for number in np.random.default_rng(seed).integers(0, 60, 300).tolist():
-        data = kept.read(str(number), 500, lambda number=number: bytes([number]) * 500)
+        data = kept.read(str(number), lambda number=number: bytes([number]) * 500)
         assert data == pa.py_buffer(bytes([number]) * 500)

@@ -288,7 +288,7 @@ def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
 
     reader, writer = os.pipe()
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(cache.read, "range", 3, fetch)
+        answer = pool.submit(cache.read, "range", fetch)
         inside.wait()
         child = os.fork()
         if not child:
@@ -302,21 +302,6 @@ def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
         pass
     os.close(writer)
     os.waitpid(child, 0)
-
-
-@pytest.mark.parametrize("bad", ["a folder of another user", "a file"])
-def test_without_a_folder_for_locks_ranges_are_kept_all_the_same(
-    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    locks, cache = tmp_path / "locks", LocalStore(str(tmp_path / "cache"), 2**20)
-    monkeypatch.setattr("rescale_data.sources.files.local_store._LOCKS", str(locks))
-    if bad == "a file":
-        locks.touch()
-    else:
-        locks.mkdir()
-        monkeypatch.setattr(os, "getuid", lambda: locks.stat().st_uid + 1)
-    assert [cache.read("range", 3, lambda: b"abc") for _ in range(2)] == [pa.py_buffer(b"abc")] * 2
-    assert not locks.is_dir() or not list(locks.iterdir())
 
 
 def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +332,7 @@ def miss(folder: str, fetched: Any) -> None:
         time.sleep(0.2)
         return b"x" * 100
 
-    assert LocalStore(folder, 2**20).read("range", 100, fetch) == pa.py_buffer(b"x" * 100)
+    assert LocalStore(folder, 2**20).read("range", fetch) == pa.py_buffer(b"x" * 100)
 
 
 def test_ranks_of_a_machine_that_miss_a_range_fetch_it_once(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import itertools
 import os
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-V = TypeVar("V", bound="Sized")
+T = TypeVar("T")
 
 DEFAULT_BYTES = 2**30
 _owners = itertools.count()
@@ -108,9 +108,9 @@ class Cache:
                     return kept[key]
             return None
 
-    def put(self, key: Hashable, value: Sized) -> None:
+    def put(self, key: Hashable, value: Any) -> None:
         """Keep ``value`` at ``key``, in place of an earlier value."""
-        size, is_made = value.nbytes, isinstance(value, Made)
+        size, is_made = self._size_of(value), isinstance(value, Made)
         with self._lock:
             self._pop(key)
             kept, of_owner = self._made if is_made else self._others, self._of_owner.setdefault(_owner(key), {})
@@ -123,12 +123,15 @@ class Cache:
             if self.nbytes > budget:
                 self._shrink(budget, key)
 
-    def make(self, key: Hashable, maker: Callable[[], V]) -> V:
-        """Return the value at ``key``, made first if it is missing."""
+    def make(self, key: Hashable, maker: Callable[[], T]) -> T:
+        """Return the value at ``key``. If it is missing, one thread makes it and the others wait."""
         value = self.get(key)
         if value is None:
-            value = maker()
-            self.put(key, value)
+            with self.alone(key):
+                value = self.get(key)
+                if value is None:
+                    value = maker()
+                    self.put(key, value)
         return value
 
     def alone(self, key: Hashable) -> AbstractContextManager[Any]:
@@ -158,6 +161,9 @@ class Cache:
         with self._lock:
             for key in list(self._of_owner.get(owner, ())):
                 self._pop(key)
+
+    def _size_of(self, value: Any) -> int:
+        return value.nbytes
 
     def _pop(self, key: Hashable) -> Any:
         size = self._entries.pop(key, -1)
@@ -202,53 +208,22 @@ def _owner(key: Hashable) -> Hashable:
     return key[0] if isinstance(key, tuple) else None
 
 
-class Handles:
-    """Open files of a process; the least recently used one is closed first.
+class Handles(Cache):
+    """Open files of a process, as many as the limit; the least recently used one is closed first.
 
     A thread that still reads a file that was dropped here holds a reference to it, and can finish.
     """
 
     def __init__(self, limit: int = 64) -> None:
+        super().__init__()
         self._limit = limit
-        self._open: OrderedDict[Hashable, Any] = OrderedDict()
-        self._gone: deque[int] = deque()  # owners whose files are still to be closed
-        self._lock = threading.RLock()
 
-    def __len__(self) -> int:
-        return len(self._open)
+    @property
+    def budget(self) -> int:
+        return self._limit
 
-    def make(self, key: Hashable, opener: Callable[[], Any]) -> Any:
-        """Return the handle at ``key``, opened first if it is missing."""
-        with self._lock:
-            handle = self._open.pop(key, None)
-            self._open[key] = handle = opener() if handle is None else handle
-            while len(self._open) > self._limit:
-                self._open.popitem(last=False)
-            self._close()
-            return handle
-
-    def drop(self, owner: int) -> None:
-        """Close the files of an owner, now or when the next file is opened.
-
-        A finalizer calls this, in any thread. It must not wait for the lock: another thread may hold it, open a file, and wait
-        for a request that this thread makes.
-        """
-        self._gone.append(owner)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._close()
-            finally:
-                self._lock.release()
-
-    def _close(self) -> None:
-        while True:
-            try:
-                owner = self._gone.popleft()
-            except IndexError:  # all are closed, perhaps by a finalizer that ran in between
-                return
-            for key in list(self._open):
-                if isinstance(key, tuple) and key[0] == owner:
-                    self._open.pop(key, None)
+    def _size_of(self, value: Any) -> int:
+        return 1
 
 
 _cache = Cache()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import bisect
 import io
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.ranges import Mapped, Ranges
 
 BLOCK_BYTES = 2**20
@@ -25,9 +27,15 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
 class BlockRanges(Ranges):
-    """Byte ranges of a decompressed file, read from its copy in blocks; ``ValueError`` if the copy is incomplete."""
+    """Byte ranges of a decompressed file, read from its copy in blocks; ``ValueError`` if the copy is incomplete.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: Path of the copy.
+        store: Store for blocks that were decompressed; `None` to keep none.
+    """
+
+    def __init__(self, path: str, store: LocalStore | None = None) -> None:
+        self._path, self._store = path, store
         self._copy, self._codec = Mapped(path), pa.Codec("zstd")
         tail = self._copy.read(max(0, self._copy.size - 16), 16).to_pybytes().rjust(16, b"\0")
         ends = int.from_bytes(tail[:8], "little") + 1
@@ -50,17 +58,22 @@ class BlockRanges(Ranges):
             return pa.py_buffer(b"")
         first = bisect.bisect_right(cast(Any, raw), offset) - 1
         last = bisect.bisect_left(cast(Any, raw), stop)
-        whole = b"".join([self._block(block) for block in range(first, last)])
+        blocks = [self._block(block) for block in range(first, last)]
+        whole = blocks[0] if len(blocks) == 1 else pa.py_buffer(b"".join(blocks))
         begin = int(raw[first])
-        return pa.py_buffer(whole).slice(offset - begin, stop - offset)
+        return whole.slice(offset - begin, stop - offset)
 
     def whole(self) -> Any:
         return self.read(0, self.size)
 
-    def _block(self, block: int) -> bytes:
+    def _block(self, block: int) -> ArrowBuffer:
+        decompress = partial(self._decompress, block)
+        return decompress() if self._store is None else self._store.read(f"{self._path}|{block}", decompress)
+
+    def _decompress(self, block: int) -> ArrowBuffer:
         start, stop = self._stored[block : block + 2].tolist()
         size = int(self._raw[block + 1] - self._raw[block])
-        return self._codec.decompress(self._copy.read(start, stop - start), size, asbytes=True)
+        return self._codec.decompress(self._copy.read(start, stop - start), size)
 
 
 def codec_of(name: str) -> str | None:

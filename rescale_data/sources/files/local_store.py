@@ -1,9 +1,9 @@
-"""`LocalStore`: ranges of remote files and pieces of decoded fragments on a local disk, shared by all processes of a machine.
+"""`LocalStore`: ranges, decompressed blocks and pieces of fragments on a local disk, shared by all processes of a machine.
 
-Each entry is a read-only file: its data and their CRC-32. It is written under another name and renamed. If several processes
-miss the same range, one fetches it and the others wait. When the store is nearly full, entries that were not used for longest
-are deleted first, by a process that has written much since it last looked. Files that killed processes left are deleted, too.
-Data that cannot be kept is read again when it is needed: a store never ends a run.
+Each entry is a read-only file: its data and their CRC-32. It is written under another name and renamed, and mapped by its
+readers. If several processes miss the same range, one fetches it and the others wait. When the store is nearly full, entries
+that were not used for longest are deleted first, by a process that has written much since it last looked. Files that killed
+processes left are deleted, too. Data that cannot be kept is read again when it is needed: a store never ends a run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import fcntl
 import hashlib
 import logging
 import os
-import tempfile
 import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pyarrow as pa
 
@@ -24,7 +24,6 @@ from rescale_data.sources.files.once import write_aside
 
 _log = logging.getLogger(__name__)
 _OWN = "rescale_data-1"  # 1: version of the entries; other files in the user's folder are never deleted
-_LOCKS = os.path.join(tempfile.gettempdir(), f"rescale_data-{os.getuid()}-ranges")
 _LOOK_AFTER = 64  # a process looks for entries to delete after it has written 1/64 of the bound
 _FULL, _TRIMMED = 7 / 8, 3 / 4
 _CHECKSUM = 4
@@ -63,19 +62,16 @@ class LocalStore:
     def __reduce__(self) -> tuple[Callable[[str, int], LocalStore], tuple[str, int]]:
         return store_in, (self._given, self.max_bytes)
 
-    def read(self, name: str, length: int, fetch: Callable[[], bytes]) -> ArrowBuffer:
-        """Return the entry called ``name``, of ``length`` bytes. If it is missing, ``fetch`` brings it and it is kept."""
+    def read(self, name: str, fetch: Callable[[], Any]) -> ArrowBuffer:
+        """Return the entry called ``name``. If it is missing, ``fetch`` brings its bytes and they are kept."""
         if self._is_off:
             return pa.py_buffer(fetch())
-        path = self._path(name)
-        data = _read(path, length)
-        if data is not None:
+        if (data := self.get(name)) is not None:
             return data
+        path = self._path(name)
         with self._alone(path):
-            data = _read(path, length)  # another process may have brought it
-            if data is None:
-                data = pa.py_buffer(fetch())
-                self._keep(path, data)
+            if (data := self.get(name)) is None:  # another process may have brought it
+                self._keep(path, data := pa.py_buffer(fetch()))
         return data
 
     def get(self, name: str) -> ArrowBuffer | None:
@@ -105,16 +101,11 @@ class LocalStore:
 
     @contextmanager
     def _alone(self, path: str) -> Generator[None]:
-        """Hold the lock of a range on this machine; go on without it if locks cannot be made.
-
-        4,096 locks serve all ranges, so that a lock may also block a few others.
-        """
-        number = hashlib.blake2b(path.encode(), digest_size=20).hexdigest()[:3]
+        """Hold the lock of the folder of an entry, one of 4,096; go on without it if the folder cannot be made."""
+        folder = os.path.dirname(path)
         try:
-            os.makedirs(_LOCKS, mode=0o700, exist_ok=True)
-            if os.stat(_LOCKS).st_uid != os.getuid():
-                raise PermissionError("another user has made it")
-            lock = os.open(os.path.join(_LOCKS, number), os.O_CREAT | os.O_RDWR, 0o600)
+            os.makedirs(folder, exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
         except OSError:
             yield
             return
@@ -123,9 +114,7 @@ class LocalStore:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
-            fcntl.flock(
-                lock, fcntl.LOCK_UN
-            )  # a child that was forked meanwhile holds the lock, too, until it is unlocked
+            fcntl.flock(lock, fcntl.LOCK_UN)  # otherwise a child that was forked meanwhile would hold it, too
             _held.discard(lock)
             os.close(lock)
 
@@ -173,7 +162,7 @@ class LocalStore:
 
     def _path(self, name: str) -> str:
         key = hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
-        return os.path.join(self._folder, key[:2], key)
+        return os.path.join(self._folder, key[:3], key)
 
 
 def _kind_of_mount(folder: str) -> str:
@@ -191,18 +180,6 @@ def _write(path: str, data: ArrowBuffer) -> None:
         file.write(memoryview(data))
         file.write(zlib.crc32(data).to_bytes(_CHECKSUM, "little"))
         os.fchmod(file.fileno(), 0o400)  # read-only: truncated while mapped, it would end readers by SIGBUS
-
-
-def _read(path: str, length: int) -> ArrowBuffer | None:
-    """Return the data of a file; `None` if it is missing, not readable, of another length, or damaged."""
-    with suppress(OSError):
-        with open(path, "rb") as file:
-            data = pa.py_buffer(file.read())
-        if data.size == length + _CHECKSUM and _is_sound(data):
-            with suppress(OSError):
-                os.utime(path)
-            return data.slice(0, length)
-    return None
 
 
 def _is_sound(data: ArrowBuffer) -> bool:

@@ -162,7 +162,7 @@ class RemoteFile(Ranges):
             return pa.py_buffer(b"")
         if self._store is None or not self._stamp:  # a change of the file would not be seen
             return pa.py_buffer(fetch())
-        return self._store.read(f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}", length, fetch)
+        return self._store.read(f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}", fetch)
 
     def _try(self, work: Callable[[], T], num_bytes: int, part: str = "") -> T:
         return attempt(self._remote, self.url, work, num_bytes, part)
