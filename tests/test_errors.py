@@ -186,7 +186,7 @@ class TestTopology:
         with pytest.raises(TypeError, match=r"rd\.DataLoader has no argument batch_size=: micro_batch_size="):
             rd.DataLoader(ROWS, 2)  # type: ignore[misc, call-arg]
 
-    @pytest.mark.parametrize("shuffle", [0, 1.5, "yes"])
+    @pytest.mark.parametrize("shuffle", [0, -1, 1.5, "yes"])
     def test_shuffle(self, shuffle: Any) -> None:
         with pytest.raises(ValueError, match=rf"shuffle={shuffle!r}: give True, False .*or the window in rows"):
             loader_of([1, 2], shuffle=shuffle)

@@ -206,15 +206,6 @@ def test_filtered_rows_are_counted() -> None:
     assert len(ids) + progress["dropped_samples"] == len(kept)
 
 
-def test_everything_filtered_is_an_error() -> None:
-    loader = rd.DataLoader(
-        lambda shard: rd.Filter(read(WEB, shard), lambda _: False),
-        global_batch_size=4, num_logical_shards=4, dp_rank=0, dp_world_size=1, repeat=True,
-    )  # fmt: skip
-    with pytest.raises(rd.DataStateError, match="yielded no sample in two whole epochs"):
-        next(iter(loader))
-
-
 class TestRandom:
     def draws(self, shard: rd.Shard, num: int = 80, **kwargs: Any) -> dict[tuple[int, int], float]:
         """The noise by epoch and row."""

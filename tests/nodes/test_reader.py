@@ -17,6 +17,7 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.shard import Shard
 from rescale_data.sources.parquet import ParquetSource
+from tests.nodes.resume import assert_resumes
 
 
 class Fragmented(rd.Source):
@@ -43,12 +44,6 @@ shuffles = st.sampled_from([False, True, 1, 4])
 
 def epoch_of(reader: Reader) -> list[int]:
     return [row["x"] for row in reader]
-
-
-def endless(reader: Reader):
-    while True:
-        yield from reader
-        reader.reset(reader.get_state())
 
 
 @given(lengths, st.integers(1, 12), shuffles)
@@ -79,35 +74,10 @@ def test_fragments_around_are_those_of_the_rows(lengths: list[int], num_shards: 
 @given(lengths, shuffles)
 @settings(max_examples=25)
 def test_resumes_at_every_position(lengths: list[int], shuffle: bool | int) -> None:
-    source, shard = Fragmented(*lengths), Shard(1, 2, seed=4, repeat=False)
+    source, shard = Fragmented(*lengths), Shard(1, 2, seed=4)
     size = Reader(source, shard).rows.size(0)
-    if not size:
-        return
-    whole = list(itertools.islice(endless(Reader(source, shard, shuffle=shuffle)), 3 * size))
-    live = Reader(source, shard, shuffle=shuffle)
-    stream = endless(live)
-    for drawn in range(2 * size):
-        resumed = Reader(source, shard, shuffle=shuffle)
-        resumed.reset(live.get_state())
-        assert list(itertools.islice(endless(resumed), size)) == whole[drawn : drawn + size]
-        table = np.array([live.position.tolist()])
-        bound = Reader(source, shard, shuffle=shuffle)
-        bound.bind(table[0].data)
-        if drawn % size:
-            assert next(bound) == whole[drawn]
-            assert table[0, 1] == drawn % size + 1
-        next(stream)
-
-
-def test_stops_again_and_again_until_it_is_reset() -> None:
-    reader = Reader(Fragmented(3), Shard(), shuffle=False)
-    assert epoch_of(reader) == [0, 1, 2]
-    for _ in range(3):
-        with pytest.raises(StopIteration):
-            next(reader)
-        assert reader.get_state() == {"epoch": 1, "row": 0, "skipped": 0}
-    reader.reset(reader.get_state())
-    assert epoch_of(reader) == [0, 1, 2]
+    if size:
+        assert_resumes(lambda: Reader(source, shard, shuffle=shuffle), num_samples=2 * size, ahead=size)
 
 
 def test_reset_without_a_state_begins_an_epoch() -> None:
@@ -129,25 +99,6 @@ def test_after_the_last_row_the_position_still_belongs_to_the_epoch() -> None:
     assert reader.get_state() == {"epoch": 0, "row": 3, "skipped": 0}
 
 
-def test_epoch_end_tells_what_reading_would() -> None:
-    source = Fragmented(7, 2, 8)
-    shards = np.arange(5)
-    readers = [Reader(source, Shard(i, 5)) for i in range(5)]
-    for i, reader in enumerate(readers):
-        for _ in range(i % 3):
-            next(reader)
-    rows = np.array([reader.position.tolist() for reader in readers])
-    left, ends = readers[0].epoch_end(rows, shards)
-    assert left.tolist() == [len(epoch_of(reader)) for reader in readers]
-    assert ends.tolist() == [reader.position.tolist() for reader in readers]
-
-
-def test_a_shard_without_rows() -> None:
-    readers = [Reader(Fragmented(2), Shard(i, 3)) for i in range(3)]
-    assert sorted(epoch_of(reader) for reader in readers) == [[], [0], [1]]
-    assert [reader.get_state() for reader in readers] == [{"epoch": 1, "row": 0, "skipped": 0}] * 3
-
-
 def test_shuffles_differently_each_epoch_seed_and_shard() -> None:
     source = Fragmented(50, 50)
     orders = []
@@ -163,12 +114,6 @@ def test_a_window_keeps_rows_near_their_place() -> None:
     order = epoch_of(Reader(Fragmented(100), Shard(), shuffle=10))
     assert order != sorted(order)
     assert all(sorted(order[i : i + 10]) == list(range(i, i + 10)) for i in range(0, 100, 10))
-
-
-@pytest.mark.parametrize("shuffle", [0, -1])
-def test_a_window_of_no_rows(shuffle: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Reader(Fragmented(3), Shard(), shuffle=shuffle)
 
 
 def test_a_dataset_yields_its_own_samples_and_is_wrapped_once() -> None:

@@ -106,10 +106,6 @@ def test_a_window_is_made_again_where_it_was_evicted_and_skipped_without_reading
     assert list(skipping) == list(drawing)
 
 
-def many_tokens(texts: list[str]) -> list[list[int]]:
-    return [[1] * 1000 for _ in texts]
-
-
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("make", "argument"),

@@ -17,7 +17,7 @@ import rescale_data as rd
 from rescale_data.nodes.base import as_node
 from rescale_data.testing import assert_rescalable
 from tests.nodes.resume import assert_ends, assert_resumes, plain, take
-from tests.nodes.zoo import ENDLESS, FEW, FILTERED, LOSSY, PIPELINES, STOCK, TIMES, WEB, Counting, Ids, ids_of, is_kept
+from tests.nodes.zoo import ENDLESS, FEW, FILTERED, LOSSY, PIPELINES, STOCK, TIMES, Counting, Ids, ids_of, is_kept
 
 TOPOLOGIES = [(1, 12, 0), (1, 4, 0), (2, 6, 0), (2, 2, 0), (3, 4, 0), (4, 3, 0), (6, 1, 0)]
 
@@ -90,37 +90,6 @@ def test_any_chain_of_topologies(name: str, chain: list[tuple[int, int, int]], n
         )
 
     assert_rescalable(make_loader, chain, steps=steps)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_finite_epochs_on_one_rank(num_workers: int) -> None:
-    """The same multiset as without an interruption, in two epochs that end by themselves, with a save in the last batch."""
-
-    def make_loader() -> rd.DataLoader:
-        return rd.DataLoader(
-            PIPELINES["filter"],
-            global_batch_size=4,
-            num_logical_shards=8,
-            num_workers=num_workers,
-            dp_rank=0,
-            dp_world_size=1,
-        )
-
-    with make_loader() as loader:
-        whole = [[batch["id"].tolist() for batch in loader] for _ in range(2)]
-    kept = sorted(row["id"] for row in WEB.dataset if is_kept(row))
-    assert all(len(batches) == len(kept) // 4 for batches in whole)
-    found: list[list[int]] = []
-    state = None
-    for stop in (3, len(whole[0]) - 1, len(whole[0]), len(whole[0]) + 2):
-        with make_loader() as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-                assert str(loader.state_dict()) == str(state)
-            while len(found) < stop:
-                found += [batch["id"].tolist() for _, batch in zip(range(stop - len(found)), loader, strict=False)]
-            state = loader.state_dict()
-    assert found == [*whole[0], *whole[1]][: len(found)]
 
 
 @pytest.mark.parametrize("name", [name for name in STOCK if name not in ENDLESS])

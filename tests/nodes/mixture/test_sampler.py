@@ -119,24 +119,6 @@ def test_after_the_rest_of_an_epoch_was_left_out_schedules_and_epochs_go_on() ->
     assert len(ends[1]) == 46
 
 
-def test_skip_without_reading() -> None:
-    read_rows: list[int] = []
-
-    class Seen(list[Any]):
-        def __getitem__(self, index: Any) -> Any:
-            read_rows.append(index)
-            return super().__getitem__(index)
-
-    data = Seen({"id": i} for i in range(40))
-    shard = rd.Shard()
-    nodes = {"a": rd.Reader(data, shard), "b": rd.Reader(range(30), shard)}
-    node = rd.WeightedSampler(nodes, {"a": 2, "b": 1}, stop="all")
-    node.reset(None)
-    node.skip(50)
-    assert not read_rows
-    assert node.get_state()["a"]["row"] + node.get_state()["b"]["row"] == 50
-
-
 def test_a_silent_source_is_an_error() -> None:
     node = rd.WeightedSampler(
         {"web": read(WEB, rd.Shard()), "none": rd.Filter(read(CODE, rd.Shard()), lambda _: False)},

@@ -21,6 +21,7 @@ from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import cache
 from tests.corpus import LAYOUTS, documents, fragment_order, write
 from tests.formats import write_megatron
+from tests.nodes.resume import assert_resumes
 
 EOS, BOS, ONE = 2, 1, Shard()
 
@@ -181,42 +182,7 @@ class TestResume:
         def build() -> TokenPacker:
             return packer_of(source, Shard(1, 2, repeat=repeat), via_mapper=via_mapper, labels=True, last="pad")
 
-        def stream(node: TokenPacker):
-            while True:
-                yield from node
-                node.reset(node.get_state())
-
-        whole = as_lists(itertools.islice(stream(build()), 40))
-        live = build()
-        for drawn, sample in enumerate(itertools.islice(stream(live), 30)):
-            assert as_lists([sample])[0] == whole[drawn]
-            resumed = build()
-            resumed.reset(live.get_state())
-            assert as_lists(itertools.islice(stream(resumed), 9)) == whole[drawn + 1 : drawn + 10]
-            table = np.array([live.position.tolist()] * 2)
-            bound = build()
-            bound.bind(table[1].data)
-            for sample, expected in zip(bound, whole[drawn + 1 : drawn + 3], strict=False):
-                assert as_lists([sample])[0] == expected
-            assert table[1].tolist() == bound.position.tolist()
-            assert table[0].tolist() == live.position.tolist()
-
-    def test_position_does_not_depend_on_blocks(self, tmp_path: Path, monkeypatch) -> None:
-        source = write("arrow", tmp_path, documents([3, 0, 7, 1, 25, 0, 0, 9, 2, 2, 0, 1]))
-        found = []
-        for block in (1, 11, 30, 2**20):
-            many_blocks(monkeypatch, block)
-            node = packer_of(source, Shard(repeat=True), eos_id=None, labels=True)
-            found.append([(next(node)["tokens"].tolist(), node.position.tolist()) for _ in range(25)])
-        assert found.count(found[0]) == len(found)
-
-    def test_a_bound_row_can_be_rewritten(self, tmp_path: Path) -> None:
-        source = write("arrow", tmp_path, documents([9] * 20))
-        node = packer_of(source, Shard(repeat=True))
-        begin = node.get_state()
-        first = [next(node)["tokens"].tolist() for _ in range(8)]
-        node.reset(begin)
-        assert [next(node)["tokens"].tolist() for _ in range(8)] == first
+        assert_resumes(build, num_samples=30, ahead=9)
 
     def test_what_was_evicted_is_made_again(self, tmp_path: Path) -> None:
         source = write("arrow", tmp_path, documents([9] * 20))
