@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import rescale_data as rd
-from rescale_data.testing import full_state_dict
 from tests.simulate import same_state
 from tests.states import opened
 
@@ -167,39 +166,6 @@ def test_no_thread_is_left_behind(end: str) -> None:
         elif end == "reopen":
             loader.reopen(global_batch_size=8)
     assert threads() == []
-
-
-def test_another_micro_batch() -> None:
-    """The thread of the ranks that were; iterators go on."""
-    expected = listed(make(ahead=0))
-    loader = make()
-    batches = iter(loader)
-    taken = listed([next(batches)])
-    loader.reopen(micro_batch_size=2)
-    assert len(threads()) == 0
-    taken += [[*next(batches).tolist(), *next(batches).tolist()] for _ in expected[1:]]
-    assert taken == expected
-    assert list(batches) == []
-
-
-def test_simulated_ranks_share_a_source_and_each_has_its_thread() -> None:
-    made = {
-        ahead: [make(ahead=ahead, micro_batch_size=2, dp_rank=rank, dp_world_size=2) for rank in range(2)]
-        for ahead in (0, 2)
-    }
-    iterators = {ahead: [iter(loader) for loader in loaders] for ahead, loaders in made.items()}
-    for _ in range(len(made[0][0])):
-        one, other = (listed(map(next, each)) for each in iterators.values())
-        assert one == other
-        assert same_state(*(full_state_dict(loaders) for loaders in made.values()))
-
-
-def test_what_is_no_number_of_batches_is_refused() -> None:
-    with pytest.raises(TypeError, match="prefetch='two'"):
-        make(ahead="two")  # type: ignore[arg-type]
-    for arguments in ({"ahead": -1}, {"ahead": 0, "num_workers": 2}):
-        with pytest.raises(ValueError, match=r"give the batches that a thread is to be ahead"):
-            make(**arguments)
 
 
 def sent(batch: Any) -> Any:

@@ -8,7 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -115,6 +115,24 @@ def test_no_error_is_of_python_itself(name: str, folder: Path, monkeypatch: pyte
     for argument in {*named, *given} - SLOW - {"self"}:
         for wrong in WRONG:
             assert not said(function, {**given, argument: wrong}), (argument, wrong)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_no_whole_number_is_named_with_the_cure(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each argument that is declared as an int, or an int or None."""
+    monkeypatch.chdir(folder)
+    function, given = CASES[name](folder)
+    public = rd.DataLoader if function is loader else function
+    kinds = get_type_hints(public.__init__ if inspect.isclass(public) else public)
+    if name == "reopen":
+        del kinds["delivered"]  # without a state none is taken, whatever it is
+    for argument in (argument for argument, kind in kinds.items() if kind in (int, int | None)):
+        for wrong in (8.0, "8", True):
+            says = re.escape(f"{argument}={wrong!r} is a {type(wrong).__name__}; give an int")
+            with pytest.raises(TypeError, match=says):
+                function(**{**given, argument: wrong})
 
 
 @checks_kinds

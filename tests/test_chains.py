@@ -118,103 +118,39 @@ OF_OURS = [name for name in ZOO if name not in STOCK]
 WITH_ENDS = sorted(set(OF_OURS) - set(ENDLESS))
 
 
-class TestAnyChain:
-    """Whatever the topologies: each shard delivers its samples in order, and all ranks end an epoch together."""
-
-    @given(any_chain(ALL, repeat=True))
-    @some
-    def test_endless(self, chain: Chain) -> None:
-        case, legs = chain
-        run, _ = play(case, legs)
-        check_exactly_once(case, run)
-
-    @given(any_chain(["rows"], repeat=False))
-    @some
-    def test_epochs(self, chain: Chain) -> None:
-        case, legs = chain
-        run, _ = play(case, legs)
-        run.take_epoch()
-        check_exactly_once(case, run)
-        check_epochs(case, run)
-
-    @given(any_chain(UNKNOWN, repeat=False, max_ranks=1))
-    @some
-    def test_epochs_whose_samples_must_be_counted(self, chain: Chain) -> None:
-        case, legs = chain
-        run, _ = play(case, legs)
-        run.take_epoch()
-        check_exactly_once(case, run)
-        check_epochs(case, run)
+CHAINS = {
+    "any, endless": (any_chain(ALL, repeat=True), some),
+    "any, epochs": (any_chain(["rows"], repeat=False), some),
+    "any, counted epochs": (any_chain(UNKNOWN, repeat=False, max_ranks=1), some),
+    "any of our nodes, endless": (any_chain(OF_OURS, repeat=True), fewer),
+    "any of our nodes, epochs": (any_chain(WITH_ENDS, repeat=False, max_ranks=1), fewer),
+    "aligned, endless": (aligned_chain(ALL, repeat=True), some),
+    "aligned, epochs": (aligned_chain(["rows"], repeat=False), some),
+    "aligned, counted epochs": (aligned_chain(UNKNOWN, repeat=False, max_ranks=1), some),
+    "aligned of our nodes, endless": (aligned_chain(OF_OURS, repeat=True, sizes=FEW), fewer),
+    "aligned of our nodes, epochs": (aligned_chain(WITH_ENDS, repeat=False, max_ranks=1, sizes=FEW), fewer),
+}
+"""Chains of topologies; epochs whose samples must be counted are dealt anew at their end on one rank."""
 
 
-class TestOurNodes:
-    """The same of every kind of node of ours, alone and combined; the end of an epoch is dealt anew on one rank."""
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_of_topologies(name: str) -> None:
+    """Each shard delivers its samples in order, all ranks end an epoch together; aligned, batches are those of one rank."""
+    chains, profile = CHAINS[name]
 
-    @given(any_chain(OF_OURS, repeat=True))
-    @fewer
-    def test_endless(self, chain: Chain) -> None:
-        case, legs = chain
-        run, _ = play(case, legs)
-        check_exactly_once(case, run)
-
-    @given(aligned_chain(OF_OURS, repeat=True, sizes=FEW))
-    @fewer
-    def test_endless_and_aligned(self, chain: Chain) -> None:
+    @given(chains)
+    @profile
+    def test(chain: Chain) -> None:
         case, legs = chain
         run, begins = play(case, legs)
+        if not case.repeat:
+            run.take_epoch()
+            check_epochs(case, run)
         check_exactly_once(case, run)
-        check_same_batches(case, run, legs[0].topology.o, begins)
+        if name.startswith("aligned"):
+            check_same_batches(case, run, legs[0].topology.o, begins)
 
-    @given(any_chain(WITH_ENDS, repeat=False, max_ranks=1))
-    @fewer
-    def test_epochs(self, chain: Chain) -> None:
-        case, legs = chain
-        run, _ = play(case, legs)
-        run.take_epoch()
-        check_exactly_once(case, run)
-        check_epochs(case, run)
-
-    @given(aligned_chain(WITH_ENDS, repeat=False, max_ranks=1, sizes=FEW))
-    @fewer
-    def test_epochs_and_aligned(self, chain: Chain) -> None:
-        case, legs = chain
-        run, begins = play(case, legs)
-        run.take_epoch()
-        check_exactly_once(case, run)
-        check_epochs(case, run)
-        check_same_batches(case, run, legs[0].topology.o, begins)
-
-
-class TestAlignedChain:
-    """Where the case is aligned, the global batches are those of one rank that nothing interrupted, bit by bit."""
-
-    @given(aligned_chain(ALL, repeat=True))
-    @some
-    def test_endless(self, chain: Chain) -> None:
-        case, legs = chain
-        run, begins = play(case, legs)
-        check_exactly_once(case, run)
-        check_same_batches(case, run, legs[0].topology.o, begins)
-
-    @given(aligned_chain(["rows"], repeat=False))
-    @some
-    def test_epochs(self, chain: Chain) -> None:
-        case, legs = chain
-        run, begins = play(case, legs)
-        run.take_epoch()
-        check_exactly_once(case, run)
-        check_epochs(case, run)
-        check_same_batches(case, run, legs[0].topology.o, begins)
-
-    @given(aligned_chain(UNKNOWN, repeat=False, max_ranks=1))
-    @some
-    def test_epochs_whose_samples_must_be_counted(self, chain: Chain) -> None:
-        case, legs = chain
-        run, begins = play(case, legs)
-        run.take_epoch()
-        check_exactly_once(case, run)
-        check_epochs(case, run)
-        check_same_batches(case, run, legs[0].topology.o, begins)
+    test()
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -188,23 +188,6 @@ def test_every_loop_trains_its_epochs_once_wherever_it_saves(run: Run) -> None:
         assert run.tail == "drop" or len(rows) == size
 
 
-@pytest.mark.parametrize("topology", [Topology(1, 2, 4, 1), Topology(1, 2, 4, 2)])
-def test_workers_may_read_ahead_over_the_end(topology: Topology) -> None:
-    expected = [rows for _, rows in Trainer(LOOPS[0], "rows", topology._replace(k=0), "drop", 0, None).train()]
-    trainer = Trainer(LOOPS[0], "rows", topology, "drop", 0, None)
-    assert [rows for _, rows in trainer.train()] == expected
-    trainer.ranks[0].reset()
-    steps = trainer.train()
-    for _ in range(24):
-        next(steps)
-    state, _ = trainer.save()
-    trainer.ranks[0].close()
-    assert (opened(state)["epoch"], trainer.ranks[0].batches_left) == (0, 0)
-    again = Trainer(LOOPS[0], "rows", topology, "drop", 0, (state, 0))
-    assert [rows for _, rows in again.train()] == expected[24:]
-    again.ranks[0].close()
-
-
 def loader_of(**arguments: Any) -> rd.DataLoader:
     return rd.DataLoader(
         rows_of, **{"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": N, **arguments}
@@ -283,13 +266,6 @@ class TestBetweenTheLastBatchAndTheEnd:
         opened(state)["shards"]["remainder"][3] = -1
         with pytest.raises(rd.DataStateError, match="an epoch has ended for 11 of 12 logical shards"):
             loader_of().load_state_dict(state)
-
-    def test_an_endless_stream_goes_on_from_such_a_state(self) -> None:
-        loader = loader_of()
-        loader.skip(48)
-        endless = loader_of(repeat=True)
-        endless.load_state_dict(loader.state_dict())
-        assert next(iter(endless))["row"].tolist() == next(iter(loader))["row"].tolist()
 
 
 class Broken(list[int]):

@@ -41,20 +41,8 @@ def rows_of(batches: Any) -> list[list[int]]:
     return [batch["row"].tolist() for batch in batches]
 
 
-def tagged_loader(**kwargs: Any) -> rd.DataLoader:
-    return loader_of(rows_pipeline, **kwargs)
-
-
 def take(loader: rd.DataLoader, num: int) -> list[list[int]]:
     return rows_of(itertools.islice(iter(loader), num))
-
-
-def take_over_epochs(loader: rd.DataLoader, num: int) -> None:
-    """Take micro batches one by one, from as many epochs as it needs."""
-    for _ in range(num):
-        batches = iter(loader)
-        loader.peek()
-        next(batches)
 
 
 EPOCH = rows_of(loader_of())  # 24 micro batches: 8 steps of 12; 4 of 100 rows are left
@@ -112,12 +100,6 @@ class TestIteration:
         assert epochs[0] == EPOCH
         assert len({str(epoch) for epoch in epochs}) == 3
         assert loader.epoch == 3
-
-    def test_an_iterator_that_has_ended_stays_so(self) -> None:
-        batches = iter(loader_of())
-        assert len(list(batches)) == 24
-        for _ in range(3):
-            assert next(batches, None) is None
 
     def test_iter_goes_on_after_break(self) -> None:
         loader = loader_of()
@@ -296,33 +278,6 @@ class TestWhereTheRunStands:
         assert loader.progress()["dropped_samples"] == 0.0
         assert "Epoch 0 ended with less than a global batch of 12 samples: 4 dropped" in caplog.text
 
-    @pytest.mark.parametrize("tail", ["drop", "pad"])
-    def test_what_ends_of_epochs_did_is_counted_over_all_legs(self, tail: str) -> None:
-        """A leg of each step, on one or two ranks; some of them are skipped."""
-
-        def counts(loader: rd.DataLoader) -> list[float]:
-            return [loader.progress()[name] for name in ("dropped_samples", "padded_samples")]
-
-        def take(loader: rd.DataLoader) -> None:
-            for _ in range(3):
-                assert next(iter(loader), None) is not None or next(iter(loader), None) is not None
-
-        def ranks_of(w: int) -> list[rd.DataLoader]:
-            sizes = {"micro_batch_size": 4 // w, "dp_world_size": w, "tail": tail}
-            return [loader_of(Rows(30), dp_rank=rank, **sizes) for rank in range(w)]
-
-        whole = loader_of(Rows(30), tail=tail)
-        state = whole.state_dict()
-        for leg in range(3 * (2 + (tail == "pad"))):
-            take(whole)
-            ranks = ranks_of(1 + leg % 2)
-            for loader in ranks:
-                loader.load_state_dict(state)
-                loader.skip(12) if leg % 5 == 0 else take(loader)
-                assert counts(loader) == counts(whole)
-            state = full_state_dict(ranks)
-        assert counts(whole) == ([18.0, 0.0] if tail == "drop" else [0.0, 18.0])
-
     @pytest.mark.parametrize("num_rows", [45, 53, 22])
     @pytest.mark.parametrize(("before", "after"), [("pad", "drop"), ("drop", "pad")])
     def test_another_tail_than_was_saved(self, before: str, after: str, num_rows: int) -> None:
@@ -413,19 +368,6 @@ class TestPeek:
 
 
 class TestSkip:
-    @pytest.mark.parametrize("make", [tagged_loader, packed_loader])
-    @pytest.mark.parametrize("repeat", [False, True])
-    @pytest.mark.parametrize(("first", "num"), [(0, 1), (0, 23), (0, 24), (0, 60), (2, 0), (2, 4), (23, 5), (5, 50)])
-    def test_is_as_if_they_had_been_delivered(self, make: MakeLoader, repeat: bool, first: int, num: int) -> None:
-        taken, skipped = make(repeat=repeat), make(repeat=repeat)
-        for loader in (taken, skipped):
-            take_over_epochs(loader, first)
-        take_over_epochs(taken, num)
-        skipped.skip(num * 4)
-        assert same_state(skipped.state_dict(), taken.state_dict())
-        assert skipped.progress()["dropped_samples"] == taken.progress()["dropped_samples"]
-        assert torch.equal(next(iter(skipped))["shard"], next(iter(taken))["shard"])
-
     def test_reads_nothing_where_counts_are_known(self) -> None:
         data = Rows(100_000)
         loader = loader_of(data, repeat=True)
@@ -434,19 +376,6 @@ class TestSkip:
         assert loader.step == 50_000
         take(loader, 1)
         assert data.num_read == 4
-
-    @pytest.mark.parametrize(("w", "n"), [(4, 24), (2, 7)])
-    def test_on_all_ranks(self, w: int, n: int) -> None:
-        def make() -> list[rd.DataLoader]:
-            return [
-                loader_of(dp_rank=rank, dp_world_size=w, micro_batch_size=3, num_logical_shards=n) for rank in range(w)
-            ]
-
-        taken, skipped = make(), make()
-        for one, other in zip(taken, skipped, strict=True):
-            take(one, 5)
-            other.skip(5 * 3 * w)
-        assert same_state(full_state_dict(taken), full_state_dict(skipped))
 
     @pytest.mark.parametrize("num_samples", [-4, 3, 5])
     def test_of_no_whole_micro_batches(self, num_samples: int) -> None:

@@ -89,27 +89,6 @@ def test_within_one_loop_over_the_batches() -> None:
     assert loader.step == 3 + 6 + 4
 
 
-def test_workers_begin_anew_and_batches_go_on() -> None:
-    arguments = {"num_logical_shards": 24, "repeat": True}
-    with loader_of(**arguments) as alone, loader_of(**arguments, num_workers=1) as loader:
-        batches, expected = iter(loader), iter(alone)
-        for o in (8, 12, 4):
-            alone.reopen(global_batch_size=o)
-            loader.reopen(global_batch_size=o)
-            for _ in range(6):
-                assert next(batches)["x"].tolist() == next(expected)["x"].tolist()
-
-
-def test_other_workers_and_micro_batches_afterwards() -> None:
-    loader = loader_of(num_logical_shards=24)
-    batches = iter(loader)
-    rows = [x for _ in range(2) for x in next(batches)["x"].tolist()]
-    loader.reopen(global_batch_size=12, micro_batch_size=6, prefetch=2)
-    assert (loader._stream.layout.global_batch_size, loader.gradient_accumulation_steps) == (12, 2)
-    rows += [x for batch in batches for x in batch["x"].tolist()]
-    assert len(rows) == len(set(rows)) == 92  # of 88 that were left 84 are whole global batches
-
-
 def test_the_order_of_the_dataset_is_that_of_one_global_batch() -> None:
     loader = loader_of(shuffle=False, num_logical_shards=24)
     with pytest.raises(ValueError, match="root: global_batch_size"):
@@ -131,13 +110,11 @@ def test_off_a_boundary_it_names_the_next_one() -> None:
     next(batches)
 
 
-@pytest.mark.parametrize(
-    ("o", "message"), [(6, "not a multiple"), (0, "at least 1"), (200, "An epoch has 96 samples"), (8.0, "give an int")]
-)
+@pytest.mark.parametrize(("o", "message"), [(6, "not a multiple"), (0, "at least 1"), (200, "An epoch has 96 samples")])
 def test_one_that_does_not_fit_changes_nothing(o: Any, message: str) -> None:
     loader = loader_of()
     before = loader.state_dict()
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         loader.reopen(global_batch_size=o)
     assert same_state(before, loader.state_dict())
 

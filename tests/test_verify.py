@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch.distributed.checkpoint as dcp
 
@@ -39,19 +37,6 @@ def rows(shuffle: bool | int, shard: rd.Shard) -> rd.BaseNode[Any]:
     return rd.Reader(ROWS, shard, shuffle=shuffle)
 
 
-def packed(source: rd.Source, shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.TokenPacker(rd.Reader(source, shard, shuffle=8), column="tokens", seq_len=16, eos_id=0)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> rd.ParquetSource:
-    folder: Path = tmp_path_factory.mktemp("corpus")
-    documents = [list(range(1, 1 + i % 40)) for i in range(300)]
-    table = pa.table({"tokens": pa.array(documents, pa.list_(pa.int32()))})
-    pq.write_table(table, folder / "a.parquet", row_group_size=50)
-    return rd.ParquetSource(folder)
-
-
 def loader(pipeline: Any, rank: int, world_size: int, b: int, k: int, **options: Any) -> rd.DataLoader:
     where = {"dp_rank": rank, "dp_world_size": world_size, "micro_batch_size": b, "num_workers": k}
     return rd.DataLoader(pipeline, global_batch_size=12, **where, **{"verify": True, **options})
@@ -70,15 +55,6 @@ def test_a_whole_epoch_passes_with_either_tail(tail: Any) -> None:
         for epoch in range(2):
             assert sum(1 for _ in whole) == (8 if tail == "drop" else 9)
             assert whole.epoch == epoch + 1
-
-
-def test_packed_chains_pass(corpus: rd.ParquetSource) -> None:
-    assert_rescalable(
-        functools.partial(loader, functools.partial(packed, corpus), repeat=True), TOPOLOGIES * 3, steps=4
-    )
-    with loader(functools.partial(packed, corpus), 0, 1, 12, 0) as whole:
-        assert len(list(whole)) > 10
-        assert whole.epoch == 1
 
 
 def test_the_order_is_the_same_as_without() -> None:

@@ -97,11 +97,6 @@ def test_bad_arguments(kwargs: dict[str, Any]) -> None:
         rd.CleanDocuments(reader([[1]]), "tokens", **kwargs)
 
 
-def test_lengths_that_are_no_ints() -> None:
-    with pytest.raises(TypeError, match=r"max_length=2.0 is a float; give an int"):
-        rd.CleanDocuments(reader([[1]]), "tokens", max_length=2.0)  # type: ignore[arg-type]
-
-
 def test_a_sample_without_tokens() -> None:
     with pytest.raises(ValueError, match=r"CleanDocuments\(column='ids'\) was given"):
         list(itertools.islice(rd.CleanDocuments(reader([[1], [2]]), "ids"), 1))

@@ -287,8 +287,6 @@ def test_a_sample_without_text() -> None:
         next(rd.Tokenize(rd.Reader(TEXTS, rd.Shard()), by_letters, "body"))
     with pytest.raises(ValueError, match="batch_size=0"):
         tokenize(by_letters, batch_size=0)
-    with pytest.raises(TypeError, match=r"batch_size=2.0 is a float; give an int"):
-        tokenize(by_letters, batch_size=2.0)
 
 
 def test_another_tokenizer_is_an_error_when_a_state_is_loaded() -> None:
