@@ -32,8 +32,7 @@ from rescale_data.engine.recipe import SAMPLES, Recipe
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.workers import Begin, Worker
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
-from tests.promises import Case, check_epochs, check_exactly_once, check_same_batches, run_of
-from tests.simulate import Topology, same_state
+from tests.simulate import same_state
 from tests.states import opened
 
 
@@ -97,21 +96,6 @@ class TestSameAsWithout:
         assert begin.rows.tolist() == table[8:16].tolist()
         assert begin.table[8:16].tolist() == table[8:16].tolist()
 
-    def test_a_resume_wherever_it_is(self) -> None:
-        """Live workers are given other positions, again and again."""
-        whole = loader_of("packed", 0, repeat=True)
-        states, batches = [whole.state_dict()], []
-        for batch in itertools.islice(whole, 40):
-            batches.append(plain(batch))
-            states.append(whole.state_dict())
-        with loader_of("packed", 2, repeat=True) as loader:
-            for at in (7, 0, 23, 24, 1, 36):
-                loader.load_state_dict(states[at])
-                assert same_state(loader.state_dict(), states[at])
-                found = itertools.islice(iter(loader), 3)
-                assert plainly(found) == batches[at : at + 3]
-                assert same_state(loader.state_dict(), states[at + 3])
-
     def test_many_small_micro_batches_share_a_message_and_keep_their_order(self) -> None:
         data = Rows(40_000)
         pipeline = pipeline_of("rows", data)
@@ -123,42 +107,6 @@ class TestSameAsWithout:
                 found.append(plainly(itertools.islice(loader, 3000)))
                 assert opened(loader.state_dict())["samples"] == 6000
         assert found[0] == found[1]
-
-    def test_a_rank_of_several(self) -> None:
-        """Not aligned too: R1 holds over a chain that changes W, b, O and K, with saves in mid-step."""
-        chain = [
-            (Topology(1, 2, 12, 3), 5),
-            (Topology(2, 2, 8, 2), 5),
-            (Topology(1, 4, 12, 2), 4),
-            (Topology(2, 3, 6, 1), 9),
-        ]
-        for case in (Case("rows", 130, 9, False, "pad"), Case("packed", 130, 9, True, "drop")):
-            run, state = run_of(case), None
-            for topology, num in chain:
-                run.resume(topology, state)
-                run.take(num)
-                state = run.save()
-                if topology is chain[-1][0] and not case.repeat:
-                    run.take_epoch()
-                for loader in run.loaders:
-                    loader.close()
-            check_exactly_once(case, run)
-            if not case.repeat:
-                check_epochs(case, run)
-
-    def test_aligned_ranks(self) -> None:
-        case = Case("packed", 130, 24, True, "drop")
-        run = run_of(case)
-        run.resume(Topology(2, 3, 12, 2))
-        run.take(7)
-        state = run.save()
-        for loader in run.loaders:
-            loader.close()
-        run.resume(Topology(2, 3, 12, 1), state)
-        run.take(6)
-        check_same_batches(case, run, 12, [(0, None)])
-        for loader in run.loaders:
-            loader.close()
 
 
 def pid_pipeline(shard: rd.Shard) -> rd.BaseNode:

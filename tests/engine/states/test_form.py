@@ -2,13 +2,12 @@
 
 import logging
 from collections import Counter, defaultdict
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
@@ -87,57 +86,20 @@ THROUGH = [({"seq_len": 64}, 4, 2), ({"seq_len": 256, "labels": True}, 2, 1), ({
 some = settings(max_examples=max(4, settings().max_examples // 6))
 
 
-def check_packed(chain: Legs) -> None:
+@given(legs(FORMS))
+@example(THROUGH)
+@some
+def test_the_tokens_of_each_shard_end_to_end_are_those_of_an_uninterrupted_read(chain: Legs) -> None:
     found, ranks, tokens = play(rd.TokenPacker, chain)
-    check_tokens(found, N)
-    assert counted(ranks) == tokens
-
-
-def check_tokens(found: dict[int, list[Any]], num_shards: int) -> None:
     for shard, samples in found.items():
         given_tokens = torch.cat([sample["tokens"].long() for sample in samples]).tolist()
-        node = rd.TokenPacker(
-            rd.Reader(DOCUMENTS, rd.Shard(shard, num_shards, repeat=True)), column="tokens", eos_id=0, seq_len=8
-        )
+        rows = rd.Reader(DOCUMENTS, rd.Shard(shard, N, repeat=True))
+        node = rd.TokenPacker(rows, column="tokens", eos_id=0, seq_len=8)
         assert given_tokens == torch.cat([next(node)["tokens"] for _ in range(len(given_tokens) // 8)]).tolist()
         for sample in samples:
             if "labels" in sample:
                 assert sample["labels"][:-1].tolist() == sample["tokens"][1:].tolist()
-
-
-@given(legs(FORMS))
-@some
-def test_the_tokens_of_each_shard_end_to_end_are_those_of_an_uninterrupted_read(chain: Legs) -> None:
-    check_packed(chain)
-
-
-def test_64_256_and_64() -> None:
-    check_packed(THROUGH)
-
-
-def packed(shard: rd.Shard, seq_len: int) -> rd.BaseNode[Any]:
-    return rd.TokenPacker(rd.Reader(DOCUMENTS, shard), column="tokens", eos_id=0, seq_len=seq_len)
-
-
-def test_64_256_and_64_with_other_micro_batches_and_workers() -> None:
-    state, found, tokens = None, defaultdict(list), 0
-    for seq_len, (w, b, k) in ((64, (4, 2, 0)), (256, (3, 1, 2)), (64, (4, 2, 0))):
-        ranks = [
-            rd.DataLoader(
-                partial(packed, seq_len=seq_len), global_batch_size=24, micro_batch_size=b, num_logical_shards=48,
-                dp_rank=rank, dp_world_size=w, num_workers=k, repeat=True,
-            )
-            for rank in range(w)
-        ]  # fmt: skip
-        for loader in ranks if state is not None else []:
-            loader.load_state_dict(state)
-        take(ranks, 2 * ranks[0].gradient_accumulation_steps, found)
-        tokens += 2 * 24 * seq_len
-        state = full_state_dict(ranks)
-        assert counted(ranks) == tokens
-        for loader in ranks:
-            loader.close()
-    check_tokens(found, 48)
+    assert counted(ranks) == tokens
 
 
 def documents_of(sample: dict[str, Any]) -> list[tuple[int, ...]]:
