@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import errno
 import os
@@ -19,8 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
@@ -327,19 +324,6 @@ def test_untrusted_values_run_no_code(tmp_path: Path) -> None:
     assert target["b"]["c"] == 3
 
 
-def test_untrusted_loads_what_we_save(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2).to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer, **state(4)})
-    other = nn.Linear(3, 2).to(torch.bfloat16)
-    target = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), **state()}
-    checkpoint.load(tmp_path / "c", target)
-    assert target["loader"].step == 4
-    assert torch.equal(other.weight, model.weight)
-
-
 def test_metadata_that_points_outside_of_the_folder(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "c")
     metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
@@ -348,16 +332,6 @@ def test_metadata_that_points_outside_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="outside of the folder"):
         checkpoint.load(tmp_path / "c", {"a": torch.ones(2)})
-
-
-def test_metadata_with_any_byte_changed_is_a_value_error_or_loads(tmp_path: Path) -> None:
-    stock_save({"a": torch.ones(2), "b": 3}, checkpoint_id=tmp_path / "c")
-    file = tmp_path / "c" / ".metadata"
-    whole = file.read_bytes()
-    for place in range(0, len(whole), 3):
-        file.write_bytes(whole[:place] + b"q" + whole[place + 1 :])
-        with contextlib.suppress(ValueError):
-            checkpoint.verify(tmp_path / "c")
 
 
 def test_a_link_to_a_checkpoint_is_read_and_never_written_through(tmp_path: Path) -> None:
@@ -389,33 +363,6 @@ def test_a_file_in_an_object_store_is_not_taken_for_missing() -> None:
     open_store(url)[0].put(url, b"x")
     with pytest.raises(ValueError, match="Copy it to a local disk first"):
         checkpoint.load(url, {"a": 1})
-
-
-NUMPY = {
-    "number": np.float32(1.5),
-    "flag": np.bool_(True),
-    "text": np.str_("é"),
-    "day": np.datetime64("2026-01-01"),
-    "array": np.arange(6, dtype=">i4").reshape(2, 3),
-    "structured": np.zeros(2, dtype=[("a", "i4"), ("b", "S3")]),
-    "objects": np.array(["a", None, {"b": 2}], dtype=object),
-    "random": np.random.RandomState(3).get_state(),
-}
-
-
-@pytest.mark.parametrize("name", NUMPY)
-def test_what_numpy_makes_is_no_code(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved = {"it": NUMPY[name]}
-    allowed = set(torch.serialization.get_safe_globals())
-    checkpoint.save(tmp_path / "c", saved)
-    target: dict[str, Any] = {"it": None}
-    checkpoint.load(tmp_path / "c", target)
-    np.testing.assert_equal(target["it"], NUMPY[name])
-    assert type(target["it"]) is type(NUMPY[name])
-    torch.save(saved, tmp_path / "file.pt")
-    checkpoint.from_torch_save(tmp_path / "file.pt", tmp_path / "d")
-    assert set(torch.serialization.get_safe_globals()) == allowed
-    assert "no load takes" not in caplog.text
 
 
 def test_a_value_that_a_load_would_refuse_is_named_when_it_is_saved(

@@ -26,7 +26,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.retention import Retention
-from rescale_data.checkpoint.storage.readers import reading
 from rescale_data.checkpoint.storage.store import LocalStore
 from rescale_data.cli import inspect
 from tests.checkpoint.files import data
@@ -351,6 +350,7 @@ def fail_on_rank_one(folder: str) -> list[str]:
         lambda: manager.save(1, {"value": UnsavableOnRankOne()}),
         lambda: manager.save(-1 if odd else 1, {"a": 1}),
         lambda: (background.save(1, {"a": 1}, metrics=loss), background.wait()),  # type: ignore[arg-type]
+        lambda: (background.save(2, {"value": UnsavableOnRankOne()}), background.wait()),
         lambda: checkpoint.load(f"{folder}/whole", {"a": [StandInLoader()] if odd else 0}),
     ]
     checkpoint.save(f"{folder}/whole", {"a": 1})
@@ -359,8 +359,10 @@ def fail_on_rank_one(folder: str) -> list[str]:
         with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
             call()
         said.append(str(caught.value))
+    background.save(3, {"a": 1})
     manager.close()
     background.close()
+    assert background.steps() == [3], "saves go on behind an error"
     return said
 
 
@@ -369,28 +371,11 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     assert first == second
     for text, words in zip(
         first,
-        ("no state", "keys are strings", "'loss'", "no state", "step=-1", "'loss'", "a name of its own"),
+        ("no state", "keys are strings", "'loss'", "no state", "step=-1", "'loss'", "no state", "a name of its own"),
         strict=True,
     ):
         assert words in text
     assert sorted(name for name in os.listdir(tmp_path)) == ["background", "run", "whole"]
-
-
-def save_what_one_rank_cannot(folder: str) -> list[str]:
-    said = []
-    manager = CheckpointManager(folder)
-    for step, value in ((1, 1), (2, UnsavableOnRankOne()), (3, 3)):
-        try:
-            manager.save(step, {"value": value})
-            manager.wait()
-        except RuntimeError as error:
-            said.append(str(error))
-    manager.close()
-    return [*said, str(manager.steps())]
-
-
-def test_what_one_rank_cannot_save_fails_on_all_at_once(tmp_path: Path) -> None:
-    assert run(2, save_what_one_rank_cannot, str(tmp_path / "run")) == [["no state on this rank", "[1, 3]"]] * 2
 
 
 @pytest.fixture
@@ -466,10 +451,7 @@ def test_retention_is_a_pure_function(rules: dict[str, Any], kept: list[int]) ->
     "rules",
     [
         {"keep_latest": 0},
-        {"keep_latest": 1.5},
-        {"keep_latest": True},
         {"keep_every": 0},
-        {"keep_every": "10"},
         {"keep_best": ("loss", "least", 1)},
         {"keep_best": ("loss", "min", 0)},
         {"keep_best": ("loss", "min", "2")},
@@ -482,9 +464,7 @@ def test_retention_is_a_pure_function(rules: dict[str, Any], kept: list[int]) ->
     ],
 )
 def test_rules_that_make_no_sense(tmp_path: Path, rules: dict[str, Any]) -> None:
-    ((name, value),) = rules.items()
-    no_int = name in ("keep_latest", "keep_every") and type(value) is not int
-    with pytest.raises(TypeError if no_int else ValueError, match=f"{name}=.*{'give an int' if no_int else ''}"):
+    with pytest.raises(ValueError, match=f"{next(iter(rules))}="):
         CheckpointManager(tmp_path, **rules)
 
 
@@ -509,19 +489,6 @@ def test_retention_survives_a_restart(tmp_path: Path, mode: Any) -> None:
                 manager.save(step, {"a": step}, metrics={"loss": abs(step - 3)})
     with CheckpointManager(tmp_path / "run") as manager:
         assert manager.steps() == [0, 3, 5, 10, 11]
-
-
-def test_what_is_read_is_not_deleted(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "run", keep_latest=1, async_mode="disabled") as manager:
-        manager.save(1, {"a": 1})
-        with reading(LocalStore(), str(tmp_path / "run" / "step-1")):
-            manager.save(2, {"a": 2})
-            manager.save(3, {"a": 3})
-            manager._idle()
-            assert manager.steps() == [1, 3]
-        manager.save(4, {"a": 4})
-        manager._idle()
-        assert manager.steps() == [4]
 
 
 READS: dict[str, Callable[[Path, Path], Any]] = {

@@ -20,7 +20,7 @@ def server() -> Iterator[Server]:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_request_fails_and_no_other(fault: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    config = {"retries": {"max_attempts": 1}, "read_timeout": 3 if fault == "stall" else 60}
+    config = {"retries": {"total_max_attempts": 1}, "read_timeout": 3 if fault == "stall" else 60}
     bucket: Any = s3fs.S3FileSystem(**{**server.options, "config_kwargs": config}, skip_instance_cache=True)
     for name in "ab":
         bucket.pipe(f"{BUCKET}/{name}", name.encode() * 100)

@@ -8,8 +8,6 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,12 +19,10 @@ from tests.checkpoint.stand_in import StandInLoader
 pytest.importorskip("s3fs", reason="needs the extra s3")
 pytest.importorskip("moto", reason="needs the extra s3")
 
-import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage.claims import find
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.readers import reading
 from tests.checkpoint.object_server import BUCKET, Fault, Server, serving
 from tests.states import opened
 
@@ -143,20 +139,6 @@ def test_a_lasting_fault_leaves_the_checkpoint_before(server: Server, folder: st
         assert manager.steps() == [1, 3]
 
 
-def test_a_replacement_is_not_committed_before_its_end(server: Server, folder: str) -> None:
-    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 60}}
-    checkpoint.save(f"{folder}/c", state(1), storage_options=options)
-    with pytest.raises(ValueError, match="overwrite=True"):
-        checkpoint.save(f"{folder}/c", state(2), storage_options=options)
-    server.set_fault(first(10**9, "cut", "/rescale_data-"))
-    with pytest.raises(Exception, match=r"Connection|Saving|failed"):
-        checkpoint.save(f"{folder}/c", state(2), overwrite=True, storage_options=options)
-    server.set_fault(lambda method, path: None)
-    assert opened(checkpoint.read_data_state(f"{folder}/c", storage_options=options))["step"] == 1
-    checkpoint.save(f"{folder}/c", state(3), overwrite=True, storage_options=options)
-    assert opened(checkpoint.read_data_state(f"{folder}/c", storage_options=options))["step"] == 3
-
-
 def test_a_replacement_of_another_tools_checkpoint(server: Server, folder: str) -> None:
     store, path = open_store(folder, server.options)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
@@ -166,19 +148,6 @@ def test_a_replacement_of_another_tools_checkpoint(server: Server, folder: str) 
     checkpoint.save(f"{folder}/c", state(1), overwrite=True, storage_options=server.options)
     assert "__0_0.distcp" in store.names(f"{path}/c"), "what no claim of the folder made is nobody's to remove"
     assert checkpoint.verify(f"{folder}/c", storage_options=server.options) == []
-
-
-def test_what_is_read_elsewhere_is_not_deleted(server: Server, folder: str) -> None:
-    with CheckpointManager(folder, keep_latest=1, async_mode="disabled", storage_options=server.options) as manager:
-        manager.save(1, state(1))
-        store, path = open_store(folder, server.options)
-        with reading(store, f"{path}/step-1"):
-            manager.save(2, state(2))
-            manager._idle()
-            assert manager.steps() == [1, 2]
-        manager.save(3, state(3))
-        manager._idle()
-        assert manager.steps() == [3]
 
 
 def test_damage_is_found(server: Server, folder: str) -> None:
@@ -197,18 +166,6 @@ def test_damage_is_found(server: Server, folder: str) -> None:
     assert "is missing" in checkpoint.verify(f"{folder}/c", storage_options=server.options)[0]
 
 
-@pytest.mark.parametrize("fault", ["503", "cut"])
-def test_a_store_that_cannot_answer_is_an_error_and_never_no_checkpoint(
-    server: Server, folder: str, fault: str
-) -> None:
-    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 60}}
-    for step in (1, 2):
-        checkpoint.save(f"{folder}/step-{step}", state(step), storage_options=options)
-    server.set_fault(lambda method, path: fault if "step-2" in path else None)
-    with pytest.raises(Exception, match=r"Service Unavailable|Reduce|onnection|Errno 16"):
-        RunReader(folder, storage_options=options).load_latest(state())
-
-
 def test_cached_listings_are_refused(folder: str) -> None:
     with pytest.raises(ValueError, match="use_listings_cache=True would hide"):
         RunReader(folder, storage_options={"use_listings_cache": True})
@@ -217,17 +174,3 @@ def test_cached_listings_are_refused(folder: str) -> None:
 def test_an_unknown_scheme() -> None:
     with pytest.raises(ValueError, match="or give a local path"):
         checkpoint.save("nope://bucket/c", state())
-
-
-def test_sources_read_from_the_same_server(server: Server, folder: str) -> None:
-    store, path = open_store(folder, server.options)
-    for part in range(3):
-        table = pa.table({"tokens": [[part * 100 + row] * 3 for row in range(20)]})
-        buffer = pa.BufferOutputStream()
-        pq.write_table(table, buffer, row_group_size=8)
-        store.put(f"{path}/corpus/part-{part}.parquet", buffer.getvalue().to_pybytes())
-    source = rd.ParquetSource(f"{folder}/corpus/*.parquet", columns=["tokens"], storage_options=server.options)
-    reader = rd.Reader(source, rd.Shard(), shuffle=False)
-    reader.reset()
-    rows = [int(next(reader)["tokens"][0]) for _ in range(60)]
-    assert rows == [part * 100 + row for part in range(3) for row in range(20)]

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -274,26 +273,6 @@ def test_pruning_leaves_a_run_that_saves_to_its_manager(folder: str, monkeypatch
     Ownership(*open_store(folder), wait=False).close()
 
 
-def test_a_step_that_is_replaced_while_it_is_looked_for_is_found(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the listing of the step and that of the claims it was replaced, and another owner opened the run."""
-    manager = CheckpointManager(folder, async_mode="disabled")
-    manager.save(1, {"n": 1})
-    read, steps = (
-        Claims.read,
-        [lambda: manager.save(1, {"n": 2}), manager.close, lambda: CheckpointManager(folder).close()],
-    )
-
-    def late(*given: Any, **named: Any) -> Claims:
-        while steps:
-            steps.pop(0)()
-        return read(*given, **named)
-
-    monkeypatch.setattr(Claims, "read", late)
-    target = {"n": 0}
-    assert RunReader(folder).load_latest(target) == 1
-    assert target == {"n": 2}
-
-
 def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Ownership(*open_store(f"{folder}/c", to_write=True), lone=True)
     save = first.begin(LONE)
@@ -306,17 +285,6 @@ def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, mo
     with pytest.raises(SupersededError):
         first.look()
     assert claims.find(first.store, first.path) is None
-
-
-def test_a_claim_that_is_listed_and_cannot_be_read_is_an_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(f"{folder}/c", STATE)
-
-    def lost(*_: Any) -> Any:
-        raise FileNotFoundError("a 404")
-
-    monkeypatch.setattr(claims, "read_claim", lost)
-    with pytest.raises(FileNotFoundError, match="a 404"):
-        checkpoint.load(f"{folder}/c", dict(STATE))
 
 
 @pytest.mark.parametrize("lose", [".json", ".metadata"])
@@ -352,20 +320,6 @@ def test_a_failing_save_leaves_what_was_there(folder: str) -> None:
     checkpoint.load(f"{folder}/c", before)
     assert before == {"n": 1}
     assert checkpoint.verify(f"{folder}/c") == []
-
-
-def test_stock_dcp_gets_its_copy_from_the_next_owner(folder: str) -> None:
-    """Where a kill came between the look at the claims and the copy."""
-    with CheckpointManager(folder, async_mode="disabled") as manager:
-        manager.save(1, {"n": 1})
-        store, path = open_store(folder)
-        old = store.read(f"{path}/step-1/.metadata")
-        manager.save(1, {"n": 2, "more": 3})
-    store.put(f"{path}/step-1/.metadata", old)
-    CheckpointManager(folder).close()
-    stock: dict[str, Any] = {"n": 0, "more": 0}
-    dcp.load(stock, checkpoint_id=f"{folder}/step-1")
-    assert stock == {"n": 2, "more": 3}
 
 
 def test_what_counts() -> None:

@@ -48,7 +48,7 @@ GOOD: dict[str, Any] = {
     "without dimension": np.array(3.5),
     "text": np.array(["äb", ""]),
     "bytes": [b"", b"\xff", bytearray(b"x"), np.array([b"a"])],
-    "numbers": (np.float32(2), np.int64(1), np.str_("a"), np.datetime64("2026-01-01"), 1j, 1 << 90),
+    "numbers": (np.float32(2), np.int64(1), np.bool_(True), np.str_("a"), np.datetime64("2026-01-01"), 1j, 1 << 90),
     "random numbers": [np.random.RandomState(0).get_state(), np.random.default_rng(0).bit_generator.state],
     "dtypes": [np.dtype("f4"), np.dtype(STRUCTURE), torch.float32, torch.strided, torch.device("cpu"), torch.Size([2])],
     "containers": (collections.OrderedDict(a=1), collections.Counter("aab"), {1, 2}, {3: (1,), "none": []}),
@@ -328,12 +328,18 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_what_people_have_comes_back(tmp_path: Path) -> None:
-    saved = {**GOOD, "tensors": tuple(TENSORS)}
+def test_what_people_have_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a class that is allowed for it, from a checkpoint and from a file of torch.save."""
+    saved, allowed = {**GOOD, "tensors": tuple(TENSORS)}, set(torch.serialization.get_safe_globals())
     checkpoint.save(tmp_path / "c", {"values": tuple(saved.items())})
-    target: dict[str, Any] = {"values": None}
-    checkpoint.load(tmp_path / "c", target)
-    assert_same(target["values"], tuple(saved.items()))
+    torch.save({"values": tuple(saved.items())}, tmp_path / "file.pt")
+    checkpoint.from_torch_save(tmp_path / "file.pt", tmp_path / "d")
+    for folder in ("c", "d"):
+        target: dict[str, Any] = {"values": None}
+        checkpoint.load(tmp_path / folder, target)
+        assert_same(target["values"], tuple(saved.items()))
+    assert set(torch.serialization.get_safe_globals()) == allowed
+    assert "no load takes" not in caplog.text
 
 
 SIMPLE = nps.scalar_dtypes() | nps.byte_string_dtypes() | nps.unicode_string_dtypes()
