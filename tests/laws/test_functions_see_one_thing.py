@@ -133,6 +133,7 @@ FORMATS: dict[str, Callable[[Path, str], rd.Source]] = {
     "arrow": arrow,
     "arrow-stream": lambda folder, kind: arrow(folder, kind, new=pa.ipc.new_stream),
     "arrow-zstd": lambda folder, kind: arrow(folder, kind, compression="zstd"),
+    "arrow-lz4": lambda folder, kind: arrow(folder, kind, compression="lz4"),
     "jsonl": jsonl,
     "webdataset": webdataset,
     "megatron": megatron,

@@ -16,7 +16,7 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.sources.folders import fold, num_rows
-from rescale_data.testing import assert_rescalable, full_state_dict
+from rescale_data.testing import full_state_dict
 from tests.formats import write_jsonl
 from tests.states import opened
 
@@ -106,60 +106,6 @@ def test_added_files_join_at_the_next_epoch(
         assert sum(third.values()) == 14 * BATCH
     else:  # an epoch had just ended, so that the next had not begun
         assert third == Counter([*range(60), *range(100, 112), *range(200, 212), *range(300, 312)])
-
-
-def test_added_files_rescale(kind: str, data: Path) -> None:
-    state = leg(source_of(data, kind), None, 7, repeat=True)[1]
-    write(data, kind, "a", range(100, 112))
-    source = source_of(data, kind)
-    expected, merged, _ = leg(source, state, 9, repeat=True)
-    for world in (2, 3, 6):
-        found, again, _ = leg(source, state, 9, world, repeat=True)
-        assert found == expected
-        assert {k: v.tolist() for k, v in opened(again)["shards"].items()} == {
-            k: v.tolist() for k, v in opened(merged)["shards"].items()
-        }
-
-
-def test_the_order_of_the_epoch_that_has_begun_stays(kind: str, data: Path) -> None:
-    old = source_of(data, kind)
-    state = leg(old, None, 3, repeat=True)[1]
-    loader = make_loader(old, 0, 1, 6, repeat=True)
-    loader.load_state_dict(state)
-    batches = iter(loader)
-    expected = [next(batches)["x"].tolist() for _ in range(6)]
-    write(data, kind, "a", range(100, 112))
-    grown = make_loader(source_of(data, kind), 0, 1, 6, repeat=True)
-    grown.load_state_dict(state)
-    batches = iter(grown)
-    assert [next(batches)["x"].tolist() for _ in range(6)] == expected
-
-
-def test_packers_and_workers_follow(tmp_path: Path) -> None:
-    folder = tmp_path / "tokens"
-    folder.mkdir()
-
-    def add(name: str, rows: range) -> None:
-        table = pa.table({"tokens": pa.array([[i] * 5 for i in rows], pa.list_(pa.int32()))})
-        pq.write_table(table, folder / f"{name}.parquet", row_group_size=7)
-
-    add("b", range(60))
-    before = make_loader(None, 0, 1, 6, pipeline=partial(packed, source=rd.ParquetSource(folder)), repeat=True)
-    [next(iter(before)) for _ in range(4)]
-    state = before.state_dict()
-    add("a", range(100, 160))
-    pipeline = partial(packed, source=rd.ParquetSource(folder))
-    tokens = []
-    for workers in (0, 1):
-        loader = make_loader(None, 0, 1, 6, workers, pipeline=pipeline, repeat=True)
-        loader.load_state_dict(state)
-        batches = iter(loader)
-        tokens.append([next(batches)["tokens"].tolist() for _ in range(30)])
-        loader.close()
-    assert tokens[0] == tokens[1]
-    assert any(token >= 100 for batch in tokens[0] for sample in batch for token in sample)
-    make = partial(make_loader, None, pipeline=pipeline, repeat=True)
-    assert_rescalable(make, [(1, 6, 0), (3, 2, 0)], steps=3)
 
 
 @pytest.mark.parametrize("top", ["token", "whole", "shuffle"])

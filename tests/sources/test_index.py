@@ -186,29 +186,6 @@ def test_a_copy_with_another_time_is_the_same_file(kind: str, tmp_path: Path, ca
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_parts_of_a_killed_process_are_of_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other files are to be read by whoever comes next: nothing may be taken for what it is not."""
-    monkeypatch.setattr(rd.ParquetSource, "FILES_A_PART", 2)
-    for name in ("a", "b"):
-        write(tmp_path / "data", name)
-    make = partial(rd.ParquetSource, tmp_path / "data", index_dir=tmp_path / "index")
-    make()
-    for i in range(4):
-        pq.write_table(pa.table({"x": [1000 + i]}), tmp_path / "data" / f"z{i}.parquet")
-    with monkeypatch.context() as patch:
-        patch.setattr(indexing.IndexFolder, "_write", _interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            make()
-    next((tmp_path / "index").glob("*.rdindex")).unlink()
-    source = make()
-    assert [len(source.rows_of_file(f"{name}.parquet")) for name in ("a", "b", "z0", "z3")] == [20, 20, 1, 1]
-    assert [source.row(i)["x"] for i in (0, 39, 40, 43)] == [0, 19, 1000, 1003]
-
-
-def _interrupted(*args: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def test_parts_are_shared_out_and_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process has read is not read again, and who dies in the middle leaves its parts."""
     monkeypatch.setattr(rd.ParquetSource, "FILES_A_PART", 2)

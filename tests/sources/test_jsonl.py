@@ -194,14 +194,6 @@ class TestIndex:
         assert counter.value == 6
         assert not [path for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".claim")]
 
-    def test_the_claim_of_a_dead_process_is_taken_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rescale_data.lease.DEAD_SECONDS", 0.2)
-        write_jsonl(tmp_path / "a.jsonl", ROWS)
-        JsonlSource(tmp_path)
-        for path in (tmp_path / ".rescale_data").iterdir():
-            path.rename(f"{path}.claim")
-        assert JsonlSource(tmp_path).num_rows == 50
-
     def test_a_copy_is_announced(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         path = write_jsonl(tmp_path / "a.jsonl.gz", ROWS)
         with caplog.at_level(logging.WARNING, "rescale_data"):

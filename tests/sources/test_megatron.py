@@ -6,9 +6,6 @@ import fsspec
 import numpy as np
 import pytest
 
-from rescale_data.nodes.packing.packer import TokenPacker
-from rescale_data.nodes.reader import Reader
-from rescale_data.shard import Shard
 from rescale_data.sources import megatron
 from rescale_data.sources.megatron import MegatronSource
 from rescale_data.testing import assert_source
@@ -35,15 +32,6 @@ def test_rows_are_documents(sentences: int, dtype: str, tmp_path: Path) -> None:
     assert source.fragments.tolist() == [0, 7, 14, 17, 24, 30]
     assert source.locate(18) == f"{tmp_path}/b.bin, row 1"
     assert_source(source, columns=["tokens"])
-
-
-def test_packs_many_documents_at_once(tmp_path: Path) -> None:
-    source = MegatronSource(write_megatron(tmp_path / "a", DOCS))
-    reader = Reader(source, Shard(), shuffle=False)
-    assert reader.documents("tokens") is not None
-    packed = [t for s in TokenPacker(reader, column="tokens", seq_len=8, eos_id=None) for t in s["tokens"].tolist()]
-    flat = [token for doc in DOCS for token in doc]
-    assert packed == flat[: len(flat) // 8 * 8]
 
 
 def test_urls(tmp_path: Path) -> None:

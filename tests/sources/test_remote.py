@@ -32,9 +32,8 @@ from rescale_data.sources.files import local_store, remote
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.paths import find
 from rescale_data.sources.files.remote import RemoteError, RemoteFile
-from rescale_data.testing import assert_rescalable
 from tests.formats import write_megatron
-from tests.sources.test_rescalable import DOCS, loader_of, make_source, packed
+from tests.sources.test_rescalable import DOCS, make_source
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -83,13 +82,6 @@ def far(kind: str, folder: Path, **kwargs: Any) -> Any:
     local = type(make_source(kind, folder / kind))
     index = {"index_dir": folder / "index"} if kind in ("jsonl", "tar") else {}
     return local(f"flaky://{folder / kind}", **index, **kwargs)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_rescales(kind: str, tmp_path: Path) -> None:
-    source = far(kind, tmp_path, cache_dir=tmp_path / "cache")
-    assert source.num_rows == len(DOCS)
-    assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [(1, 4, 0), (3, 4, 0)], steps=2)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -262,25 +254,6 @@ class TestAhead:
             Flaky.requests = 0
             assert len(list(rd.DataLoader(source, global_batch_size=8, num_logical_shards=8, collate_fn=list))) == 200
             assert Flaky.requests == footers + 16
-
-    @pytest.mark.parametrize("kind", FORMATS)
-    @pytest.mark.parametrize("read_ahead", [True, False])
-    def test_fetches_nothing_twice(self, kind: str, read_ahead: bool, tmp_path: Path) -> None:
-        source = far(kind, tmp_path, remote=rd.Remote(read_ahead=read_ahead))
-        cache().clear()
-        ranges: list[tuple[Any, ...]] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(remote, "_SMALL", 1)  # else small files are one request
-            cat_file = Flaky.cat_file
-
-            def asked(flaky: Flaky, path: str, start: int | None = None, end: int | None = None) -> bytes:
-                ranges.append((path, start, end))
-                return cat_file(flaky, path, start, end)
-
-            patch.setattr(Flaky, "cat_file", asked)
-            assert len(list(rd.DataLoader(source, global_batch_size=8, num_logical_shards=8, collate_fn=list))) == 25
-        assert ranges
-        assert len(ranges) == len(set(ranges))
 
     def test_may_be_switched_off(self, tmp_path: Path) -> None:
         self.write(tmp_path / "data")
