@@ -54,74 +54,6 @@ def test_the_state_is_that_of_what_training_has_at_every_batch() -> None:
 
 
 @on_devices(4)
-def test_a_ramp_and_steps_left_out_while_batches_are_on_their_way() -> None:
-    from rescale_data.xla import Transfer
-
-    loader, plain = make(repeat=True, transfer=Transfer(input_sharding=sharding()), prefetch=5), make(repeat=True)
-    for number, (batch, expected) in enumerate(zip(loader, plain, strict=False)):
-        assert batch["id"].cpu().tolist() == expected["id"].tolist()
-        for one in (loader, plain):
-            if number == 3:
-                one.reopen(global_batch_size=16)
-            if number == 7:
-                one.skip(2 * 16)
-        assert (loader.step, loader.gradient_accumulation_steps) == (plain.step, plain.gradient_accumulation_steps)
-        if loader.step == 8:
-            break
-    loader.close()
-
-
-@on_devices(4)
-def test_break_close_load_and_reset_lose_nothing() -> None:
-    from rescale_data.xla import Transfer
-
-    expected = ids(make())
-    loader = make(num_workers=2, transfer=Transfer(input_sharding=sharding()), prefetch=3)
-    first = iter(loader)
-    got = ids([next(first), next(first)])
-    second = iter(loader)
-    with pytest.raises(RuntimeError, match="no longer valid"):
-        next(first)
-    got += ids([next(second)])
-    state = loader.state_dict()
-    loader.close()
-    _join_threads()
-    got += ids(second)
-    assert got == expected
-    loader.load_state_dict(state)
-    assert ids(loader) == expected[3:]
-    loader.reset()
-    assert ids(loader) == expected
-    other = make()
-    other.load_state_dict(state)
-    assert ids(other) == expected[3:], "the state of either loads into the other"
-    loader.close()
-
-
-@on_devices(4)
-def test_an_error_of_the_data_comes_when_training_comes_to_it() -> None:
-    from rescale_data.xla import Transfer
-
-    class Broken:
-        def __len__(self) -> int:
-            return 64
-
-        def __getitem__(self, row: int) -> Any:
-            if row == bad:
-                raise OSError("corrupt file")
-            return ROWS[row]
-
-    order = ids(make())
-    bad = order[5][1]
-    loader = make(Broken(), transfer=Transfer(), prefetch=4)
-    batches = iter(loader)
-    assert ids([next(batches) for _ in range(5)]) == order[:5]
-    with pytest.raises(OSError, match="corrupt file"):
-        next(batches)
-    assert opened(loader.state_dict())["samples"] == 20
-
-
-@on_devices(4)
 def test_batches_that_cannot_be_placed_are_named() -> None:
     from rescale_data.xla import Transfer
 
@@ -351,23 +283,6 @@ def test_an_error_of_a_transfer_is_raised_by_next_alone_and_the_thread_ends(tmp_
     with pytest.raises(KeyError, match="of the user"), loader:
         raise KeyError("of the user")
     assert threading.active_count() == 1
-
-
-@on_devices(4)
-def test_threads_end_with_a_loader_that_nobody_closes() -> None:
-    from rescale_data.xla import Transfer
-
-    for _ in make(transfer=Transfer(), prefetch=5):
-        break
-    _join_threads()
-
-
-def _join_threads() -> None:
-    """Every thread of ours ends, although some may be in their last lines."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("rescale_data"):
-            thread.join(60)
-            assert not thread.is_alive()
 
 
 def _without_time(progress: dict[str, float]) -> dict[str, float]:
