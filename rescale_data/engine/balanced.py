@@ -92,25 +92,25 @@ class Balanced(Over):
         self._near = Group.of(members, setup.ranks)
         is_known = balance.weight is None or members == everyone
         self._everyone = self._near if is_known else Group.of(everyone, setup.ranks)
-        self._exchanges = self._begin_exchanges(None)
-        self._exchanges.is_stopped = True  # until `begin`
+        self._exchanges: Exchanges | None = None  # since the last `begin`
         self._u = self._skips = 0
         self._leg: Leg | None = None
         self._ready: deque[MicroBatch] = deque()
         self._has_warned = False
 
     def begin(self, leg: Leg, table: Ints, first: int) -> None:
-        self._exchanges = self._begin_exchanges(self._exchanges)
+        size = leg.layout.micro_batch_size * leg.layout.gradient_accumulation_steps
+        self._exchanges = Exchanges(self._setup.ranks, self._near, self._everyone, size, self._exchanges)
         self._leg, self._u, self._ready = leg, leg.step_of(first), deque()
         self._skips = first - self._u  # micro batches of the step that were consumed before
         self.feed.begin(leg, table, self._u)
 
     def next(self) -> MicroBatch:
-        if self._leg is None:
+        if self._leg is None or self._exchanges is None:
             raise Exhausted
         while not self._ready:
             try:
-                self._ready.extend(self._make_step(self._leg))
+                self._ready.extend(self._make_step(self._leg, self._exchanges))
             except BaseException:
                 self._leg = None
                 raise
@@ -123,28 +123,23 @@ class Balanced(Over):
         return self.feed.doing() or "waiting for the samples of other ranks"
 
     def interrupt(self) -> None:
-        self._exchanges.stop()
-        self.feed.interrupt()
+        if self._exchanges is not None:
+            self._exchanges.stop()
+        super().interrupt()
 
     def stop(self, *, wait: bool = True) -> None:
-        self._exchanges.stop()
+        self.interrupt()
         super().stop(wait=wait)
 
     def close(self) -> None:
-        self._exchanges.stop()
+        self.interrupt()
         super().close()
-        self._exchanges.join()
+        if self._exchanges is not None:
+            self._exchanges.join()
 
-    def _begin_exchanges(self, before: Exchanges | None) -> Exchanges:
-        if before is not None:
-            before.stop()
-        size = self._setup.layout.micro_batch_size * self._setup.layout.gradient_accumulation_steps
-        return Exchanges(self._setup.ranks, self._near, self._everyone, size, before)
-
-    def _make_step(self, leg: Leg) -> list[MicroBatch]:
+    def _make_step(self, leg: Leg, exchanges: Exchanges) -> list[MicroBatch]:
         in_step = leg.layout.gradient_accumulation_steps
         step = _Step(leg, self._u, self._u + in_step - self._u % in_step)
-        exchanges = self._exchanges
         self._read(step, exchanges)
         arranged = exchanges.run(lambda: self._arrange(step, exchanges))
         self._u = step.stop

@@ -70,19 +70,21 @@ class Group:
 
 
 class Exchanges:
-    """The exchanges after one `begin` of a feed, one at a time. They wait for the exchanges of the `begin` before.
+    """The exchanges after one `begin` of a feed, one at a time. The exchanges of the `begin` before stop first.
 
     Args:
         ranks: All data-parallel ranks.
         near: The group within which samples move.
         everyone: The group whose weights are summed: `near`, or all ranks.
         size: The number of samples of a rank in a step.
-        before: The exchanges of the `begin` before, which have stopped.
+        before: The exchanges of the `begin` before.
     """
 
     def __init__(self, ranks: Ranks, near: Group, everyone: Group, size: int, before: Exchanges | None) -> None:
         self._ranks, self._near, self._everyone, self._size = ranks, near, everyone, size
         self._is_alone = near.circle is None and everyone.circle is None
+        if before is not None:
+            before.stop()
         self._thread = None if before is None else before._thread
         self._answer = Answer[Any]()
         self._lock, self._process = threading.Lock(), os.getpid()

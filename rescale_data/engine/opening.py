@@ -68,17 +68,7 @@ def _balanced(setup: Setup, options: Options, balance: Balance, runner: Runner, 
 
 
 def _pool(setup: Setup, options: Options, slow_after: float, *, pin_memory: bool) -> Pool:
-    pool = Pool(
-        setup.recipe,
-        options.collate_fn,
-        options.num_workers,
-        prefetch=options.ahead,
-        context=options.multiprocessing_context,
-        timeout=options.timeout,
-        slow_after=slow_after,
-        init_fn=options.worker_init_fn,
-        pin_memory=pin_memory,
-    )
+    pool = Pool(setup.recipe, options, slow_after, pin_memory=pin_memory)
     if pool.forks and setup.ranks.circle is not None and is_in_a_file():
         setup.ranks.warn(_FORKS)
     return pool

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from multiprocessing.context import BaseContext
 from queue import Empty
 
 import torch
@@ -14,9 +12,10 @@ from rescale_data.engine.feed import Feed
 from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import Inbox, Part
 from rescale_data.engine.micro_batch import MicroBatch
+from rescale_data.engine.options import Options
 from rescale_data.engine.processes import Crew, Segment, context_of, require_pickle
 from rescale_data.engine.recipe import Recipe
-from rescale_data.engine.runner import Collate, Exhausted
+from rescale_data.engine.runner import Exhausted
 from rescale_data.engine.workers import Begin, Worker
 from rescale_data.sources.counts import MADE, counts, told
 from rescale_data.state import Ints
@@ -26,36 +25,23 @@ class Pool(Feed):
     """Makes micro batches in K worker processes, which `begin` starts.
 
     Args:
-        prefetch: The number of messages that each worker may be ahead.
-        pin_memory: True if batches are to arrive in page-locked memory.
-        context: The start method of worker processes: "forkserver", "spawn", or a multiprocessing context.
-        timeout: Seconds that a message may take.
         slow_after: Seconds after which a worker reports what it is doing.
-        init_fn: Called in each worker when it starts, with the number of the worker.
+        pin_memory: True if batches are to arrive in page-locked memory.
+
+    Attributes:
+        forks: True if worker processes are forks of this one.
     """
 
     is_ahead = True
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        collate: Collate | None,
-        num_workers: int,
-        *,
-        prefetch: int,
-        pin_memory: bool,
-        context: str | BaseContext,
-        timeout: float,
-        slow_after: float,
-        init_fn: Callable[[int], object] | None = None,
-    ) -> None:
-        worker = Worker(recipe, collate, slow_after)
-        require_pickle(worker, pipeline=recipe.pipeline, collate_fn=collate, worker_init_fn=init_fn)
-        self._context = context_of(context)
+    def __init__(self, recipe: Recipe, options: Options, slow_after: float, *, pin_memory: bool) -> None:
+        worker, init_fn = Worker(recipe, options.collate_fn, slow_after), options.worker_init_fn
+        require_pickle(worker, pipeline=recipe.pipeline, collate_fn=options.collate_fn, worker_init_fn=init_fn)
+        self._context = context_of(options.multiprocessing_context)
         self.forks = self._context.get_start_method() == "fork"
         self._worker, self._init_fn = worker, init_fn
-        self._k, self._num_slabs = num_workers, prefetch + 1
-        self._pin, self._timeout = pin_memory, timeout
+        self._k, self._num_slabs = options.num_workers, options.ahead + 1
+        self._pin, self._timeout = pin_memory, options.timeout
         self._crew: Crew | None = None
         self._num_crews = self._num_segments = self._taken = 0
         self._segment: Segment | None = None

@@ -55,10 +55,6 @@ class Deal:
         return self.num_steps * self.layout.gradient_accumulation_steps
 
     @property
-    def num_dropped(self) -> int:
-        return 0 if self.pad else self.num_samples % self.layout.global_batch_size
-
-    @property
     def num_padded(self) -> int:
         return -self.num_samples % self.layout.global_batch_size if self.pad else 0
 

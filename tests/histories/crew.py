@@ -95,10 +95,10 @@ class InThread:
         self.hub.put(key, self.me, value)
         return key
 
-    def agree(self, call: Call, values: Any, decide: Callable[[Any], Any]) -> Callable[[], Any]:
+    def agree(self, call: Call, values: Any) -> Callable[[], Any]:
         assert all(type(value) is int for value in values), values
         key = self._put(call, list(values))
-        return lambda: decide(np.array(self.hub.wait(key), dtype=np.int64))
+        return lambda: np.array(self.hub.wait(key), dtype=np.int64)
 
     def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.hub.wait(self._put(call, tensor.clone())))

@@ -68,14 +68,10 @@ class Circle:
         self._parts = dict[str, Circle]()
         self._making = threading.Lock()
 
-    def agree(self, call: Call, values: Sequence[int], decide: Callable[[Ints], Ints]) -> Callable[[], Ints]:
-        """Send a few integers; call the result to wait for the integers of all processes, and to get the decision.
-
-        Args:
-            decide: The decision, ``int64[W, len(values)] -> int64[any]``, the same on every process.
-        """
+    def agree(self, call: Call, values: Sequence[int]) -> Callable[[], Ints]:
+        """Send a few integers; call the result to wait for the integers of all processes: ``int64[W, len(values)]``."""
         result = self._gather(call, torch.tensor(values, dtype=torch.int64, device="cpu"))
-        return lambda: decide(result().numpy())
+        return lambda: result().numpy()
 
     def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all processes, stacked; they have one shape."""

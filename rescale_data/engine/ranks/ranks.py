@@ -6,7 +6,7 @@ Every collective is one all-gather on the CPU among exactly these ranks; it begi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,22 +119,9 @@ class Ranks:
         )
         return merged
 
-    def share(self, data: bytes) -> bytes:
-        """Return on every rank the value that some ranks have; each of these sends a part of it (collective)."""
-        if self.circle is None:
-            return data
-        sizes = self.each([len(data)])[:, 0]
-        givers = np.flatnonzero(sizes)
-        part = np.zeros(-(-int(sizes.max()) // max(1, len(givers))), dtype=np.uint8)
-        if data:
-            first = int(np.searchsorted(givers, self.rank)) * len(part)
-            mine = np.frombuffer(data, dtype=np.uint8)[first : first + len(part)]
-            part[: len(mine)] = mine
-        return self._gather(torch.from_numpy(part)).numpy()[givers].tobytes()[: int(sizes.max())]
-
     def each(self, values: Sequence[int]) -> Ints:
         """Return a few integers of every rank: ``int64[W, len(values)]`` (collective)."""
-        return self._agree("each", values, np.ravel)().reshape(-1, len(values))
+        return self._agree("each", values)()
 
     def numbers(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return numbers of every rank: ``float64[W, len(values)]`` (collective)."""
@@ -142,18 +129,17 @@ class Ranks:
 
     def least(self, value: int) -> Callable[[], int]:
         """Send a value ahead of time; call the result to wait for the smallest value of all ranks (collective)."""
-        finish = self._agree("sure", [value], lambda values: values.min(axis=0))
-        return lambda: int(finish()[0])
+        finish = self._agree("sure", [value])
+        return lambda: int(finish().min())
 
     def extremes(self, value: int) -> tuple[int, int]:
         """Return the smallest and the largest value of all ranks (collective)."""
-        low, high = self._agree("extremes", [value], lambda values: np.array([values.min(), values.max()]))().tolist()
-        return low, high
+        values = self._agree("extremes", [value])()
+        return int(values.min()), int(values.max())
 
     def require_same(self, what: dict[str, Any], did: str = "built their loaders") -> None:
         """Raise ``ValueError`` on every rank if some value differs between ranks; the message names the value (collective)."""
-        same = self._agree("same", [digest(value) for value in what.values()], _are_same)()
-        self._require(what, same, did)
+        self._require(what, self._agree("same", [digest(value) for value in what.values()])(), did)
 
     def built(self, what: dict[str, Any]) -> Ranks:
         """Return the ranks with the number of a loader that all of them build (collective).
@@ -168,13 +154,14 @@ class Ranks:
             return self
         values = [circle.num_loaders + 1, *map(digest, what.values())]
         call = Call("build", self.timeout, _BUILD_ON_ALL)
-        number, *same = circle.agree(call, values, lambda of: np.append(of[:, 0].max(), _are_same(of[:, 1:])))()
-        circle.num_loaders = int(number)
-        self._require(what, same)
+        of_all = circle.agree(call, values)()
+        circle.num_loaders = int(of_all[:, 0].max())
+        self._require(what, of_all[:, 1:])
         return replace(self, loader=circle.num_loaders)
 
-    def _require(self, what: dict[str, Any], are_same: Iterable[Any], did: str = "built their loaders") -> None:
-        given = {name: what[name] for name, is_same in zip(what, are_same, strict=True) if not is_same}
+    def _require(self, what: dict[str, Any], digests: Ints, did: str = "built their loaders") -> None:
+        differ = (digests != digests[0]).any(axis=0).tolist()
+        given = {name: what[name] for name, is_other in zip(what, differ, strict=True) if is_other}
         if given:
             raise ValueError(
                 f"The ranks {did} with different {', '.join(given)}; dp rank {self.rank} has {given}. "
@@ -184,11 +171,10 @@ class Ranks:
     def _gather(self, tensor: torch.Tensor, what: str = "rows") -> torch.Tensor:
         return tensor[None] if self.circle is None else self.circle.gather(self._call(what), tensor)
 
-    def _agree(self, what: str, values: Sequence[int], decide: Callable[[Ints], Ints]) -> Callable[[], Ints]:
+    def _agree(self, what: str, values: Sequence[int]) -> Callable[[], Ints]:
         if self.circle is None:
-            alone = decide(np.array([values], dtype=np.int64))
-            return lambda: alone
-        return self.circle.agree(self._call(what), values, decide)
+            return lambda: np.array([values], dtype=np.int64)
+        return self.circle.agree(self._call(what), values)
 
     def _call(self, what: str) -> Call:
         if self._saves:
@@ -201,10 +187,5 @@ class Ranks:
         """Return the largest number of a segment on any rank: if a load failed on some ranks, only these have loaded again."""
         if self.leg > 1 and not self._agreed_leg and self.circle is not None:
             call = Call(f"read/leg/{self.loader}", self.timeout, _RESTART)
-            self._agreed_leg.append(int(self.circle.agree(call, [self.leg], lambda legs: legs.max(axis=0))()[0]))
+            self._agreed_leg.append(int(self.circle.agree(call, [self.leg])().max()))
         return self._agreed_leg[0] if self._agreed_leg else self.leg
-
-
-def _are_same(values: Ints) -> Ints:
-    """Return 1 for each column of `values` with equal values, 0 for other columns."""
-    return (values == values[0]).all(axis=0).astype(np.int64)
