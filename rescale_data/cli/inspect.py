@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rescale_data.checkpoint.data_state import read_data_state
+from rescale_data.checkpoint.storage.claims import STEP
 from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.storage.manifest import METADATA, manifest_at
 from rescale_data.checkpoint.storage.open import CheckpointReader, open_store, read_checkpoint, verify
@@ -24,17 +25,17 @@ LEFT_OUT = ("filtered", "skipped", "short", "long", "blocked", "untrained")
 
 
 def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
-    """One dict a checkpoint in a run's folder, by step and then by name.
+    """Return one dict a checkpoint in a run's folder, by step and then by name.
 
     Raises:
         FileNotFoundError: no such folder, or no checkpoint in it.
         ValueError: a checkpoint, and not a folder of checkpoints.
     """
     store, path = open_store(folder)
-    steps = [join(path, f"step-{step}") for step in RunFolder.existing(store, path).steps()]
+    RunFolder.existing(store, path)
     names = [name for name in store.names(path) if not name.startswith(".")]
-    others = sorted({join(path, name) for name in names} - set(steps))
-    checkpoints = [about for candidate in [*steps, *others] if (about := _about(store, candidate)) is not None]
+    by_step = sorted(names, key=lambda name: (int(step[1]) if (step := STEP.fullmatch(name)) else float("inf"), name))
+    checkpoints = [about for name in by_step if (about := _about(store, join(path, name))) is not None]
     if not checkpoints:
         raise FileNotFoundError(
             f"No checkpoint in {path}: it holds {names[:5]}. Give the folder of a run, which holds a checkpoint a step."

@@ -52,10 +52,6 @@ class SupersededError(ValueError):
     """Somebody has opened the folder after this owner, who may neither save nor remove anything in it any more."""
 
 
-class UndecidedError(ValueError):
-    """One look does not show if the last owner of a folder is still alive."""
-
-
 class Ownership:
     """The right to save and remove checkpoints in a folder: of a run, or with ``lone`` of one checkpoint alone.
 
@@ -63,9 +59,8 @@ class Ownership:
         wait: For who is no trainer, and does not supersede an owner that is still there: True looks twice, False once.
 
     Raises:
-        ValueError: The last owner lives on this host, or ``wait`` is given and it lives elsewhere; or a checkpoint lies at
-            ``path`` itself.
-        UndecidedError: ``wait`` is False, and one look does not tell.
+        ValueError: The last owner lives on this host, or ``wait`` is given and it lives elsewhere, or is False and one look
+            does not tell; or a checkpoint lies at ``path`` itself.
         SupersededError: Somebody else has opened the folder in the meantime, or saves this step of a run.
     """
 
@@ -334,7 +329,7 @@ class Ownership:
     def _is_there(self, owner: Owner, *, wait: bool) -> bool:
         while (seen := self._readers.watch.look(self._lease_of(owner))[0]) == "undecided":
             if not wait:
-                raise UndecidedError(
+                raise ValueError(
                     f"One look does not tell if the owner {owner} of {self.path} still runs. Try again with --wait, which "
                     f"looks twice, about a minute apart."
                 )
