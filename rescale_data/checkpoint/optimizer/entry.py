@@ -54,7 +54,6 @@ class OptimizerEntry(Entry):
         alone = (group["params"] for group, n in zip(self._live[GROUPS], self._numbers, strict=True) if n is None)
         self.refused = {f"{self.name}.{GROUPS}": different} if different else {}
         self._kept = {*chain(*alone)}  # parameters whose state is not taken
-        self._known = {*states, *chain(*names)}
         matched = dict(zip(self._numbers, self._live[GROUPS], strict=True))
         groups = [_group_room(saved, matched.get(number, {})) for number, saved in enumerate(self._groups)]
         content = {"state": self._room(states), GROUPS: groups}
@@ -80,11 +79,11 @@ class OptimizerEntry(Entry):
         return rooms
 
     def _take(self, loaded: Any) -> None:
-        """Assign all state at once. Parameters that the checkpoint does not know keep their state, too."""
+        """Assign all state at once; parameters whose state is not taken keep theirs."""
         if not self._groups:
             return
         live, index = self._live["state"], {name: number for number, name in enumerate(self._parameters)}
-        kept = {name: entries for name, entries in live.items() if name in self._kept or name not in self._known}
+        kept = {name: entries for name, entries in live.items() if name in self._kept}
         states = {index[name]: keys_of(live.get(name), new) for name, new in {**loaded["state"], **kept}.items()}
         groups = [
             {
