@@ -22,10 +22,11 @@ class Ranks:
 
     Args:
         group: The group; ``None`` for the default group, or a single process where none was initialized.
+        alone: This process by itself, whatever process groups there are.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized()
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        self.distributed = not alone and dist.is_available() and dist.is_initialized()
         self.group = group
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.size = dist.get_world_size(group) if self.distributed else 1
@@ -33,13 +34,6 @@ class Ranks:
             raise ValueError(
                 "This rank is not in process_group; only the ranks of process_group save and load with it."
             )
-
-    @classmethod
-    def alone(cls) -> Ranks:
-        """Return the ranks of a process by itself, whatever process groups there are."""
-        ranks = cls.__new__(cls)
-        ranks.distributed, ranks.group, ranks.rank, ranks.size = False, None, 0, 1
-        return ranks
 
     @property
     def is_first(self) -> bool:

@@ -87,7 +87,7 @@ def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
 
 def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
     """Save plain values and tensors from this process, whatever process groups there are."""
-    write(*open_store(path, storage_options, to_write=True), plain, Ranks.alone())
+    write(*open_store(path, storage_options, to_write=True), plain, Ranks(alone=True))
 
 
 def write(

@@ -195,7 +195,7 @@ def _about(store: Store, path: str) -> dict[str, Any] | None:
         "name": name,
         "state": "committed",
         "step": manifest.step,
-        "bytes": manifest.num_bytes,
+        "bytes": sum(record.size for record in manifest.files.values()),
         "files": len(manifest.files),
         "created": manifest.created,
         "world_size": manifest.world_size,

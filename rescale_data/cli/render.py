@@ -27,7 +27,8 @@ LISTED = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
 def listed(about: Mapping[str, Any]) -> list[str]:
     """A checkpoint's row under `LISTED`."""
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in about.get("metrics", {}).items())
-    ranks, saved = str(about.get("world_size", "")), when(about.get("created"))
+    ranks, created = str(about.get("world_size", "")), about.get("created")
+    saved = "" if created is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
     return [about["name"], about["state"], size(about.get("bytes")), ranks, saved, metrics or about.get("detail", "")]
 
 
@@ -93,10 +94,6 @@ def size(num_bytes: float | None) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} TB"
-
-
-def when(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _show_data(console: Console, name: str, data: Mapping[str, Any]) -> None:

@@ -45,10 +45,6 @@ class Manifest:
     lost: Lost = ()
 
     @property
-    def num_bytes(self) -> int:
-        return sum(record.size for record in self.files.values())
-
-    @property
     def metadata(self) -> str:
         """The name of the file of DCP's metadata."""
         return f"{self.save_id}/{METADATA}"

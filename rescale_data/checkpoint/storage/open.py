@@ -120,7 +120,7 @@ def read_checkpoint(
         AbsentError: a ``FileNotFoundError``: no checkpoint at ``path``.
         DamagedCheckpointError: a ``ValueError`` that names every file that is not what was saved.
     """
-    ranks = ranks or Ranks.alone()
+    ranks = ranks or Ranks(alone=True)
     store, folder = open_store(path, storage_options)
     attempt = 0
     while True:
