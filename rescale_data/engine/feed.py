@@ -21,6 +21,7 @@ from math import inf
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
+from rescale_data.engine.collate import with_valid
 from rescale_data.engine.leg import Leg
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.runner import Collate, Exhausted, Runner
@@ -105,9 +106,9 @@ class InProcess(Feed):
         if not self._is_served:  # the number of the first micro batch determines the shards of a worker
             self._is_served = True
             self.runner.serve(self._leg.served(u))
-        made = self._draw(turns.turn(u))
+        made = self._draw(turns(u))
         if self._pads:
-            made = made.with_valid()
+            made = made._replace(batch=with_valid(made.batch, made.num_real, len(made.shards)))
         self._turns = turns
         return made
 

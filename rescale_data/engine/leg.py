@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from rescale_data.engine.recipe import SAMPLES, Histories, History
-from rescale_data.layout.deal import Deal, DealTurns
+from rescale_data.layout.deal import Deal
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
 from rescale_data.state import Ints
@@ -51,10 +51,10 @@ class Leg:
     def turns(self, table: Ints) -> Turns:
         """Return the turns: the shards that this rank serves in each micro batch of the segment."""
         if self.deal is not None:
-            return DealTurns(self.deal, self.rank)
+            return partial(self.deal.turn, self.rank)
         if self.layout.aligned:
-            return AlignedTurns(self.layout, self.rank)
-        return BalancedTurns(self.layout, self.rank, table[:, SAMPLES])
+            return AlignedTurns(self.layout, self.rank).turn
+        return BalancedTurns(self.layout, self.rank, table[:, SAMPLES]).turn
 
     def served(self, u: int) -> Ints:
         """Return the shards of the worker that makes micro batch `u`; in a remainder, the shards that it serves soon."""

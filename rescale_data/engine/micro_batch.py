@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rescale_data.engine.collate import with_valid
 from rescale_data.engine.recipe import SAMPLES
 from rescale_data.state import Ints
 
@@ -82,7 +81,3 @@ class MicroBatch(NamedTuple):
         shards, columns = np.nonzero(after != before)
         slots = np.arange(len(table))[visited][shards] * table.shape[1] + columns
         return self._replace(rows=Rows(visited, after[shards, columns], slots))
-
-    def with_valid(self) -> MicroBatch:
-        """Return the micro batch with ``"valid"`` in its batch, which says which of its samples are real."""
-        return self._replace(batch=with_valid(self.batch, self.num_real, len(self.shards)))

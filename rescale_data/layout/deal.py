@@ -126,13 +126,3 @@ class Deal:
         fill = np.arange(o) % len(picks)
         is_real = np.arange(o) < len(picks)
         return picks[fill], np.where(is_real, numbers[fill], 0), is_real
-
-
-class DealTurns:
-    """The turns of one rank in a deal."""
-
-    def __init__(self, deal: Deal, rank: int) -> None:
-        self._deal, self._rank = deal, rank
-
-    def turn(self, u: int) -> Turn:
-        return self._deal.turn(self._rank, u)

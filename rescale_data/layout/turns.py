@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -36,10 +37,8 @@ class Turn:
         return [j < self.num_real or self.num_real < 0 for j in range(len(self.shards))]
 
 
-class Turns(Protocol):
-    """The turns of one rank, asked in order of u, or of one worker's part of it."""
-
-    def turn(self, u: int) -> Turn: ...
+Turns: TypeAlias = Callable[[int], Turn]
+"""The turn of micro batch u of one rank, for u in their order, or in the order of one worker's part of them."""
 
 
 class AlignedTurns:

@@ -2,12 +2,13 @@
 
 import heapq
 from collections import Counter
+from functools import partial
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.layout.deal import Deal, DealTurns
+from rescale_data.layout.deal import Deal
 from rescale_data.layout.layout import Layout
 from tests.layout.test_layout import assert_visits, layout_of, layouts
 
@@ -38,12 +39,12 @@ def most_left_first(left: np.ndarray) -> list[int]:
 
 def rows_of(deal: Deal) -> list[list[list[Row]]]:
     """``[u][rank]`` -> rows of the micro batch."""
-    turns = [DealTurns(deal, rank) for rank in range(deal.layout.dp_world_size)]
+    turns = [partial(deal.turn, rank) for rank in range(deal.layout.dp_world_size)]
     found = []
     for u in range(deal.num_micro_batches):
         found.append([])
         for rank in turns:
-            turn = rank.turn(u)
+            turn = rank(u)
             found[-1].append(list(zip(turn.shards, turn.numbers or [], turn.is_real, strict=True)))
     return found
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import re
 from collections import Counter, defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.layout.layout import Layout, owners
-from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
+from rescale_data.layout.turns import AlignedTurns, BalancedTurns
 
 GRID = [(96, 24), (24, 24), (24, 96), (12, 36), (12, 12), (48, 12), (30, 60)]
 WORKERS = (0, 1, 2, 3, 4, 6, 8)
@@ -37,12 +38,12 @@ def by_definition(n: int, o: int, step: int) -> list[int]:
     return [q // (o // n) for q in range(o)]
 
 
-def played(turns: list[Turns], first: int, stop: int) -> list[list[list[int]]]:
+def played(turns: list[Any], first: int, stop: int) -> list[list[list[int]]]:
     """``[u][rank]`` -> the shards of the micro batch."""
     return [[rank.turn(u).shards for rank in turns] for u in range(first, stop)]
 
 
-def turns_of(layout: Layout, samples: np.ndarray) -> list[Turns]:
+def turns_of(layout: Layout, samples: np.ndarray) -> list[Any]:
     ranks = range(layout.dp_world_size)
     if layout.aligned:
         return [AlignedTurns(layout, rank) for rank in ranks]
