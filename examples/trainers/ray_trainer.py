@@ -97,8 +97,7 @@ def main() -> int:
         job(folder, STEPS, 3, 1)
         ray.shutdown()
         starts = sorted(tuple(map(int, leg.name.split(" from "))) for leg in Path(folder).glob("* from *"))
-        print("workers, and the step from which they trained:", starts)
-        legs = [read(Path(folder) / f"{num_workers} from {step}", num_workers) for num_workers, step in starts]
+        legs = [(num, read(Path(folder) / f"{num} from {step}", num)) for num, step in starts]
     return 0 if compare(legs, NUM_ROWS, STEPS, **SIZES) else 1
 
 

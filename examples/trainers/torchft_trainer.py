@@ -11,6 +11,7 @@ that was not committed is served again.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from parts.kept import Kept
-from parts.rows import VOCABULARY, Rows, compare
+from parts.rows import VOCABULARY, Batches, Rows, compare
 from torchft import Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.process_group import create_store_client
@@ -161,11 +162,13 @@ def main() -> int:
         lines = sorted(json.loads(line) for file in folder.iterdir() for line in file.read_text().splitlines())
         log.seek(0)
         said = log.read()
-    print("exit codes", codes, "replicas by step", [world_size for _, rank, world_size, _ in lines if rank == 0])
-    trained: dict[int, list[int]] = {}
-    for step, _, _, rows in lines:
-        trained.setdefault(step, []).extend(rows)
-    if compare([trained], NUM_ROWS, STEPS, **SIZES) and codes == [0, -signal.SIGKILL, 0, 0, 0]:
+    print("exit codes", codes)
+    legs: list[tuple[int, Batches]] = []
+    for world_size, of_leg in itertools.groupby(lines, lambda line: line[2]):
+        legs.append((world_size, {}))
+        for step, _, _, rows in of_leg:
+            legs[-1][1].setdefault(step, []).extend(rows)
+    if compare(legs, NUM_ROWS, STEPS, **SIZES) and codes == [0, -signal.SIGKILL, 0, 0, 0]:
         return 0
     print(said)
     return 1

@@ -18,10 +18,13 @@ ELSEWHERE = {
     "disable_tqdm report_to run_name project trackio_.* eval_.* per_device_eval_.* prediction_.* include_for_metrics "
     "batch_eval_metrics save_.* enable_jit_checkpoint push_to_hub hub_.* metric_.* greater_is_better "
     "restore_callback_.* use_cpu ddp_.* fsdp.* deepspeed debug skip_memory_metrics do_.* resume_from_checkpoint local_rank",
+    "trl.SFTConfig": "model_init_kwargs trust_remote_code router_.* loss_type activation_offloading",
     "accelerate.Accelerator": "mixed_precision cpu .*deepspeed_.* fsdp_plugin torch_tp_plugin megatron_lm_plugin log_with "
     "project_dir kwargs_handlers dynamo_.* parallelism_config",
     "torchtitan.config.TrainingConfig": "max_norm enable_cpu_offload disable_cuda_graphs dtype mixed_.* gc_.*",
 }
+
+ELSEWHERE["trl.SFTConfig"] += " " + ELSEWHERE["transformers.TrainingArguments"]
 
 
 @pytest.mark.parametrize("trainer", list(ELSEWHERE))

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,13 @@ import torch
 import rescale_data as rd
 
 VOCABULARY = 64
+NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 240, 24, 2  # ten steps an epoch
+EPOCHS, STEPS = 2, 20
+LEGS = ((4, 0, 8), (2, 6, 12), (3, 10, STEPS))
+"""Ranks, the step of the checkpoint that they begin with (6 is within an epoch, 10 ends one), the step that they stop at."""
+
+Batches = dict[int, list[int]]
+"""The rows of each global batch in the order of the ranks, by step."""
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -30,8 +39,21 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"row": torch.tensor(row), "input_ids": tokens[:-1], "labels": tokens[1:]}
 
 
+class Sequences(Rows):
+    """Rows with labels as models of transformers want them: the tokens themselves, which the model shifts."""
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        tokens = super().__getitem__(row)["input_ids"]
+        return {
+            "row": torch.tensor(row),
+            "input_ids": tokens,
+            "labels": tokens,
+            "position_ids": torch.arange(len(tokens)),
+        }
+
+
 class Record:
-    """What one rank trains: a line a micro batch."""
+    """Writes the rows that one rank trains, a line a micro batch."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,9 +63,9 @@ class Record:
         self._file.write(json.dumps([step, rows.tolist()]) + "\n")
 
 
-def read(folder: Path, world_size: int) -> dict[int, list[int]]:
-    """The rows of each global batch in the order of the ranks, by step."""
-    batches: dict[int, list[int]] = {}
+def read(folder: Path, world_size: int) -> Batches:
+    """Return what the ranks of a leg have recorded."""
+    batches: Batches = {}
     for rank in range(world_size):
         for line in (folder / f"rank{rank}").read_text().splitlines():
             step, rows = json.loads(line)
@@ -52,28 +74,44 @@ def read(folder: Path, world_size: int) -> dict[int, list[int]]:
 
 
 def torchrun(script: str, world_size: int, *arguments: object) -> None:
-    """The script on ``world_size`` ranks of this machine, by `torchrun`."""
+    """Run the script on ``world_size`` ranks of this machine, by `torchrun`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", script]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, *map(str, arguments)], check=True, env=environment)
 
 
-def compare(legs: list[dict[int, list[int]]], num_rows: int, num_steps: int, **loader: Any) -> bool:
-    """Print whether the legs, each from the checkpoint of the one before, trained what one rank trains."""
-    trained: dict[int, list[int]] = {}
-    for leg in legs:
-        again = sorted(trained.keys() & leg.keys())
-        print(
-            f"steps {min(leg)} to {max(leg)}"
-            + (f"; {len(again)} of them again, after the last checkpoint" if again else "")
-        )
+def run_legs(script: str, *arguments: object) -> int:
+    """Run ``script folder resume stop *arguments`` on the ranks of each leg, compare, and return the exit code."""
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        for world_size, resume, stop in LEGS:
+            torchrun(script, world_size, folder, resume, stop, *arguments)
+        legs = [(world_size, read(Path(folder) / f"from {resume}", world_size)) for world_size, resume, _ in LEGS]
+    return 0 if compare(legs, NUM_ROWS, STEPS, global_batch_size=GLOBAL_BATCH_SIZE, seed=0) else 1
+
+
+def compare(legs: list[tuple[int, Batches]], num_rows: int, num_steps: int, **loader: Any) -> bool:
+    """Print the steps of each leg, with its number of ranks, and return True if all have trained what one rank trains."""
+    trained: Batches = {}
+    for world_size, leg in legs:
+        again = len(trained.keys() & leg.keys())
+        repeats = f", {again} of them again: the checkpoint lies before them" if again else ""
+        print(f"{world_size} ranks: steps {min(leg)} to {max(leg)}{repeats}")
         trained.update(leg)
     alone, expected = rd.DataLoader(Rows(num_rows), dp_rank=0, dp_world_size=1, **loader), []
     while len(expected) < num_steps:
         expected += [batch["row"].tolist() for batch in alone]
+    epoch = num_rows // loader["global_batch_size"]  # in steps
+    times = Counter((step // epoch, row) for step, rows in trained.items() for row in rows)
+    total = sum(map(len, expected[:num_steps]))
+    lost, repeated = total - len(times), times.total() - len(times)
     same = sum(trained.get(step) == expected[step] for step in range(num_steps))
-    held = same == num_steps == len(trained)
-    print(
-        f"{'ok  ' if held else 'FAIL'}  {same} of {num_steps} global batches are those of one rank that never stopped"
-    )
-    return held
+    findings = [
+        (lost == repeated == 0, f"{len(times)} of {total} rows trained: {lost} lost, {repeated} repeated"),
+        (
+            same == num_steps == len(trained),
+            f"{same} of {num_steps} global batches are those of one rank that never stopped",
+        ),
+    ]
+    for held, text in findings:
+        print(f"{'ok  ' if held else 'FAIL'}  {text}")
+    return all(held for held, _ in findings)
