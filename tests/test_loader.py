@@ -779,13 +779,6 @@ class TestTorchdata:
             resumed.load_state_dict(loader.state_dict())
             assert found + rows_in(itertools.islice(iter(resumed), 24 - num)) == whole
 
-    def test_epochs_of_logical_shards(self) -> None:
-        shards = rd.LogicalShards(pipeline_of("rows", ROWS), num_logical_shards=24, global_batch_size=12, repeat=False)
-        loader = Loader(shards)
-        epochs = [[[s["row"] for s in batch] for batch in loader] for _ in range(3)]
-        assert [len(epoch) for epoch in epochs] == [8, 8, 8]
-        assert len({str(epoch) for epoch in epochs}) == 3
-
     def test_logical_shards_of_simulated_ranks(self) -> None:
         def make(rank: int, w: int) -> rd.LogicalShards:
             return rd.LogicalShards(

@@ -1,7 +1,5 @@
 """Legs of a run, as each rank takes them and as they are put together again."""
 
-import functools
-import itertools
 import logging
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import rescale_data as rd
 from tests.pipelines import as_samples, data_for, pipeline_of, plain
+from tests.promises import endless, epoch_of
 
 SEED = 7
 
@@ -45,30 +44,12 @@ class Data:
 
     def stream(self, shard: int, epoch: int, count: int) -> list[Any]:
         """The first samples of a shard (of an epoch, where the stream has any) if nothing interrupts it."""
-        return _endless(self, shard, count) if self.repeat else _epoch(self, shard, epoch)[:count]
+        which = self.kind, self.num_rows, self.n, shard
+        return endless(*which, count) if self.repeat else epoch_of(*which, epoch)[:count]
 
     def num_samples(self, epoch: int) -> int:
         """Of all shards in an epoch."""
-        return sum(len(_epoch(self, shard, epoch)) for shard in range(self.n))
-
-
-@functools.cache
-def _epoch(data: Data, shard: int, epoch: int) -> list[Any]:
-    node = pipeline_of(data.kind, data_for(data.kind, data.num_rows))(rd.Shard(shard, data.n, seed=SEED))
-    for _ in range(epoch):
-        list(node)
-        node.reset(None)
-    return [plain(sample) for sample in node]
-
-
-@functools.cache
-def _endless(data: Data, shard: int, count: int) -> list[Any]:
-    node = pipeline_of(data.kind, data_for(data.kind, data.num_rows))(rd.Shard(shard, data.n, seed=SEED, repeat=True))
-    found: list[Any] = []
-    while len(found) < count:
-        found += map(plain, itertools.islice(node, count - len(found)))
-        node.reset(None)
-    return found
+        return sum(len(epoch_of(self.kind, self.num_rows, self.n, shard, epoch)) for shard in range(self.n))
 
 
 class Taken(NamedTuple):

@@ -85,7 +85,7 @@ def check(found: list[Seen], before: list[Seen], uninterrupted: list[Any]) -> No
             assert torch.equal(seen.numbers[name], value), name
 
 
-@pytest.mark.parametrize(("w", "b"), [(1, 8), (2, 6), (3, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize(("w", "b"), [(2, 6), (6, 2)])
 def test_saved_by_4_ranks_and_loaded_by_others(checkpoints: Any, uninterrupted: list[Any], w: int, b: int) -> None:
     folder, before = checkpoints
     ranks = run_ranks(w, folder, loaded, [folder / "plain", folder / "async"], b)

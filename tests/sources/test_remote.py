@@ -144,11 +144,6 @@ class TestListing:
         found = find(f"flaky://{tmp_path}/{given}", ("bin",), None, rd.Remote())
         assert found.names == ("a/x.bin", "b/x.bin")
 
-    def test_a_folder_that_cannot_be_listed(self, failing: list[str], tmp_path: Path) -> None:
-        failing += ["data/b"] * 10
-        with pytest.raises(RemoteError, match=r"flaky://.*data could not be read in 3 attempts.*503"):
-            find(f"flaky://{tmp_path}/data", ("bin",), None, rd.Remote(retries=2))
-
     def test_a_glob_goes_no_deeper_than_it_says(self, failing: list[str], tmp_path: Path) -> None:
         (tmp_path / "data" / "top.bin").write_bytes(b"x")
         assert find(f"flaky://{tmp_path}/data/*.bin", ("bin",), None, None).names == ("top.bin",)
