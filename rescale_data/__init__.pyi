@@ -39,3 +39,4 @@ from rescale_data.sources.parquet import ParquetSource as ParquetSource
 from rescale_data.sources.source import Source as Source
 from rescale_data.sources.synthetic import SyntheticSource as SyntheticSource
 from rescale_data.sources.webdataset import WebDatasetSource as WebDatasetSource
+from rescale_data.state import Field as Field

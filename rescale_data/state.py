@@ -38,14 +38,19 @@ def copy_of(position: memoryview) -> memoryview:
 
 @dataclass(frozen=True)
 class Field:
-    """One value of a node's state: where it is, and what it looks like.
+    """A value of a node's state: its path, dtype and shape.
 
     Args:
         path: Keys from the root of the nested state down to the value.
         dtype: ``torch.int64``, ``float64`` or ``bool`` for numbers; any dtype for tensors.
         shape: ``None`` for a number, else the shape of the tensor.
-        counts: Whether it tells what was done on the way and not where the stream stands: rows skipped, a digest.
+        counts: True if it counts what was done on the way (rows skipped, a digest) and does not say where the stream stands.
         limits: The smallest and the largest value that a run can come to; `None` for any.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> rd.Field(("seen",), counts=True).key
+        'seen'
     """
 
     path: tuple[str, ...]

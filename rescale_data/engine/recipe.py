@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.foreign import as_node, refuse_ranks
 from rescale_data.shard import Shard
 from rescale_data.state import Field
+
+_built: WeakSet[Node[Any]] = WeakSet()
+"""The nodes that a loader has: no other loader may take them."""
 
 Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
 
@@ -62,12 +66,12 @@ def _refuse_twice(root: Node[Any]) -> None:
                 f"One {type(node).__name__} stands at two places of the pipeline, {path_name(first)} and {path_name(path)}, "
                 f"and a node has one position. Make one for each: rd.Reader(source, shard), again."
             )
-        if node.is_built:
+        if node in _built:
             raise ValueError(
                 f"The pipeline returned a {type(node).__name__} ({path_name(path)}) that an earlier call had returned, and a "
                 f"node has one position. Make all nodes anew in each call, without a cache; sources may be shared."
             )
-        node.is_built = True
+        _built.add(node)
 
 
 def _refuse_others(root: Node[Any], given: Shard) -> None:

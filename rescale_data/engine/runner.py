@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -15,8 +15,10 @@ from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, p
 from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
-from rescale_data.nodes.base import Node
-from rescale_data.nodes.below import pass_epochs
+from rescale_data.nodes.abilities import Proves, ReadsBegun, WritesMany
+from rescale_data.nodes.base import Node, initial
+from rescale_data.nodes.below import borrow, columns_of, epoch_end, pass_epochs, skip, skip_ahead
+from rescale_data.nodes.changing import settle
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.tray import Tray
@@ -42,7 +44,8 @@ class Runner:
         self._histories: Histories = {}
         self._built: dict[int, Node[Any]] = {}
         self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
-        self._columns, self._write_ready = schema.root.writes, schema.root.write_ready
+        self._columns = columns_of(schema.root)
+        self._write_ready = schema.root.write_ready if isinstance(schema.root, WritesMany) else _none_ready
         self._samples = self.table[:, SAMPLES]  # a view
         self._visits: dict[int, _Visit] = {}  # for turns that come again
 
@@ -119,15 +122,15 @@ class Runner:
             node = self._live[shard]
             if node is None:
                 node = self._wake(shard)
-            end = node.epoch_end(self._slots(shard)[None], np.array([shard]))
+            end = epoch_end(node, self._slots(shard)[None], np.array([shard]))
             if end is None:
-                num_samples -= node.skip_ahead(num_samples)
+                num_samples -= skip_ahead(node, num_samples)
                 if num_samples:
                     self._draw(shard)
                     num_samples -= 1
                 continue
             step = min(num_samples, int(end[0][0]))
-            node.skip(step)
+            skip(node, step)
             num_samples -= step
             if num_samples:
                 self._slots(shard)[:] = end[1][0]
@@ -156,16 +159,18 @@ class Runner:
         """
         root, row = self._recipe.build(shard), row.copy()
         adopt(root, histories)
-        root.settle(
-            row[0, FIRST_SLOT:].data
-        )  # as a load does: a document or window that needs an old blocklist begins again, and is not read
+        settle(root, row[0, FIRST_SLOT:].data)  # as a load does: what needs an old list begins again, and is not read
         nodes = dict(root.walk())
         for path, begun in self.schema.begun(row).items():
             slots = self.schema.slots_at(row, path)
             if begun[0] and slots is not None:
-                nodes[path].bind(slots[0].copy().data)
+                node = nodes[path]
+                node.bind(slots[0].copy().data)
                 with contextlib.suppress(StopIteration):
-                    nodes[path].read_begun()
+                    if isinstance(node, ReadsBegun):
+                        node.read_begun()
+                    else:
+                        next(node)
         return {path_name(path): below.farthest for path, below in nodes.items() if isinstance(below, Reader)}
 
     def prove(self, shard: int, num_left: int) -> None:
@@ -178,7 +183,7 @@ class Runner:
         node.bind(self._slots(shard).copy().data)
         wrong = ""
         try:
-            node.skip(num_left)
+            skip(node, num_left)
         except StopIteration:
             wrong = "fewer"
         else:
@@ -190,7 +195,8 @@ class Runner:
                 f"back to a checkpoint from before this epoch and report it."
             )
         for _, below in node.walk():
-            below.verify()
+            if isinstance(below, Proves):
+                below.verify()
 
     def _slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT:]
@@ -209,7 +215,7 @@ class Runner:
 
     def _draw(self, shard: int, tray: Tray | None = None, place: int = 0) -> Any:
         """Return the next sample of a shard; with a tray, write it there and return nothing."""
-        node = self._live[shard]
+        node: Any = self._live[shard]
         if node is None:
             node = self._wake(shard)
         try:
@@ -222,7 +228,7 @@ class Runner:
             error.add_note(f"in the pipeline of logical shard {shard}")
             raise
 
-    def _draw_from_next_epoch(self, shard: int, node: Node[Any], tray: Tray | None, place: int) -> Any:
+    def _draw_from_next_epoch(self, shard: int, node: Any, tray: Tray | None, place: int) -> Any:
         for _ in range(2):
             node.bind(node.position)
             try:
@@ -250,7 +256,7 @@ class Runner:
         The sample is the same from any position and in every topology. The shard has samples, perhaps not in the first epoch.
         """
         node = self._build(shard)
-        node.bind(node.initial())
+        node.bind(initial(node))
         while True:
             try:
                 return node.next()
@@ -267,14 +273,14 @@ class Runner:
         if node is None:
             node = self._built[shard] = self._build(shard)
             self.schema.require_same_fields(node, shard)
-            if node.writes != self._columns:
+            if columns_of(node) != self._columns:
                 raise TypeError(
-                    f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "
-                    f"Samples of all shards make up one batch, so they are alike."
+                    f"The pipeline of logical shard {shard} yields the columns {columns_of(node)}, the first one "
+                    f"{self._columns}. Samples of all shards make up one batch, so they are alike."
                 )
-            node.borrow(next(iter(self._built.values())))
+            borrow(node, next(iter(self._built.values())))
         if type(node) is not type(self.schema.root):
-            self._write_ready = Node.write_ready
+            self._write_ready = _none_ready
         node.bind(self._slots(shard).data)
         self._live[shard] = node
         return node
@@ -296,6 +302,11 @@ class _Visit:
     rows: Ints
     count: int
     more: int = 0
+
+
+def _none_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
+    """Return ``first``: no row is written in one call (`WritesMany.write_ready`)."""
+    return first
 
 
 def _lines(sample: Any, node: Node[Any] | None) -> list[str]:

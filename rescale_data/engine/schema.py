@@ -19,7 +19,9 @@ from rescale_data.engine.recipe import (
     Histories,
     path_name,
 )
-from rescale_data.nodes.base import Node
+from rescale_data.nodes.abilities import Adopts, Mixes, Prepares, ReadsBegun, Reports
+from rescale_data.nodes.base import Node, initial, slots_of
+from rescale_data.nodes.below import epoch_end, names_rows, repeats_itself
 from rescale_data.nodes.foreign import Foreign
 from rescale_data.nodes.form import BEFORE
 from rescale_data.nodes.reader import Reader
@@ -32,7 +34,7 @@ Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 def _require_all_named_or_none(root: Node[Any]) -> None:
     """Raise ``ValueError`` if some rows have their provenance and others do not: they may share a sample or a batch."""
-    named = {path_name(path): node.provenance for path, node in root.walk() if node.reads is not None}
+    named = {path_name(path): names_rows(node) for path, node in root.walk() if node.reads is not None}
     if len(set(named.values())) > 1:
         with_it, without = ([path for path, has_it in named.items() if has_it is wanted] for wanted in (True, False))
         raise ValueError(
@@ -51,7 +53,7 @@ class Schema:
     def __init__(self, root: Node[Any]) -> None:
         _require_all_named_or_none(root)
         self.root, self._seeds = root, _seeds(root)
-        self.is_mixture = any(node.CHILDREN_MAY_CHANGE or len(node.children) > 1 for _, node in root.walk())
+        self.is_mixture = any(isinstance(node, Mixes) or len(node.children) > 1 for _, node in root.walk())
         self.histories: Histories = {}
         self._sources_json: str | None = None
         self._pipeline_json: str | None = None
@@ -66,7 +68,7 @@ class Schema:
 
     def fresh_table(self, num_logical_shards: int) -> Ints:
         """Return the positions of a run that has delivered nothing: ``int64[N, columns]``."""
-        row = np.concatenate([[0, UNDEALT], np.array(self.root.initial(), dtype=np.int64)])
+        row = np.concatenate([[0, UNDEALT], np.array(initial(self.root), dtype=np.int64)])
         return np.tile(row, (num_logical_shards, 1))
 
     def require_same_fields(self, node: Node[Any], shard: int) -> None:
@@ -85,18 +87,17 @@ class Schema:
     def require_same_state(self, node: Node[Any], shard: int) -> None:
         """Raise as `require_same_fields` does, or ``TypeError`` if the other pipeline begins in another state."""
         self.require_same_fields(node, shard)
-        first, here = (flatten(state_of(each.fields, each.initial())) for each in (self.root, node))
+        first, here = (flatten(state_of(each.fields, initial(each))) for each in (self.root, node))
         for (path, one), (_, other) in zip(first, here, strict=True):
             if encode(field_of(path, one), one) != encode(field_of(path, other), other):
                 raise TypeError(
                     f"The state {'.'.join(path)!r} begins as {other} in logical shard {shard} and as {one} in shard 0, but is "
-                    f"the same for every shard. Count from the shard's own beginning, and keep what depends on the shard in "
-                    f"your node."
+                    f"the same for every shard. Give the nodes of all shards the same weights and the same blocklist."
                 )
 
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
         """Return the samples left in the epoch and the slots of the next, of all shards; `None` if only reading finds them."""
-        return self.root.epoch_end(table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
+        return epoch_end(self.root, table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
 
     def uncounted(self, table: Ints) -> list[str]:
         """Return the class names of the nodes that do not know their number of samples, although all nodes below them do."""
@@ -104,7 +105,7 @@ class Schema:
         found: list[tuple[tuple[str, ...], Node[Any]]] = []
         for path, node in self.root.walk():
             rows = self.slots_at(table, path)
-            if rows is not None and node.epoch_end(rows, numbers) is None:
+            if rows is not None and epoch_end(node, rows, numbers) is None:
                 found = [(above, other) for above, other in found if path[: len(above)] != above] + [(path, node)]
         return sorted({type(node.node if isinstance(node, Foreign) else node).__name__ for _, node in found})
 
@@ -126,7 +127,7 @@ class Schema:
             return False
         nodes = [node for _, node in self.root.walk()]
         return (
-            all(node.one_for_one or node.repeats_itself for node in nodes)
+            all(map(repeats_itself, nodes))
             and all(node.source.num_rows >= len(table) for node in nodes if isinstance(node, Reader))
             and all(len(history) <= 1 for history in self.histories.values())
         )
@@ -141,7 +142,7 @@ class Schema:
         namesakes, owned = self._namesakes(), table[shards]
         for path, node in self.root.walk():
             rows = self.slots_at(owned, path)
-            if rows is None:
+            if rows is None or not isinstance(node, Reports):
                 continue
             for key, value in node.progress(rows, shards, owned[:, SAMPLES]).items():
                 if node.reads is not None and node.reads.name in namesakes and key.endswith(f"/{node.reads.name}"):
@@ -164,13 +165,13 @@ class Schema:
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """Return the slots of the node at ``path``, a view; `None` if the node lives inside a foreign node."""
-        slots = self.root.slots_of(path)
+        slots = slots_of(self.root, path)
         return None if slots is None else table[:, FIRST_SLOT:][:, slots]
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
         """Return ``bool[N]`` for each node that `READS_AHEAD`, by its path: true for shards within something delivered in part.
 
-        For a node with `tells_next`, also true for shards whose position has moved: a sample says something of the next one.
+        For a node that `tells_next`, also true for shards whose position has moved: a sample says something of the next one.
         """
         found: dict[tuple[str, ...], Ints] = {}
         fresh = self.fresh_table(len(table))
@@ -178,7 +179,7 @@ class Schema:
             rows = self.slots_at(table, path)
             if node.READS_AHEAD and rows is not None:
                 found[path] = (rows[:, place_slots(node.FIELDS)] != 0).any(axis=1)
-                if node.tells_next:
+                if isinstance(node, ReadsBegun) and node.tells_next:
                     found[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
         return found
 
@@ -186,7 +187,7 @@ class Schema:
         """Begin to fetch the data that the given shards need first; they are about to be served."""
         for path, node in self.root.walk():
             rows = self.slots_at(table[shards], path)
-            if rows is not None:
+            if rows is not None and isinstance(node, Prepares):
                 node.prepare(rows, shards)
 
     @cached_property
@@ -256,7 +257,8 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
 def adopt(root: Node[Any], histories: Histories) -> None:
     """Give each node of a pipeline its history: the data of its source, or the earlier forms of its samples."""
     for path, node in root.walk():
-        node.adopt(histories.get(path_name(path), ()))
+        if isinstance(node, Adopts):
+            node.adopt(histories.get(path_name(path), ()))
 
 
 def to_json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Questions about the nodes below a node: their logical shard, sources and readers, and how epochs move them."""
+"""Questions to a node, and about the nodes below it: their logical shard, sources, readers, epochs and abilities."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.nodes.base import Node
+from rescale_data.nodes.abilities import Counts, HasDocuments, HasTexts, MayChange, Mixes, Skips, Writes
+from rescale_data.nodes.base import Node, bind_once, draw, slots_of
 from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.reading.documents import Documents, Texts
+from rescale_data.nodes.tray import Columns
 from rescale_data.shard import Shard, require_shard
-from rescale_data.state import Ints
+from rescale_data.state import Ints, offsets, place_slots
 
 
 def find_shard(node: Node[Any]) -> Shard | None:
@@ -38,7 +41,7 @@ def shard_of(node: Node[Any], given: Shard | None) -> Shard:
 def num_below(node: Node[Any], kind: type[Node[Any]]) -> int:
     """Count the nodes of a kind below a node. Nodes below a mixture do not count: they may come and go between segments."""
     found = [(path, below) for path, below in node.walk() if path]
-    mixtures = [path for path, below in node.walk() if below.CHILDREN_MAY_CHANGE]
+    mixtures = [path for path, below in node.walk() if isinstance(below, Mixes)]
     return sum(
         isinstance(below, kind) and not any(path[: len(above)] == above for above in mixtures) for path, below in found
     )
@@ -54,7 +57,7 @@ def readers_of(node: Node[Any], start: int) -> list[tuple[Reader, int]]:
 
     The first slot of a reader is its epoch.
     """
-    found = [(below, node.slots_of(path)) for path, below in node.walk() if isinstance(below, Reader)]
+    found = [(below, slots_of(node, path)) for path, below in node.walk() if isinstance(below, Reader)]
     return [(reader, start + slots.start) for reader, slots in found if slots is not None]
 
 
@@ -69,8 +72,12 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
     Returns:
         The number of samples in the epochs that were passed; 0 if it is not known.
     """
-    end, readers, nodes = node.epoch_end(row[None], np.array([shard])), readers_of(node, 0), [n for _, n in node.walk()]
-    if end is None or not all(below.one_for_one or below.repeats_itself for below in nodes):
+    end, readers, nodes = (
+        epoch_end(node, row[None], np.array([shard])),
+        readers_of(node, 0),
+        [n for _, n in node.walk()],
+    )
+    if end is None or not all(map(repeats_itself, nodes)):
         return 0
     if not any(reader.rows.is_small or reader.rows.grows for reader, _ in readers):  # each epoch is like the next
         size = int(end[0][0])
@@ -82,3 +89,103 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
         return 0
     row[slot], num = reader.rows.epoch_after(int(row[slot]), most, shard)
     return num
+
+
+# Abilities: the node's own method, or what holds for a node without the ability
+
+
+def epoch_end(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+    """Return `Counts.epoch_end` of any node; `None` if the node cannot count its samples."""
+    if isinstance(node, Counts):
+        return node.epoch_end(rows, shards)
+    return epoch_end_of_source(node, rows, shards) if node.one_for_one else None
+
+
+def epoch_end_of_source(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+    """Return `epoch_end` of a node that yields one sample for each sample of its source and keeps its own slots."""
+    own = offsets(node.FIELDS)[-1]
+    end = epoch_end(node.children["source"], rows[:, own:], shards)
+    return None if end is None else (end[0], np.concatenate([rows[:, :own], end[1]], axis=1))
+
+
+def repeats_itself(node: Node[Any]) -> bool:
+    """True if each epoch of a node whose end is known moves the position by the same amount, as epochs of its readers do.
+
+    A node says so by ``repeats_itself = True``.
+    """
+    return node.one_for_one or getattr(node, "repeats_itself", False)
+
+
+def skip(node: Node[Any], num_samples: int) -> None:
+    """Leave out the next samples of any node, as if they had been drawn."""
+    if isinstance(node, Skips):
+        node.skip(num_samples)
+    elif node.one_for_one:
+        bind_once(node)
+        skip(node.children["source"], num_samples)
+    else:
+        draw(node, num_samples)
+
+
+def skip_ahead(node: Node[Any], num_samples: int) -> int:
+    """Leave out up to ``num_samples`` samples without drawing them, where `epoch_end` is not known.
+
+    Returns:
+        The number of samples left out. There are fewer if the epoch ends (an endless stream may go on), or if the samples have
+        to be read.
+    """
+    while node.one_for_one:
+        node = node.children["source"]
+    return node.skip_ahead(num_samples) if isinstance(node, Mixes) else 0
+
+
+def open_documents(node: Node[Any], column: str) -> Documents | None:
+    """Open a column of any node as `HasDocuments.open_documents` does; `None` if it cannot be read in blocks."""
+    return node.open_documents(column) if isinstance(node, HasDocuments) else None
+
+
+def dtype_of(node: Node[Any], column: str) -> np.dtype[Any] | None:
+    """Return `HasDocuments.dtype_of` of any node; `None` if it is not known."""
+    return node.dtype_of(column) if isinstance(node, HasDocuments) else None
+
+
+def texts_of(node: Node[Any], column: str) -> Texts | None:
+    """Return `HasTexts.texts` of any node; `None` if they cannot be read in blocks."""
+    return node.texts(column) if isinstance(node, HasTexts) else None
+
+
+def columns_of(node: Node[Any]) -> Columns:
+    """Return the columns that a node writes; empty if it writes none."""
+    return node.writes if isinstance(node, Writes) else {}
+
+
+def names_rows(node: Node[Any]) -> bool:
+    """True if a node reads rows itself and each sample names its row (``provenance``)."""
+    return getattr(node, "provenance", False)
+
+
+def may_change(node: Node[Any]) -> frozenset[str]:
+    """Return the parameters of a node that may differ when a state is loaded."""
+    return node.changeable if isinstance(node, MayChange) else frozenset()
+
+
+def place(node: Node[Any]) -> list[int]:
+    """Return the slots of a position that identify the next sample among all samples of the run.
+
+    Random numbers are keyed with these slots. Their values do not depend on sources that come and go between segments.
+    """
+    if isinstance(node, Mixes):
+        return node.place()
+    slots, first = place_slots(node.FIELDS), offsets(node.FIELDS)[-1]
+    for child in node.children.values():
+        slots += [first + slot for slot in place(child)]
+        first += offsets(child.fields)[-1]
+    return slots
+
+
+def borrow(node: Node[Any], other: Node[Any]) -> None:
+    """Share memory with ``other``, the same node in another logical shard, for everything that is equal in both."""
+    for name, child in node.children.items():
+        borrow(child, other.children[name])
+    if isinstance(node, Mixes):
+        node.borrow(other)

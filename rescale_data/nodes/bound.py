@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.base import Node, View, slots_of
 from rescale_data.nodes.below import find_shard, source_names
 
 _EVERY = 256  # draws between two checks
@@ -78,5 +78,5 @@ class Bound:
 
 def _place(node: Node[Any], position: View, path: tuple[str, ...], below: Node[Any]) -> list[int]:
     """Return the slots of ``below`` in a position of ``node``; inside a torchdata node, its own live position."""
-    slots = node.slots_of(path)
+    slots = slots_of(node, path)
     return (below.position if slots is None else position[slots]).tolist()

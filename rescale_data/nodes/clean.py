@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.errors import checks_kinds, require, require_int
-from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.base import BaseNode, Node, go_to
+from rescale_data.nodes.below import dtype_of, open_documents
 from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.changing import take_effect
 from rescale_data.nodes.column import integers
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.picked import PickedDocuments
@@ -49,7 +51,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         Field(("short",), counts=True, limits=COUNT),
     )
     READS_AHEAD: ClassVar[bool] = True
-    within = _PIECE
+    WITHIN = "window"
 
     @checks_kinds
     def __init__(
@@ -73,7 +75,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         self._source, self._bound = self.children["source"], Bound(self)
 
     def seek(self) -> None:
-        self._bookmark = self.bookmark("source")
+        self._bookmark = self.position[self._slots("source")]
         self._pieces: list[slice] | None = None
         self._over = False
 
@@ -91,17 +93,14 @@ class CleanDocuments(Node[dict[str, Any]]):
             misses = self._bound.missed(misses)
         raise StopIteration
 
-    def read_begun(self) -> None:
-        self._open()
-
-    def documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> Documents | None:
         if column != self.column:
             return None
-        inner, bound = self._source.documents(column), Bound(self._source, type(self).__name__)
+        inner, bound = open_documents(self._source, column), Bound(self._source, type(self).__name__)
         return inner and PickedDocuments(inner, self._all_pieces, bound, dropped=_SHORT, piece=_PIECE)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
-        return self._source.dtype_of(column)
+        return dtype_of(self._source, column)
 
     def _all_pieces(self, spans: Spans) -> list[list[slice]]:
         return [self.pieces(view) for view in spans.views()]
@@ -132,9 +131,9 @@ class CleanDocuments(Node[dict[str, Any]]):
     def _open(self) -> list[slice]:
         """Return the pieces of the document at the bookmark; none if it is too short, or if the epoch has ended."""
         if self._pieces is None:
-            self.take_effect()
+            take_effect(self)
             if self._source.position != self._bookmark:
-                self._source.go_to(self._bookmark)
+                go_to(self._source, self._bookmark)
             try:
                 self._sample = next(self._source)
             except StopIteration:

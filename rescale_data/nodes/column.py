@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rescale_data.nodes.base import Node, copy_of
+from rescale_data.nodes.base import Node, copy_of, go_to
+from rescale_data.nodes.below import may_change
+from rescale_data.nodes.changing import pass_blocked
 from rescale_data.nodes.guard import add_place, described
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
@@ -43,14 +45,14 @@ class ColumnDocuments:
         self._node, self._column, self._reader = node, column, reader
         for _, below in node.walk():
             below.reread = True
-        self._ended = False
+        self._ended, self._leaves_out = False, any(may_change(below) for _, below in node.walk())
 
     is_costly = True
 
     def read(self, position: memoryview, most: int) -> Spans:
         del most
         if self._ended or self._node.position != position:
-            self._node.go_to(position)
+            go_to(self._node, position)
         try:
             self._ended = False
             sample = next(self._node)
@@ -67,13 +69,14 @@ class ColumnDocuments:
             add_place(error, self._reader, self._node.locate())
             raise
         after = copy_of(self._node.position)
-        self._node.pass_blocked(after)
+        if self._leaves_out:
+            pass_blocked(self._node, after)
         spans = Spans.of(tokens.copy(), Moves.between(position, after), where)
         return replace(spans, keeps=(kept,)) if self._beside else spans
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position
-        self._node.pass_blocked(position)
+        pass_blocked(self._node, position)
 
 
 def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:

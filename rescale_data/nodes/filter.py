@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node, View
-from rescale_data.nodes.below import source_names
+from rescale_data.nodes.below import dtype_of, open_documents, source_names
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.function import identity
@@ -122,10 +122,10 @@ class Filter(Node[Any]):
                 self._drop()
             misses = self._bound.missed(misses)
 
-    def documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> Documents | None:
         """Return documents in blocks if samples have this column alone: the predicate then needs no rows."""
         dtype = self.dtype_of(column)
-        inner = None if self._guard.skips or dtype is None else self._source.documents(column)
+        inner = None if self._guard.skips or dtype is None else open_documents(self._source, column)
         if inner is None or dtype is None:
             return None
         bound = Bound(self._source, type(self).__name__)
@@ -134,7 +134,7 @@ class Filter(Node[Any]):
         )
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
-        return self._source.dtype_of(column)
+        return dtype_of(self._source, column)
 
     def _pieces(self, column: str, dtype: np.dtype[Any], spans: Spans) -> list[list[slice]]:
         """Call the predicate for each document, with a copy as in a sample, up to the first for which it raises."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node
-from rescale_data.nodes.below import num_below, shard_of
+from rescale_data.nodes.below import num_below, place, shard_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import OnError, guard_of
@@ -128,12 +128,11 @@ class RandomMap(OfEach):
         self.label = label
         shard = shard_of(self, shard)
         self._key = (shard.seed, shard.index, num_below(self, RandomMap))
-        self._slots_of_place = self._source.place()
+        self._slots_of_place = place(self._source)
 
     def _beside(self) -> np.random.Generator:
         position = self._source.position
-        place = [position[slot] for slot in self._slots_of_place]
-        return generator(f"random_map/{self.label}", *self._key, *place)
+        return generator(f"random_map/{self.label}", *self._key, *(position[slot] for slot in self._slots_of_place))
 
     def parameters(self) -> dict[str, Any]:
         return {"label": self.label, **self._identity}

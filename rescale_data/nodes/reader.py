@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import Node, View, copy_of
+from rescale_data.nodes.base import Node, View, copy_of, draw
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.blocklist import Blocklist, Excluded, blocklist_of
@@ -92,6 +92,8 @@ class Reader(Node[Any]):
     )
     """Last two fields if ``exclude`` is given: the number of rows left out, and the digest of the list."""
     repeats_itself = True
+    changeable: frozenset[str] = frozenset()
+    provenance = False
 
     # Defaults on the class: an instance with more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
     _chunks: Chunks | None = None
@@ -118,7 +120,7 @@ class Reader(Node[Any]):
         self.reads = self.source = as_source(source)
         if exclude is not None:
             self._blocklist = blocklist_of(self.source, exclude)
-            self.MAY_CHANGE = _MAY_CHANGE
+            self.changeable = _MAY_CHANGE
         self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.LISTED)
         super().__init__()
         self.shuffle, self.provenance, self._must_say = shuffle, provenance or shard.provenance, provenance
@@ -207,11 +209,9 @@ class Reader(Node[Any]):
         if self._leave is not None:
             self._leave()
 
-    def initial(self) -> View:
-        row = super().initial()
+    def begin(self, row: View) -> None:
         if self._blocklist is not None:  # also at the beginning of the first window, which a node above reads again
             row[_LIST] = self._blocklist.digest
-        return row
 
     def seek(self) -> None:
         self._over = False
@@ -245,7 +245,7 @@ class Reader(Node[Any]):
 
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:  # only reading shows which rows are samples
-            return super().skip(num_samples)
+            return draw(self, num_samples)
         if self._leaves_out:
             for _ in range(num_samples):
                 if self._over or not self.to_next_row(self.position):
@@ -356,6 +356,9 @@ class Reader(Node[Any]):
         at = position[1] - plan.first
         return 0 if plan.free is None else plan.free[at] - at
 
+    def settle(self, position: View) -> None:
+        """Change nothing: `pass_blocked` writes the present list."""
+
     def pass_blocked(self, position: View) -> None:
         if self._blocklist is not None:
             self.to_next_row(position)
@@ -395,7 +398,7 @@ class Reader(Node[Any]):
             self.leave_order()
             self._farthest, self._number = 0, next(numbers)
 
-    def documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> Documents | None:
         if not isinstance(self.source, TokenSource):
             return None
         self._packed = column

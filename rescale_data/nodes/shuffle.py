@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.errors import DataStateError, checks_kinds
-from rescale_data.nodes.base import BaseNode, Node, View, copy_of
-from rescale_data.nodes.below import num_below, shard_of
+from rescale_data.nodes.abilities import Writes
+from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, go_to
+from rescale_data.nodes.below import columns_of, epoch_end, num_below, place, shard_of, skip
+from rescale_data.nodes.changing import is_pending, take_effect
 from rescale_data.nodes.form import CHANGED
 from rescale_data.nodes.room import Room
 from rescale_data.nodes.tray import Tray, written
@@ -68,7 +70,7 @@ class Shuffle(Node[Any]):
     FIELDS = (Field(("emitted",), limits=COUNT),)
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
-    within = _EMITTED
+    WITHIN = "window"
 
     @checks_kinds
     def __init__(self, source: BaseNode[Any], window: int, *, shard: Shard | None = None) -> None:
@@ -77,17 +79,17 @@ class Shuffle(Node[Any]):
         super().__init__(source=source)
         self.window = window
         self._source = self.children["source"]
-        self.writes = self._source.writes
+        self.writes = columns_of(self._source)
         shard = shard_of(self, shard)
         self._shard, self._order_key = shard.index, (shard.seed, shard.index, num_below(self, Shuffle))
-        self._places = self._source.place()
+        self._places = place(self._source)
         self._below = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
         self._key, self._room = (owner_of(self), "window"), Room(self, "window", window)
         self._passes, self._where = True, ""
         self._let_pass(False)
 
     def seek(self) -> None:
-        self._bookmark = self.bookmark("source")
+        self._bookmark = self.position[self._slots("source")]
         self._read = self._over = False
         self._stands = True  # false if the source has ended, and has to be bound again
 
@@ -107,13 +109,13 @@ class Shuffle(Node[Any]):
 
     def skip(self, num_samples: int) -> None:
         """Skip whole windows by a call of the source's `skip`, if it knows how many samples are left; draw the others."""
-        self._bind_once()
+        bind_once(self)
         while num_samples:
             whole = 0 if self.position[_EMITTED] or self._over else min(num_samples, self._left()) // self.window
             if whole and not self._is_pending():
-                self.take_effect()
+                take_effect(self)
                 self._aim(passes=False)
-                self._source.skip(whole * self.window)
+                skip(self._source, whole * self.window)
                 self._bookmark[:] = self._source.position
                 self._read = False
                 num_samples -= whole * self.window
@@ -122,7 +124,7 @@ class Shuffle(Node[Any]):
                 num_samples -= 1
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        end = self._source.epoch_end(rows[:, 1:], shards)
+        end = epoch_end(self._source, rows[:, 1:], shards)
         if end is None:
             return None
         after = rows.copy()
@@ -161,9 +163,9 @@ class Shuffle(Node[Any]):
         """Draw the window at the bookmark from the source."""
         if self._over:
             raise StopIteration
-        self.take_effect()
+        take_effect(self)
         passes = self._is_pending()
-        place = [self._bookmark[slot] for slot in self._places]
+        at = [self._bookmark[slot] for slot in self._places]
         self._aim(passes=passes)
         samples: list[Any] = []
         where: list[str] = []
@@ -179,10 +181,10 @@ class Shuffle(Node[Any]):
                 self._over = True
                 self._bookmark[:] = self._source.position
                 raise
-        return Window(samples, where, permutation(len(samples), "shuffle", *self._order_key, *place), after)
+        return Window(samples, where, permutation(len(samples), "shuffle", *self._order_key, *at), after)
 
     def _draw_below(self) -> Any:
-        if not self.writes:
+        if not (self.writes and isinstance(self._source, Writes)):
             return next(self._source)
         tray = Tray(self.writes, 1)
         self._source.write(tray, 0)
@@ -190,20 +192,20 @@ class Shuffle(Node[Any]):
 
     def _left(self) -> int:
         """Return the number of samples left in the epoch from the bookmark on; 0 if it is not known."""
-        end = self._source.epoch_end(np.array(self._bookmark)[None], np.array([self._shard]))
+        end = epoch_end(self._source, np.array(self._bookmark)[None], np.array([self._shard]))
         return 0 if end is None else int(end[0][0])
 
     # Weights that change below
 
     def _is_pending(self) -> bool:
         """True if samples pass one by one, until a node below that is within a document has let a change take effect."""
-        return not (self.reread or self.position[_EMITTED]) and self._source.is_pending(self._bookmark)
+        return not (self.reread or self.position[_EMITTED]) and is_pending(self._source, self._bookmark)
 
     def _aim(self, *, passes: bool) -> None:
         """Move the source to the bookmark, unless it stands there; ``passes`` is as in `_let_pass`."""
         if passes != self._passes or not self._stands or self._source.position != self._bookmark:
             self._let_pass(passes)
-            self._source.go_to(self._bookmark)
+            go_to(self._source, self._bookmark)
             self._stands = True
 
     def _let_pass(self, passes: bool) -> None:

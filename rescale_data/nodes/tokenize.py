@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, draw, go_to
+from rescale_data.nodes.below import epoch_end_of_source, may_change, names_rows, skip, texts_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.function import require_function
 from rescale_data.nodes.guard import OnError, described, guard_of
@@ -91,6 +92,7 @@ class Tokenize(Node[dict[str, Any]]):
 
     FIELDS = (Field(("skipped",), counts=True, limits=COUNT),)
     READS_AHEAD: ClassVar[bool] = True
+    WITHIN = "document"  # and never is: it has no own slot that says where it stands
     repeats_itself = True
 
     @checks_kinds
@@ -114,7 +116,7 @@ class Tokenize(Node[dict[str, Any]]):
         self._key, self._room = (owner_of(self), "batch"), Room(self, "batch_size", batch_size)
 
     def seek(self) -> None:
-        self._bookmark = self.bookmark("source")
+        self._bookmark = self.position[self._slots("source")]
         self._at = -1  # index in the cached batch; -1 before there is a batch
         self._num_texts = FIRST_TEXTS  # texts of the next batch
         self._over = False
@@ -135,14 +137,14 @@ class Tokenize(Node[dict[str, Any]]):
 
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:
-            return super().skip(num_samples)
-        self._bind_once()
+            return draw(self, num_samples)
+        bind_once(self)
         if self._over:  # a new bind would let the source go on with its next epoch
             raise StopIteration
-        self._source.go_to(self._bookmark)
+        go_to(self._source, self._bookmark)
         self._at = -1
         try:
-            self._source.skip(num_samples)
+            skip(self._source, num_samples)
         except StopIteration:
             self._over = True
             raise
@@ -150,14 +152,8 @@ class Tokenize(Node[dict[str, Any]]):
             self._bookmark[:] = self._source.position
         return None
 
-    def settle(self, position: View) -> bool:
-        return self._source.settle(position[self._slots("source")])
-
-    def pass_blocked(self, position: View) -> None:
-        self._source.pass_blocked(position[self._slots("source")])
-
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        return None if self._guard.skips else self._epoch_end_of_source(rows, shards)
+        return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
 
     def parameters(self) -> dict[str, Any]:
         return {"column": self.column, "into": self.into, "tokenizer": self._fingerprint()}
@@ -180,13 +176,16 @@ class Tokenize(Node[dict[str, Any]]):
         self._at += 1
         return batch.entries[self._at - 1]
 
-    def documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> Documents | None:
         nodes = [node for _, node in self.walk()]
-        if column != self.into or self._guard.skips or any(node.provenance or node.MAY_CHANGE for node in nodes):
+        if column != self.into or self._guard.skips or any(names_rows(node) or may_change(node) for node in nodes):
             return None
         for node in nodes:
             node.reread = True
-        return TokenizedDocuments(self, self._source.texts(self.column))
+        return TokenizedDocuments(self, texts_of(self._source, self.column))
+
+    def dtype_of(self, column: str) -> np.dtype[Any] | None:
+        return None
 
     def next_texts(self, most: int) -> list[tuple[Tokens, View]]:
         """Return the tokens of the next texts, each with this node's position behind it; none at the end of the epoch.
@@ -205,7 +204,7 @@ class Tokenize(Node[dict[str, Any]]):
     def _load(self, most: int = sys.maxsize) -> Batch:
         """Make the samples behind the last yielded one, up to ``most``."""
         if self._source.position != self._bookmark:
-            self._source.go_to(self._bookmark)
+            go_to(self._source, self._bookmark)
         samples, where = list[Any](), list[str]()
         after: list[View] = []
         while len(after) < min(most, self._num_texts) and len(samples) == len(after):
@@ -284,7 +283,7 @@ def _as_many(tokens: list[Tokens | None], num_texts: int) -> list[Tokens | None]
 
 def _integers(ids: Any) -> Tokens:
     array = np.asarray(ids)
-    if array.ndim == 1 and not len(array):
+    if array.ndim == 1 and not len(array) and array.dtype.kind not in "iu":  # of an empty list
         return np.zeros(0, dtype=np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.base import View, copy_of, go_to
 from rescale_data.nodes.reading.documents import Texts
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans, TokenArray, plain
 from rescale_data.sources.source import Tokens
@@ -72,7 +72,7 @@ class TokenizedDocuments:
 
     def _of_samples(self, position: memoryview, most: int) -> Spans:
         if self._ended or self._node.position != position:
-            self._node.go_to(position)
+            go_to(self._node, position)
         found = self._node.next_texts(most)
         self._ended = not found
         if not found:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
+from rescale_data.nodes.below import skip
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import CORPORA, MIXTURES, ROWS, SOURCES, TOPS, mixture, with_length
 from tests.nodes.listed import listed
@@ -172,7 +173,7 @@ def test_skip_of_a_node(case: Case, data: st.DataObject) -> None:
         for node in (drawn, skipped):
             outcome(node, functools.partial(draws, num_samples=num_before), num_behind=0)
         expected = outcome(drawn, functools.partial(draws, num_samples=num_samples))
-        assert outcome(skipped, lambda node: node.skip(num_samples)) == expected
+        assert outcome(skipped, functools.partial(skip, num_samples=num_samples)) == expected
 
 
 # At the loader

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.below import epoch_end, skip
 from rescale_data.sources.decoded.cache import cache
 
 
@@ -88,11 +89,11 @@ def assert_ends(build: Callable[[], Node[Any]], epochs: int = 2) -> None:
             assert node.position.tolist() == position
         skipping = build()
         skipping.reset(before)
-        skipping.skip(count)
+        skip(skipping, count)
         assert next(skipping, None) is None
         assert skipping.position.tolist() == position
         skipping.reset(before)
-        if (known := skipping.epoch_end(np.array([skipping.position.tolist()]), _shards(skipping))) is not None:
+        if (known := epoch_end(skipping, np.array([skipping.position.tolist()]), _shards(skipping))) is not None:
             assert known[0].tolist() == [count]
             assert known[1].tolist() == [node.position.tolist()]
         node.reset(end)

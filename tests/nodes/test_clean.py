@@ -57,9 +57,9 @@ def test_many_at_a_time_is_one_at_a_time(layout: str, cleaning: dict[str, Any], 
 
     def build(shard: rd.Shard, fast: bool) -> rd.TokenPacker:
         rows = rd.CleanDocuments(rd.Reader(source, shard, shuffle=4), "tokens", **cleaning)
-        assert rows.documents("tokens") is not None
+        assert rows.open_documents("tokens") is not None
         if not fast:
-            rows.documents = lambda column: None  # type: ignore[method-assign]
+            rows.open_documents = lambda column: None  # type: ignore[method-assign]
         return rd.TokenPacker(rows, column="tokens", seq_len=4, eos_id=2, labels=True)
 
     for repeat in (False, True):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import rescale_data as rd
+from rescale_data.nodes.below import epoch_end
 from tests.corpus import documents, write
 from tests.nodes.resume import take
 from tests.nodes.zoo import WEB, fails_on_some, is_kept, mixture, noisy, read, without_arrays
@@ -183,8 +184,8 @@ class TestSkip:
         for node in (rd.Map, rd.RandomMap):
             raising, skipping = (node(read(WEB, rd.Shard()), fails, on_error=how) for how in ("raise", "skip"))
             row = np.array([raising.position.tolist()])
-            assert raising.epoch_end(row, np.array([0]))[0].tolist() == [len(ROWS)]
-            assert skipping.epoch_end(row, np.array([0])) is None
+            assert epoch_end(raising, row, np.array([0]))[0].tolist() == [len(ROWS)]
+            assert epoch_end(skipping, row, np.array([0])) is None
 
 
 def test_filtered_rows_are_counted() -> None:

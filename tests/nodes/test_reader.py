@@ -137,7 +137,7 @@ def test_parameters_say_which_columns_were_chosen(tmp_path: Path) -> None:
     assert Reader(chosen, Shard()).parameters()["columns"] == ["text", "tokens"]
     assert Reader(ParquetSource(tmp_path), Shard()).parameters()["columns"] == ["n", "text", "tokens"]
     readers = [Reader(source, Shard()) for source in (chosen, ParquetSource(tmp_path))]
-    assert all(reader.documents("tokens") for reader in readers)
+    assert all(reader.open_documents("tokens") for reader in readers)
     assert readers[0].parameters() == readers[1].parameters()
 
 

@@ -122,7 +122,7 @@ def test_documents_are_those_of_the_samples(
         return rd.TokenPacker(node, column="tokens", seq_len=7, eos_id=1)
 
     documents, plain = made(), None
-    monkeypatch.setattr(rd.Tokenize, "documents", lambda self, column: None)
+    monkeypatch.setattr(rd.Tokenize, "open_documents", lambda self, column: None)
     plain = made()
     states: list[list[Any]] = []
     for node in (documents, plain):

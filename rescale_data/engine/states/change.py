@@ -1,6 +1,6 @@
 """Changes of a pipeline between the segments of a run.
 
-Parameters that a node names may change, children may come and go, and samples may get another form (`Node.FORM`): a longer
+Parameters that a node names may change, children may come and go, and samples may get another form (`HasForm`): a longer
 ``seq_len``, labels, another dtype. A state is first translated to the current pipeline, and then compared like any other state.
 The header of a state keeps the earlier forms, with the number of samples and tokens delivered by then.
 """
@@ -18,7 +18,10 @@ from rescale_data.engine.schema import Nodes, Schema, by_name
 from rescale_data.engine.states.differences import without
 from rescale_data.engine.states.growth import Growth
 from rescale_data.engine.stream import Stream
+from rescale_data.nodes import changing
+from rescale_data.nodes.abilities import HasForm, Mixes
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.below import may_change
 from rescale_data.nodes.form import BEFORE, LASTING
 from rescale_data.state import Ints
 
@@ -84,28 +87,33 @@ def lasting(schema: Schema, pipeline: Nodes) -> Nodes:
     """Return a pipeline's parameters, except the form of its samples and parameters that may change."""
     free: defaultdict[str, set[str]] = defaultdict(set)
     for path, node in schema.root.walk():
-        may_change = node.MAY_CHANGE if _is_settled(schema.root, path) else frozenset[str]()
-        form = node.FORM if _is_drawn_once(schema.root, path) else frozenset[str]()
-        if may_change or form:
-            free[path_name(path)] |= {*may_change, *form, BEFORE}
+        free_now = may_change(node) if _is_settled(schema.root, path) else frozenset[str]()
+        form = node.FORM if isinstance(node, HasForm) and _is_drawn_once(schema.root, path) else frozenset[str]()
+        if free_now or form:
+            free[path_name(path)] |= {*free_now, *form, BEFORE}
     return without(pipeline, free)
 
 
 def fixed_by_others(schema: Schema) -> list[str]:
     """Return the parameters that could change if a node above let the change take effect."""
     nodes = [(path, node) for path, node in schema.root.walk() if not _is_settled(schema.root, path)]
-    return [f"{path_name(path)}: {parameter}" for path, node in nodes for parameter in sorted(node.MAY_CHANGE)]
+    return [f"{path_name(path)}: {parameter}" for path, node in nodes for parameter in sorted(may_change(node))]
 
 
 def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
     """Raise ``DataStateError`` if a change does not fit the samples drawn so far."""
     for _, node, old, rows in _kept(schema, saved, table):
-        node.check_change(old, rows)
+        if isinstance(node, Mixes):
+            node.check_change(old, rows)
 
 
 def earlier(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
-    """Return the saved parameters that nodes have to know from now on, by path (`Node.earlier`)."""
-    found = {path: node.earlier(old, rows) for path, node, old, rows in _kept(schema, saved, table) if node.MAY_CHANGE}
+    """Return the saved parameters that nodes have to know from now on, by path (`Mixes.earlier`)."""
+    found = {
+        path: node.earlier(old, rows)
+        for path, node, old, rows in _kept(schema, saved, table)
+        if isinstance(node, Mixes)
+    }
     return {path_name(path): list(history) for path, history in found.items() if history}
 
 
@@ -124,14 +132,12 @@ def settle(schema: Schema, table: Ints) -> int:
         The number of logical shards that begin a document or window again. They cannot go on in it without the sources or the
         blocklist that are gone.
     """
-    return sum(schema.root.settle(row[FIRST_SLOT:].data) for row in table)
+    return sum(changing.settle(schema.root, row[FIRST_SLOT:].data) for row in table)
 
 
 def _is_settled(root: Node[Any], path: Path) -> bool:
     """True if every node above the one at ``path`` lets a change take effect."""
-    return not _is_below(
-        root, path, lambda node: node.READS_AHEAD and node.within is None and type(node).settle is Node.settle
-    )
+    return not _is_below(root, path, lambda node: node.READS_AHEAD and changing.within(node) is None)
 
 
 def _is_drawn_once(root: Node[Any], path: Path) -> bool:
@@ -153,7 +159,7 @@ def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[Changed], l
     removed: list[Changed] = []
     added: list[Changed] = []
     for path, node in schema.root.walk():
-        if node.CHILDREN_MAY_CHANGE and path_name(path) in saved:
+        if isinstance(node, Mixes) and path_name(path) in saved:
             before, now = set(_children(path, saved)), set(node.children)
             removed += [_changed(path, node, name) for name in sorted(before - now)]
             added += [_changed(path, node, name) for name in sorted(now - before)]
@@ -190,7 +196,8 @@ def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     found: dict[str, History] = {}
     said: list[str] = []
     for path, node, old, rows in _kept(schema, saved, table):
-        if not node.FORM or not _is_drawn_once(schema.root, path):  # samples that are read again keep their form
+        # samples that are read again keep their form
+        if not isinstance(node, HasForm) or not _is_drawn_once(schema.root, path):
             continue
         name, new = path_name(path), schema.pipeline[path_name(path)]
         history: History = [(int(since), form) for since, form in old.get(BEFORE, ())]

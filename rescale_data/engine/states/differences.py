@@ -9,6 +9,7 @@ from typing import Any
 from rescale_data.engine.recipe import path_name
 from rescale_data.engine.schema import Nodes
 from rescale_data.engine.stream import Stream
+from rescale_data.nodes.below import may_change
 from rescale_data.nodes.function import CODE, VERSION
 
 _SHOWN = 5
@@ -41,7 +42,7 @@ def say_changes(stream: Stream, saved: Nodes) -> None:
     """Log the differences that a load accepts."""
     now = stream.schema.pipeline
     functions = _of_parameters(saved, now, {name: {CODE, VERSION} for name in saved.keys() & now.keys()})
-    free = {path_name(path): node.MAY_CHANGE for path, node in stream.schema.root.walk() if path_name(path) in saved}
+    free = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
     settings = _of_parameters(saved, now, free)
     if functions:
         stream.ranks.warn(

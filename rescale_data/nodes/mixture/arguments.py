@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rescale_data.errors import require, require_int
+from rescale_data.nodes.abilities import Mixes
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.mixture.row import KINDS
@@ -56,7 +57,7 @@ def check_max_epochs(max_epochs: Mapping[str, int], names: list[str]) -> None:
 def epoch_slot(name: str, node: Node[Any], slots: slice) -> int:
     """Return the slot of a source's epoch in the position of a mixture; ``ValueError`` if no single slot counts its epochs."""
     readers = readers_of(node, slots.start)
-    if len(readers) != 1 or any(below.CHILDREN_MAY_CHANGE or len(below.children) > 1 for _, below in node.walk()):
+    if len(readers) != 1 or any(isinstance(below, Mixes) or len(below.children) > 1 for _, below in node.walk()):
         raise ValueError(
             f"max_epochs[{name!r}]: the source reads {len(readers)} rd.Reader, or one in a mixture of its own, so its epochs "
             f"are not those of one reader. Give max_epochs in a mixture right above the readers."

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.below import is_endless, pass_epochs
+from rescale_data.nodes.below import is_endless, pass_epochs, skip
 from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.column import length_of
 from rescale_data.nodes.mixture.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
@@ -154,12 +154,12 @@ class MixtureDraws:
     # Leaving out
 
     def skip(self, num_samples: int) -> None:
-        """Leave out samples as in `Node.skip`, if the unit is samples."""
+        """Leave out samples as in `rescale_data.nodes.below.skip`, if the unit is samples."""
         if self.skip_ahead(num_samples) < num_samples:
             raise StopIteration
 
     def skip_ahead(self, num_samples: int, *, goes_on: bool = False) -> int:
-        """Leave out samples as in `Node.skip_ahead`, if the unit is samples.
+        """Leave out samples as in `rescale_data.nodes.below.skip_ahead`, if the unit is samples.
 
         Args:
             num_samples: Number of samples.
@@ -228,7 +228,7 @@ class MixtureDraws:
         """Leave out a sample of the chosen source; a mixture that yields the sample draws it at the point given by `choose`."""
         inner = self._inner.get(self.chosen)
         if inner is None or inner.by_tokens:
-            node.skip(1)
+            skip(node, 1)
         else:
             inner.draw(inner._pass_over)
 
@@ -265,7 +265,7 @@ class MixtureDraws:
 
     def _pass_end(self, source: int) -> None:
         try:
-            self._bound(source).skip(1)
+            skip(self._bound(source), 1)
         except StopIteration:
             self._end(source)
 
@@ -286,11 +286,11 @@ class MixtureDraws:
         if self._in_use is not None:
             self.weights.end(self._position, chosen, self._in_use)
         if self._stop == "never":
+            node = self._bound(chosen)
+            node.bind(node.position)  # also before an error: who goes on draws or skips from there
             silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
             if silent > SILENT_EPOCHS:
                 self.refuse_silent(chosen)
-            node = self._bound(chosen)
-            node.bind(node.position)
         else:
             self._over = self.end_at(self._position, chosen)
 

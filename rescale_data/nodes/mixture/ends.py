@@ -10,7 +10,7 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.below import readers_of
+from rescale_data.nodes.below import epoch_end, readers_of, skip
 from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.mixture.circle import Arc, Circle
 from rescale_data.nodes.mixture.row import NUM, MixtureRow
@@ -23,20 +23,20 @@ ENDLESS = 1 << 62
 def end_of_all(
     row: MixtureRow, sources: Mapping[str, tuple[Node[Any], slice]], weights: Sequence[float], rows: Ints, shards: Ints
 ) -> tuple[Ints, Ints] | None:
-    """Return `Node.epoch_end` of a mixture by samples that reads each source to its end.
+    """Return `rescale_data.nodes.below.epoch_end` of a mixture by samples that reads each source to its end.
 
     Args:
         row: The slots of the mixture's own values.
         sources: Node and slots of each source, by name.
         weights: Weights of the sources, equal at all positions in ``rows``.
-        rows, shards: As in `Node.epoch_end`.
+        rows, shards: As in `rescale_data.nodes.below.epoch_end`.
     """
     left, after = np.zeros(len(rows), dtype=np.int64), rows.copy()
     drawn = after[:, row.drawn]
     going = (drawn >= 0) & (np.array(weights) != 0)
     drawn[:] = np.maximum(drawn, ~drawn)
     for i, (node, slots) in enumerate(sources.values()):
-        end = node.epoch_end(rows[:, slots], shards)
+        end = epoch_end(node, rows[:, slots], shards)
         if end is None:
             return None
         taken = np.where(going[:, i], end[0], 0)
@@ -70,7 +70,7 @@ def samples_left(
         if endless and source not in stops:
             lefts.append(ENDLESS)
             continue
-        end = node.epoch_end(row[:, slots], shards)
+        end = epoch_end(node, row[:, slots], shards)
         if end is None:
             return None
         lefts.append(int(end[0][0]))
@@ -92,14 +92,14 @@ def first_end(circle: Circle, first: int, stop: int, parts: list[Arc], lefts: li
 def leave_out_of_epoch(node: Node[Any], shard: int, most: int) -> int:
     """Leave out up to ``most`` samples of a source and return their number; it is smaller if the epoch ends."""
     num = 0
-    end = node.epoch_end(np.array(node.position)[None], np.array([shard]))
+    end = epoch_end(node, np.array(node.position)[None], np.array([shard]))
     if end is not None:
         num = min(most, int(end[0][0]))
-        node.skip(num)
+        skip(node, num)
     else:
         with suppress(StopIteration):
             while num < most:
-                node.skip(1)
+                skip(node, 1)
                 num += 1
     return num
 

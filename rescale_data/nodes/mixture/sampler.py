@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import BaseNode, Node, View, copy_of
-from rescale_data.nodes.below import find_shard, is_endless
+from rescale_data.nodes.base import BaseNode, Node, View, changing, copy_of, draw
+from rescale_data.nodes.below import dtype_of, find_shard, is_endless
+from rescale_data.nodes.changing import is_blocked, is_lost, is_stale
 from rescale_data.nodes.form import History
 from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
 from rescale_data.nodes.mixture.circle import circle_of
@@ -74,8 +75,7 @@ class WeightedSampler(Node[Any]):
         'cwcwwcwwwwcwwcwcwwcw'
     """
 
-    MAY_CHANGE: frozenset[str] = frozenset({"weights", "max_epochs"})
-    CHILDREN_MAY_CHANGE: ClassVar[bool] = True
+    changeable = frozenset({"weights", "max_epochs"})
     repeats_itself = True
 
     @checks_kinds
@@ -122,10 +122,9 @@ class WeightedSampler(Node[Any]):
         self._draws.sources.close()  # opened again when drawn from: there may be hundreds
         for name, node in self.children.items():
             if node.children:
-                node.bind(self.bookmark(name))
+                node.bind(self.position[self._slots(name)])
 
     def borrow(self, other: Node[Any]) -> None:
-        super().borrow(other)
         if not isinstance(other, WeightedSampler):
             return
         sources = self._draws.sources
@@ -147,13 +146,13 @@ class WeightedSampler(Node[Any]):
         return self._draws.draw(next)
 
     def skip(self, num_samples: int) -> None:
-        """Leave out samples as in `Node.skip`.
+        """Leave out samples as in `rescale_data.nodes.below.skip`.
 
         By samples this reads nothing if the sources know how many samples they have. It then takes time in proportion to the
         logarithm of their number.
         """
         if self.unit == "tokens":
-            return super().skip(num_samples)
+            return draw(self, num_samples)
         return self._draws.skip(num_samples)
 
     def skip_ahead(self, num_samples: int) -> int:
@@ -168,10 +167,8 @@ class WeightedSampler(Node[Any]):
             return None
         return end_of_all(self._row, self._sources, rule.keys[0][1], rows, shards)
 
-    def initial(self) -> View:
-        row = super().initial()
+    def begin(self, row: View) -> None:
         self._weights.begin(row)
-        return row
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         earlier = [from_json(rule) for _, rule in history]
@@ -187,10 +184,12 @@ class WeightedSampler(Node[Any]):
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         self._weights.check_change(saved, rows)
 
-    def settle(self, position: View) -> bool:
+    def settle(self, position: View) -> None:
         """Let other weights count from here on. A source that has ended in this epoch stays ended."""
         self._weights.settle(position)
-        return super().settle(position)
+
+    def pass_blocked(self, position: View) -> None:
+        """Move nothing: only a source has rows."""
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         """Begin the next epoch of all sources. Counts since the run began stay, so the schedule and `max_epochs` go on."""
@@ -202,28 +201,30 @@ class WeightedSampler(Node[Any]):
         self._weights.settle(position)
 
     def is_stale(self, position: View) -> bool:
-        return self._weights.is_stuck(position) or super().is_stale(position)
+        return self._weights.is_stuck(position)
 
     def is_blocked(self, position: View) -> bool:
-        if not self.is_stale(position):
+        if not is_stale(self, position):
             return False
         own, at, draws, found = self.position, copy_of(position), self._draws, False
         self.bind(at)
         while (chosen := draws.choose()) is not None:  # also past the ends of sources, as a draw does
             node, part = draws.sources.nodes[chosen], at[draws.slots_of(chosen)]
-            is_stale, found = node.is_stale(part), node.is_blocked(part)
+            stale, found = is_stale(node, part), is_blocked(node, part)
             if found or not draws.pass_end(chosen):
                 break
-            if found := is_stale and self.stop == "never":  # only the old list shows how its next epoch begins
+            if found := stale and self.stop == "never":  # only the old list shows how its next epoch begins
                 break
         self.bind(own)  # the nodes above are bound to this row
         return found
 
     def is_lost(self, position: View) -> bool:
-        return self._weights.is_stuck(position) or any(c.is_lost(position[slots]) for c, slots in self._changing)
+        return self._weights.is_stuck(position) or any(
+            is_lost(child, position[slots]) for child, slots in changing(self)
+        )
 
     def is_pending(self, position: View) -> bool:
-        return self._weights.is_pending(position) or super().is_pending(position)
+        return self._weights.is_pending(position)
 
     def locate(self) -> str:
         return self._draws.sources.last.locate()
@@ -241,7 +242,7 @@ class WeightedSampler(Node[Any]):
 
     # In blocks
 
-    def documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> Documents | None:
         if self.unit == "tokens" and column != self.column:
             return None
         below = [self._draws.sources.documents(source, column) for source in range(len(self.names))]
@@ -259,7 +260,7 @@ class WeightedSampler(Node[Any]):
         )
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
-        found = {node.dtype_of(column) for node in self.children.values()}
+        found = {dtype_of(node, column) for node in self.children.values()}
         return found.pop() if len(found) == 1 else None
 
 

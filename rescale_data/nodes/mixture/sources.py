@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
-from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.base import Node, View, is_bound, unbind
+from rescale_data.nodes.below import open_documents
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import Documents
@@ -64,7 +65,7 @@ class Sources:
     def bound(self, source: int, position: View) -> Node[Any]:
         """Return this shard's own node, bound to its slots in the mixture's position if it was not bound."""
         self.last = node = self.open(source)
-        if not node.is_bound:
+        if not is_bound(node):
             node.bind(position[self.slots[source]])
         return node
 
@@ -76,7 +77,7 @@ class Sources:
         found = opened.get(source)
         if found is None:
             node = self.open(source)
-            found = opened[source] = node.documents(column) or ColumnDocuments(node, column, "WeightedSampler")
+            found = opened[source] = open_documents(node, column) or ColumnDocuments(node, column, "WeightedSampler")
         return found
 
     def room(self, num_shards: int) -> Callable[[], int]:
@@ -97,7 +98,7 @@ class Sources:
         """Unbind the own readers and close the opened ones: no node stands where the position says."""
         for node in self.nodes:
             if self._is_own(node) and not node.children:
-                node.unbind()
+                unbind(node)
         self._open.clear()
 
     def _is_own(self, node: Node[Any]) -> bool:

@@ -112,7 +112,7 @@ class MixtureWeights:
         return is_counted or any(value for name, value in zip(rule.names, values, strict=True) if name not in names)
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
-        """Return `Node.earlier` of the mixture: ``(digest, rule)`` for each rule but the present one that a position uses."""
+        """Return `Mixes.earlier` of the mixture: ``(digest, rule)`` for each rule but the present one that a position uses."""
         rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(BEFORE, ())), saved)]
         known, used = {rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE]).tolist()}
         if not used <= known.keys():
@@ -120,7 +120,7 @@ class MixtureWeights:
         return [(digest, as_json(known[digest])) for digest in sorted(used - {self.rule.digest})]
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
-        """Check changes as `Node.check_change` of the mixture."""
+        """Check changes as `Mixes.check_change` of the mixture."""
         before, progress = from_json(saved), int(self._row.drawn_in(rows).max()) * self._shard[1]
         if self.rule.interpolate:
             was, now = _shares_until(before, progress), _shares_until(self.rule, progress)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import Node
-from rescale_data.nodes.below import is_endless, source_names
+from rescale_data.nodes.base import Node, bind_once, changing
+from rescale_data.nodes.below import is_endless, names_rows, open_documents, source_names
 from rescale_data.nodes.bound import SILENT_EPOCHS, Bound
 from rescale_data.nodes.column import ColumnDocuments, length_of
 from rescale_data.nodes.form import History, num_tokens
@@ -83,7 +83,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
     )
     """Additional fields, before the offset, if there is a loss mask."""
     READS_AHEAD: ClassVar[bool] = True
-    within_document = True
+    WITHIN = "document"
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
 
     @checks_kinds
@@ -110,7 +110,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         super().__init__(source=source)
         say_without_kernel()
         child = self.children["source"]
-        self.within = self._offset = len(self.FIELDS) - 1
+        self._offset = len(self.FIELDS) - 1
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
@@ -123,7 +123,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self._before: History = ()
         self.stream = TokenStream(
             child,
-            (None if self._aligned else child.documents(column))
+            (None if self._aligned else open_documents(child, column))
             or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.of] * bool(self._aligned)),
             Around(eos_id, bos_id, DTYPES[dtype]),
             num_tokens=seq_len,
@@ -131,11 +131,11 @@ class TokenPacker(Node[dict[str, Tensor]]):
             repeat=self._repeat,
             bound=Bound(child, type(self).__name__),
             aligned=self._aligned,
-            says_where=any(node.provenance for _, node in child.walk()),
+            says_where=any(names_rows(node) for _, node in child.walk()),
         )
 
     def seek(self) -> None:
-        self.stream.bind(self.position[self._offset :], settles=bool(self._changing) and not self.reread)
+        self.stream.bind(self.position[self._offset :], settles=bool(changing(self)) and not self.reread)
         self._over = False
 
     def next(self) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         return first
 
     def skip(self, num_samples: int) -> None:
-        self._bind_once()
+        bind_once(self)
         tray = Tray(self.writes, 1)
         for _ in range(num_samples):
             self._draw(tray, 0)
@@ -192,6 +192,9 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._before = history
+
+    def reform(self, rows: Ints) -> None:
+        """Leave rows as they are: they depend on no form."""
 
     def _draw(self, tray: Tray, place: int) -> None:
         """Write the next sample into a row; raise `StopIteration` at the end of the epoch."""

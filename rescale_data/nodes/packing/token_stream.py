@@ -9,6 +9,7 @@ from weakref import ref
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bound import Bound, require_tokens
+from rescale_data.nodes.changing import is_blocked, is_pending, pass_blocked, settle
 from rescale_data.nodes.packing.aligned import Aligned, Values
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.gather import BEHIND, Around, Rows, Stretch, fill, stretch
@@ -72,7 +73,7 @@ class TokenStream:
 
         Args:
             position: An offset in a document, and the position of the documents.
-            settles: True if changes between segments take effect at the beginning of a document (`Node.settle`).
+            settles: True if changes between segments take effect at the beginning of a document (`settle`).
         """
         self._position, self._settles = position, settles
         self._num_read = self._num_gained = 0  # documents, and the tokens they had
@@ -143,13 +144,13 @@ class TokenStream:
         cache().put(self._key, found)
 
     def _begin(self) -> Stretch:
-        if self._position[0] and self._source.is_blocked(self._position[1:]):
+        if self._position[0] and is_blocked(self._source, self._position[1:]):
             self._position[0] = 0  # the document ends here
         this: ref[TokenStream] = ref(self)
         found = stretch(self._around, self._position, lambda: _forget(this))
         before = copy_of(found.reach)
         if not self._position[0]:  # so that the position points at the first document itself
-            self._source.pass_blocked(found.reach)
+            pass_blocked(self._source, found.reach)
         if found.reach != before:
             found.append(Spans.mark(before, found.reach))
         return found
@@ -189,11 +190,11 @@ class TokenStream:
     def _settle(self, found: Stretch) -> bool:
         """Let changes take effect here, as a mark; return true if a change waits for the next document."""
         before = copy_of(found.reach)
-        self._source.settle(found.reach)
-        self._source.pass_blocked(found.reach)
+        settle(self._source, found.reach)
+        pass_blocked(self._source, found.reach)
         if found.reach != before:
             found.append(Spans.mark(before, found.reach))
-        return self._source.is_pending(found.reach)
+        return is_pending(self._source, found.reach)
 
     def _turned(self, position: View, num_turns: int) -> Spans:
         require_tokens(num_turns)

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from rescale_data.errors import DataStateError, checks_kinds
-from rescale_data.nodes.base import Node, View, copy_of
-from rescale_data.nodes.below import is_endless, source_names
+from rescale_data.nodes.base import Node, View, bind_once, copy_of
+from rescale_data.nodes.below import is_endless, open_documents, source_names
 from rescale_data.nodes.bound import Bound, require_tokens
+from rescale_data.nodes.changing import take_effect
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import CHANGED, MOST, History, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.packing.aligned import MASK, Aligned
@@ -95,7 +96,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         Field(("long",), counts=True, limits=COUNT),
     )
     READS_AHEAD: ClassVar[bool] = True
-    within = _EMITTED
+    WITHIN = "window"
     UNTRAINED: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True, limits=COUNT),)
     """Additional field if there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
@@ -146,7 +147,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         }
         child = self.children["source"]
         beside = [part.of for part in (self._aligned, self._payload) if part]
-        found = None if beside else child.documents(column)
+        found = None if beside else open_documents(child, column)
         self._documents = found or ColumnDocuments(child, column, name, *beside)
         around = Around(eos_id, bos_id, self._numpy_dtype)
         self._packing = Packing(around, long, pad_documents_to, self._aligned, self._payload)
@@ -156,7 +157,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._bound = Bound(self)
 
     def seek(self) -> None:
-        self._bookmark = self.bookmark("source")
+        self._bookmark = self.position[self._slots("source")]
         self._read = False  # true if the cached window is the one at the bookmark
         self._over = False
 
@@ -170,7 +171,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         write(tray, place, window, number, pad_id=self.pad_id, multiple=self.pad_documents_to)
 
     def skip(self, num_samples: int) -> None:
-        self._bind_once()
+        bind_once(self)
         for _ in range(num_samples):
             self._go_on(self._window())
 
@@ -242,7 +243,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def _pack(self) -> Window | None:
         """Return the window at the bookmark; `None` if the epoch has ended."""
-        self.take_effect()
+        take_effect(self)
         position = copy_of(self._bookmark)
         spans = self._documents_at(position)
         if not len(spans):

@@ -57,7 +57,7 @@ class OneMore(rd.Reader):
         sample = super().next()
         return {**sample, "tokens": sample["tokens"] + 1}
 
-    def documents(self, column: str) -> None:
+    def open_documents(self, column: str) -> None:
         return None
 
     def texts(self, column: str) -> None:

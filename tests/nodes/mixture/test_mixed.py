@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.nodes.base import Node
+from rescale_data.nodes.base import Node, initial, slots_of
 from rescale_data.nodes.mixture import mixed
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from tests.nodes.resume import plain
@@ -82,7 +82,7 @@ def _through(kind: str, node: Any) -> Any:
 
 def one_by_one() -> Any:
     """No node but a reader hands over several documents at once."""
-    return mock.patch.multiple(rd.WeightedSampler, documents=lambda self, column: None)
+    return mock.patch.multiple(rd.WeightedSampler, open_documents=lambda self, column: None)
 
 
 def drawn(node: Any, position: Any, num: int) -> list[Any]:
@@ -137,9 +137,9 @@ def test_blocks_are_documents_one_by_one(
     with one_by_one():
         single = build(what, sources, first)
         changed = build(what, sources, second)
-    expected = drawn(single, single.initial(), 80)
+    expected = drawn(single, initial(single), 80)
     with has_room:
-        assert_alike(drawn(blocks, blocks.initial(), 80), expected)
+        assert_alike(drawn(blocks, initial(blocks), 80), expected)
     places = [entry[1] for entry in expected if isinstance(entry, tuple)]
     if places:
         place = np.array(places[at % len(places)])
@@ -161,15 +161,15 @@ def test_whatever_changes_weights_does_so_in_blocks_too(
     with one_by_one():
         single = build(what, sources, [1, 1, 2.5, 1])
     mixture = blocks.children["source"]
-    assert (mixture.documents("tokens") is None) == (nested == "as below" and unit == "tokens")
-    assert drawn(blocks, blocks.initial(), 80) == drawn(single, single.initial(), 80)
+    assert (mixture.open_documents("tokens") is None) == (nested == "as below" and unit == "tokens")
+    assert drawn(blocks, initial(blocks), 80) == drawn(single, initial(single), 80)
 
 
 def tell_of(node: Node[Any], before: Node[Any], place: Any) -> None:
     """Tell mixtures of the rules that there were, as a load does."""
     for (path, new), (_, old) in zip(node.walk(), before.walk(), strict=True):
         if isinstance(new, rd.WeightedSampler):
-            new.adopt(new.earlier(old.parameters(), place[None, node.slots_of(path)]))
+            new.adopt(new.earlier(old.parameters(), place[None, slots_of(node, path)]))
 
 
 @pytest.mark.parametrize("kind", ["clean", "filter"])

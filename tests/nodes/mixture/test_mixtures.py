@@ -16,6 +16,7 @@ from rescale_data.engine.recipe import FIRST_SLOT, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.below import epoch_end, skip
 from rescale_data.nodes.mixture.circle import TURN, arcs, circle_of
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from tests.nodes.resume import assert_resumes, endless
@@ -128,7 +129,7 @@ def test_what_is_skipped_is_as_if_it_had_been_drawn(tree: Any, before: int, num:
     left = num
     while left:  # an epoch after the other, as the loader does
         count = sum(1 for _ in itertools.islice(drawing, left))
-        skipping.skip(count)
+        skip(skipping, count)
         left -= count
         if left:
             ends = [next(node, None) is None for node in (drawing, skipping)]
@@ -211,7 +212,7 @@ def test_an_epoch_s_end_is_known_only_as_drawing_finds_it(tree: Any, before: int
     node.reset(None)
     for _ in itertools.islice(endless(node), before):
         pass
-    end = node.epoch_end(np.array([node.position.tolist()]), np.array([1]))
+    end = epoch_end(node, np.array([node.position.tolist()]), np.array([1]))
     if end is not None:
         assert end[0].tolist() == [sum(1 for _ in node)]
         assert end[1].tolist() == [node.position.tolist()]
@@ -232,11 +233,11 @@ def test_a_skip_over_a_billion_draws_reads_nothing() -> None:
     nodes = {f"s{i}": rd.Reader(source, rd.Shard(2, 5)) for i in range(5)}
     node = rd.WeightedSampler(nodes, {name: i + 1 for i, name in enumerate(nodes)}, stop="all")
     node.reset(None)
-    node.skip(85 * 10**7)
+    skip(node, 85 * 10**7)
     state = node.get_state()
     assert state["draws"] == sum(state[name]["row"] + state[name]["epoch"] * 2 * 10**8 for name in nodes) == 85 * 10**7
     assert [name for name in nodes if state["drawn"][name] < 0] == ["s2", "s3", "s4"]
-    left = node.epoch_end(np.array([node.position.tolist()]), np.array([2]))
+    left = epoch_end(node, np.array([node.position.tolist()]), np.array([2]))
     assert left is not None
     assert left[0].tolist() == [15 * 10**7]
 

@@ -11,6 +11,7 @@ from rescale_data.engine.recipe import FIRST_SLOT, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.nodes.base import Node, as_node
+from rescale_data.nodes.below import epoch_end, skip
 from tests.nodes.nested import PLANS, Plan, build
 from tests.nodes.resume import plain
 
@@ -70,7 +71,7 @@ def check_epoch(
 ) -> None:
     """Within an epoch, and over its end by one."""
     row = np.array(steps[begin].row)
-    end = node.epoch_end(row[None], np.array([index]))
+    end = epoch_end(node, row[None], np.array([index]))
     assert (
         end is None or not ends or (end[0].tolist(), end[1].tolist()) == ([ends[0] - begin], [steps[ends[0] + 1].row])
     )
@@ -78,7 +79,7 @@ def check_epoch(
     last = ends[0] if ends else len(steps) - 1
     for until in {last, data.draw(st.integers(begin, last))}:
         node.bind(row.copy().data)
-        node.skip(until - begin)
+        skip(node, until - begin)
         assert node.position.tolist() == steps[until].row
         if until < len(steps) - 1:
             assert plain(next(node, None)) == steps[until].sample

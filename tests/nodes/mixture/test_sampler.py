@@ -185,3 +185,21 @@ def test_a_source_without_tokens_is_an_error_that_names_source_and_shard(top: An
         node = rd.WeightedSampler(nodes, weights, unit="tokens", column="tokens")
         with pytest.raises(rd.DataStateError, match=r"'few' of a mixture yielded no token .* logical shard 1 of 4"):
             take(top(node, column="tokens", seq_len=2, eos_id=None), 50)
+
+
+def test_behind_the_error_of_a_silent_source_a_skip_is_draws() -> None:
+    num_errors = 0
+    for index in range(40):
+        shard = rd.Shard(index, 40, seed=3)
+        drawn, skipped = (rd.WeightedSampler({"a": rd.Reader(range(9), shard)}, {"a": 1}) for _ in range(2))
+        for _ in range(6):
+            try:
+                next(drawn)
+            except rd.DataStateError:  # two whole epochs without a row
+                num_errors += 1
+                with pytest.raises(rd.DataStateError):
+                    skipped.skip(1)
+            else:
+                skipped.skip(1)
+            assert drawn.position == skipped.position
+    assert num_errors > 40

@@ -1,0 +1,265 @@
+"""Abilities: what a node can do besides `Node.next`. A node declares an ability by having its methods.
+
+The functions of `rescale_data.nodes.below` ask: each calls the node's own method, or does what holds for a node without one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rescale_data.nodes.base import Node, View
+    from rescale_data.nodes.reading.documents import Documents, Texts
+    from rescale_data.nodes.tray import Columns, Tray
+    from rescale_data.state import Ints
+
+
+class Ability(ABC):  # noqa: B024
+    """Base class of abilities: a class that has the abstract methods of one has it, without deriving from it."""
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        return all(hasattr(kind, name) for name in cls.__abstractmethods__) or NotImplemented
+
+
+# To count samples, and to leave them out
+
+
+class Counts(Ability):
+    """A node that may know the number of its samples without reading them."""
+
+    @abstractmethod
+    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+        """Return the samples left in the epoch, and the rows at which the next begins; `None` if only reading can show it.
+
+        Args:
+            rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
+            shards: ``int64[M]``, their indices.
+
+        Returns:
+            ``int64[M]`` samples and ``int64[M, slots]`` rows, or `None`.
+        """
+
+
+class Skips(Ability):
+    """A node that leaves out samples in another way than by drawing them."""
+
+    @abstractmethod
+    def skip(self, num_samples: int) -> None:
+        """Leave out the next ``num_samples`` samples, as if they had been drawn."""
+
+
+# To hand over blocks
+
+
+class HasDocuments(Ability):
+    """A node whose token columns may be read many documents at a time."""
+
+    @abstractmethod
+    def open_documents(self, column: str) -> Documents | None:
+        """Open a token column of this node's samples, to be read many documents at a time; `None` if that is not possible.
+
+        From here on this column alone is used, and `Node.parameters` may name no other. The caller keeps the positions from
+        which it reads, and does not draw from this node as well: where samples are read one at a time, the node moves. A node
+        over children that give documents can give documents too: it picks and cuts the `Spans` of its children, which are
+        arrays of numbers.
+        """
+
+    @abstractmethod
+    def dtype_of(self, column: str) -> np.dtype[Any] | None:
+        """Return the dtype of a token column if samples are dicts of that column alone and the dtype is always the same.
+
+        `open_documents` then leaves nothing out. In all other cases return `None`.
+        """
+
+
+class HasTexts(Ability):
+    """A node whose columns of strings may be read many at a time."""
+
+    @abstractmethod
+    def texts(self, column: str) -> Texts | None:
+        """Return a column of strings of this node's samples, to be read many at a time; `None` if that is not possible."""
+
+
+# To write in place
+
+
+class Writes(Ability):
+    """A node that writes its samples into trays."""
+
+    writes: Columns
+    """The columns of samples that are dicts of 1-D arrays of known length and dtype; empty if samples are something else."""
+
+    @abstractmethod
+    def write(self, tray: Tray, place: int) -> None:
+        """Draw the next sample into row ``place`` of a tray of `writes`; the end of an epoch is as in `Node.next`."""
+
+
+class WritesMany(Ability):
+    """A class of nodes of which many write their samples in one call."""
+
+    @staticmethod
+    @abstractmethod
+    def write_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
+        """Draw the next sample of each node into its row from ``first`` on, as long as a copy is enough.
+
+        Args:
+            nodes: Nodes of this class, one for each row.
+            tray: The tray to write into.
+            first: The first row to write.
+
+        Returns:
+            The first row that was not written. The caller uses `Writes.write` for it.
+        """
+
+
+# To tell, and to be told
+
+
+class Reports(Ability):
+    """A node with counters for a logger."""
+
+    @abstractmethod
+    def progress(self, rows: Ints, shards: Ints, samples: Ints) -> Mapping[str, float]:
+        """Return counts of what logical shards have drawn. Keys start with the kind of value, as in ``"rows/..."``.
+
+        Args:
+            rows: ``int64[M, slots]`` of this node.
+            shards: ``int64[M]`` indices.
+            samples: ``int64[M]`` samples that the root has delivered.
+        """
+
+
+class Prepares(Ability):
+    """A node that can begin to fetch data before it is drawn from."""
+
+    @abstractmethod
+    def prepare(self, rows: Ints, shards: Ints) -> None:
+        """Begin to fetch the data at positions from which this process is about to draw; return at once.
+
+        Args:
+            rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
+            shards: ``int64[M]``, their indices.
+        """
+
+
+class Proves(Ability):
+    """A node that may keep a digest of the rows that were read (`Shard.verify`)."""
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Raise ``DataStateError`` if the rows that were read are not those in the position's digest, if this node has one."""
+
+
+class ReadsBegun(Ability):
+    """A node that `READS_AHEAD` and can read the document it is within without drawing a sample."""
+
+    tells_next: bool
+    """True if a sample of this node reveals how the next one begins: by the label of its last token."""
+
+    @abstractmethod
+    def read_begun(self) -> None:
+        """Read again the document that is drawn in part, as going on within it requires."""
+
+
+# To change between the segments of a run; see `rescale_data.nodes.changing`
+
+
+class Adopts(Ability):
+    """A node that needs to know earlier data or parameters of a run."""
+
+    @abstractmethod
+    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """Set the manifests that describe the source which this node reads, each from its epoch on.
+
+        Args:
+            history: ``(epoch, manifest)`` in order; the last one is the present manifest. Empty if there is no earlier one.
+                For a node with a form: `rescale_data.nodes.form.History`.
+        """
+
+
+class HasForm(Ability):
+    """A node some of whose parameters set only the form of the same data; it has a ``seq_len``, and `Adopts` earlier forms."""
+
+    FORM: frozenset[str]
+    """The `Node.parameters` that may differ when a state is loaded, and hold from then on."""
+
+    @abstractmethod
+    def reform(self, rows: Ints) -> None:
+        """Convert rows that were saved with the last form in the node's history; ``rows`` is a view, changed in place."""
+
+
+class MayChange(Ability):
+    """A node whose position holds the values in use of parameters that may differ when a state is loaded."""
+
+    changeable: frozenset[str]
+    """These `Node.parameters`; empty if this very node has none."""
+
+    @abstractmethod
+    def begin(self, row: View) -> None:
+        """Write the values in use into a row of this node at the beginning of a run; the other own slots are 0."""
+
+    @abstractmethod
+    def settle(self, position: View) -> None:
+        """Let changed values count from this row on, at the beginning of a sample."""
+
+    @abstractmethod
+    def pass_blocked(self, position: View) -> None:
+        """Move this row, at the beginning of a sample, past the rows on a blocklist."""
+
+    @abstractmethod
+    def is_blocked(self, position: View) -> bool:
+        """True if the sample at this row, which has been begun, is on a new blocklist."""
+
+    @abstractmethod
+    def is_lost(self, position: View) -> bool:
+        """True if the present blocklist and sources no longer show which sample begins at this row."""
+
+    @abstractmethod
+    def is_stale(self, position: View) -> bool:
+        """True if this row was written with another blocklist, or with the weight of a source that is gone."""
+
+    @abstractmethod
+    def is_pending(self, position: View) -> bool:
+        """True if a change between segments has still to take effect in the own slots of this row."""
+
+
+class Mixes(Ability):
+    """A node over several sources, which may come and go between the segments of a run (`checkpoint.load_changed`).
+
+    It keeps its values for a child in own fields whose path ends in the child's name.
+    """
+
+    @abstractmethod
+    def place(self) -> list[int]:
+        """Return the slots that identify the next sample, whatever sources come and go."""
+
+    @abstractmethod
+    def skip_ahead(self, num_samples: int) -> int:
+        """Leave out samples as the function `skip_ahead` does."""
+
+    @abstractmethod
+    def borrow(self, other: Node[Any]) -> None:
+        """Share memory with ``other``, the same node in another logical shard; the children have done so."""
+
+    @abstractmethod
+    def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
+        """Raise ``DataStateError`` if a changed parameter (`MayChange`) does not fit what has been drawn.
+
+        Args:
+            saved: The `Node.parameters` of this node in the state.
+            rows: ``int64[N, slots]``, the positions of all logical shards in it.
+        """
+
+    @abstractmethod
+    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
+        """Return the earlier parameters that `Adopts.adopt` needs to go on within a window that was begun with them.
+
+        Args:
+            saved: The `Node.parameters` of this node in the state, with the previous result of this method under "earlier".
+            rows: ``int64[N, slots]``, the positions of all logical shards in it.
+        """

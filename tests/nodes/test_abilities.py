@@ -1,0 +1,89 @@
+"""What a node is, what it can do besides, and that asking for it changes nothing."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torchdata.nodes import BaseNode
+
+import rescale_data as rd
+from rescale_data.nodes import abilities, below, changing
+from rescale_data.nodes.base import as_node, initial
+from tests.nodes.zoo import PIPELINES
+
+NAMES = {
+    "FIELDS", "READS_AHEAD", "children", "fields", "position", "bind", "seek", "next_epoch", "parameters", "locate", "walk",
+    "of_shard", "one_for_one", "reads", "reread",
+}  # fmt: skip
+ABILITIES = abilities.Ability.__subclasses__()
+
+
+class Plain(rd.Node[Any]):
+    def next(self) -> Any:
+        return next(self.children["source"])
+
+
+class Known(Plain):
+    """Counts and leaves out samples by methods of its own alone."""
+
+    def next(self) -> Any:
+        return super().next()
+
+    def epoch_end(self, rows: Any, shards: Any) -> Any:
+        return below.epoch_end_of_source(self, rows, shards)
+
+    def skip(self, num_samples: int) -> None:
+        below.skip(self.children["source"], num_samples)
+
+
+def test_who_writes_a_node_sees_fifteen_names() -> None:
+    """Beyond those of torchdata; what is added here is to be an ability, or a function."""
+    node = Plain(source=rd.Reader(range(4), rd.Shard()))
+    assert {name for name in dir(node) if not name.startswith("_")} - set(dir(BaseNode)) == NAMES
+
+
+def test_a_node_has_the_abilities_whose_methods_it_has() -> None:
+    assert [each for each in ABILITIES if issubclass(Plain, each)] == []
+    assert [each for each in ABILITIES if issubclass(Known, each)] == [abilities.Counts, abilities.Skips]
+    rows, known = (kind(source=rd.Reader(range(8), rd.Shard(), shuffle=False)) for kind in (Plain, Known))
+    row, shards = np.array(initial(rows))[None], np.array([0])
+    assert below.epoch_end(rows, row, shards) is None
+    assert below.epoch_end(known, row, shards)[0].tolist() == [8]
+    for node in (rows, known):
+        next(node)
+        below.skip(node, 3)
+        assert list(node) == [4, 5, 6, 7]
+
+
+QUESTIONS: dict[str, Any] = {
+    "epoch_end": lambda node, row: below.epoch_end(node, row, np.array([1])),
+    "place": lambda node, row: below.place(node),
+    "columns": lambda node, row: below.columns_of(node),
+    "dtype": lambda node, row: below.dtype_of(node, "tokens"),
+    "texts": lambda node, row: below.texts_of(node, "text") is None,
+    "blocked": lambda node, row: changing.is_blocked(node, row[0].data),
+    "lost": lambda node, row: changing.is_lost(node, row[0].data),
+    "stale": lambda node, row: changing.is_stale(node, row[0].data),
+    "pending": lambda node, row: changing.is_pending(node, row[0].data),
+    "progress": lambda node, row: (
+        isinstance(node, abilities.Reports) and node.progress(row, np.array([1]), np.array([3]))
+    ),
+    "parameters": lambda node, row: node.parameters(),
+    "locate": lambda node, row: node.locate(),
+    "walk": lambda node, row: [path for path, _ in node.walk()],
+    "initial": lambda node, row: initial(node).tolist(),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_questions_write_nothing(name: str) -> None:
+    """Asked between two samples, twice: the answers, the positions and the samples that follow are as without."""
+    asked, other = (as_node(PIPELINES[name](rd.Shard(1, 4, seed=2))) for _ in range(2))
+    for _ in range(4):
+        assert str(next(asked, None)) == str(next(other, None))
+        for _, node in asked.walk():
+            before, row = node.position.tolist(), np.array(node.position)[None]
+            answers = [[str(ask(node, row)) for ask in QUESTIONS.values()] for _ in range(2)]
+            assert answers[0] == answers[1]
+            assert node.position.tolist() == before == row[0].tolist()
+    assert str(asked.get_state()) == str(other.get_state())
