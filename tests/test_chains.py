@@ -199,20 +199,6 @@ def test_a_run_may_become_endless_and_end_again(kind: str, repeats: tuple[bool, 
     assert samples
 
 
-@pytest.mark.parametrize(("n", "w"), [(7, 3), (5, 4), (24, 5), (12, 3)])
-def test_no_shard_is_left_behind(n: int, w: int) -> None:
-    """Of the shards that a rank owns, none has delivered two samples more than another; aligned or not."""
-    run = run_of(Case("rows", 200, n, True, "drop"))
-    run.resume(Topology(w, 2, 4 * w))
-    for _ in range(25):
-        run.take(1)
-        counts = [len(run.delivered[0, shard]) for shard in range(n)]
-        for rank in range(w):
-            owned = [counts[shard] for shard in range(rank * n // w, (rank + 1) * n // w)]
-            assert max(owned) - min(owned) <= 1
-    assert min(counts) >= 25 * 2 // (-(-n // w))
-
-
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("w", [1, 3])
 def test_the_first_batch_after_a_resume_reads_as_many_rows_wherever_it_is(kind: str, w: int) -> None:

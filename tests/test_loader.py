@@ -101,16 +101,6 @@ class TestIteration:
         assert len({str(epoch) for epoch in epochs}) == 3
         assert loader.epoch == 3
 
-    def test_iter_goes_on_after_break(self) -> None:
-        loader = loader_of()
-        found = []
-        for batch in loader:
-            found.append(batch)
-            if len(found) == 5:
-                break
-        assert rows_of(found) + rows_of(loader) == EPOCH
-        assert loader.epoch == 1
-
     def test_repeat_never_ends(self) -> None:
         loader = loader_of(repeat=True)
         assert len(take(loader, 100)) == 100
@@ -216,16 +206,6 @@ class TestWhereTheRunStands:
             for _batch in loader:
                 steps.append(loader.step)
         assert steps == [(i + 1) // 3 for i in range(48)]
-
-    def test_a_training_loop_in_steps(self) -> None:
-        loader, found = loader_of(repeat=True), []
-        batches = iter(loader)
-        for step in range(loader.step, 5):
-            assert loader.step == step
-            for _ in range(loader.gradient_accumulation_steps):
-                found.append(next(batches))
-        assert loader.step == 5
-        assert len(found) == 15
 
     def test_step_goes_on_where_the_global_batch_changes(self) -> None:
         loader = loader_of(repeat=True)
@@ -456,28 +436,6 @@ class TestState:
         state["table"].fill_(77)
         assert rows_of(other) == EPOCH[4:]
 
-    def test_before_the_first_batch(self) -> None:
-        loader = loader_of()
-        state = loader.state_dict()
-        iter(loader)
-        assert same_state(state, loader.state_dict())
-        other = loader_of()
-        other.load_state_dict(state)
-        assert rows_of(other) == EPOCH
-
-    def test_right_after_a_load_and_twice_in_a_row(self) -> None:
-        loader = loader_of()
-        for num in (1, 6, 23, 24, 30):
-            loader.reset()
-            loader.skip(4 * num)
-            state = loader.state_dict()
-            other = loader_of()
-            other.load_state_dict(state)
-            assert same_state(state, other.state_dict())
-            assert same_state(state, other.state_dict())
-            other.load_state_dict(other.state_dict())
-            assert same_state(state, other.state_dict())
-
     def test_after_the_last_batch_is_the_end_of_the_epoch(self) -> None:
         loader = loader_of()
         batches = iter(loader)
@@ -488,13 +446,6 @@ class TestState:
         assert (other.epoch, other.batches_left, list(other), other.epoch) == (0, 0, [], 1)
         assert next(batches, None) is None
         assert rows_of(other) == rows_of(loader)
-
-    def test_describes_what_was_taken_though_more_was_shown(self) -> None:
-        loader, other = loader_of(), loader_of()
-        take(loader, 2)
-        loader.peek()
-        other.load_state_dict(loader.state_dict())
-        assert rows_of(other) == EPOCH[2:]
 
     def test_loads_while_it_iterates(self) -> None:
         loader = loader_of()

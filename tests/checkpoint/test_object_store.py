@@ -83,8 +83,8 @@ def test_no_file_is_synced_machine_wide(server: Server, folder: str, monkeypatch
     checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
 
 
-def save_on_ranks(folder: str, options: dict[str, Any], mode: Any) -> list[int]:
-    with CheckpointManager(folder, keep_latest=2, async_mode=mode, storage_options=options) as manager:
+def save_on_ranks(folder: str, options: dict[str, Any]) -> list[int]:
+    with CheckpointManager(folder, keep_latest=2, storage_options=options) as manager:
         for step in range(1, 5):
             manager.save(step, state(step))
         target = state()
@@ -93,9 +93,8 @@ def save_on_ranks(folder: str, options: dict[str, Any], mode: Any) -> list[int]:
     return manager.steps()
 
 
-@pytest.mark.parametrize("mode", ["thread", "disabled"])
-def test_ranks_save_and_retention_deletes(server: Server, folder: str, mode: str) -> None:
-    assert run(2, save_on_ranks, folder, server.options, mode) == [[3, 4], [3, 4]]
+def test_ranks_save_and_retention_deletes(server: Server, folder: str) -> None:
+    assert run(2, save_on_ranks, folder, server.options) == [[3, 4], [3, 4]]
     store, path = open_store(folder, server.options)
     assert [name for name in store.names(path) if name != ".leases"] == [".claims", "step-3", "step-4"]
 

@@ -15,7 +15,6 @@ from rescale_data import checkpoint
 from rescale_data.state import Field
 from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks
-from tests.states import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -196,14 +195,3 @@ def test_a_checkpoint_without_the_data_state(whole: Path, name: str, key: str | 
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"No checkpoint at .*: there is nothing at this path"):
         rd.checkpoint.check_checkpoint(tmp_path / "nothing", ROWS.loader(O))
-
-
-def test_a_row_with_another_stamp() -> None:
-    loader = ROWS.loader(O)
-    take(loader, 2)
-    state = loader.state_dict()
-    opened(state)["shards"]["stamp"][5] -= 12 * 24
-    with pytest.raises(
-        rd.DataStateError, match=r"The rows of 1 of 24 logical shards \(the first: \[5\]\) are not of sample 24"
-    ):
-        ROWS.loader(O).load_state_dict(state)

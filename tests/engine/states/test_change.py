@@ -345,15 +345,6 @@ def test_columns_are_found_by_their_names(order: list[int]) -> None:
     assert str(loader.state_dict()) == str(old.state_dict())
 
 
-@pytest.mark.parametrize("table", [torch.zeros(12, 20, dtype=torch.int64), torch.zeros(12, 21)])
-def test_a_table_that_is_not_that_of_its_header_is_an_error(table: torch.Tensor) -> None:
-    [loader] = loaders(ALL)
-    with pytest.raises(
-        rd.DataStateError, match=r"The table of the state .* by its header it has \(\(12, 21\), torch.int64"
-    ):
-        loader.load_state_dict({**loader.state_dict(), "table": table})
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 class TestCheckpoint:
     """Through torch.distributed.checkpoint, without a process group."""
