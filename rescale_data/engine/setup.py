@@ -60,7 +60,7 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
     _check_memory(schema, layout)
     setup = Setup(recipe, schema, layout, ranks, options.tail, options.steps_per_epoch, options.balance)
     _check_epoch(setup)
-    _check_steps(setup, options.steps_per_epoch)
+    _check_steps(setup)
     _check_shards(setup)
     alike = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
     ranks = ranks.built(
@@ -99,8 +99,9 @@ def _warn_if_not_aligned(setup: Setup) -> None:
         )
 
 
-def _check_steps(setup: Setup, steps_per_epoch: int | None) -> None:
+def _check_steps(setup: Setup) -> None:
     """Raise ``ValueError`` if an epoch cannot have so many steps, or the pipeline itself knows the size of its epoch."""
+    steps_per_epoch = setup.steps_per_epoch
     if steps_per_epoch is None:
         return
     if steps_per_epoch < 1:

@@ -11,7 +11,7 @@ import datetime
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,6 @@ _numbers = itertools.count()
 BATCH, RESULT = range(2)
 NUM_COUNTS = 4
 """The number of counts in a header, besides the kind and the size of the body."""
-
-
-class Heard(NamedTuple):
-    """A message from the first peer; ``value`` is `None` for a batch if this process receives none."""
-
-    kind: int
-    counts: list[int]
-    value: Any
 
 
 class Peers:
@@ -77,16 +69,19 @@ class Peers:
         self._exchange(self._all, torch.tensor([kind, body.numel(), start, *counts], device="cpu"))
         self._exchange(self._receivers if kind == BATCH else self._all, body)
 
-    def hear(self, pin_memory: bool) -> Heard:
-        """Receive the next message of the first peer."""
+    def hear(self, pin_memory: bool) -> tuple[int, list[int], Any]:
+        """Return the kind, the counts and the value of the first peer's next message.
+
+        The value is `None` for a batch if this process receives none.
+        """
         header = torch.zeros(3 + NUM_COUNTS, dtype=torch.int64, device="cpu")
         self._exchange(self._all, header)
         kind, size, start, *counts = header.tolist()
         if kind == BATCH and not self.receives:
-            return Heard(kind, counts, None)
+            return kind, counts, None
         body = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and kind == BATCH)
         self._exchange(self._receivers if kind == BATCH else self._all, body)
-        return Heard(kind, counts, from_bytes(body, start))
+        return kind, counts, from_bytes(body, start)
 
     def _exchange(self, group: Any, tensor: torch.Tensor) -> None:
         if group is None or group.size() == 1:
