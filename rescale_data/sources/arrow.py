@@ -82,9 +82,7 @@ class ArrowSource(TableSource):
         return Footer(rows, nbytes, places, kind)
 
     def _open(self, file: int) -> _Opened:
-        ranges = self._files.ranges(file)
-        is_near = self._files.filesystem is None and self._index.kind(file)["has_footer"]
-        return _Opened(ranges, ipc.footer_table(ranges) if is_near else None)
+        return _Opened(self._files.ranges(file))
 
     def _extent(self, fragment: int) -> tuple[int, int] | None:
         file = self._index.file_of(fragment)
@@ -124,10 +122,7 @@ class ArrowSource(TableSource):
             return self._read_columns(file, self._batches(fragment), columns)
         offset, length = self._span(fragment)
         schema, data = self._file_schema(file).schema, self._bytes(fragment, (offset, length))
-        table = self._handle(file).table
-        batches = self._batches(fragment)
-        blocks = ipc.walk(data, offset) if table is None else ipc.blocks_of(table[batches.start : batches.stop])
-        return _read_messages(data, schema, blocks).select(list(columns))
+        return _read_messages(data, schema, ipc.walk(data)).select(list(columns))
 
     def _batches(self, fragment: int) -> range:
         first = self._index.place("batch", fragment)
@@ -160,20 +155,18 @@ class _Opened:
 
     Args:
         ranges: Byte ranges of the file.
-        table: The record batches as its footer lists them; `None` if the file is remote or has no footer.
         places: Places of token columns in fragments, by column and fragment; `None` if pyarrow must read the column.
         sound: Fragments whose columns were checked: the fragment and the names of the columns.
     """
 
     ranges: Ranges
-    table: ipc.FooterTable | None
     places: dict[tuple[str, int], Place | None] = field(default_factory=dict[tuple[str, int], Place | None])
     sound: set[tuple[int | str, ...]] = field(default_factory=set[tuple[int | str, ...]])
 
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
-    """Return whole record batches, read without their file's footer; ``data`` begins with the first of them."""
-    places = zip((blocks.offset - blocks.offset[0]).tolist(), (blocks.metadata + blocks.body).tolist(), strict=True)
+    """Return whole record batches, read without their file's footer."""
+    places = zip(blocks.offset.tolist(), (blocks.metadata + blocks.body).tolist(), strict=True)
     messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in places]
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 

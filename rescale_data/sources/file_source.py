@@ -17,7 +17,7 @@ from rescale_data.sources.decoded.cache import Made, Sized, cache, handles, owne
 from rescale_data.sources.decoded.interest import beside
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.files.ranges import Ranges
-from rescale_data.sources.known_files import KnownFiles
+from rescale_data.sources.fragmented import FragmentedSource
 
 V = TypeVar("V", bound=Sized)
 
@@ -51,7 +51,7 @@ class Known(Brought, Made):
     """Footer or index of a file, with the places of its fragments. The cache keeps it longer than fragments."""
 
 
-class FileSource(KnownFiles):
+class FileSource(FragmentedSource):
     """Rows of files that have fragments. A subclass for each format reads footers and fragments."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class FileSource(KnownFiles):
         return self._handle(file).ranges
 
     def row(self, index: int) -> dict[str, Any]:
-        at = self._fragment_at(index)
+        at = self._known.fragment_at(index)
         rows = self._rows(at)
         try:
             return rows.row(index - int(self._index.starts[at]))

@@ -171,3 +171,7 @@ def _joined(parts: Sequence[Ints]) -> Ints:
 
 def _of(chosen: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:
     return np.zeros(0, np.uint32) if chosen is None else chosen
+
+
+NO_FRAGMENTS = gather([Footer(np.zeros(0, np.int64), np.zeros(0, np.int64))])
+"""The fragments of files that are not read yet."""

@@ -48,13 +48,13 @@ class IndexFolder:
     Args:
         folder: Path of the folder, which all ranks share.
         about: The format, and the arguments on which fragments depend, as JSON values.
-        given: The paths that the source was given. An earlier index for the same paths shows which files are gone.
+        given: Digest of the paths that the source was given. An earlier index for the same paths shows which files are gone.
         files_a_part: Number of files that one process reads, as one part.
     """
 
     folder: str
     about: Mapping[str, Any]
-    given: Sequence[str]
+    given: str
     files_a_part: int
 
     @property
@@ -104,7 +104,7 @@ class IndexFolder:
         return os.path.join(self.folder, Strings(index, _PARTS)[int(index.array(_PART_OF)[file])])
 
     def _path(self, files: Files, suffix: str) -> str:
-        return os.path.join(self.folder, f"{_digest(self._about)}-{_listing_digest(files)}{suffix}")
+        return os.path.join(self.folder, f"{digest(self._about)}-{_listing_digest(files)}{suffix}")
 
     def _found(self, begin: str) -> Iterator[str]:
         try:
@@ -146,14 +146,14 @@ class IndexFolder:
         """
         known, changed = dict[str, tuple[Footer, str]](), set[str]()
         warns_of_gone = True
-        for path in self._found(f"{_digest(self._about)}-"):
+        for path in self._found(f"{digest(self._about)}-"):
             try:
                 bundle = self._checked(Bundle(path))
             except ValueError:  # it is damaged
                 continue
             then, index, probes = listed(bundle, files), Fragments.of(bundle), Strings(bundle, _PROBES)
             old = {name: file for file, name in enumerate(then.names)}
-            if warns_of_gone and bundle.facts["given"] == list(self.given):
+            if warns_of_gone and bundle.facts["given"] == self.given:
                 warns_of_gone = False
                 if gone := sorted(old.keys() - {*files.names}):
                     _log.warning("%s: %s are in its index, and no longer there.", files.root, _some(gone))
@@ -174,7 +174,7 @@ class IndexFolder:
         index = gather([known[name][0] for name in files.names])
         parts = {part: number for number, part in enumerate(dict.fromkeys(known[name][1] for name in files.names))}
         part_of = np.array([parts[known[name][1]] for name in files.names], dtype=np.int32)
-        facts: dict[str, Any] = {"about": self._about, "given": list(self.given)}
+        facts: dict[str, Any] = {"about": self._about, "given": self.given}
         facts |= {"listing": _listing_digest(files), "kinds": list(index.kinds)}
         of_files = {**string_arrays(_PROBES, files.probes()), **string_arrays(_PARTS, [*parts]), _PART_OF: part_of}
         write_bundle(path, facts, {**index.arrays(), **_listing(files), **of_files})
@@ -229,10 +229,11 @@ def count_parts(folder: str) -> int:
 
 
 def _listing_digest(files: Files) -> str:
-    return _digest(list(files.names), [int(size) for size in files.sizes], list(files.stamps))
+    return digest(list(files.names), [int(size) for size in files.sizes], list(files.stamps))
 
 
-def _digest(*values: Any) -> str:
+def digest(*values: Any) -> str:
+    """Return a short digest of JSON values."""
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

@@ -7,7 +7,7 @@ import os
 import posixpath
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -24,9 +24,9 @@ from rescale_data.sources.files.once import open_once
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragments import Footer, cut, spans
+from rescale_data.sources.fragmented import CACHE_DIR_BYTES
+from rescale_data.sources.fragments import Arrays, Footer, cut, spans
 from rescale_data.sources.index import make_part, own_array
-from rescale_data.sources.known_files import CACHE_DIR_BYTES
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -34,19 +34,16 @@ FRAGMENT_BYTES = 2**22
 _log = logging.getLogger("rescale_data")
 
 
-@dataclass(frozen=True)
-class Scan:
-    """Result of scanning one file.
+def scanned(starts: Ints, arrays: Arrays, facts: Mapping[str, Any] | None = None) -> Footer:
+    """Return the footer of a file that was scanned.
 
     Args:
         starts: ``int64[R + 1]``, the byte at which each row begins, and the byte at which the last one ends.
         arrays: Other arrays that the format keeps, by name.
         facts: Other facts that the format keeps, as JSON values.
     """
-
-    starts: Ints
-    arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict[str, npt.NDArray[Any]])
-    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cuts = cut(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
+    return Footer(np.diff(cuts), *spans(starts[cuts]), facts or {}, arrays={"starts": starts, **arrays})
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Opened:
     part: Bundle
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return an array of `Scan`, mapped."""
+        """Return an array that the format keeps, mapped."""
         return own_array(self.part, name)
 
 
@@ -92,7 +89,7 @@ class IndexedSource(FileSource):
         )
 
     @abstractmethod
-    def _scan(self, ranges: Ranges) -> Scan:
+    def _scan(self, ranges: Ranges) -> Footer:
         """Find the rows of a file by reading all of it; ``ValueError`` if the file is damaged."""
 
     def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
@@ -110,13 +107,10 @@ class IndexedSource(FileSource):
         return True
 
     def _footer(self, file: int) -> Footer:
-        scan = self._scan(self._opened(file, self._folder.part(self._files.some([file]))))
-        cuts = cut(np.arange(len(scan.starts)), scan.starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-        arrays = {"starts": scan.starts, **scan.arrays}
-        return Footer(np.diff(cuts), *spans(scan.starts[cuts]), scan.facts, arrays=arrays)
+        return self._scan(self._opened(file, self._folder.part(self._files.some([file]))))
 
     def _open(self, file: int) -> Opened:
-        path = self._folder.part_in(cast(Bundle, self._bundle), file)
+        path = self._folder.part_in(cast(Bundle, self._known.bundle), file)
         part = make_part(path, [file], self._read_footers)  # again, if it was deleted or damaged
         return Opened(self._opened(file, path), cast(Bundle, part))
 

@@ -21,7 +21,6 @@ from rescale_data.sources.files.ranges import Ranges
 from rescale_data.state import Ints
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-FooterTable: TypeAlias = npt.NDArray[np.void]
 
 MAGIC = b"ARROW1"
 _FOOTER_RECORD_BATCHES = 3
@@ -55,7 +54,7 @@ def is_file_format(file: Ranges) -> bool:
 
 def read_blocks(file: Ranges) -> Blocks:
     """Return the record batches of a file in either format; ``ValueError`` if the file was cut off."""
-    blocks = blocks_of(footer_table(file)) if is_file_format(file) else _stream_blocks(file)
+    blocks = _footer_blocks(file) if is_file_format(file) else _stream_blocks(file)
     if len(blocks) and int(blocks.stop.max()) > file.size:
         raise ValueError(f"it ends before its record batches do, at byte {file.size} of {int(blocks.stop.max())}")
     return blocks
@@ -94,8 +93,8 @@ def record_batches(data: Bytes, starts: Ints) -> Ints:
     return _follow(data, _field(data, message, _MESSAGE_HEADER))
 
 
-def footer_table(file: Ranges) -> FooterTable:
-    """Return the record batches as the footer of the file format lists them; a view if the file is mapped."""
+def _footer_blocks(file: Ranges) -> Blocks:
+    """Return the record batches as the footer of the file format lists them."""
     size = file.size
     length, magic = struct.unpack("<i6s", file.read(max(0, size - 10), 10).to_pybytes().rjust(10, b"\0"))
     if magic != MAGIC or not 0 < length < size:
@@ -104,22 +103,19 @@ def footer_table(file: Ranges) -> FooterTable:
     footer = _number(data, np.zeros(1, np.int64), "<i4")
     vector = _follow(data, _field(data, footer, _FOOTER_RECORD_BATCHES))
     first, count = int(vector[0]) + 4, int(_number(data, vector, "<i4")[0])
-    return np.frombuffer(data, dtype=_BLOCK, count=count, offset=first)
-
-
-def blocks_of(table: FooterTable) -> Blocks:
+    table = np.frombuffer(data, dtype=_BLOCK, count=count, offset=first)
     return Blocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
 
 
-def walk(data: ArrowBuffer, begin: int) -> Blocks:
-    """Return the record batches in some bytes of a file, which begin with a message at byte ``begin`` of the file."""
+def walk(data: ArrowBuffer) -> Blocks:
+    """Return the record batches in some bytes that begin with a message."""
     view, at = memoryview(data), 0
     found: list[tuple[int, int, int]] = []
     while at < len(view):
         prefix, length = _prefix(*_TWO.unpack_from(view, at))
         kind, body = _message(view, at + prefix)
         if kind == _RECORD_BATCH:
-            found.append((begin + at, prefix + length, body))
+            found.append((at, prefix + length, body))
         at += prefix + length + body
     return Blocks(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
 

@@ -15,7 +15,8 @@ from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import Rows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import Ranges
-from rescale_data.sources.indexed import IndexedSource, Scan
+from rescale_data.sources.fragments import Footer
+from rescale_data.sources.indexed import IndexedSource, scanned
 from rescale_data.state import Ints
 
 _CHUNK_BYTES = 2**24
@@ -62,7 +63,7 @@ class JsonlSource(IndexedSource):
     )
 
     def locate(self, index: int) -> str:
-        file, row = self._in_file(index)
+        file, row = self._known.in_file(index)
         empty = self._handle(file).array("empty")
         return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty, row, side='right'))}"
 
@@ -76,9 +77,9 @@ class JsonlSource(IndexedSource):
             raise BadRow(f"{column!r} is not a string in each of these rows.")
         return found
 
-    def _scan(self, ranges: Ranges) -> Scan:
+    def _scan(self, ranges: Ranges) -> Footer:
         starts, empty = find_lines(ranges)
-        return Scan(starts, {"empty": empty})
+        return scanned(starts, {"empty": empty})
 
     def _load(self, fragment: int) -> Rows:
         data = self._bytes(fragment, self._extent(fragment))

@@ -1,261 +1,85 @@
-"""`KnownFiles`: the files of a source and the places of their fragments, read from footers or an index when it is opened."""
+"""`KnownFiles`: the files of a source, the places of their fragments, and the file of each row."""
 
 from __future__ import annotations
 
-import errno
-import os
 import posixpath
-import struct
-from abc import abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
-from rescale_data.errors import DataStateError, checks_kinds
-from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.files.bundle import Bundle
-from rescale_data.sources.files.local_store import store_in
-from rescale_data.sources.files.paths import Files, Paths, find
-from rescale_data.sources.files.remote import Remote, RemoteError
-from rescale_data.sources.folders import FILES, FOLDERS, fold
-from rescale_data.sources.fragments import Footer, Fragments, gather
-from rescale_data.sources.index import IndexFolder, listed
-from rescale_data.sources.source import FiledSource
+from rescale_data.sources.files.paths import Files
+from rescale_data.sources.fragments import Fragments
+from rescale_data.sources.index import listed
 from rescale_data.state import Ints
 
-HIDDEN = ".rescale_data"
-"""Name of the folder beside local files that holds their index and copies of compressed files."""
 
-CACHE_DIR_BYTES = 2**36
-_OPENING_THREADS = 16
-_DAMAGE = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
+@dataclass(frozen=True)
+class KnownFiles:
+    """The files of a source and the places of their fragments. It pickles as the path of its index, if it has one.
 
+    Args:
+        files: The files.
+        index: The places of their fragments.
+        bundle: The index on disk from which both are mapped; `None` if they are in memory.
+    """
 
-class KnownFiles(FiledSource):
-    """Files that have fragments. A subclass for each format reads footers."""
+    files: Files
+    index: Fragments
+    bundle: Bundle | None = None
 
-    FORMAT: ClassVar[str]
-    SUFFIXES: ClassVar[tuple[str, ...]]
-    FILES_A_PART: ClassVar[int] = 32
-    """Number of files whose footers one process reads, as one part of an index."""
+    @staticmethod
+    def mapped(bundle: Bundle, files: Files) -> KnownFiles:
+        """Return the files that an index lists, below the root of ``files``."""
+        return KnownFiles(listed(bundle, files), Fragments.of(bundle), bundle)
 
-    @checks_kinds
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        cache_bytes: int = DEFAULT_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_bytes: int = CACHE_DIR_BYTES,
-    ) -> None:
-        if cache_bytes < 1 or cache_dir_bytes < 1:
-            raise ValueError(f"{cache_bytes=}, {cache_dir_bytes=}: give numbers of bytes, at least 1.")
-        if cache_dir is not None and not os.fspath(cache_dir):
-            raise ValueError("cache_dir='': give a local folder, or None to keep nothing on disk.")
-        store = None if cache_dir is None else store_in(os.path.abspath(os.fspath(cache_dir)), cache_dir_bytes)
-        self.cache_bytes, self.cache_dir_bytes = cache_bytes, 0 if store is None else cache_dir_bytes
-        if index_dir is not None and not os.fspath(index_dir):
-            raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
-        self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
-        self._files = replace(self._find(paths, storage_options, remote), store=store)
-        self.name = self._files.root.rstrip("/").rpartition("/")[2] or self._files.root
-        self._bundle: Bundle | None = None
-        self._folder = self._index_folder(paths)
-        if index_dir is not None or self._must_index:
-            self._map()
-        else:
-            self._set(gather(self._read_footers(range(len(self._files.names)))))
-        self._accept()
-
-    def _map(self) -> None:
-        if self._files.filesystem is not None and self._index_dir is None:
-            raise ValueError(
-                f"{self._files.root} is behind URLs, and an index of it must lie where all ranks can read it. Give "
-                f"index_dir=, a folder that they share."
-            )
-        try:
-            bundle = self._folder.open(self._files, self._read_footers)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise PermissionError(
-                    f"The index of {self._files.root} cannot be read or written: {error}. Give index_dir=, a folder that all "
-                    f"ranks share and may write to."
-                ) from error
-            if error.errno in (errno.EEXIST, errno.ENOTDIR):
-                raise ValueError(f"{self._folder.folder} cannot be a folder: {error}. Give index_dir=.") from error
-            raise
-        self._folder = replace(self._folder, given=())  # the list may be long, and would be pickled
-        self._take_index(bundle)
-
-    def _take_index(self, bundle: Bundle) -> None:
-        self._bundle, self._files = bundle, listed(bundle, self._files)
-        self._set(Fragments.of(bundle))
-
-    def _set(self, index: Fragments) -> None:
-        self._index, self.fragments, self.num_rows = index, index.starts, int(index.starts[-1])
-        self.fragment_bytes = int(np.median(index.nbytes)) if len(index) else 0
-
-    def _index_folder(self, paths: Paths) -> IndexFolder:
-        root, given = self._files.root, [paths] if isinstance(paths, str | os.PathLike) else paths
-        about = {"format": self.FORMAT, **self._indexed_with()}
-        if self._index_dir is None:
-            folder = os.path.join(root, HIDDEN)
-            given = [os.path.relpath(os.path.expanduser(path), root) for path in given]
-            return IndexFolder(folder, about, given, self.FILES_A_PART)
-        stamped_by = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
-        about |= {"root": root, "filesystem": stamped_by}
-        return IndexFolder(self._index_dir, about, [os.fspath(path) for path in given], self.FILES_A_PART)
-
-    def _indexed_with(self) -> Mapping[str, Any]:
-        """Return the arguments on which fragments depend, as JSON values."""
-        return {}
+    def __reduce__(self) -> tuple[Callable[..., KnownFiles], tuple[Any, ...]]:
+        if self.bundle is None:
+            return KnownFiles, (self.files, self.index)
+        return KnownFiles.mapped, (self.bundle, self.files.listed((), (), ()))
 
     @property
-    def _must_index(self) -> bool:
-        """True if the source needs an index, even without ``index_dir``."""
-        return False
+    def name(self) -> str:
+        """The last part of the root."""
+        return self.files.root.rstrip("/").rpartition("/")[2] or self.files.root
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if self._bundle is not None:  # the process that unpickles the source maps the index, too
-            del state["_index"], state["fragments"]
-            state["_files"] = self._files.listed((), (), ())
-        return state
+    def entries(self) -> list[list[Any]]:
+        """Return ``[name, bytes, rows]`` for each file."""
+        files = zip(self.files.names, map(int, self.files.sizes), self.index.file_rows, strict=True)
+        return [list(file) for file in files]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self._bundle is not None:
-            self._take_index(self._bundle)
-
-    def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
-        return find(paths, self.SUFFIXES, storage_options, remote)
-
-    @abstractmethod
-    def _footer(self, file: int) -> Footer:
-        """Read the footer of a file. The caller turns most errors into one that calls the file damaged."""
-
-    def _accept(self) -> None:
-        """Check all files together, from their footers; ``ValueError`` if they do not fit together or have no rows."""
-        if not self.num_rows:
-            raise ValueError(
-                f"The {len(self._files.names)} files below {self._files.root} have no rows. Give files that have some."
-            )
-
-    def manifest(self) -> Mapping[str, Any]:
-        """Return the list of files; with ``index_dir=``, whose index has that list, digests of folders instead."""
-        full = {"format": self.FORMAT, FILES: _list_of(self._files, self._index)}
-        return full if self._index_dir is None else fold(full)
-
-    def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        if FILES in manifest:
-            return manifest
-        rest = {key: value for key, value in manifest.items() if key != FOLDERS}
-        full = ({**rest, FILES: _list_of(*known)} for known in self._known())
-        return next((each for each in full if fold(each) == manifest), None)
-
-    def _known(self) -> Iterator[tuple[Files, Fragments]]:
-        """Yield files with their fragments: the current ones, then the ones in each index of ``index_dir``, newest first."""
-        yield self._files, self._index
-        for bundle in () if self._index_dir is None else self._folder.all():
-            yield listed(bundle, self._files), Fragments.of(bundle)
-
-    def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        full = self.unfold(manifest)
-        if full is None:
-            raise DataStateError(
-                f"{self.name}: some logical shards are in an epoch of fewer files than there are now, and the index that lists "
-                f"those is no longer in index_dir={self._index_dir!r}: bring it back."
-            )
-        named = {name for name, *_ in full[FILES]}
-        files = np.array([name in named for name in self._files.names])
-        return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
-
-    def rows_of_file(self, name: str) -> range:
-        file = self._file_named(name)
-        return range(self._index.first_row(file), self._index.first_row(file + 1))
-
-    def rows_in_file(self, name: str, rows: Ints) -> Ints:
-        of_file, is_filtered = self.rows_of_file(name), self._index.chosen is not None
-        least, most = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)
-        if least < 0 or (not is_filtered and most >= len(of_file)):
-            raise ValueError(
-                f"{name} of {self.name} has the rows 0 to {len(of_file) - 1}: there are none from {least} to {most}."
-            )
-        if not is_filtered:
-            return of_file.start + rows
-        return of_file.start + np.flatnonzero(np.isin(self._places_in_file(self._file_named(name)), rows))
-
-    def _places_in_file(self, file: int) -> Ints:
-        """Return ``int64[n]``, the rows of a file that the filter kept, as the file numbers them."""
-        index, kept = self._index, [np.zeros(0, dtype=np.int64)]
-        for fragment in range(*index.files[file : file + 2].tolist()):
-            kept.append(index.place("base", fragment) + np.asarray(index.chosen_of(fragment), dtype=np.int64))
-        return np.concatenate(kept)
-
-    def file_row(self, index: int) -> tuple[str, int]:
-        file, row = self._in_file(index)
-        return self._files.names[file], row
-
-    def _file_named(self, name: str) -> int:
+    def file_named(self, name: str) -> int:
         """Return the number of a file, given its name below the root, its path, its URL, or the end of its path."""
-        names, end = self._files.names, posixpath.normpath(name.rpartition("://")[2])
+        names, end = self.files.names, posixpath.normpath(name.rpartition("://")[2])
         at = bisect_left(names, end)
         files = [at] if at < len(names) and names[at] == end else []
-        files = files or [file for file in range(len(names)) if f"/{self._files.path(file)}".endswith(f"/{end}")]
+        files = files or [file for file in range(len(names)) if f"/{self.files.path(file)}".endswith(f"/{end}")]
         if len(files) != 1:
             raise ValueError(f"{len(files)} of the files of {self.name} are named {name!r}: give the path of one.")
         return files[0]
 
-    def locate(self, index: int) -> str:
-        file, row = self._in_file(index)
-        return f"{self._files.path(file)}, row {row}"
+    def rows_of(self, file: int) -> range:
+        """Return the rows of a file, as the source numbers them."""
+        return range(self.index.first_row(file), self.index.first_row(file + 1))
 
-    def _fragment_at(self, index: int) -> int:
-        return bisect_right(self._index.starts.data, index) - 1
+    def kept_rows(self, file: int) -> Ints:
+        """Return ``int64[n]``, the rows of a file that the filter kept, as the file numbers them."""
+        index, kept = self.index, [np.zeros(0, dtype=np.int64)]
+        for fragment in range(*index.files[file : file + 2].tolist()):
+            kept.append(index.place("base", fragment) + np.asarray(index.chosen_of(fragment), dtype=np.int64))
+        return np.concatenate(kept)
 
-    def _in_file(self, index: int) -> tuple[int, int]:
+    def fragment_at(self, row: int) -> int:
+        """Return the fragment of a row."""
+        return bisect_right(self.index.starts.data, row) - 1
+
+    def in_file(self, row: int) -> tuple[int, int]:
         """Return the file of a row, and the row's number in that file."""
-        fragment = self._fragment_at(index)
-        file, chosen = self._index.file_of(fragment), self._index.chosen_of(fragment)
+        fragment = self.fragment_at(row)
+        file, chosen = self.index.file_of(fragment), self.index.chosen_of(fragment)
         if chosen is None:
-            return file, index - self._index.first_row(file)
-        return file, self._index.place("base", fragment) + int(chosen[index - self._index.starts[fragment]])
-
-    @contextmanager
-    def _blaming(self, file: int) -> Generator[None]:
-        """Make errors of reading a file name the file. Most errors become a ``ValueError`` that calls it damaged."""
-        try:
-            yield
-        except (FileNotFoundError, PermissionError, RemoteError, BadRow):
-            raise
-        except _DAMAGE as error:
-            if isinstance(error, OSError) and error.errno:  # a fault of the machine, such as a full disk
-                error.add_note(f"This was met while {self._files.path(file)} was read.")
-                raise
-            raise ValueError(
-                f"{self._files.path(file)} cannot be read as {self.FORMAT}: {error}. It may be half-written or of another "
-                f"format: write it again, or leave it out."
-            ) from error
-
-    def _read_footers(self, files: Sequence[int]) -> list[Footer]:
-        with ThreadPoolExecutor(_OPENING_THREADS) as pool:
-            return list(pool.map(self._try_footer, files))
-
-    def _try_footer(self, file: int) -> Footer:
-        with self._blaming(file):
-            return self._footer(file)
-
-
-def _list_of(files: Files, index: Fragments) -> list[list[Any]]:
-    """Return ``[name, bytes, rows]`` for each file."""
-    return [list(file) for file in zip(files.names, map(int, files.sizes), index.file_rows, strict=True)]
+            return file, row - self.index.first_row(file)
+        return file, self.index.place("base", fragment) + int(chosen[row - self.index.starts[fragment]])

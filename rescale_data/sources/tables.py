@@ -28,8 +28,9 @@ from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.remote import Remote
+from rescale_data.sources.fragmented import CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Footer, gather
-from rescale_data.sources.known_files import CACHE_DIR_BYTES
+from rescale_data.sources.known_files import KnownFiles
 from rescale_data.sources.source import Tokens, TokenSource
 
 
@@ -123,7 +124,7 @@ class TableSource(FileSource, TokenSource):
         return own > room or (self.cache_dir_bytes > 0 and needed_with(self, num_shards) > room)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
-        at = self._fragment_at(index)
+        at = self._known.fragment_at(index)
         piece = self._piece(at, share)
         try:
             return piece.rows.row(index - int(self._index.starts[at]) - piece.start)
@@ -224,8 +225,7 @@ class TableSource(FileSource, TokenSource):
             raise ValueError(f"{self._files.path(file)}: {error}") from None
         with self._blaming(file):
             alone = copy.copy(self)
-            alone._condition, alone._files = None, self._files.some([file])
-            alone._set(gather([footer]))
+            alone._condition, alone._known = None, KnownFiles(self._files.some([file]), gather([footer]))
             alone._schemas = [FileSchema(_schema_of(footer.kind))]
             found = alone._may_match(footer, condition.expression, used)
             return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in found})

@@ -17,7 +17,8 @@ from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import Rows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import AsFile, Ranges
-from rescale_data.sources.indexed import IndexedSource, Scan
+from rescale_data.sources.fragments import Footer
+from rescale_data.sources.indexed import IndexedSource, scanned
 from rescale_data.state import Ints
 
 KEY = "__key__"
@@ -84,7 +85,7 @@ class WebDatasetSource(IndexedSource):
                     "rows have, or rd.Reader(..., on_error='skip').", self._files.path(file), rows, lacking,
                 )  # fmt: skip
 
-    def _scan(self, ranges: Ranges) -> Scan:
+    def _scan(self, ranges: Ranges) -> Footer:
         return _group(members(ranges))
 
     def _load(self, fragment: int) -> Rows:
@@ -159,7 +160,7 @@ def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
             )
 
 
-def _group(found: Iterator[tuple[str, str, int, int, int]]) -> Scan:
+def _group(found: Iterator[tuple[str, str, int, int, int]]) -> Footer:
     counts: dict[str, int] = {}
     keys: list[str] = []
     starts, first, last = [], [0], 0
@@ -192,6 +193,6 @@ def _group(found: Iterator[tuple[str, str, int, int, int]]) -> Scan:
         "keys": np.frombuffer(b"".join(encoded), dtype=np.uint8),
         "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.int64),
     }
-    return Scan(
+    return scanned(
         np.array([*starts, last], dtype=np.int64), arrays, {"counts": counts, **({"links": links} if links else {})}
     )

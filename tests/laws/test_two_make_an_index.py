@@ -25,7 +25,7 @@ import pytest
 
 import rescale_data as rd
 from rescale_data import lease as leases
-from rescale_data.sources import file_source, index, known_files
+from rescale_data.sources import file_source, fragmented, index
 from rescale_data.sources.decoded.cache import Handles
 from rescale_data.sources.files import once
 from tests.formats import write_jsonl, write_megatron, write_tar
@@ -215,9 +215,9 @@ def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[s
 
     with monkeypatch.context() as patch:
         patch.setattr(file_source, "handles", lambda: handles.setdefault(current(), Handles()))
-        patch.setattr(known_files, "ThreadPoolExecutor", Inline)
+        patch.setattr(fragmented, "ThreadPoolExecutor", Inline)
         patch.setattr(index, "ThreadPoolExecutor", Inline)
-        patch.setattr(known_files.KnownFiles, "FILES_A_PART", 2)
+        patch.setattr(fragmented.FragmentedSource, "FILES_A_PART", 2)
         patch.setattr(once, "time", SimpleNamespace(sleep=poll))
         patch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: next(now)))
         patch.setattr(leases.Lease, "_renew", lambda _: None)

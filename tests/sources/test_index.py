@@ -263,8 +263,8 @@ class TestBadIndices:
     def test_of_other_files(self, made: Path, tmp_path: Path) -> None:
         write(tmp_path / "data", "b")
         source = rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
-        assert source._bundle is not None
-        made.replace(source._bundle.path)
+        assert source._known.bundle is not None
+        made.replace(source._known.bundle.path)
         with pytest.raises(ValueError, match="is an index of other files"):
             rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
 

@@ -193,7 +193,7 @@ def test_a_short_answer_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.M
 
 def test_small_reads_near_each_other_are_one_request(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(range(256)) * 1000)
-    file = RemoteFile(Flaky(), str(tmp_path / "x"), rd.Remote())
+    file = RemoteFile(Flaky(), str(tmp_path / "x"), rd.Remote(), 256_000)
     assert [file.read(i * 100, 50).size for i in range(300)] == [50] * 300
     assert Flaky.requests == 1
     assert file.read(255_990, 50).size == 10

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 
@@ -34,13 +35,11 @@ class Ahead:
             self._begun[key] = future = self._pool.submit(work)
         future.add_done_callback(lambda _: self._begun.pop(key, None))
 
-    def wait(self, key: Hashable) -> bool:
-        """Wait until the work is done. Return True if it was under way, and ended without an error."""
-        future = self._begun.get(key)
-        try:
-            return future is not None and future.exception() is None
-        except CancelledError:
-            return False
+    def wait(self, key: Hashable) -> None:
+        """Wait until the work is done, if it is under way."""
+        if (future := self._begun.get(key)) is not None:
+            with suppress(CancelledError):
+                future.exception()
 
     def stop(self) -> None:
         """Cancel work that no thread has begun, and accept no more."""

@@ -100,7 +100,7 @@ class RemoteFile(Ranges):
         filesystem: Filesystem of fsspec.
         path: Path of the file in it.
         remote: Options for reading it.
-        size: Bytes of the file; `None` to ask the filesystem.
+        size: Bytes of the file.
         stamp: A text that changes with the file; "" if it is not known.
         store: Store for ranges that were read; `None` to keep none.
     """
@@ -110,14 +110,14 @@ class RemoteFile(Ranges):
         filesystem: AbstractFileSystem,
         path: str,
         remote: Remote,
-        size: int | None = None,
+        size: int,
         stamp: str = "",
         store: LocalStore | None = None,
     ) -> None:
         self._filesystem: Any = of_this_process(filesystem)
         self._path, self._remote, self._stamp, self._store = path, remote, stamp, store
         self.url: str = self._filesystem.unstrip_protocol(path)
-        self._size = size if size is not None else int(self._try(lambda: self._filesystem.info(path)["size"], 0))
+        self._size = size
         self._window: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
 
     @property
@@ -140,7 +140,8 @@ class RemoteFile(Ranges):
     def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
         """Return several ranges, requested at the same time."""
         offsets, lengths = [offset for offset, _ in places], [length for _, length in places]
-        return list(_pool().map(self._range, offsets, lengths))
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            return list(pool.map(self._range, offsets, lengths))
 
     def whole(self) -> Any:
         """Return the file in a form that pyarrow reads."""
@@ -156,16 +157,13 @@ class RemoteFile(Ranges):
 
         def fetch() -> bytes:
             spread_out("reading")
-            return self._try(request, length, f", bytes {offset} to {offset + length - 1}")
+            return attempt(self._remote, self.url, request, length, f", bytes {offset} to {offset + length - 1}")
 
         if not length:
             return pa.py_buffer(b"")
         if self._store is None or not self._stamp:  # a change of the file would not be seen
             return pa.py_buffer(fetch())
         return self._store.read(f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}", fetch)
-
-    def _try(self, work: Callable[[], T], num_bytes: int, part: str = "") -> T:
-        return attempt(self._remote, self.url, work, num_bytes, part)
 
 
 def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | None = None, part: str = "") -> T:
@@ -355,21 +353,12 @@ def _slots(most: int, asked: str) -> Slots:
 _begin: dict[str, float] = {}
 _pace = Pace()
 _lock = threading.Lock()
-_requests: ThreadPoolExecutor | None = None
-
-
-def _pool() -> ThreadPoolExecutor:
-    global _requests
-    with _lock:
-        if _requests is None:
-            _requests = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="rescale_data-requests")
-        return _requests
 
 
 def _renew() -> None:
     """Begin anew in a forked child: it has no threads, and another thread may have held the lock."""
-    global _requests, _lock, _pace, _begin
-    _requests, _lock, _pace, _begin = None, threading.Lock(), Pace(), {}
+    global _lock, _pace, _begin
+    _lock, _pace, _begin = threading.Lock(), Pace(), {}
     _slots.cache_clear()
 
 

@@ -1,0 +1,221 @@
+"""`FragmentedSource`: a source of files that have fragments; it finds them in footers or an index when it is opened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from rescale_data.errors import DataStateError, checks_kinds
+from rescale_data.sources.bad_row import BadRow
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES
+from rescale_data.sources.files.local_store import store_in
+from rescale_data.sources.files.paths import Files, Paths, find
+from rescale_data.sources.files.remote import Remote, RemoteError
+from rescale_data.sources.folders import FILES, FOLDERS, fold
+from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, gather
+from rescale_data.sources.index import IndexFolder, digest
+from rescale_data.sources.known_files import KnownFiles
+from rescale_data.sources.source import FiledSource
+from rescale_data.state import Ints
+
+HIDDEN = ".rescale_data"
+"""Name of the folder beside local files that holds their index and copies of compressed files."""
+
+CACHE_DIR_BYTES = 2**36
+_OPENING_THREADS = 16
+_DAMAGE = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
+
+
+class FragmentedSource(FiledSource):
+    """Files that have fragments. A subclass for each format reads footers."""
+
+    FORMAT: ClassVar[str]
+    SUFFIXES: ClassVar[tuple[str, ...]]
+    FILES_A_PART: ClassVar[int] = 32
+    """Number of files whose footers one process reads, as one part of an index."""
+
+    @checks_kinds
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        cache_bytes: int = DEFAULT_BYTES,
+        storage_options: Mapping[str, Any] | None = None,
+        remote: Remote | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_bytes: int = CACHE_DIR_BYTES,
+    ) -> None:
+        if cache_bytes < 1 or cache_dir_bytes < 1:
+            raise ValueError(f"{cache_bytes=}, {cache_dir_bytes=}: give numbers of bytes, at least 1.")
+        if cache_dir is not None and not os.fspath(cache_dir):
+            raise ValueError("cache_dir='': give a local folder, or None to keep nothing on disk.")
+        store = None if cache_dir is None else store_in(os.path.abspath(os.fspath(cache_dir)), cache_dir_bytes)
+        self.cache_bytes, self.cache_dir_bytes = cache_bytes, 0 if store is None else cache_dir_bytes
+        if index_dir is not None and not os.fspath(index_dir):
+            raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
+        self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
+        files = replace(self._find(paths, storage_options, remote), store=store)
+        self._known = KnownFiles(files, NO_FRAGMENTS)  # from which footers are read
+        self._folder = self._index_folder(paths)
+        if index_dir is not None or self._must_index:
+            self._known = self._mapped()
+        else:
+            self._known = KnownFiles(files, gather(self._read_footers(range(len(files.names)))))
+        self.name, self.fragments = self._known.name, self._index.starts
+        self.num_rows = int(self._index.starts[-1])
+        self.fragment_bytes = int(np.median(self._index.nbytes)) if len(self._index) else 0
+        self._accept()
+
+    @property
+    def _files(self) -> Files:
+        return self._known.files
+
+    @property
+    def _index(self) -> Fragments:
+        return self._known.index
+
+    def _mapped(self) -> KnownFiles:
+        """Return the files with their index, mapped. It is made first if it is missing."""
+        if self._files.filesystem is not None and self._index_dir is None:
+            raise ValueError(
+                f"{self._files.root} is behind URLs, and an index of it must lie where all ranks can read it. Give "
+                f"index_dir=, a folder that they share."
+            )
+        try:
+            return KnownFiles.mapped(self._folder.open(self._files, self._read_footers), self._files)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise PermissionError(
+                    f"The index of {self._files.root} cannot be read or written: {error}. Give index_dir=, a folder that all "
+                    f"ranks share and may write to."
+                ) from error
+            if error.errno in (errno.EEXIST, errno.ENOTDIR):
+                raise ValueError(f"{self._folder.folder} cannot be a folder: {error}. Give index_dir=.") from error
+            raise
+
+    def _index_folder(self, paths: Paths) -> IndexFolder:
+        root, given = self._files.root, [paths] if isinstance(paths, str | os.PathLike) else paths
+        about = {"format": self.FORMAT, **self._indexed_with()}
+        if self._index_dir is None:
+            folder = os.path.join(root, HIDDEN)
+            given = [os.path.relpath(os.path.expanduser(path), root) for path in given]
+            return IndexFolder(folder, about, digest(given), self.FILES_A_PART)
+        stamped_by = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
+        about |= {"root": root, "filesystem": stamped_by}
+        return IndexFolder(self._index_dir, about, digest([os.fspath(path) for path in given]), self.FILES_A_PART)
+
+    def _indexed_with(self) -> Mapping[str, Any]:
+        """Return the arguments on which fragments depend, as JSON values."""
+        return {}
+
+    @property
+    def _must_index(self) -> bool:
+        """True if the source needs an index, even without ``index_dir``."""
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "fragments"}  # the index has them
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.fragments = self._index.starts
+
+    def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
+        return find(paths, self.SUFFIXES, storage_options, remote)
+
+    @abstractmethod
+    def _footer(self, file: int) -> Footer:
+        """Read the footer of a file. The caller turns most errors into one that calls the file damaged."""
+
+    def _accept(self) -> None:
+        """Check all files together, from their footers; ``ValueError`` if they do not fit together or have no rows."""
+        if not self.num_rows:
+            raise ValueError(
+                f"The {len(self._files.names)} files below {self._files.root} have no rows. Give files that have some."
+            )
+
+    def manifest(self) -> Mapping[str, Any]:
+        """Return the list of files; with ``index_dir=``, whose index has that list, digests of folders instead."""
+        full = {"format": self.FORMAT, FILES: self._known.entries()}
+        return full if self._index_dir is None else fold(full)
+
+    def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if FILES in manifest:
+            return manifest
+        rest = {key: value for key, value in manifest.items() if key != FOLDERS}
+        full = ({**rest, FILES: known.entries()} for known in self._all_known())
+        return next((each for each in full if fold(each) == manifest), None)
+
+    def _all_known(self) -> Iterator[KnownFiles]:
+        """Yield files with their fragments: the current ones, then the ones in each index of ``index_dir``, newest first."""
+        yield self._known
+        for bundle in () if self._index_dir is None else self._folder.all():
+            yield KnownFiles.mapped(bundle, self._files)
+
+    def subset(self, manifest: Mapping[str, Any]) -> Ints:
+        full = self.unfold(manifest)
+        if full is None:
+            raise DataStateError(
+                f"{self.name}: some logical shards are in an epoch of fewer files than there are now, and the index that lists "
+                f"those is no longer in index_dir={self._index_dir!r}: bring it back."
+            )
+        named = {name for name, *_ in full[FILES]}
+        files = np.array([name in named for name in self._files.names])
+        return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
+
+    def rows_of_file(self, name: str) -> range:
+        return self._known.rows_of(self._known.file_named(name))
+
+    def rows_in_file(self, name: str, rows: Ints) -> Ints:
+        of_file, is_filtered = self.rows_of_file(name), self._index.chosen is not None
+        least, most = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)
+        if least < 0 or (not is_filtered and most >= len(of_file)):
+            raise ValueError(
+                f"{name} of {self.name} has the rows 0 to {len(of_file) - 1}: there are none from {least} to {most}."
+            )
+        if not is_filtered:
+            return of_file.start + rows
+        return of_file.start + np.flatnonzero(np.isin(self._known.kept_rows(self._known.file_named(name)), rows))
+
+    def file_row(self, index: int) -> tuple[str, int]:
+        file, row = self._known.in_file(index)
+        return self._files.names[file], row
+
+    def locate(self, index: int) -> str:
+        file, row = self._known.in_file(index)
+        return f"{self._files.path(file)}, row {row}"
+
+    @contextmanager
+    def _blaming(self, file: int) -> Generator[None]:
+        """Make errors of reading a file name the file. Most errors become a ``ValueError`` that calls it damaged."""
+        try:
+            yield
+        except (FileNotFoundError, PermissionError, RemoteError, BadRow):
+            raise
+        except _DAMAGE as error:
+            if isinstance(error, OSError) and error.errno:  # a fault of the machine, such as a full disk
+                error.add_note(f"This was met while {self._files.path(file)} was read.")
+                raise
+            raise ValueError(
+                f"{self._files.path(file)} cannot be read as {self.FORMAT}: {error}. It may be half-written or of another "
+                f"format: write it again, or leave it out."
+            ) from error
+
+    def _read_footers(self, files: Sequence[int]) -> list[Footer]:
+        with ThreadPoolExecutor(_OPENING_THREADS) as pool:
+            return list(pool.map(self._try_footer, files))
+
+    def _try_footer(self, file: int) -> Footer:
+        with self._blaming(file):
+            return self._footer(file)
