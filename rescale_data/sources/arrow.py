@@ -98,7 +98,7 @@ class ArrowSource(TableSource):
         data = opened.ranges.read(*self._span(fragment))
         if (column, fragment) not in opened.places:
             # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
-            columns = self._file_schema(file).schema.names
+            columns = self._file_schema(file).names
             opened.places[column, fragment] = Place.of(self._decode(fragment, columns).column(column), data)
         place = opened.places[column, fragment]
         if place is None:
@@ -121,8 +121,8 @@ class ArrowSource(TableSource):
         if self._needs_reader(file, columns):
             return self._read_columns(file, self._batches(fragment), columns)
         offset, length = self._span(fragment)
-        schema, data = self._file_schema(file).schema, self._bytes(fragment, (offset, length))
-        return _read_messages(data, schema, ipc.walk(data)).select(list(columns))
+        data = self._bytes(fragment, (offset, length))
+        return _read_messages(data, self._file_schema(file), ipc.walk(data)).select(list(columns))
 
     def _batches(self, fragment: int) -> range:
         first = self._index.place("batch", fragment)
@@ -136,11 +136,11 @@ class ArrowSource(TableSource):
 
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
         """True if columns are read through the file's footer, to decompress only some of them or to find dictionaries."""
-        found, has_footer = self._file_schema(file), self._index.kind(file)["has_footer"]
-        return has_footer and (found.has_dictionary or set(columns) != found.names)
+        schema, has_footer = self._file_schema(file), self._index.kind(file)["has_footer"]
+        return has_footer and (set(columns) != set(schema.names) or has_dictionary(schema))
 
     def _read_columns(self, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
-        schema, ranges = self._file_schema(file).schema, self._ranges(file)
+        schema, ranges = self._file_schema(file), self._ranges(file)
         fields = [schema.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         key = (owner_of(self), file, *fields)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
-from typing import Any, ClassVar
-from weakref import ref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -83,7 +82,7 @@ class ParquetSource(TableSource):
 
     def _may_match(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
         """Return the row groups that may match by their statistics; all row groups for floats, whose bounds leave NaN out."""
-        schema = self._file_schema(0).schema
+        schema = self._file_schema(0)
         if any(has_floats(schema.field(name).type) for name in columns):
             return super()._may_match(footer, condition, columns)
         with self._files.open(0) as handle:
@@ -91,16 +90,11 @@ class ParquetSource(TableSource):
         found = {group.id for part in parts for group in part.row_groups}
         return [i for i, number in enumerate(footer.places["number"].tolist()) if number in found]
 
-    def _open(self, file: int) -> _Handle:
-        source = ref(self)  # the process keeps the handle: a reference would keep the source and its cache_bytes, too
-
-        def tail() -> ArrowBuffer:
-            owner = source()
-            if owner is None:
-                raise ReferenceError("the source of this file is gone")
-            return owner._tail(file)
-
-        return _Handle(partial(self._files.open, file), tail)
+    def _open(self, file: int) -> Any:
+        if self._files.filesystem is not None:
+            return pq.read_metadata(pa.BufferReader(self._tail(file)))
+        # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
+        return _Opened(pq.ParquetFile(self._files.open(file), pre_buffer=False), threading.Lock())
 
     def _tail(self, file: int, *, soon: bool = True) -> ArrowBuffer:
         """Return the footer of a file behind a URL. The cache keeps it after the file is closed.
@@ -112,14 +106,17 @@ class ParquetSource(TableSource):
         return self._brought("footer", file, lambda: _tail_of(self._files.ranges(file)), soon=soon)
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        handle: _Handle = self._handle(self._index.file_of(fragment))
-        number = self._index.place("number", fragment)
-        # Arrow takes the name "a.b" for the field b of a column a, too: `select` keeps the column "a.b" alone
-        if self._files.filesystem is not None:
-            return handle.fetch(number, columns).select(columns)
-        with handle.lock:  # one column is decoded in this thread: memory of other threads would be new to the process
-            found = handle.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
-        return found.select(columns)
+        file, number = self._index.file_of(fragment), self._index.place("number", fragment)
+        opened = self._handle(file)
+        if isinstance(opened, _Opened):
+            with (
+                opened.lock
+            ):  # one column is decoded in this thread: memory of other threads would be new to the process
+                found = opened.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
+        else:  # one request for adjacent columns, by any number of threads at once
+            remote = pq.ParquetFile(self._files.open(file), metadata=opened, pre_buffer=True)
+            found = remote.read_row_group(number, columns=list(columns), use_threads=False)
+        return found.select(columns)  # Arrow takes the name "a.b" for the field b of a column a, too
 
     def decode_ahead(self, column: str, fragment: int) -> None:
         key = self._key(fragment, column)
@@ -130,29 +127,11 @@ class ParquetSource(TableSource):
         cache().give_up(self._key(fragment, column))
 
 
-class _Handle:
-    """A file whose footer is read with its first row group, and kept while the file is open."""
+class _Opened(NamedTuple):
+    """An open local file, for one thread at a time."""
 
-    def __init__(self, opener: Callable[[], Any], tail: Callable[[], ArrowBuffer]) -> None:
-        self._opener, self._tail = opener, tail
-        self.lock = threading.RLock()
-
-    @cached_property
-    def file(self) -> ArrowFile:
-        """The open file, for one thread at a time."""
-        with self.lock:
-            # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
-            return self.__dict__.get("file") or pq.ParquetFile(self._opener(), pre_buffer=False)
-
-    @cached_property
-    def _metadata(self) -> Any:
-        with self.lock:
-            return self.__dict__.get("_metadata") or pq.read_metadata(pa.BufferReader(self._tail()))
-
-    def fetch(self, number: int, columns: Sequence[str]) -> ArrowTable:
-        """Return columns of a row group, with one request for adjacent columns. Any number of threads may call this at once."""
-        opened = pq.ParquetFile(self._opener(), metadata=self._metadata, pre_buffer=True)
-        return opened.read_row_group(number, columns=list(columns), use_threads=False)
+    file: ArrowFile
+    lock: threading.Lock
 
 
 def _tail_of(ranges: Ranges) -> ArrowBuffer:

@@ -203,7 +203,7 @@ class TableSource(FileSource, TokenSource):
         return self._condition is not None
 
     def _accept(self) -> None:
-        self._schemas = [FileSchema(_schema_of(kind)) for kind in self._index.kinds]
+        self._schemas = [_schema_of(kind) for kind in self._index.kinds]
         self._schema = self._one_schema(self.columns)
         self.columns = list(self._schema.names)
         if self._condition is not None and not self.num_rows:
@@ -226,7 +226,7 @@ class TableSource(FileSource, TokenSource):
         with self._blaming(file):
             alone = copy.copy(self)
             alone._condition, alone._known = None, KnownFiles(self._files.some([file]), gather([footer]))
-            alone._schemas = [FileSchema(_schema_of(footer.kind))]
+            alone._schemas = [_schema_of(footer.kind)]
             found = alone._may_match(footer, condition.expression, used)
             return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in found})
 
@@ -247,16 +247,15 @@ class TableSource(FileSource, TokenSource):
         self._release_with(table, fragment)
         return table.take(pa.array(chosen))
 
-    def _file_schema(self, file: int) -> FileSchema:
+    def _file_schema(self, file: int) -> ArrowSchema:
         return self._schemas[int(self._index.kind_of[file])]
 
     def _one_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
         """Return the schema of the columns that are read; ``ValueError`` names two files that differ, and the column."""
-        schemas = [found.schema for found in self._schemas]
-        first = schemas[0]
+        first = self._schemas[0]
         wanted = list(first.names if columns is None else columns)
         check_columns(first, wanted, self._files.path(0))
-        for kind, schema in enumerate(schemas):
+        for kind, schema in enumerate(self._schemas):
             if not schema.equals(first) and (field := _difference(first, schema, wanted, columns is None)):
                 other = self._files.path(int(np.argmax(self._index.kind_of == kind)))
                 raise ValueError(
@@ -264,14 +263,6 @@ class TableSource(FileSource, TokenSource):
                     f"{other}. Give columns=[...] that all files share, or a source for each kind of file."
                 )
         return pa.schema([first.field(name) for name in wanted])
-
-
-class FileSchema:
-    """A schema of some files, with facts that are looked up for each fragment."""
-
-    def __init__(self, schema: ArrowSchema) -> None:
-        self.schema, self.names = schema, set(schema.names)
-        self.has_dictionary = has_dictionary(schema)
 
 
 def has_dictionary(schema: ArrowSchema) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import logging
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -187,27 +189,38 @@ def _files(found: Mapping[str, tuple[int, str]]) -> Files:
 def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
     path = os.path.abspath(os.path.expanduser(given))
     if os.path.isdir(path):
-        found = _wanted(_local_below(path), path, suffixes)
+        with _no_circle():
+            found = _wanted(_local_below(path), path, suffixes)
     elif os.path.exists(path):
         found = [path]
     else:
         found = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
     _refuse_none(found, given, suffixes, os.path.isdir(path))
-    infos = [os.stat(match) for match in found]
-    return [
-        (Path(match).as_posix(), (info.st_size, str(info.st_mtime_ns)))
-        for match, info in zip(found, infos, strict=True)
-    ]
+    return [(Path(match).as_posix(), _facts(os.stat(match))) for match in found]
+
+
+@contextmanager
+def _no_circle() -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(
+            f"{error.filename} is a symbolic link that leads in a circle, back to itself or to a folder above it. Remove it, "
+            f"or give a glob or a list of files that leaves it out."
+        ) from None
+
+
+def _facts(info: os.stat_result) -> tuple[int, str]:
+    return info.st_size, str(info.st_mtime_ns)
 
 
 def _local_below(folder: str, above: Sequence[os.stat_result] = ()) -> Iterator[str]:
     """Yield all files below a folder, except in folders whose names begin with a dot or an underscore."""
     here = os.stat(folder)
     if any(os.path.samestat(here, each) for each in above):
-        raise ValueError(
-            f"{folder} is a symbolic link that leads in a circle, back to itself or to a folder above it. Remove it, or give a "
-            f"glob or a list of files that leaves it out."
-        )
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
     for entry in os.scandir(folder):  # os.walk would skip folders that it cannot list
         if not entry.is_dir():
             yield entry.path
