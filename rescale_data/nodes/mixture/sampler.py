@@ -168,7 +168,7 @@ class WeightedSampler(Node[Any]):
         return end_of_all(self._row, self._sources, rule.keys[0][1], rows, shards)
 
     def begin(self, row: View) -> None:
-        self._weights.begin(row)
+        row[RULE] = self._weights.rule.digest
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         earlier = [from_json(rule) for _, rule in history]

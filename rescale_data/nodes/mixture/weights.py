@@ -60,10 +60,6 @@ class MixtureWeights:
         """Keep rules of earlier segments that some positions still use, and the slots of the epochs that they count."""
         self._earlier, self._epochs = earlier, {**self._epochs, **epochs}
 
-    def begin(self, position: View) -> None:
-        """Write the present rule into a position at the beginning of a run."""
-        position[RULE] = self.rule.digest
-
     def at(self, position: View) -> InUse:
         """Return the weights at a position."""
         return self._by(self._rule_at(position), position)
