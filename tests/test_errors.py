@@ -3,6 +3,7 @@
 import functools
 import logging
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -446,6 +447,12 @@ class TestPipelines:
             TypeError, match=rf"A {type(data).__name__} is no pipeline: give a function that makes the nodes of"
         ):
             loader_of(data)
+
+    def test_a_class(self) -> None:
+        with pytest.raises(
+            TypeError, match=r"The class OrderedDict was given .*: give OrderedDict\(\.\.\.\), or a function"
+        ):
+            loader_of(OrderedDict)
 
     @pytest.mark.parametrize("data", ["corpus/*.parquet", Path("corpus"), {"train": ROWS}])
     def test_what_only_looks_like_a_dataset(self, data: Any) -> None:

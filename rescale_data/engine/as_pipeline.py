@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from torch.utils.data import IterableDataset
 
 from rescale_data.engine.recipe import Pipeline
+from rescale_data.nodes.base import BaseNode
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.stream_reader import StreamReader
 from rescale_data.sources.dataset import MapStyle, as_source
@@ -44,6 +45,11 @@ def as_pipeline(
     Args:
         shuffle: See `DataLoader`.
     """
+    if isinstance(data, type) and not issubclass(data, BaseNode):
+        raise TypeError(
+            f"The class {data.__name__} was given where an object is needed: give {data.__name__}(...), or a function that "
+            f"makes the nodes of one logical shard, Shard -> node."
+        )
     if isinstance(data, Source | MapStyle | os.PathLike) and not isinstance(data, type | IterableSource):
         is_shuffled = True if shuffle is None else shuffle
         return functools.partial(Reader, as_source(data), shuffle=is_shuffled, by_global_batch=shuffle is False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -41,6 +41,8 @@ class DataStateMixin(Trainer):
 
     def __init__(self, *args: Any, train_loader: DataLoader, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if not isinstance(cast(object, train_loader), DataLoader):
+            raise TypeError(f"train_loader= is a {type(train_loader).__name__}: give rd.DataLoader(dataset, ...).")
         if self.train_dataset is not None:
             raise ValueError("The trainer has a train_dataset= and a train_loader=: give rd.DataLoader the dataset.")
         self._train_loader = train_loader
@@ -56,11 +58,12 @@ class DataStateMixin(Trainer):
         return self._train_loader
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(str(self.args.output_dir))
-        if resume_from_checkpoint:
-            self._train_loader.load_state_dict(_read(Path(resume_from_checkpoint)))
-        return super().train(resume_from_checkpoint or None, *args, **kwargs)
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(str(self.args.output_dir))
+        if checkpoint:
+            self._train_loader.load_state_dict(_read(Path(checkpoint)))
+        return super().train(resume_from_checkpoint or None, *args, **kwargs)  # refuses True without a checkpoint
 
 
 class _SaveDataState(TrainerCallback):
@@ -128,8 +131,10 @@ def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
 def _read(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / FILE
     if not file.exists():
+        complete = f"{PREFIX_CHECKPOINT_DIR}-*/{FILE}"
+        found = [str(each.parent) for folder in (checkpoint.parent, checkpoint) for each in folder.glob(complete)]
         raise FileNotFoundError(
-            f"{checkpoint} holds no {FILE}: it was saved without DataStateMixin, or the job was killed at it. Resume "
-            f"from the checkpoint before it."
+            f"{checkpoint} holds no {FILE}: there is no such folder, it was saved without DataStateMixin, or the job was "
+            f"killed at it. Resume from another checkpoint; there are {sorted(found)}."
         )
     return torch.load(file, weights_only=True)

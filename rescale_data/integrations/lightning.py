@@ -33,14 +33,15 @@ class DataState(pl.Callback):
     Raises:
         ValueError: Another accumulation or another number of data-parallel ranks than the loader's; a loader without ``len``,
             of which Lightning would read a batch ahead of what a checkpoint says; ``limit_train_batches`` or
-            ``overfit_batches``, which cut an epoch short; ``reload_dataloaders_every_n_epochs``, which would begin anew.
+            ``overfit_batches``, which cut an epoch short; ``reload_dataloaders_every_n_epochs``, which would begin anew;
+            a checkpoint that has no state of a loader.
 
     Example:
         >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], logger=False, enable_checkpointing=False)
     """
 
     def __init__(self) -> None:
-        self._loaded: list[dict[str, Any]] = []
+        self._loaded: list[dict[str, Any]] | None = None  # without a checkpoint
         self._was_asked = False  # for the number of batches, before accumulation could be set
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -49,7 +50,14 @@ class DataState(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check Lightning's arguments, and load states that it has not: it loads none where it takes the epoch for over."""
-        pairs = zip(_loaders(trainer.train_dataloader), self._loaded, strict=False)
+        loaders, was_loaded = list(_loaders(trainer.train_dataloader)), self._loaded is not None
+        states, self._loaded = self._loaded or [], None
+        if was_loaded and len(states) != len(loaders):
+            raise ValueError(
+                f"The checkpoint has the states of {len(states)} rd.DataLoader, and the trainer has {len(loaders)}: rows would "
+                f"come again. Give the loaders that it was saved with, or begin a run with its weights, without ckpt_path=."
+            )
+        pairs = zip(loaders, states, strict=False)
         behind = [(loader, state) for loader, state in pairs if loader.step != read(state).header["step"]]
         for loader, state in behind:
             loader.load_state_dict(state)
@@ -61,7 +69,7 @@ class DataState(pl.Callback):
                 f"first epoch anew with each loader. Leave it out: a loader shuffles each epoch by itself; for other data "
                 f"build another one, load its state into it, and call trainer.fit again."
             )
-        for loader in _loaders(trainer.train_dataloader):
+        for loader in loaders:
             _require_ranks(trainer, loader)
             self._accumulate(trainer, pl_module, loader.gradient_accumulation_steps)
             try:
@@ -76,9 +84,8 @@ class DataState(pl.Callback):
                     f"Lightning ends an epoch after {trainer.num_training_batches} of its {len(loader)} batches "
                     f"(limit_train_batches or overfit_batches). Give rd.DataLoader(steps_per_epoch=...) in their place."
                 )
-        for state in self._loaded[:1]:  # a batch has one of each loader
+        for state in states[:1]:  # a batch has one of each loader
             _recount(trainer.fit_loop.epoch_loop.batch_progress.current, read(state), trainer.accumulate_grad_batches)
-        self._loaded = []
 
     def _accumulate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
         """Set Lightning's accumulation where it may be set and the user has not; else compare it with the loader's."""
@@ -105,6 +112,8 @@ class DataState(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the loaders' states for when training begins, and begin the next epoch where one was at its end."""
+        if not trainer.training:
+            return  # an evaluation of a checkpoint: the next fit does not go on from it
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         states[:] = [epoch_left(state) if is_state(state) else state for state in states]
         self._loaded = [state for state in states if is_state(state)]

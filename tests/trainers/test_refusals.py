@@ -54,8 +54,24 @@ def test_hugging_face_checkpoint_without_the_data(tmp_path: Path) -> None:
     trainer = hugging_face_trainer(tmp_path, loader_of(), gradient_accumulation_steps=2)
     assert trainer.args.ignore_data_skip
     (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"checkpoint-3 holds no rescale_data\.pt: .*the checkpoint before it"):
+    with pytest.raises(FileNotFoundError, match=r"checkpoint-3 holds no rescale_data\.pt: .*another checkpoint"):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_hugging_face_names_the_checkpoints_that_there_are(tmp_path: Path) -> None:
+    trainer = hugging_face_trainer(tmp_path, loader_of())
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        trainer.train(resume_from_checkpoint=True)  # and no run from the first row
+    (tmp_path / "checkpoint-3").mkdir()
+    torch.save(loader_of().state_dict(), tmp_path / "checkpoint-3" / "rescale_data.pt")
+    for folder in ("checkpoint-9", ""):
+        with pytest.raises(FileNotFoundError, match=r"there is no such folder.* there are \['.*/checkpoint-3'\]"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / folder))
+
+
+def test_hugging_face_takes_our_loader(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"train_loader= is a list: give rd\.DataLoader"):
+        hugging_face_trainer(tmp_path, [1, 2])  # type: ignore[arg-type]
 
 
 def test_torchtitan() -> None:
@@ -91,13 +107,33 @@ def lightning(**arguments: Any) -> tuple[Any, Any]:
     module = pytest.importorskip("rescale_data.integrations.lightning")
     trainer = module.pl.Trainer(
         accelerator="cpu", devices=1, callbacks=[module.DataState()], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, max_steps=2, **arguments,
+        enable_progress_bar=False, enable_model_summary=False, **{"max_steps": 2, **arguments},
     )  # fmt: skip
     model = module.pl.LightningModule()
     model.layer = torch.nn.Linear(1, 1)
     model.training_step = lambda batch, batch_idx: model.layer(batch[:, None].float()).sum()
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters())
     return trainer, model
+
+
+def test_lightning_resumes_from_a_state_of_the_data(tmp_path: Path) -> None:
+    trainer, model = lightning()
+    trainer.fit(model, torch.utils.data.DataLoader(range(32), 4))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    trainer, model = lightning(max_steps=4)
+    with pytest.raises(ValueError, match=r"states of 0 rd\.DataLoader, and the trainer has 1: .* without ckpt_path="):
+        trainer.fit(model, loader_of(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
+
+
+def test_lightning_trains_anew_after_an_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
+    trainer, model = lightning()
+    trainer.fit(model, loader_of())
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    trainer, model = lightning()
+    model.validation_step = lambda batch, batch_idx: None
+    trainer.validate(model, loader_of(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
+    trainer.fit(model, loader := loader_of())
+    assert (trainer.global_step, loader.step) == (2, 2)
 
 
 def test_lightning_has_the_accumulation_of_the_loader() -> None:

@@ -77,7 +77,10 @@ def open_store(
         to_write: A link is then what is written anew. Else a link to a checkpoint is the checkpoint.
     """
     if not isinstance(cast(object, path), str | os.PathLike):
-        raise TypeError(f"A checkpoint's path is a str or os.PathLike, not {type(path).__name__}.")
+        raise TypeError(
+            f"A checkpoint's path is a str or os.PathLike, not a {type(path).__name__}. It is the first argument: "
+            f"save(path, state), load(path, state)."
+        )
     text = os.fspath(path)
     if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
         raise ValueError(f"{text!r} was a URL: pathlib has taken one of its slashes. Give a URL as a str.")

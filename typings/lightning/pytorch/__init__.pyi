@@ -8,6 +8,7 @@ class Trainer:
     num_training_batches: int | float
     reload_dataloaders_every_n_epochs: int
     fast_dev_run: int | bool
+    training: bool
     strategy: object
     fit_loop: Any
     distributed_sampler_kwargs: dict[str, Any] | None
