@@ -137,13 +137,13 @@ def rank(me: int, world: int, folder: str, steps: int, told: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=me, world_size=world)
     moved = [0]
-    swap = Exchanges.swap
+    exchange_lists = Exchanges.exchange_lists
 
     def counted(self: Exchanges, outgoing: dict[int, list[Any]], incoming: Any) -> Any:
         moved[0] += sum(sample["tokens"].nbytes for values in outgoing.values() for sample in values)
-        return swap(self, outgoing, incoming)
+        return exchange_lists(self, outgoing, incoming)
 
-    Exchanges.swap = counted  # type: ignore[method-assign]
+    Exchanges.exchange_lists = counted  # type: ignore[method-assign]
     for over in (None, "all"):
         balance = over and rd.Balance(cost="cost", over=over)
         sizes = {"global_batch_size": 16 * world, "micro_batch_size": 8, "num_logical_shards": 16 * world}

@@ -28,12 +28,12 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import rescale_data as rd
 from rescale_data.engine.feed import InProcess
-from rescale_data.engine.micro_batch import MicroBatch, Rows
+from rescale_data.engine.micro_batch import MicroBatch, TableRows
 from rescale_data.engine.runner import Collate, Runner
 from rescale_data.engine.stream import Stream
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, Turn
-from rescale_data.nodes.tray import Tray
+from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.sources.decoded.cache import cache
 
 NUM_LOGICAL_SHARDS = 4 * MICRO_BATCH
@@ -170,14 +170,14 @@ def bare(source: rd.ArrowSource) -> Iterator[Any]:
         node.reset()
     while True:
         for shards in turns:
-            tray, drawn, place = Tray(nodes[0].writes, MICRO_BATCH), [nodes[shard] for shard in shards], 0
-            while (place := nodes[0].write_ready(drawn, tray, place)) < MICRO_BATCH:
-                drawn[place].write(tray, place)
+            buffer, drawn, place = BatchBuffer(nodes[0].writes, MICRO_BATCH), [nodes[shard] for shard in shards], 0
+            while (place := nodes[0].write_ready(drawn, buffer, place)) < MICRO_BATCH:
+                drawn[place].write(buffer, place)
                 place += 1
-            yield tray.batch()
+            yield buffer.batch()
 
 
-_NO_ROWS = Rows(slice(0), np.empty((0, 0), dtype=np.int64))
+_NO_ROWS = TableRows(slice(0), np.empty((0, 0), dtype=np.int64))
 
 
 class ForgetfulRunner(Runner):
@@ -190,7 +190,9 @@ class ForgetfulRunner(Runner):
     def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
         nodes = self._nodes.get(turn.shards[0])
         if nodes is None:
-            nodes = self._nodes[turn.shards[0]] = [self._live[shard] or self._wake(shard) for shard in turn.shards]
+            nodes = self._nodes[turn.shards[0]] = [
+                self._active[shard] or self._activate(shard) for shard in turn.shards
+            ]
         batch = self._write(nodes, turn.shards)
         return MicroBatch(batch, _NO_ROWS, turn.shards, len(nodes))
 

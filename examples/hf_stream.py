@@ -25,7 +25,7 @@ import rescale_data as rd
 from rescale_data.testing import full_state_dict
 
 FILES, ROWS = 16, 30
-LEGS = ((4, 10), (2, 8), (8, 12))  # ranks, steps
+SEGMENTS = ((4, 10), (2, 8), (8, 12))  # ranks, steps
 
 
 def write(folder: Path) -> list[str]:
@@ -62,7 +62,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         files = write(Path(folder))
         stream = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=folder)
-        for world_size, steps in LEGS:
+        for world_size, steps in SEGMENTS:
             source = rd.IterableSource(stream)
             loaders = [loader_of(source, rank, world_size) for rank in range(world_size)]
             if state is not None:

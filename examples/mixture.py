@@ -23,7 +23,7 @@ import rescale_data as rd
 from rescale_data.testing import full_state_dict
 
 GLOBAL_BATCH, SHARDS, SEQ_LEN, STEPS = 24, 24, 256, 12
-LEGS = [  # ranks, weights
+SEGMENTS = [  # ranks, weights
     (4, {"code": 0.7, "prose": 0.3}),
     (3, {"code": 0.5, "prose": 0.5}),
     (8, {"code": 0.1, "prose": 0.9}),
@@ -91,19 +91,19 @@ def main() -> int:
         tokenizer = train([*texts["code"][:40], *texts["prose"]])
         state = reference_state = None
         same = True
-        for leg, (world_size, weights) in enumerate(LEGS):
+        for segment, (world_size, weights) in enumerate(SEGMENTS):
             with_weights = functools.partial(pipeline, sources, tokenizer, weights, False)
             loaders = make_loaders(world_size, with_weights)
             hashes, state_after = run(loaders, state)
             expected, reference_state_after = run(make_loaders(1, with_weights), reference_state)
             same = same and hashes == expected
             print(f"{world_size} ranks, weights {weights}: {shares(loaders)}")
-            for step, (got, want) in enumerate(zip(hashes, expected, strict=True), leg * STEPS):
+            for step, (got, want) in enumerate(zip(hashes, expected, strict=True), segment * STEPS):
                 print(f"  step {step:2d}   {got}   one rank {want}   {'same' if got == want else 'DIFFERENT'}")
             last_state, state, reference_state = state, state_after, reference_state_after
 
         # Which documents were in a step? Another loader with provenance goes there from the last checkpoint before it.
-        [asked] = make_loaders(1, functools.partial(pipeline, sources, tokenizer, LEGS[-1][1], True))
+        [asked] = make_loaders(1, functools.partial(pipeline, sources, tokenizer, SEGMENTS[-1][1], True))
         asked.load_state_dict(last_state or {})
         step = 2 * STEPS + 3
         asked.skip((step - asked.step) * GLOBAL_BATCH)

@@ -45,7 +45,7 @@ MAX_RANKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leg:
+class Segment:
     """A stretch of the run on one topology."""
 
     corpus: Corpus
@@ -73,39 +73,39 @@ def pipeline(source: rd.Source, eos_id: int, shard: rd.Shard) -> rd.BaseNode[Any
     return rd.TokenPacker(documents, column="tokens", seq_len=SEQ_LEN, eos_id=eos_id, labels=True)
 
 
-def train(rank: int, leg: Leg) -> None:
-    """One rank of one leg, from its checkpoint to the next."""
-    dist.init_process_group("gloo", f"file://{leg.folder}/rendezvous", rank=rank, world_size=leg.world_size)
-    mesh = init_device_mesh("cpu", (leg.world_size,), mesh_dim_names=("dp",))
+def train(rank: int, segment: Segment) -> None:
+    """One rank of one segment, from its checkpoint to the next."""
+    dist.init_process_group("gloo", f"file://{segment.folder}/rendezvous", rank=rank, world_size=segment.world_size)
+    mesh = init_device_mesh("cpu", (segment.world_size,), mesh_dim_names=("dp",))
 
     torch.manual_seed(SEED)
-    model = Decoder(leg.corpus.vocabulary, SEQ_LEN)
+    model = Decoder(segment.corpus.vocabulary, SEQ_LEN)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    source = rd.ParquetSource(leg.corpus.folder)
+    source = rd.ParquetSource(segment.corpus.folder)
     loader = rd.DataLoader(
-        functools.partial(pipeline, source, leg.corpus.eos_id),
-        global_batch_size=leg.global_batch_size,
-        micro_batch_size=leg.micro_batch_size,
-        num_logical_shards=leg.num_logical_shards,  # all but this one may change from leg to leg
+        functools.partial(pipeline, source, segment.corpus.eos_id),
+        global_batch_size=segment.global_batch_size,
+        micro_batch_size=segment.micro_batch_size,
+        num_logical_shards=segment.num_logical_shards,  # all but this one may change from leg to leg
         mesh=mesh,
-        num_workers=leg.num_workers,
+        num_workers=segment.num_workers,
         seed=SEED,
         repeat=True,
     )
-    recorder, clock = Recorder(leg.folder, rank), Stopwatch()
+    recorder, clock = Recorder(segment.folder, rank), Stopwatch()
     with loader:
-        if leg.load_from:
-            load_checkpoint(leg.load_from, model, optimizer, loader)
+        if segment.load_from:
+            load_checkpoint(segment.load_from, model, optimizer, loader)
             clock.lap("load_seconds")
         batches = iter(loader)
         loader.peek()
         clock.lap("first_batch_seconds")
 
-        for _ in range(loader.step, leg.stop):
+        for _ in range(loader.step, segment.stop):
             for micro_batch in range(loader.gradient_accumulation_steps):
                 batch = next(batches)
                 model.set_requires_gradient_sync(micro_batch == loader.gradient_accumulation_steps - 1)
@@ -116,7 +116,7 @@ def train(rank: int, leg: Leg) -> None:
             optimizer.zero_grad()
             recorder.step()
 
-        save_checkpoint(leg.checkpoint, model, optimizer, loader)
+        save_checkpoint(segment.checkpoint, model, optimizer, loader)
         recorder.write({**clock.laps, **loader.progress()})
     dist.destroy_process_group()
 
@@ -149,21 +149,21 @@ class Stopwatch:
         self.laps[name], self._last = now - self._last, now
 
 
-def run_rank(rank: int, leg: Leg) -> None:
+def run_rank(rank: int, segment: Segment) -> None:
     """`train` in a process of its own."""
     torch.set_num_threads(1)
     logging.basicConfig(format="  rescale_data says: %(message)s", stream=sys.stdout)  # its warnings, from rank 0
-    train(rank, leg)
+    train(rank, segment)
 
 
-def plan_legs(world_sizes: list[int], steps: int, corpus: Corpus, folder: Path) -> list[Leg]:
+def plan_legs(world_sizes: list[int], steps: int, corpus: Corpus, folder: Path) -> list[Segment]:
     """A leg for each world size, each from the checkpoint of the one before."""
-    legs: list[Leg] = []
+    segments: list[Segment] = []
     global_batch_size = GLOBAL_BATCH_SIZE
     for number, world_size in enumerate(world_sizes):
         global_batch_size = nearest_multiple(global_batch_size, world_size)
-        legs.append(
-            Leg(
+        segments.append(
+            Segment(
                 corpus=corpus,
                 num_logical_shards=num_logical_shards(world_sizes),
                 global_batch_size=global_batch_size,
@@ -171,17 +171,17 @@ def plan_legs(world_sizes: list[int], steps: int, corpus: Corpus, folder: Path) 
                 num_workers=WORKERS[number % len(WORKERS)],
                 stop=(number + 1) * steps,
                 folder=folder / f"leg{number}",
-                load_from=legs[-1].checkpoint if legs else None,
+                load_from=segments[-1].checkpoint if segments else None,
             )
         )
-    return legs
+    return segments
 
 
-def plan_reference(legs: list[Leg], folder: Path) -> Leg:
+def plan_reference(segments: list[Segment], folder: Path) -> Segment:
     """One rank, without interruption, up to where the global batch changes: batches of another size cannot be equal."""
-    same = itertools.takewhile(lambda leg: leg.global_batch_size == legs[0].global_batch_size, legs)
+    same = itertools.takewhile(lambda segment: segment.global_batch_size == segments[0].global_batch_size, segments)
     stop = list(same)[-1].stop
-    return replace(legs[0], world_size=1, num_workers=0, stop=stop, folder=folder / "reference")
+    return replace(segments[0], world_size=1, num_workers=0, stop=stop, folder=folder / "reference")
 
 
 def num_logical_shards(world_sizes: list[int]) -> int:
@@ -193,27 +193,26 @@ def nearest_multiple(value: int, factor: int) -> int:
     return max(1, round(value / factor)) * factor
 
 
-def run(leg: Leg, name: str) -> None:
-    start = "goes on from the checkpoint" if leg.load_from else "begins"
-    topology = (
-        f"{leg.world_size} rank{'s' * (leg.world_size > 1)} x {leg.num_workers} worker{'s' * (leg.num_workers != 1)}"
-    )
-    print(f"{name}: {topology}, {start}, to step {leg.stop - 1} ...", flush=True)
-    leg.folder.mkdir()
+def run(segment: Segment, name: str) -> None:
+    start = "goes on from the checkpoint" if segment.load_from else "begins"
+    ranks = f"{segment.world_size} rank{'s' * (segment.world_size > 1)}"
+    topology = f"{ranks} x {segment.num_workers} worker{'s' * (segment.num_workers != 1)}"
+    print(f"{name}: {topology}, {start}, to step {segment.stop - 1} ...", flush=True)
+    segment.folder.mkdir()
     started = time.perf_counter()
 
     shown = ""
 
     def tick() -> None:
         nonlocal shown
-        told = leg.folder / PROGRESS
+        told = segment.folder / PROGRESS
         text = told.read_text() if told.exists() else "processes start"
         if text == shown and not sys.stdout.isatty():
             return  # a file needs no sign of life
         shown = text
         print(f"  {time.perf_counter() - started:3.0f} s: {text}", flush=True)
 
-    run_ranks(leg.world_size, run_rank, leg, tick=tick)
+    run_ranks(segment.world_size, run_rank, segment, tick=tick)
     print(f"  done in {time.perf_counter() - started:.0f} s", flush=True)
 
 
@@ -256,16 +255,19 @@ def world_sizes(text: str) -> list[int]:
 def demo(options: argparse.Namespace, folder: Path) -> bool:
     """Run all legs and the reference in ``folder``; whether the promises held."""
     corpus = build_corpus(options.data, folder / "corpus", num_logical_shards(options.world_sizes))
-    legs = plan_legs(options.world_sizes, options.steps, corpus, folder)
+    segments = plan_legs(options.world_sizes, options.steps, corpus, folder)
     print(f"corpus: {corpus.description}")
     print(
-        f"run: {legs[0].global_batch_size} samples of {SEQ_LEN} tokens a step, from {legs[0].num_logical_shards} logical shards"
+        f"run: {segments[0].global_batch_size} samples of {SEQ_LEN} tokens a step, "
+        f"from {segments[0].num_logical_shards} logical shards"
     )
-    for number, leg in enumerate(legs):
-        run(leg, f"leg {number}")
-    reference = plan_reference(legs, folder)
+    for number, segment in enumerate(segments):
+        run(segment, f"leg {number}")
+    reference = plan_reference(segments, folder)
     run(reference, "reference")
-    return report(legs, reference, functools.partial(pipeline, rd.ParquetSource(corpus.folder), corpus.eos_id), SEED)
+    return report(
+        segments, reference, functools.partial(pipeline, rd.ParquetSource(corpus.folder), corpus.eos_id), SEED
+    )
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from mixture_parts.tokenizer import NUM_BYTES, NUM_MERGES, Tokenize, train
 import rescale_data as rd
 
 SEQ_LEN, GLOBAL_BATCH, SHARDS = 256, 12, 24
-LEGS = [(4, 2), (2, 3), (3, None)]  # ranks, steps; None to the end of the epoch
+SEGMENTS = [(4, 2), (2, 3), (3, None)]  # ranks, steps; None to the end of the epoch
 FIRST_SPECIAL = 1 + NUM_BYTES + NUM_MERGES
 ROLES = {"user": FIRST_SPECIAL, "assistant": FIRST_SPECIAL + 1}
 END_OF_TURN = FIRST_SPECIAL + 2
@@ -97,11 +97,11 @@ def unpacked(sample: dict[str, Any]) -> list[tuple[int, list[int], list[int]]]:
     ]
 
 
-def run_rank(folder: Path, leg: int, rank: int) -> None:
-    """One rank of a leg: go on from the checkpoint of the one before, take some steps, write down what came, save."""
-    world_size, steps = LEGS[leg]
+def run_rank(folder: Path, segment: int, rank: int) -> None:
+    """One rank of a segment: go on from the checkpoint of the one before, take some steps, write down what came, save."""
+    world_size, steps = SEGMENTS[segment]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{leg}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{segment}", rank=rank, world_size=world_size)
     conversations = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
     # copy from here
     loader = rd.DataLoader(
@@ -109,32 +109,32 @@ def run_rank(folder: Path, leg: int, rank: int) -> None:
         global_batch_size=GLOBAL_BATCH, micro_batch_size=GLOBAL_BATCH // world_size, num_logical_shards=SHARDS, tail="pad",
     )  # fmt: skip
     # to here
-    if leg:
-        dcp.load({"loader": loader}, checkpoint_id=folder / f"checkpoint{leg - 1}")
+    if segment:
+        dcp.load({"loader": loader}, checkpoint_id=folder / f"checkpoint{segment - 1}")
     came = []
     for batch in loader:
         real = [{key: values[i] for key, values in batch.items()} for i in range(loader.last_batch_samples)]
         came += [chat for sample in real for chat in unpacked(sample)]
-        if steps is not None and loader.step == steps + sum(before or 0 for _, before in LEGS[:leg]):
+        if steps is not None and loader.step == steps + sum(before or 0 for _, before in SEGMENTS[:segment]):
             break
-    dcp.save({"loader": loader}, checkpoint_id=folder / f"checkpoint{leg}")
+    dcp.save({"loader": loader}, checkpoint_id=folder / f"checkpoint{segment}")
     counts = {key: value for key, value in loader.progress().items() if key.endswith("_documents")}
-    (folder / f"came{leg}.{rank}").write_text(json.dumps([came, counts]))
+    (folder / f"came{segment}.{rank}").write_text(json.dumps([came, counts]))
     dist.destroy_process_group()
 
 
-def run_leg(folder: Path, leg: int) -> tuple[list[Any], Counter[str]]:
+def run_leg(folder: Path, segment: int) -> tuple[list[Any], Counter[str]]:
     """What came on all ranks, and what they have counted since the run began."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.checkpoint", "rescale_data"])
-    ranks = [context.Process(target=run_rank, args=(folder, leg, rank)) for rank in range(LEGS[leg][0])]
+    ranks = [context.Process(target=run_rank, args=(folder, segment, rank)) for rank in range(SEGMENTS[segment][0])]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
-        raise SystemExit(f"a rank of leg {leg} has failed")
-    found = [json.loads((folder / f"came{leg}.{rank}").read_text()) for rank in range(len(ranks))]
+        raise SystemExit(f"a rank of leg {segment} has failed")
+    found = [json.loads((folder / f"came{segment}.{rank}").read_text()) for rank in range(len(ranks))]
     return [chat for came, _ in found for chat in came], sum((Counter(counts) for _, counts in found), Counter())
 
 
@@ -153,8 +153,8 @@ def main(num_conversations: int = 400) -> int:
         written = [template_of(conversations)(row) for row in conversations]
         came: list[Any] = []
         counts: Counter[str] = Counter()
-        for leg, (world_size, _) in enumerate(LEGS):
-            chats, counts = run_leg(folder, leg)
+        for segment, (world_size, _) in enumerate(SEGMENTS):
+            chats, counts = run_leg(folder, segment)
             came += chats
             tokens = [label for _, _, labels in chats for label in labels]
             share = sum(label != -100 for label in tokens) / max(1, len(tokens))

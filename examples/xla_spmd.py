@@ -35,7 +35,7 @@ GLOBAL_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
-class Leg:
+class Segment:
     """A stretch of the run on one mesh."""
 
     mesh_shape: tuple[int, ...] | None  # None: the model is not sharded
@@ -43,7 +43,7 @@ class Leg:
     stop: int  # the step before which it ends
 
 
-LEGS = (Leg((4,), 0, 4), Leg((2, 2), 2, 8), Leg(None, 1, 12))
+SEGMENTS = (Segment((4,), 0, 4), Segment((2, 2), 2, 8), Segment(None, 1, 12))
 
 
 class Decoder(nn.Module):
@@ -64,14 +64,16 @@ def pipeline(source: rd.Source, shard: rd.Shard) -> rd.BaseNode[Any]:
     return rd.TokenPacker(rd.Reader(source, shard), column="tokens", seq_len=SEQ_LEN, eos_id=0, labels=True)
 
 
-def train(source: rd.Source, leg: Leg, load_from: Path | None, save_to: Path | None) -> list[tuple[float, int]]:
+def train(source: rd.Source, segment: Segment, load_from: Path | None, save_to: Path | None) -> list[tuple[float, int]]:
     """One leg: the loss of each step, and a hash of its batch."""
     torch.manual_seed(0)
     model = Decoder().to("xla")
     sharding = None
-    if leg.mesh_shape is not None:
+    if segment.mesh_shape is not None:
         mesh = xs.Mesh(
-            np.arange(xr.global_runtime_device_count()), leg.mesh_shape, ("data", "model")[: len(leg.mesh_shape)]
+            np.arange(xr.global_runtime_device_count()),
+            segment.mesh_shape,
+            ("data", "model")[: len(segment.mesh_shape)],
         )
         model_dim = mesh.axis_names[-1]
         xs.mark_sharding(model.up.weight, mesh, (model_dim, None))
@@ -83,7 +85,7 @@ def train(source: rd.Source, leg: Leg, load_from: Path | None, save_to: Path | N
     loader = rd.DataLoader(
         functools.partial(pipeline, source),
         global_batch_size=GLOBAL_BATCH_SIZE,
-        num_workers=leg.num_workers,
+        num_workers=segment.num_workers,
         mesh=host_mesh(),  # one dp rank a host: here there is one
         repeat=True,
         transfer=Transfer(input_sharding=sharding),  # what is saved is what training has received
@@ -93,7 +95,7 @@ def train(source: rd.Source, leg: Leg, load_from: Path | None, save_to: Path | N
         state = {"model": model, "optimizer": optimizer, "loader": loader}
         if load_from is not None:
             checkpoint.load(load_from, state)
-        for _, batch in zip(range(loader.step, leg.stop), loader, strict=False):
+        for _, batch in zip(range(loader.step, segment.stop), loader, strict=False):
             loss = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
             optimizer.zero_grad()
             loss.backward()
@@ -118,16 +120,17 @@ def corpus() -> rd.Source:
 def main() -> None:
     xr.use_spmd()
     source = corpus()
-    expected = train(source, Leg(None, 0, LEGS[-1].stop), None, None)
+    expected = train(source, Segment(None, 0, SEGMENTS[-1].stop), None, None)
     got: list[tuple[float, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         previous: Path | None = None
-        for number, leg in enumerate(LEGS):
+        for number, segment in enumerate(SEGMENTS):
             path = Path(folder) / f"leg-{number}"
             first = len(got)
-            got += train(source, leg, previous, path)
+            got += train(source, segment, previous, path)
             print(
-                f"steps {first:2d}..{leg.stop - 1:2d}   mesh {leg.mesh_shape or 'none'!s:8}   {leg.num_workers} workers"
+                f"steps {first:2d}..{segment.stop - 1:2d}   mesh {segment.mesh_shape or 'none'!s:8}   "
+                f"{segment.num_workers} workers"
             )
             previous = path
     print(f"\n{'step':>4}  {'loss':>9}  {'uninterrupted':>13}  batch")

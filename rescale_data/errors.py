@@ -1,4 +1,4 @@
-"""The exceptions of our own, and the check of arguments by their kind: `checks_kinds` of what a function is declared with."""
+"""The exceptions of this package, and `checks_kinds`, which checks the types of arguments by the function's annotations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Kind(NamedTuple):
-    """The kinds of value that an argument may have.
+class AcceptedTypes(NamedTuple):
+    """The types that are accepted for an argument, with their description for messages.
 
     Args:
         exact: Types of values that pass as they are.
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     words: str
 
 
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+_TYPES_OF_ANNOTATIONS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int, np.integer), "an int"),
     "float": ((float, int, np.integer, np.floating), "a number"),
     "bool": ((bool, np.bool_), "True or False"),
@@ -40,7 +40,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 class DataStateError(ValueError):
-    """The state of a checkpoint and the run that loads it do not fit, or the data cannot go on.
+    """Error raised if the state of a checkpoint does not fit the run that loads it, or if the data cannot continue.
 
     The message says what was given, what is allowed, and the cure.
 
@@ -56,7 +56,7 @@ class DataStateError(ValueError):
 
 
 class DamagedCheckpointError(ValueError):
-    """Files of a checkpoint have changed since they were saved.
+    """Error raised if files of a checkpoint have changed since they were saved.
 
     Attributes:
         problems: One sentence a file.
@@ -68,7 +68,7 @@ class DamagedCheckpointError(ValueError):
 
 
 def picklable(error: Exception) -> Exception:
-    """The error, or one with the same words that can be sent to another process."""
+    """Return the error, or a `RuntimeError` with the same text if it cannot be sent to another process."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
@@ -76,7 +76,7 @@ def picklable(error: Exception) -> Exception:
 
 
 def checks_kinds(function: F) -> F:
-    """The same function or dataclass, which checks the kinds of its arguments by their annotations where these are simple.
+    """Decorator of a function or dataclass: checks the types of arguments that have simple annotations.
 
     ``TypeError`` with name, value and kind. NumPy's numbers and bools arrive as Python's own. What is declared as anything
     else, such as a choice of several kinds, is the function's own to check.
@@ -86,31 +86,31 @@ def checks_kinds(function: F) -> F:
         made.__init__ = checks_kinds(made.__init__)
         return made
     given: dict[str, str] = function.__annotations__
-    kinds = {name: kind for name, annotation in given.items() if (kind := _kind(str(annotation)))}
+    accepted_types = {name: kind for name, annotation in given.items() if (kind := _accepted_types(str(annotation)))}
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        first = [_checked(kinds, name, value) for name, value in zip(names, args, strict=False)]
-        named = {name: _checked(kinds, name, value) for name, value in kwargs.items()}
+        first = [_checked(accepted_types, name, value) for name, value in zip(names, args, strict=False)]
+        named = {name: _checked(accepted_types, name, value) for name, value in kwargs.items()}
         return function(*first, *args[len(first) :], **named)
 
     return call  # type: ignore[return-value]
 
 
-def _kind(annotation: str) -> Kind | None:
-    """Return the `Kind` of an annotation as it is written; `None` where it is not simple."""
+def _accepted_types(annotation: str) -> AcceptedTypes | None:
+    """Return the accepted types of an annotation, given as text; `None` if the annotation is not simple."""
     plain, before = annotation, ""
     while before != plain:
         before, plain = plain, re.sub(r"\[[^][]*\]", "", plain)
-    needed = plain.removesuffix(" | None")
-    classes, words = _KINDS.get(plain) or _KINDS.get(needed) or ((), "")
-    none = (type(None),) if needed != plain else ()
-    return Kind(frozenset({classes[0], *none}), (*classes, *none), words) if classes else None
+    without_none = plain.removesuffix(" | None")
+    classes, words = _TYPES_OF_ANNOTATIONS.get(plain) or _TYPES_OF_ANNOTATIONS.get(without_none) or ((), "")
+    none = (type(None),) if without_none != plain else ()
+    return AcceptedTypes(frozenset({classes[0], *none}), (*classes, *none), words) if classes else None
 
 
-def _checked(kinds: Mapping[str, Kind], name: str, value: Any) -> Any:
-    kind = kinds.get(name)
+def _checked(accepted_types: Mapping[str, AcceptedTypes], name: str, value: Any) -> Any:
+    kind = accepted_types.get(name)
     if kind is None or type(value) in kind.exact:
         return value
     is_bool = isinstance(value, bool | np.bool_) and bool not in kind.exact
@@ -119,7 +119,7 @@ def _checked(kinds: Mapping[str, Kind], name: str, value: Any) -> Any:
 
 
 def require_int(**values: object) -> list[int]:
-    """Arguments by name as Python's own ints, also where NumPy's were given; ``TypeError`` where one is no int."""
+    """Return the arguments as Python ints, also if NumPy integers were given; ``TypeError`` if one is no integer."""
     for name, value in values.items():
         if not isinstance(value, int | np.integer) or isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an int.")
@@ -127,14 +127,14 @@ def require_int(**values: object) -> list[int]:
 
 
 def require(classes: type | tuple[type, ...], words: str, **given: object) -> None:
-    """``TypeError`` where an argument, by name, is of none of these classes; ``words`` say what to give."""
+    """Raise ``TypeError`` if an argument is of none of these classes; ``words`` say what to give."""
     for name, value in given.items():
         if not isinstance(value, classes):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {words}.")
 
 
 def require_callable(**given: object) -> None:
-    """``TypeError`` unless the argument is a function."""
+    """Raise ``TypeError`` if an argument is neither a function nor None."""
     for name, value in given.items():
         if value is not None and not callable(value):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a function, or leave it out.")

@@ -1,4 +1,4 @@
-"""Leases: small files that their holders write anew, so that others see whether somebody is still there.
+"""Leases: small files that a process rewrites at intervals, so that others see that it is still alive.
 
     holder     puts its lease, writes it anew every RENEW_SECONDS, removes it at the end
     observer   a holder of this host and PID namespace: alive or gone, at once
@@ -23,18 +23,18 @@ from fsspec.spec import AbstractFileSystem
 RENEW_SECONDS = 5.0
 DEAD_SECONDS = 60.0
 LOST_SECONDS = 30.0
-"""After this time without a renewal a holder takes its lease for lost; observers wait for twice as long."""
+"""Seconds without a renewal after which a holder considers its lease lost; observers wait twice as long."""
 
 Process: TypeAlias = dict[str, Any]
-Seen: TypeAlias = Literal["alive", "gone", "undecided"]
+HolderState: TypeAlias = Literal["alive", "gone", "undecided"]
 
 
 class LeaseLostError(OSError):
-    """A lease could not be renewed, so others may take its holder for gone."""
+    """Error raised if a lease could not be renewed, so that others may consider its holder dead."""
 
 
 def this_process() -> Process:
-    """Return what identifies this process: host, boot, PID namespace, pid and start, in clock ticks since the boot."""
+    """Return the identity of this process: host, boot, PID namespace, pid and start time, in clock ticks since the boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot, namespace = file.read().strip(), os.readlink("/proc/self/ns/pid")
@@ -50,7 +50,7 @@ def this_process() -> Process:
 
 
 def is_running(process: Mapping[str, Any]) -> bool | None:
-    """True or False if a process of this host and PID namespace runs; None if that cannot be seen from here."""
+    """True or False if a process of this host and PID namespace runs or not; None if that cannot be seen from here."""
     here, pid = this_process(), process.get("pid")
     if any(process.get(key) != here[key] for key in ("boot", "namespace")) or type(pid) is not int:
         return None
@@ -64,7 +64,7 @@ def is_running(process: Mapping[str, Any]) -> bool | None:
 
 
 def _start_of(pid: int) -> str:
-    """The start of a process; "ended" if its parent has not taken its exit yet, empty where it cannot be known."""
+    """Return the start time of a process; "ended" for a zombie, an empty string if it is not known."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -74,7 +74,7 @@ def _start_of(pid: int) -> str:
 
 
 class Lease:
-    """A lease that is renewed in a thread while it is held.
+    """A lease file that a thread rewrites at intervals until it is released.
 
     Args:
         files: The file system; the folder of `path` exists, where there are folders.
@@ -95,36 +95,37 @@ class Lease:
         exclusive: bool = False,
     ) -> None:
         self._files, self._path, self._process = cast(Any, files), path, this_process()
-        self._about, self._count = dict(about or {}), 0
-        self._mutex, self._done = threading.Lock(), threading.Event()
-        self._renewed = time.monotonic()
+        self._about, self._num_renewals = dict(about or {}), 0
+        self._mutex, self._released = threading.Lock(), threading.Event()
+        self._last_renewal = time.monotonic()
         if exclusive:
             with self._files.open(path, "xb") as stream:
                 stream.write(self._content())
         else:
-            self._put()
+            self._write_file()
         self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
         self._thread.start()
 
-    def tell(self, about: Mapping[str, Any]) -> None:
-        """Write the lease anew, with something else in it."""
+    def rewrite(self, about: Mapping[str, Any]) -> None:
+        """Write the lease again, with other content."""
         self._about = dict(about)
-        self._put()
+        self._write_file()
 
     def check(self) -> None:
-        """Raise `LeaseLostError` if the lease was not renewed for so long that others may take its holder for gone."""
-        silent = time.monotonic() - self._renewed
-        if silent > LOST_SECONDS:
+        """Raise `LeaseLostError` if the lease was not renewed for so long that others may consider its holder dead."""
+        seconds_since_renewal = time.monotonic() - self._last_renewal
+        if seconds_since_renewal > LOST_SECONDS:
             raise LeaseLostError(
-                f"The lease {self._path} could not be renewed for {silent:.0f} seconds, so what it protects may have been "
+                f"The lease {self._path} could not be renewed for {seconds_since_renewal:.0f} seconds, so what it protects may "
+                f"have been "
                 f"deleted. Start again when the file system answers."
             )
 
     def release(self) -> None:
-        """Remove the lease; errors are swallowed, since observers see that it stands still."""
+        """Remove the lease file. Errors are ignored, since observers see that it is no longer renewed."""
         if self._process["pid"] != os.getpid():
             return  # the lease of a parent, in its forked child; a thread of the parent's may have held any lock
-        self._done.set()
+        self._released.set()
         self._thread.join(RENEW_SECONDS)  # a renewal may hang
         with suppress(Exception):
             self._files.rm_file(self._path)
@@ -136,36 +137,36 @@ class Lease:
         self.release()
 
     def _renew(self) -> None:
-        while not self._done.wait(RENEW_SECONDS):
+        while not self._released.wait(RENEW_SECONDS):
             with suppress(Exception):
-                self._put()
+                self._write_file()
 
-    def _put(self) -> None:
+    def _write_file(self) -> None:
         with self._mutex:
             before = time.monotonic()
             self._files.pipe_file(self._path, self._content())
-            self._renewed = before
+            self._last_renewal = before
 
     def _content(self) -> bytes:
-        self._count += 1
-        return json.dumps({**self._about, "holder": self._process, "renewed": self._count}).encode()
+        self._num_renewals += 1
+        return json.dumps({**self._about, "holder": self._process, "renewed": self._num_renewals}).encode()
 
 
-class Watch:
-    """An observer of leases: keeps what it has seen from one look to the next."""
+class LeaseObserver:
+    """Observer of leases, which compares their content with what it saw before."""
 
     def __init__(self, files: AbstractFileSystem) -> None:
         self._files: Any = files
         self._seen: dict[str, tuple[bytes, float]] = {}
 
-    def look(self, path: str) -> tuple[Seen, Mapping[str, Any]]:
-        """Return the state of the holder of the lease at `path`, and the content of the lease; empty if it is half written."""
+    def look(self, path: str) -> tuple[HolderState, Mapping[str, Any]]:
+        """Return the state of the holder of the lease at `path`, and the lease's content, empty if it is incomplete."""
         try:
             content: bytes = self._files.cat_file(path)
         except FileNotFoundError:
             self._seen.pop(path, None)
             return "gone", {}
-        about = _parsed(content)
+        about = _parse_lease(content)
         running = is_running(about.get("holder", {}))
         if running is not None:
             return ("alive" if running else "gone"), about
@@ -176,7 +177,7 @@ class Watch:
         return ("gone" if time.monotonic() - since > DEAD_SECONDS else "undecided"), about
 
 
-def _parsed(content: bytes) -> Mapping[str, Any]:
+def _parse_lease(content: bytes) -> Mapping[str, Any]:
     with suppress(ValueError):
         about = json.loads(content)
         if isinstance(about, dict) and isinstance(about.get("holder"), dict):

@@ -1,4 +1,4 @@
-"""`DataLoader`: batches of this rank, and a position that reshards like the model."""
+"""`DataLoader`: yields the batches of this rank; its position can be restored on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
 
 SLOW_AFTER = 10.0
-"""Seconds after which a wait for a batch is logged, once, as a warning: what is read, called or waited for."""
+"""Seconds of waiting for a batch after which a warning, logged once, names what it waits for."""
 
 
-_WHERE = ("mesh", "dp_rank", "dp_world_size")
+_RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")
 _OF_PEERS = ("peers", "receives")
 _ARGUMENTS = frozenset(field.name for field in fields(Options))
 
 
 class DataLoader(Reading):
-    """Micro batches of this rank, in an order that no change of ranks, workers or micro batch size disturbs.
+    """Micro batches of this rank, in an order that does not depend on ranks, workers or micro batch size.
 
     The position belongs to the loader: ``iter(loader)`` goes on where the last batch was taken, `reset` begins again.
     A `Stateful`: put it into the dict that ``torch.distributed.checkpoint`` saves, beside model and optimizer.
@@ -78,7 +78,8 @@ class DataLoader(Reading):
         timeout: Seconds to wait for a worker, or for another rank in a collective: more than a rank may ever be behind another
             one, so more than reading two steps takes where data is slowest. At most 2,000,000, 23 days.
         verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
-            prove at the end of each epoch that every row was delivered once, across all legs of the run: else `DataStateError`.
+            prove at the end of each epoch that every row was delivered once, across all segments of the run: else
+            `DataStateError`.
         steps_per_epoch: Where the data has no epoch, or only reading tells its end: an iterator ends whenever `step` is a
             multiple of this. With ``repeat=False`` the data's own end comes within, and ends none (`progress` has its epochs).
         balance: Samples of a step change places, so that ranks finish together (`Balance`). The global batch stays the same
@@ -147,7 +148,7 @@ class DataLoader(Reading):
         self._opened = self._open()
 
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
-        """Go on with other arguments: a larger global batch, another micro batch, workers, or other ranks.
+        """Continue with other arguments: a larger global batch, another micro batch, workers, or other ranks.
 
         Without ``state`` the ranks stay, all of them call it, and the newest iterator goes on. Other ranks go on from one
         state: all old ranks call `state_dict`, those that leave then `close`, one sends the state to all new ones, and all load
@@ -171,8 +172,8 @@ class DataLoader(Reading):
                 f"reopen() keeps the peers of a dp rank, and with peers= what they share: {given} cannot change. Give mesh= of "
                 f"the dp ranks."
             )
-        if changed.keys() & set(_WHERE):
-            changed = {**dict.fromkeys(_WHERE), **changed}
+        if changed.keys() & set(_RANK_ARGUMENTS):
+            changed = {**dict.fromkeys(_RANK_ARGUMENTS), **changed}
         self._reopen(state, delivered, changed)
         self._pipeline = changed.pop("pipeline", self._pipeline)
         self.options = replace(self.options, **changed)
@@ -213,7 +214,7 @@ class DataLoader(Reading):
         return True
 
     def __getitem__(self, index: object) -> NoReturn:
-        """Raise `TypeError`: for torch's `DataLoader` that is given this one as its dataset."""
+        """Raise `TypeError`, for users who pass this loader as a dataset to torch's `DataLoader`."""
         raise TypeError(
             "rd.DataLoader makes the batches itself, in place of torch.utils.data.DataLoader: iterate over it, or give it to "
             "the trainer as it is. It is no dataset, and has no rows by number."

@@ -1,4 +1,4 @@
-"""The order of rows: pure functions of (seed, epoch, logical shard, position), so that no order is ever stored.
+"""The order of rows, as pure functions of (seed, epoch, logical shard, position), so that no order is ever stored.
 
     rows of the source      | fragment 0 | fragment 1 | ... |        as they lie in the files
     virtual rows            | fragment 7 | fragment 2 | ... |        fragments permuted, once an epoch
@@ -26,24 +26,24 @@ from rescale_data.state import Ints
 Words: TypeAlias = npt.NDArray[np.uint64]
 
 BLOCK = 1024
-"""Rows whose order is computed at once where there is no window."""
+"""Number of rows whose order is computed at once if there is no window."""
 
-_ROUNDS = 12
+_FEISTEL_ROUNDS = 12
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def random_words(num_words: int, label: str, *numbers: int) -> Words:
-    """``uint64[num_words]``, a function of the label and the numbers alone."""
+    """Return random words, ``uint64[num_words]``, a function of the label and the numbers alone."""
     return _philox(label, numbers).random_raw(num_words)
 
 
 def generator(label: str, *numbers: int) -> np.random.Generator:
-    """A generator for users' functions, whose stream is a function of the label and the numbers alone."""
+    """Return a random generator for users' functions; its stream depends on the label and the numbers alone."""
     return np.random.Generator(_philox(label, numbers))
 
 
 def _philox(label: str, numbers: Sequence[int]) -> np.random.Philox:
-    return np.random.Philox(_Key(_digest(label, numbers)))  # pyright: ignore[reportArgumentType]  # NumPy's stubs know SeedSequence alone
+    return np.random.Philox(_PhiloxKey(_digest(label, numbers)))  # pyright: ignore[reportArgumentType]  # NumPy's stubs know SeedSequence alone
 
 
 def _digest(label: str, numbers: Sequence[int]) -> bytes:
@@ -51,8 +51,8 @@ def _digest(label: str, numbers: Sequence[int]) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-class _Key(ISeedSequence):
-    """A key of Philox. With ``key=`` it would ask the system for entropy first, which takes longer than all the rest."""
+class _PhiloxKey(ISeedSequence):
+    """A given key of Philox. The argument ``key=`` of Philox would be slower, since it first asks the system for entropy."""
 
     def __init__(self, key: bytes) -> None:
         self._key = np.frombuffer(key, dtype="<u8").astype(np.uint64)
@@ -63,7 +63,7 @@ class _Key(ISeedSequence):
 
 
 def permutation(size: int, label: str, *numbers: int) -> Ints:
-    """A permutation of ``0 .. size - 1`` as ``int64[size]``."""
+    """Return a random permutation of ``0 .. size - 1`` as ``int64[size]``, a function of the label and the numbers alone."""
     return np.argsort(random_words(size, label, *numbers), kind="stable")
 
 
@@ -73,7 +73,7 @@ def encipher(index: Ints, size: int, label: str, *numbers: int) -> Ints:
     A Feistel network over the next power of two, walked until it falls below ``size`` again (Black and Rogaway, "Ciphers
     with arbitrary finite domains", 2002): fewer than two steps on average. ``size`` is at most 2**62.
     """
-    keys = random_words(_ROUNDS, label, *numbers)
+    keys = random_words(_FEISTEL_ROUNDS, label, *numbers)
     bits = max(2, (size - 1).bit_length())
     word = _feistel(index.astype(np.uint64), bits, keys)
     outside = np.flatnonzero(word >= size)
@@ -88,13 +88,13 @@ def _feistel(word: Words, bits: int, keys: Words) -> Words:
     low_mask, high_mask = (np.uint64((1 << width) - 1) for width in (bits // 2, bits - bits // 2))
     low, high = word & low_mask, word >> low_bits
     for high_key, low_key in keys.reshape(-1, 2):
-        high = high ^ (mix(low + high_key) & high_mask)
-        low = low ^ (mix(high + low_key) & low_mask)
+        high = high ^ (splitmix64(low + high_key) & high_mask)
+        low = low ^ (splitmix64(high + low_key) & low_mask)
     return high << low_bits | low
 
 
-def mix(word: Words) -> Words:
-    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
+def splitmix64(word: Words) -> Words:
+    """Return the words, hashed by the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
     word = (word ^ word >> np.uint64(30)) * _MULTIPLIERS[0]
     word = (word ^ word >> np.uint64(27)) * _MULTIPLIERS[1]
     return word ^ word >> np.uint64(31)
@@ -102,7 +102,7 @@ def mix(word: Words) -> Words:
 
 @dataclass(frozen=True)
 class FragmentOrder:
-    """The fragments of a source in the order of one epoch.
+    """The fragments of a source in the order in which one epoch reads them.
 
     Args:
         virtual: ``int64[F + 1]``, the first virtual row of each, and the number of rows.
@@ -117,31 +117,31 @@ class FragmentOrder:
         return self.virtual.nbytes + self.first.nbytes
 
     def rows(self, virtual: Ints) -> Ints:
-        """Rows of the source at the given virtual rows."""
+        """Return the rows of the source for virtual rows: row numbers after the fragments were permuted."""
         at = np.searchsorted(self.virtual, virtual, side="right") - 1
         return self.first[at] + (virtual - self.virtual[at])
 
     def between(self, first: int, stop: int) -> Ints:
-        """First rows, in the source, of the fragments in which the virtual rows ``first .. stop - 1`` lie."""
+        """Return the first row, in the source, of each fragment that has one of the virtual rows ``first .. stop - 1``."""
         start, last = np.searchsorted(self.virtual, [first, stop - 1], side="right").tolist()
         has_rows = np.diff(self.virtual[start - 1 : last + 1]) > 0
         return self.first[start - 1 : last][has_rows]
 
 
-def some_fragments_order(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
-    """Fragments, given by their first rows and their numbers of rows, as the epoch permutes them."""
+def permuted_fragments(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
+    """Return fragments, given by their first rows and numbers of rows, in the random order of an epoch."""
     order = permutation(len(starts), "fragments", seed, epoch)
-    return fragments_in_order(starts[order], lengths[order])
+    return unpermuted_fragments(starts[order], lengths[order])
 
 
-def fragments_in_order(starts: Ints, lengths: Ints) -> FragmentOrder:
-    """Fragments in the order in which they are given."""
+def unpermuted_fragments(starts: Ints, lengths: Ints) -> FragmentOrder:
+    """Return fragments in the order in which they are given."""
     return FragmentOrder(np.concatenate([[0], np.cumsum(lengths)]), starts)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
-    """The rows of a source in their own order, global batch by global batch, divided among the shards that serve them.
+class GlobalBatchOrder:
+    """Divides the rows of a source, in file order and by global batches, among the logical shards that serve them.
 
     With G = N / O and O <= N, draw n of shard i is row ``(n * G + i % G) * O + i // G``; where O is a multiple of N, each shard
     has its O / N rows of each global batch.
@@ -151,29 +151,29 @@ class Steps:
     global_batch_size: int
 
     @property
-    def per_visit(self) -> int:
-        """Rows that a shard reads one after the other."""
+    def rows_per_visit(self) -> int:
+        """Number of consecutive rows that a shard reads at a time."""
         return max(1, self.global_batch_size // self.num_logical_shards)
 
     @property
-    def cycle(self) -> int:
-        """Rows in which each shard is visited once."""
+    def rows_per_cycle(self) -> int:
+        """Number of rows after which each shard has been visited once."""
         return max(self.num_logical_shards, self.global_batch_size)
 
     def starts(self, shards: Ints) -> Ints:
-        """The first row of each shard."""
+        """Return the first row of each shard."""
         tracks = max(1, self.num_logical_shards // self.global_batch_size)
-        return shards % tracks * self.global_batch_size + shards // tracks * self.per_visit
+        return shards % tracks * self.global_batch_size + shards // tracks * self.rows_per_visit
 
     def sizes(self, shards: Ints, num_rows: int) -> Ints:
         """Return the number of rows that each shard reads."""
-        cycles, rest = divmod(num_rows, self.cycle)
-        return cycles * self.per_visit + np.clip(rest - self.starts(shards), 0, self.per_visit)
+        cycles, rest = divmod(num_rows, self.rows_per_cycle)
+        return cycles * self.rows_per_visit + np.clip(rest - self.starts(shards), 0, self.rows_per_visit)
 
     def rows(self, shard: int, first: int, stop: int) -> Ints:
-        """The rows that draws ``first .. stop - 1`` of a shard are."""
-        visits, places = np.divmod(np.arange(first, stop, dtype=np.int64), self.per_visit)
-        return self.starts(np.array([shard])) + visits * self.cycle + places
+        """Return the rows of the source that draws ``first .. stop - 1`` of a shard read."""
+        visits, places = np.divmod(np.arange(first, stop, dtype=np.int64), self.rows_per_visit)
+        return self.starts(np.array([shard])) + visits * self.rows_per_cycle + places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class ShardOrder:
     seed: int
     window: int
     full: bool = False
-    steps: Steps | None = None
+    steps: GlobalBatchOrder | None = None
 
     @property
     def start(self) -> int:
@@ -209,48 +209,51 @@ class ShardOrder:
 
     @property
     def width(self) -> int:
-        """Rows whose order is computed together."""
+        """Number of rows whose order is computed together."""
         if self.steps is not None:  # they lie in one cycle, or in BLOCK rows of the source
-            return max(1, BLOCK // self.steps.cycle) * self.steps.per_visit
+            return max(1, BLOCK // self.steps.rows_per_cycle) * self.steps.rows_per_visit
         return self.window or BLOCK
 
     def virtual(self, first: int, stop: int) -> Ints:
-        """Virtual rows that the shard's rows ``first .. stop-1`` are."""
+        """Return the virtual rows (numbers after fragments were permuted) of the shard's rows ``first .. stop - 1``."""
         if self.steps is not None:
             return self.steps.rows(self.shard, first, stop)
         return np.arange(self.start + first, self.start + stop, dtype=np.int64)
 
     def span(self, row: int) -> tuple[int, int]:
-        """The range of the shard's rows around ``row`` whose order is computed together."""
+        """Return the range of the shard's rows that contains ``row`` and whose order is computed together."""
         first = row - row % self.width
         return first, min(first + self.width, self.size)
 
     def ends(self, row: int, fragments: FragmentOrder | None) -> list[int]:
-        """First and last of the rows of the source that lie around ``row``; none at the end of the shard."""
+        """Return the source's rows at both ends of the range around ``row`` (`span`); none at the end of the shard."""
         if row >= self.size:
             return []
         first, stop = self.span(row)
         virtual = self.virtual(first, stop)[[0, -1]]
         return (virtual if fragments is None else fragments.rows(virtual)).tolist()
 
-    def owned(self, epoch: int, first: int, stop: int, fragments: FragmentOrder | None) -> Ints:
-        """Rows of the source that the shard's rows ``first .. stop-1`` are, windows not permuted."""
+    def unshuffled_rows(self, epoch: int, first: int, stop: int, fragments: FragmentOrder | None) -> Ints:
+        """Return the source's rows for the shard's rows ``first .. stop - 1``, before windows are permuted."""
         virtual = self.virtual(first, stop)
         if self.full:
             return encipher(virtual, self.num_rows, "full", self.seed, epoch)
         return virtual if fragments is None else fragments.rows(virtual)
 
     def rows(self, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
-        """Rows of the source in the order in which ``span(row)`` is read; ``fragments`` is `None` for their own order."""
+        """Return the source's rows in ``span(row)``, in the order in which they are read.
+
+        With ``fragments=None`` the fragments keep their own order.
+        """
         first, stop = self.span(row)
-        rows = self.owned(epoch, first, stop, fragments)
+        rows = self.unshuffled_rows(epoch, first, stop, fragments)
         if self.full or not self.window:
             return rows
-        return rows[permutation(stop - first, "window", *self._window_of(epoch, first))]
+        return rows[permutation(stop - first, "window", *self._window_key(epoch, first))]
 
     def key(self, epoch: int, row: int) -> bytes:
-        """Return the key, 16 bytes, of the random words that permute the window beginning at ``row``."""
-        return _digest("window", self._window_of(epoch, row))
+        """Return the 16-byte key of the random words that permute the window that begins at ``row``."""
+        return _digest("window", self._window_key(epoch, row))
 
-    def _window_of(self, epoch: int, first: int) -> tuple[int, ...]:
+    def _window_key(self, epoch: int, first: int) -> tuple[int, ...]:
         return self.seed, epoch, self.shard, first // self.window

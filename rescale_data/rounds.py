@@ -1,4 +1,4 @@
-"""The range of virtual rows that each logical shard reads in an epoch; the sizes of ranges differ by at most one.
+"""Divides the rows of an epoch among the logical shards, as contiguous ranges whose sizes differ by at most one.
 
 Of fewer rows than shards some ranges are empty. Then all ranges move on from epoch to epoch, so that every shard reads every
 range once in N epochs, a *round*; by how much is a hash of (seed, round). Rows are shuffled anew in each round.
@@ -16,68 +16,73 @@ from rescale_data.state import Ints
 
 
 def shard_starts(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
-    """First virtual row of each logical shard; for ``num_logical_shards`` it is ``num_rows``."""
+    """Return the first virtual row of each logical shard; for ``num_logical_shards`` as shard it is ``num_rows``."""
     whole, rest = divmod(num_rows, num_logical_shards)
     return shards * whole + shards * rest // num_logical_shards  # i * R // N without its overflow
 
 
 def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
-    """Rows of each logical shard in one epoch; they differ by at most one."""
+    """Return the number of rows of each logical shard in one epoch; they differ by at most one."""
     return shard_starts(shards + 1, num_rows, num_logical_shards) - shard_starts(shards, num_rows, num_logical_shards)
 
 
-def ranges_of(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
-    """Return the range that each shard reads in an epoch, ``int64[M]``: its own number where each range has a row."""
+def range_numbers(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
+    """Return the number of the range that each shard reads in an epoch, ``int64[M]``.
+
+    It is the shard's own number if no range is empty.
+    """
     if num_rows >= num_logical_shards:
         return shards
     rounds, places = np.divmod(epochs, num_logical_shards)
-    moved = np.zeros_like(shards)
+    shifts = np.zeros_like(shards)
     for number in np.unique(rounds).tolist():
-        begin, step = _round(num_logical_shards, seed, number)
-        moved += np.where(rounds == number, begin + step * places, 0)
-    return (shards + moved) % num_logical_shards
+        begin, step = _round_params(num_logical_shards, seed, number)
+        shifts += np.where(rounds == number, begin + step * places, 0)
+    return (shards + shifts) % num_logical_shards
 
 
-def range_of(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
-    """Return `ranges_of` for one shard and epoch."""
+def range_number(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
+    """Return the number of the range that one shard reads in one epoch (see `range_numbers`)."""
     if num_rows >= num_logical_shards:
         return shard
     number, place = divmod(epoch, num_logical_shards)
-    begin, step = _round(num_logical_shards, seed, number)
+    begin, step = _round_params(num_logical_shards, seed, number)
     return (shard + begin + step * place) % num_logical_shards
 
 
 def next_epoch_with_rows(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
-    """The first epoch from ``epoch`` on in which a shard has a row, in logarithmic time."""
+    """Return the first epoch, from ``epoch`` on, in which a shard has a row, in logarithmic time."""
     n = num_logical_shards
     while num_rows < n:
         # Range j has a row where j * R mod N is N - R at least.
-        begin = range_of(shard, epoch, num_rows, n, seed) * num_rows % n
-        step = _round(n, seed, epoch // n)[1] * num_rows % n
-        ahead = 0 if begin >= n - num_rows else _first_within(step, n, n - num_rows - begin, n - 1 - begin)
-        if epoch % n + ahead < n and ahead >= 0:
-            return epoch + ahead
+        begin = range_number(shard, epoch, num_rows, n, seed) * num_rows % n
+        step = _round_params(n, seed, epoch // n)[1] * num_rows % n
+        epochs_ahead = 0 if begin >= n - num_rows else _first_index_within(step, n, n - num_rows - begin, n - 1 - begin)
+        if epoch % n + epochs_ahead < n and epochs_ahead >= 0:
+            return epoch + epochs_ahead
         epoch += n - epoch % n  # none in the rest of this round, and some in each
     return epoch
 
 
-def _first_within(factor: int, modulus: int, low: int, high: int) -> int:
-    """The least i with ``low <= factor * i % modulus <= high``, where 0 < low; -1 if there is none. As Euclid's algorithm."""
+def _first_index_within(factor: int, modulus: int, low: int, high: int) -> int:
+    """Return the smallest i with ``low <= factor * i % modulus <= high``, where 0 < low; -1 if there is none."""
     if not factor:
         return -1
     first = -(-low // factor)
     if first * factor <= high:
         return first
-    turns = _first_within(modulus % factor, factor, -high % factor, -low % factor)
-    return -1 if turns < 0 else -(-(low + modulus * turns) // factor)
+    num_wraps = _first_index_within(modulus % factor, factor, -high % factor, -low % factor)
+    return -1 if num_wraps < 0 else -(-(low + modulus * num_wraps) // factor)
 
 
 def rows_before(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
-    """Rows of shards in all epochs before, ``int64[M]``."""
+    """Return the number of rows that shards have in all epochs before the given ones, ``int64[M]``."""
     if num_rows >= num_logical_shards:
         return epochs * shard_sizes(shards, num_rows, num_logical_shards)
     rounds, places = np.divmod(epochs, num_logical_shards)
-    begins, steps = np.array([_round(num_logical_shards, seed, number) for number in rounds.tolist()]).reshape(-1, 2).T
+    begins, steps = (
+        np.array([_round_params(num_logical_shards, seed, number) for number in rounds.tolist()]).reshape(-1, 2).T
+    )
     # Range j has floor((j + 1) * R / N) - floor(j * R / N) rows, whatever multiple of N is added to j.
     first, step = (shards + begins) % num_logical_shards * num_rows, steps * num_rows
     upper, lower = (floor_sum(places, num_logical_shards, step, first + more) for more in (num_rows, 0))
@@ -85,8 +90,8 @@ def rows_before(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: i
 
 
 @lru_cache(maxsize=1024)
-def _round(num_logical_shards: int, seed: int, number: int) -> tuple[int, int]:
-    """Return the first range of a round of N epochs and the step between epochs, which is coprime to N."""
+def _round_params(num_logical_shards: int, seed: int, number: int) -> tuple[int, int]:
+    """Return the first range of a round (N epochs) and the step from epoch to epoch, which is coprime to N."""
     begin, step = (int(word) % num_logical_shards for word in random_words(2, "ranges", seed, number).tolist())
     while math.gcd(step, num_logical_shards) != 1:
         step += 1
@@ -94,7 +99,7 @@ def _round(num_logical_shards: int, seed: int, number: int) -> tuple[int, int]:
 
 
 def floor_sum(count: Ints, modulus: int | Ints, factor: Ints, offset: Ints) -> Ints:
-    """The sum of ``(factor * i + offset) // modulus`` over ``0 <= i < count``, in logarithmic time, as Euclid's algorithm."""
+    """Return the sum of ``(factor * i + offset) // modulus`` over ``0 <= i < count``, in logarithmic time."""
     total = np.zeros_like(count)
     while True:
         total += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)

@@ -1,4 +1,4 @@
-"""`Shard`: the logical shard that a pipeline is built for."""
+"""`Shard`: the logical shard for which a pipeline is built."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Shard:
 
 
 def require_shard(shard: object, node: object) -> None:
-    """``TypeError`` where a node was given something else as its logical shard."""
+    """Raise ``TypeError`` if a node's logical shard is not a `Shard`."""
     if not isinstance(shard, Shard):
         raise TypeError(
             f"rd.{type(node).__name__} was given the shard {shard!r}: pass what the pipeline is given, or rd.Shard() to try."

@@ -1,4 +1,4 @@
-"""A node's state as one row of int64 slots, and the state of all logical shards as one table of such rows.
+"""A node's state as one row of int64 numbers, and the states of all logical shards as one table of such rows.
 
 A *field* is one value of a node's nested state. Numbers take one slot (float64 as its bits, bool as 0 or 1), tensors of
 a fixed shape take their bytes, padded to whole slots. Rows are therefore integers alone: copying one is a memory copy,
@@ -25,14 +25,14 @@ from rescale_data.errors import DataStateError
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 EPOCH = "epoch"
-"""How a field that counts epochs is called."""
-COUNT = (0, 2**48)
-"""The limits of a field that counts rows, tokens, samples or epochs: no run comes to more."""
+"""Name of a field that counts epochs."""
+COUNT_LIMITS = (0, 2**48)
+"""Limits of a field that counts rows, tokens, samples or epochs, beyond what any run reaches."""
 _SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def copy_of(position: memoryview) -> memoryview:
-    """Return a row of int64 slots of its own, with the same values."""
+    """Return a copy of a row of int64 numbers."""
     return np.array(position, dtype=np.int64).data
 
 
@@ -61,7 +61,7 @@ class Field:
 
     @property
     def key(self) -> str:
-        """The path as it is named in a checkpoint, ``"source.row"``."""
+        """The path as a checkpoint names it, such as ``"source.row"``."""
         return ".".join(self.path)
 
     @property
@@ -72,17 +72,17 @@ class Field:
     def num_slots(self) -> int:
         return 1 if self.shape is None else -(-self.num_bytes // 8)
 
-    def under(self, *parents: str) -> Field:
-        """The same field, seen from the node above."""
+    def with_parents(self, *parents: str) -> Field:
+        """Return the same field with the names of parent nodes before its path."""
         return replace(self, path=(*parents, *self.path))
 
     def describe(self) -> dict[str, Any]:
-        """Dtype and shape, for the checkpoint's ``fields``."""
+        """Return dtype and shape as JSON values, for ``fields`` in a checkpoint."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape or ())}
 
 
 def field_of(path: tuple[str, ...], value: Any) -> Field:
-    """The field that holds ``value``; ``TypeError`` where it is neither a number nor a tensor of a fixed shape."""
+    """Return the field that holds ``value``; ``TypeError`` if it is neither a number nor a tensor of a fixed shape."""
     if type(value) in _SCALARS:
         return Field(path, _SCALARS[type(value)])
     if isinstance(value, np.bool_ | np.integer | np.floating):
@@ -97,14 +97,17 @@ def field_of(path: tuple[str, ...], value: Any) -> Field:
     )
 
 
-def field_described(key: str, about: Mapping[str, Any]) -> Field:
-    """The field, its path in one, that `Field.describe` describes; where that fits a number, it is one."""
+def field_from_description(key: str, about: Mapping[str, Any]) -> Field:
+    """Return the field that a result of `Field.describe` describes, with ``key`` as its path.
+
+    Without a shape, and with the dtype of a number, it is a number.
+    """
     dtype, shape = getattr(torch, about["dtype"]), tuple(about["shape"])
     return Field((key,), dtype, shape if shape or dtype not in _SCALARS.values() else None)
 
 
 def encode(field: Field, value: Any) -> list[int]:
-    """``value`` as the slots of ``field``; ``TypeError`` where dtype or shape is not the field's."""
+    """Return ``value`` as the int64 numbers of a field; ``TypeError`` if its dtype or shape is not the field's."""
     given = field_of(field.path, value)
     if field.dtype is torch.float64 and field.shape is None and given.dtype is torch.int64 and given.shape is None:
         given, value = field, float(value)
@@ -120,7 +123,7 @@ def encode(field: Field, value: Any) -> list[int]:
 
 
 def decode(field: Field, slots: Sequence[int]) -> Any:
-    """The value that ``encode`` made the slots of."""
+    """Return the value that `encode` turned into the given int64 numbers."""
     if field.shape is not None:
         raw = np.array(list(slots), dtype=np.int64).view(np.uint8)[: field.num_bytes]
         value = torch.empty(field.shape, dtype=field.dtype, device="cpu")
@@ -132,7 +135,7 @@ def decode(field: Field, slots: Sequence[int]) -> Any:
 
 
 def require_limits(fields: Sequence[Field], rows: Ints, what: str) -> None:
-    """``DataStateError`` where a number lies beyond the limits of its field.
+    """Raise ``DataStateError`` if a number lies outside the limits of its field.
 
     Args:
         fields: Of the columns of ``rows``, in their order.
@@ -153,16 +156,16 @@ def require_limits(fields: Sequence[Field], rows: Ints, what: str) -> None:
 
 
 def flatten(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """The leaves of a nested state in order, each with its path."""
+    """Return the leaves of a nested state in order, each with its path."""
     leaves: list[tuple[tuple[str, ...], Any]] = []
     for key, value in state.items():
-        here = (*path, str(key))
-        leaves.extend(flatten(value, here) if isinstance(value, Mapping) else [(here, value)])
+        leaf_path = (*path, str(key))
+        leaves.extend(flatten(value, leaf_path) if isinstance(value, Mapping) else [(leaf_path, value)])
     return leaves
 
 
 def nest(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
-    """The nested state that ``flatten`` made the leaves of."""
+    """Return the nested state that has the given leaves; the inverse of `flatten`."""
     state: dict[str, Any] = {}
     for path, value in leaves:
         inner = state
@@ -173,13 +176,13 @@ def nest(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
 
 
 def state_of(fields: Sequence[Field], row: memoryview) -> dict[str, Any]:
-    """Return the nested state that a row of int64 slots stands for."""
+    """Return the nested state that a row of int64 numbers encodes."""
     places = zip(fields, offsets(fields), strict=False)
     return nest([(field.path, decode(field, row[a : a + field.num_slots].tolist())) for field, a in places])
 
 
 def row_of(fields: Sequence[Field], state: Mapping[str, Any], node: str) -> memoryview:
-    """Return the row of a nested state; ``ValueError`` if its paths differ from the fields of the node."""
+    """Return a nested state as a row of int64 numbers; ``ValueError`` if its paths differ from the fields of the node."""
     values = dict(flatten(state))
     if values.keys() != {field.path for field in fields}:
         given = sorted(".".join(path) for path in values)
@@ -191,40 +194,43 @@ def row_of(fields: Sequence[Field], state: Mapping[str, Any], node: str) -> memo
 
 
 def offsets(fields: Sequence[Field]) -> list[int]:
-    """First slot of each field, and the width of the row."""
+    """Return the index, in a row, of the first number of each field, and the length of the row."""
     starts = [0]
     for field in fields:
         starts.append(starts[-1] + field.num_slots)
     return starts
 
 
-def joined(
+def join_fields(
     own: tuple[Field, ...], below: tuple[tuple[str, tuple[Field, ...]], ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
-    """The fields of a node and of its children, seen from it, and the slots of each child: the same objects for every shard."""
-    return _joined(own, below, tuple(field.counts for fields in (own, *(f for _, f in below)) for field in fields))
+    """Return the fields of a node and of its children, and the slice of each child, as the same objects for every shard."""
+    return _join_fields(own, below, tuple(field.counts for fields in (own, *(f for _, f in below)) for field in fields))
 
 
 @lru_cache(maxsize=64)
-def _joined(
+def _join_fields(
     own: tuple[Field, ...], below: tuple[tuple[str, tuple[Field, ...]], ...], counts: tuple[bool, ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
     del counts  # which are not compared with the fields
     widths = [offsets(fields)[-1] for fields in (own, *(fields for _, fields in below))]
     places = zip(below, pairwise(accumulate(widths)), strict=True)
-    fields = own + tuple(field.under(name) for name, fields in below for field in fields)
+    fields = own + tuple(field.with_parents(name) for name, fields in below for field in fields)
     return fields, {name: slice(*ends) for (name, _), ends in places}
 
 
 def place_slots(fields: Sequence[Field], *, epochs: bool = True) -> list[int]:
-    """The slots that say where a stream stands, without counters, and without ``epochs`` within an epoch."""
+    """Return the indices of the numbers that identify a stream's position, without counters.
+
+    Without ``epochs`` they also leave out epoch numbers.
+    """
     wanted = [not f.counts and (epochs or f.path[-1] != EPOCH) for f in fields]
     places = zip(wanted, fields, offsets(fields), strict=False)
     return [slot for is_wanted, f, start in places if is_wanted for slot in range(start, start + f.num_slots)]
 
 
 def to_tensors(fields: Sequence[Field], table: Ints) -> dict[str, torch.Tensor]:
-    """One tensor a field with a leading dim of N, copies: the table as it stands in a checkpoint.
+    """Return the table of positions as a checkpoint holds it: one tensor for each field, a copy with N rows.
 
     Args:
         fields: The fields of a row, in the order of its slots.

@@ -36,7 +36,7 @@ multiprocessing.set_forkserver_preload(PRELOAD)
 @pytest.fixture(autouse=True)
 def no_pace_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget how fast other tests' requests were answered: a slow one would be made again, which tests that count would see."""
-    monkeypatch.setattr(remote, "_pace", remote.Pace())
+    monkeypatch.setattr(remote, "_pace", remote.RequestTimes())
 
 
 @pytest.fixture

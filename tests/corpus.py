@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rescale_data.order import FragmentOrder, some_fragments_order
+from rescale_data.order import FragmentOrder, permuted_fragments
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.dataset import DatasetSource
 from rescale_data.sources.parquet import ParquetSource
@@ -24,7 +24,7 @@ def documents(lengths: list[int], *, first: int = 10) -> list[list[int]]:
 
 def fragment_order(fragments: Ints, seed: int, epoch: int) -> FragmentOrder:
     """The fragments, given by their first rows and the number of rows, as the epoch permutes them."""
-    return some_fragments_order(fragments[:-1], np.diff(fragments), seed, epoch)
+    return permuted_fragments(fragments[:-1], np.diff(fragments), seed, epoch)
 
 
 def write(layout: str, folder: Path, docs: list[list[int]], per_file: int = 7, per_fragment: int = 3) -> Source:

@@ -127,6 +127,6 @@ def check_same_batches(case: Case, run: Run, o: int, begins: list[Begin]) -> Non
 def comparable(batch: GlobalBatch) -> Any:
     """A batch itself. In a deal, several samples of one shard may change places with each other (see test_deal)."""
     shards = [dict(sample)["shard"] for sample, _ in batch.rows]
-    if batch.is_dealt and len(set(shards)) < len(shards):
+    if batch.has_remainder and len(set(shards)) < len(shards):
         return shards, sorted(batch.rows)
     return batch.rows

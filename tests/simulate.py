@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 import rescale_data as rd
-from rescale_data.engine.states.codec import is_dealt
+from rescale_data.engine.states.codec import has_remainder
 from rescale_data.testing import full_state_dict
 from tests.pipelines import plain
 from tests.states import opened
@@ -27,7 +27,7 @@ class GlobalBatch(NamedTuple):
     """Rows in rank order, each a sample and whether it is real; and whether they were dealt at the end of an epoch."""
 
     rows: list[tuple[Any, bool]]
-    is_dealt: bool
+    has_remainder: bool
 
 
 MakeLoader = Callable[[int, Topology], rd.DataLoader]
@@ -87,7 +87,7 @@ class Run:
 
     def _next(self) -> list[Any] | None:
         epoch, dropped = self._lead.epoch, self._lead.progress()["dropped_samples"]
-        in_remainder = is_dealt(self._lead._stream.table)
+        in_remainder = has_remainder(self._lead._stream.table)
         batches = [next(iterator, None) for iterator in self._iterators]
         assert len({batch is None for batch in batches}) == 1, "the ranks end an epoch at different micro batches"
         if batches[0] is None:

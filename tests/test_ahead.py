@@ -83,7 +83,7 @@ def test_an_error_comes_with_its_batch_and_the_batch_comes_after_it() -> None:
     assert threads() == []
 
 
-class Held(Watched):
+class Pinned(Watched):
     """Rows of which one is not read until the test says so."""
 
     def __init__(self, row: int) -> None:
@@ -102,7 +102,7 @@ def test_ctrl_c_is_heard_within_a_read(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored under `nohup` and `&`
     expected = listed(make(ahead=0))
-    rows = Held(expected[2][1])
+    rows = Pinned(expected[2][1])
     with make(rows) as loader:
         batches = iter(loader)
         found = listed([next(batches), next(batches)])

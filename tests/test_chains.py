@@ -24,7 +24,7 @@ from tests.simulate import Run, Topology, same_state
 from tests.states import opened
 
 
-class Leg(NamedTuple):
+class Segment(NamedTuple):
     """Micro batches taken in one topology, with a peek or a new iterator before some of them."""
 
     topology: Topology
@@ -33,23 +33,23 @@ class Leg(NamedTuple):
     iterates_at: int
 
 
-Chain: TypeAlias = tuple[Case, list[Leg]]
+Chain: TypeAlias = tuple[Case, list[Segment]]
 
 
-def play(case: Case, legs: list[Leg]) -> tuple[Run, list[Begin]]:
+def play(case: Case, segments: list[Segment]) -> tuple[Run, list[Begin]]:
     """Run a chain; also where the count of steps began, and with which state."""
     run, state = run_of(case), None
     begins: list[Begin] = []
-    for leg in legs:
-        run.resume(leg.topology, state)
+    for segment in segments:
+        run.resume(segment.topology, state)
         if state is not None:
-            check_load(state, run.loaded, leg.topology)
+            check_load(state, run.loaded, segment.topology)
         if state is None or opened(run.loaded)["origin"] != opened(state)["origin"]:
             begins.append((len(run.global_batches), state))
-        for i in range(leg.micro_batches):
-            if i == leg.peeks_at:
+        for i in range(segment.micro_batches):
+            if i == segment.peeks_at:
                 peek(run)
-            if i == leg.iterates_at:
+            if i == segment.iterates_at:
                 run.iterate()
             run.take(1)
         state = run.save()
@@ -74,11 +74,11 @@ def _shown(loader: rd.DataLoader) -> Any:
         return None
 
 
-def legs_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Leg]]:
+def legs_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Segment]]:
     """Legs, of which some are read ahead by a thread of each rank."""
     counts = st.integers(0, 9)
     topologies = st.builds(lambda size, ahead: size._replace(ahead=ahead), topologies, st.sampled_from([0, 1, 3]))
-    return st.lists(st.builds(Leg, topologies, counts, counts, counts), min_size=1, max_size=5)
+    return st.lists(st.builds(Segment, topologies, counts, counts, counts), min_size=1, max_size=5)
 
 
 @st.composite
@@ -141,14 +141,14 @@ def test_a_chain_of_topologies(name: str) -> None:
     @given(chains)
     @profile
     def test(chain: Chain) -> None:
-        case, legs = chain
-        run, begins = play(case, legs)
+        case, segments = chain
+        run, begins = play(case, segments)
         if not case.repeat:
             run.take_epoch()
             check_epochs(case, run)
         check_exactly_once(case, run)
         if name.startswith("aligned"):
-            check_same_batches(case, run, legs[0].topology.o, begins)
+            check_same_batches(case, run, segments[0].topology.o, begins)
 
     test()
 

@@ -59,14 +59,14 @@ def test_others_go_on_behind_what_was_delivered(sizes: str, repeat: bool) -> Non
     """States are old by 0 to 29 micro batches, some of them within a step, and over an epoch's end and its remainder."""
     n, tops = SIZES[sizes]
     state, kept = None, list[dict[str, Any]]()
-    for leg, (top, age) in enumerate(zip(tops * 2, (5, 29, 1, 0, 8, 13), strict=True)):
+    for segment, (top, age) in enumerate(zip(tops * 2, (5, 29, 1, 0, 8, 13), strict=True)):
         ranks = Ranks(n, top, repeat, **({} if state is None else {"state": state}))
-        ranks.take(leg)
+        ranks.take(segment)
         kept.append(ranks.state())
         ranks.take(age)
         wanted, num = ranks.state(), age * top.w * top.b
         ranks.close()
-        for other in {top, tops[(leg + 1) % 3]}:
+        for other in {top, tops[(segment + 1) % 3]}:
             here = Ranks(n, other, repeat, state=kept[-1], delivered=num)
             there = Ranks(n, other, repeat, state=wanted)
             assert same_state(here.state(), there.state())

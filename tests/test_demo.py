@@ -41,13 +41,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[[], boo
 
 def _run(folder: Path) -> tuple[Callable[[], bool], Path]:
     corpus = build_corpus(None, folder / "corpus", 96)
-    legs = demo.plan_legs([2, 1], 2, corpus, folder)
-    reference = demo.plan_reference(legs, folder)
-    for number, leg in enumerate([*legs, reference]):
-        demo.run(leg, f"leg {number}")
+    segments = demo.plan_legs([2, 1], 2, corpus, folder)
+    reference = demo.plan_reference(segments, folder)
+    for number, segment in enumerate([*segments, reference]):
+        demo.run(segment, f"leg {number}")
     pipeline = functools.partial(demo.pipeline, rd.ParquetSource(corpus.folder), corpus.eos_id)
-    check = functools.partial(report, legs, reference, pipeline, demo.SEED)
-    return check, legs[1].folder
+    check = functools.partial(report, segments, reference, pipeline, demo.SEED)
+    return check, segments[1].folder
 
 
 def test_every_batch_is_that_of_an_uninterrupted_run(finished, capsys):
@@ -90,11 +90,11 @@ class _altered:
 
 
 def test_legs_whose_world_size_does_not_divide_the_global_batch_change_it(tmp_path):
-    legs = demo.plan_legs([4, 3, 5, 5], 8, demo.Corpus("", 256, ""), tmp_path)
-    assert [leg.global_batch_size for leg in legs] == [24, 24, 25, 25]
-    assert {leg.num_logical_shards for leg in legs} == {96}
-    assert all(leg.global_batch_size % (leg.world_size * leg.micro_batch_size) == 0 for leg in legs)
-    assert demo.plan_reference(legs, tmp_path).stop == 16
+    segments = demo.plan_legs([4, 3, 5, 5], 8, demo.Corpus("", 256, ""), tmp_path)
+    assert [segment.global_batch_size for segment in segments] == [24, 24, 25, 25]
+    assert {segment.num_logical_shards for segment in segments} == {96}
+    assert all(segment.global_batch_size % (segment.world_size * segment.micro_batch_size) == 0 for segment in segments)
+    assert demo.plan_reference(segments, tmp_path).stop == 16
 
 
 @pytest.mark.parametrize(

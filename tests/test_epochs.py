@@ -133,27 +133,29 @@ class Run(NamedTuple):
     """A run in legs, each of which ends with a save after some batches or epochs.
 
     Args:
-        legs: Topology, how far it reads ahead, and how many batches and ends of epochs it goes.
+        segments: Topology, how far it reads ahead, and how many batches and ends of epochs it goes.
     """
 
     loop: Loop
     kind: str
     tail: str
-    legs: list[tuple[Topology, int, int]]
+    segments: list[tuple[Topology, int, int]]
 
 
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     loop, tail = draw(st.sampled_from(LOOPS)), draw(st.sampled_from(["drop", "pad"]))
     kind = "rows" if loop.by_count else draw(st.sampled_from(list(PIPELINES)))
-    legs: list[tuple[Topology, int, int]] = []
+    segments: list[tuple[Topology, int, int]] = []
     for _ in range(draw(st.integers(1, 4))):
         o = draw(st.sampled_from([4, 6, 8, 12, 24]))
         w = 1 if kind == "filtered" else draw(st.sampled_from([w for w in (1, 2, 3) if o % w == 0]))
         b = draw(st.sampled_from([b for b in range(1, o // w + 1) if o % (w * b) == 0]))
         ahead = draw(st.sampled_from([0, 1, 3, 30])) if w == 1 else 0
-        legs.append((Topology(w, b, o), ahead, draw(st.integers(0, 3 * NUM_ROWS * w * b // (w * b) // (w * b) + 4))))
-    return Run(loop, kind, tail, legs)
+        segments.append(
+            (Topology(w, b, o), ahead, draw(st.integers(0, 3 * NUM_ROWS * w * b // (w * b) // (w * b) + 4)))
+        )
+    return Run(loop, kind, tail, segments)
 
 
 @settings(max_examples=150, deadline=None)
@@ -170,7 +172,7 @@ def runs(draw: st.DrawFn) -> Run:
 def test_every_loop_trains_its_epochs_once_wherever_it_saves(run: Run) -> None:
     taken: dict[int, list[int]] = defaultdict(list)
     largest, save = 0, None
-    for topology, ahead, stop in [*run.legs, (run.legs[-1][0], 0, 10**9)]:
+    for topology, ahead, stop in [*run.segments, (run.segments[-1][0], 0, 10**9)]:
         trainer = Trainer(run.loop, run.kind, topology, run.tail, ahead, save)
         largest = max(largest, topology.o)
         for i, (epoch, rows) in enumerate(trainer.train()):

@@ -47,9 +47,9 @@ def evaluations(draw: st.DrawFn) -> dict[str, Any]:
     fitting = [(w, b) for w in range(1, o + 1) for b in range(1, o + 1) if o % (w * b) == 0]
     n = draw(st.sampled_from([k * o for k in (1, 2, 3, 4)] + [d for d in (o // 2, o // 3) if d and o % d == 0]))
     aligned = [(w, b) for w, b in fitting if n % o == 0 or (n % w == 0 and (b % (o // n) == 0 or o // n % b == 0))]
-    legs = draw(st.lists(st.sampled_from(aligned), min_size=1, max_size=3))
+    segments = draw(st.lists(st.sampled_from(aligned), min_size=1, max_size=3))
     rows = draw(st.integers(max(1, o // 2), 5 * o + 3))
-    return {"o": o, "n": n, "legs": legs, "rows": rows, "tail": draw(st.sampled_from(["drop", "pad"]))}
+    return {"o": o, "n": n, "legs": segments, "rows": rows, "tail": draw(st.sampled_from(["drop", "pad"]))}
 
 
 @given(evaluations(), st.data())

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from rescale_data import lease as leases
-from rescale_data.lease import Lease, LeaseLostError, Watch, is_running, this_process
+from rescale_data.lease import Lease, LeaseLostError, LeaseObserver, is_running, this_process
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def elsewhere() -> dict[str, Any]:
 def test_a_holder_of_this_host_is_seen_at_once(place: tuple[AbstractFileSystem, str]) -> None:
     files, path = place
     with Lease(files, path, {"step": 7}):
-        assert Watch(files).look(path)[0] == "alive"
-        assert Watch(files).look(path)[1]["step"] == 7
-    assert Watch(files).look(path) == ("gone", {})
+        assert LeaseObserver(files).look(path)[0] == "alive"
+        assert LeaseObserver(files).look(path)[1]["step"] == 7
+    assert LeaseObserver(files).look(path) == ("gone", {})
 
 
 def test_a_killed_process_and_one_that_has_its_number(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_killed_process_and_one_that_has_its_number(tmp_path: Path) -> None:
         "import sys; from fsspec.implementations.local import LocalFileSystem; from rescale_data.lease import Lease\n"
         "lease = Lease(LocalFileSystem(), sys.argv[1]); print('held', flush=True); sys.stdin.read()"
     )
-    path, watch = str(tmp_path / "a.lease"), Watch(LocalFileSystem())
+    path, watch = str(tmp_path / "a.lease"), LeaseObserver(LocalFileSystem())
     with subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -69,13 +69,13 @@ def test_a_killed_process_and_one_that_has_its_number(tmp_path: Path) -> None:
 
 def test_a_holder_elsewhere_is_judged_by_two_looks(place: tuple[AbstractFileSystem, str], clock: list[float]) -> None:
     files, path = place
-    watch = Watch(files)
+    watch = LeaseObserver(files)
     for renewed in range(3):
         files.pipe_file(path, json.dumps({"holder": elsewhere(), "renewed": renewed}).encode())
         assert watch.look(path)[0] == ("alive" if renewed else "undecided")
         clock[0] += 1000.0
     assert watch.look(path)[0] == "gone"
-    assert Watch(files).look(path)[0] == "undecided", "an observer that looks once knows nothing"
+    assert LeaseObserver(files).look(path)[0] == "undecided", "an observer that looks once knows nothing"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"holder": 3}', b'{"holder": {"pid": "x"}}'])
@@ -84,7 +84,7 @@ def test_a_lease_that_cannot_be_read_counts_until_it_stands_still(
 ) -> None:
     files, path = place
     files.pipe_file(path, content)
-    watch = Watch(files)
+    watch = LeaseObserver(files)
     assert watch.look(path)[0] == "undecided"
     clock[0] += leases.DEAD_SECONDS + 1
     assert watch.look(path)[0] == "gone"
@@ -98,7 +98,7 @@ def test_a_holder_learns_that_it_cannot_renew(place: tuple[AbstractFileSystem, s
         clock[0] += leases.LOST_SECONDS + 1
         with pytest.raises(LeaseLostError, match="could not be renewed for 31 seconds"):
             lease.check()
-        lease.tell({})
+        lease.rewrite({})
         lease.check()
     assert leases.LOST_SECONDS + leases.RENEW_SECONDS < leases.DEAD_SECONDS
 
@@ -117,7 +117,7 @@ def test_a_lease_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_forked_child_leaves_the_lease_of_its_parent(tmp_path: Path) -> None:
     """Also where a thread of the parent has the lock of an event when it forks: nobody gives that back in the child."""
     with Lease(LocalFileSystem(), str(tmp_path / "a.lease")) as lease:
-        with lease._done._cond:  # type: ignore[attr-defined]
+        with lease._released._cond:  # type: ignore[attr-defined]
             child = os.fork()
             if child == 0:
                 signal.alarm(30)

@@ -16,7 +16,7 @@ import torch
 from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, Prefetcher
 
 import rescale_data as rd
-from rescale_data.engine.states.codec import is_dealt
+from rescale_data.engine.states.codec import has_remainder
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.pipelines import Rows, data_for, pipeline_of, rows, tagged
 from tests.simulate import same_state
@@ -655,7 +655,7 @@ class TestTorchdata:
 
         for batch in loader:
             draw(batch)
-            if is_dealt(loader._stream.table):
+            if has_remainder(loader._stream.table):
                 break
         state = loader.state_dict()
         assert (opened(state)["shards"]["remainder"] >= 0).all()
@@ -780,7 +780,7 @@ class TestAssertRescalable:
         def make(rank: int, w: int, b: int, k: int) -> rd.DataLoader:
             return self.make(rank, w, b, k, pipeline=lambda shard: tagged(Forgetful(rd.Reader(ROWS, shard)), shard))
 
-        with pytest.raises(AssertionError, match=r"leg 1 \(W=2, b=2, K=0\), micro batch \d+, rank \d, 'count'"):
+        with pytest.raises(AssertionError, match=r"segment 1 \(W=2, b=2, K=0\), micro batch \d+, rank \d, 'count'"):
             assert_rescalable(make, [(4, 3, 0), (2, 2, 0)])
 
 

@@ -20,24 +20,24 @@ class Ramp(NamedTuple):
 
     case: Case
     b: int
-    legs: list[tuple[int, int]]
+    segments: list[tuple[int, int]]
 
 
 @st.composite
 def ramps(draw: st.DrawFn, kinds: list[str], *, repeat: bool) -> Ramp:
     """Aligned or not; a step need not be complete, and then the ramp waits for it."""
     b = draw(st.integers(1, 3))
-    legs = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=5))
+    segments = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=5))
     n, tail = draw(st.sampled_from([5, 12, 24])), draw(st.sampled_from(["drop", "pad"]))
-    return Ramp(Case(draw(st.sampled_from(kinds)), 90, n, repeat, tail), b, legs)
+    return Ramp(Case(draw(st.sampled_from(kinds)), 90, n, repeat, tail), b, segments)
 
 
 def play(ramp: Ramp, *, live: bool) -> tuple[Run, list[dict[str, Any]]]:
     """The run, and the states at which the batch changes: in the same loaders, or loaded into new ones."""
     run, states = run_of(ramp.case), []
-    for leg, (a, num_micro_batches) in enumerate(ramp.legs):
+    for segment, (a, num_micro_batches) in enumerate(ramp.segments):
         topology = Topology(1, ramp.b, ramp.b * a)
-        if not live or not leg:
+        if not live or not segment:
             run.resume(topology, states[-1] if states else None)
         else:
             for loader in run.loaders:

@@ -1,4 +1,4 @@
-"""The ranks of one leg as processes that never outlive this one."""
+"""The ranks of one segment as processes that never outlive this one."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-PROGRESS = "progress.txt"  # how far a leg is, for whoever waits for it
+PROGRESS = "progress.txt"  # how far a segment is, for whoever waits for it
 
 
 def digest(sample: Mapping[str, Tensor]) -> str:
@@ -49,5 +49,5 @@ class Recorder:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """What all ranks of a leg have written, in the order of the ranks."""
+    """What all ranks of a segment have written, in the order of the ranks."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank*.json"))]

@@ -20,8 +20,8 @@ from demo.record import digest, read
 LOSS_TOLERANCE = 1e-3
 
 
-class Leg(Protocol):
-    """What the report needs to know of a leg."""
+class Segment(Protocol):
+    """What the report needs to know of a segment."""
 
     @property
     def corpus(self) -> Corpus: ...
@@ -42,27 +42,29 @@ class Leg(Protocol):
 
 
 class Run:
-    """What the ranks of one leg wrote down.
+    """What the ranks of one segment wrote down.
 
     Attributes:
         batches: The global batch of each step: the digests of its samples in rank order.
         losses: The mean of all ranks at each step.
     """
 
-    def __init__(self, leg: Leg) -> None:
-        ranks = read(leg.folder)
+    def __init__(self, segment: Segment) -> None:
+        ranks = read(segment.folder)
         steps = list(zip(*(rank["steps"] for rank in ranks), strict=True))
-        self.leg = leg
+        self.segment = segment
         self.batches = [[sample for rank in step for sample in rank["samples"]] for step in steps]
         self.losses = [float(np.mean([rank["loss"] for rank in step])) for step in steps]
         self.facts = {name: max(rank["facts"][name] for rank in ranks) for name in ranks[0]["facts"]}
         self.samples = Counter(sample for batch in self.batches for sample in batch)
 
 
-def report(legs: Sequence[Leg], reference: Leg, pipeline: Callable[[rd.Shard], rd.BaseNode[Any]], seed: int) -> bool:
+def report(
+    segments: Sequence[Segment], reference: Segment, pipeline: Callable[[rd.Shard], rd.BaseNode[Any]], seed: int
+) -> bool:
     """Print what happened; whether all promises held."""
-    runs, alone = [Run(leg) for leg in legs], Run(reference)
-    shards = Shards(pipeline, legs[0].num_logical_shards, seed)
+    runs, alone = [Run(segment) for segment in segments], Run(reference)
+    shards = Shards(pipeline, segments[0].num_logical_shards, seed)
     findings = [*_steps(runs, alone), *_legs(runs, shards), _rows(runs[-1], shards)]
     print()
     for held, text in findings:
@@ -78,7 +80,7 @@ def _steps(runs: list[Run], alone: Run) -> list[Finding]:
     print("\n step  ranks x workers  global batch  on 1 rank      loss  on 1 rank  difference")
     batches = [batch for run in runs for batch in run.batches]
     losses = [loss for run in runs for loss in run.losses]
-    topologies = [f"{run.leg.world_size} x {run.leg.num_workers}" for run in runs for _ in run.batches]
+    topologies = [f"{run.segment.world_size} x {run.segment.num_workers}" for run in runs for _ in run.batches]
     identical, largest, compared = 0, 0.0, len(alone.batches)
     for step, (topology, batch, loss) in enumerate(zip(topologies, batches, losses, strict=True)):
         other, other_loss, gap = "-", "-", "-"
@@ -106,20 +108,20 @@ def _steps(runs: list[Run], alone: Run) -> list[Finding]:
 
 
 def _legs(runs: list[Run], shards: Shards) -> list[Finding]:
-    """One line a leg: its topology, what it drew, and what its resume cost."""
+    """One line a segment: its topology, what it drew, and what its resume cost."""
     print(
         "\n  leg  ranks x workers  global batch  micro batch  accumulation  samples  repeated  lost  dcp.load s  first batch s"
     )
     before = np.zeros(shards.num_logical_shards, dtype=np.int64)
     repeated_of_all = lost_of_all = 0
     for number, run in enumerate(runs):
-        after = delivered(run.leg)
+        after = delivered(run.segment)
         due = shards.samples(before, after)
         repeated, lost = (run.samples - due).total(), (due - run.samples).total()
         print(f"{number:5}  {_describe(run)}  {run.samples.total():7}  {repeated:8}  {lost:4}  {_seconds(run)}")
         before, repeated_of_all, lost_of_all = after, repeated_of_all + repeated, lost_of_all + lost
     print("  (the first batch includes the start of the worker processes, where there are any)")
-    table, texts = state_bytes(runs[-1].leg)
+    table, texts = state_bytes(runs[-1].segment)
     n = shards.num_logical_shards
     return [
         (
@@ -135,10 +137,10 @@ def _legs(runs: list[Run], shards: Shards) -> list[Finding]:
 
 
 def _describe(run: Run) -> str:
-    leg = run.leg
-    accumulation = leg.global_batch_size // (leg.world_size * leg.micro_batch_size)
-    topology = f"{leg.world_size} x {leg.num_workers}"
-    return f"{topology:>15}  {leg.global_batch_size:12}  {leg.micro_batch_size:11}  {accumulation:12}"
+    segment = run.segment
+    accumulation = segment.global_batch_size // (segment.world_size * segment.micro_batch_size)
+    topology = f"{segment.world_size} x {segment.num_workers}"
+    return f"{topology:>15}  {segment.global_batch_size:12}  {segment.micro_batch_size:11}  {accumulation:12}"
 
 
 def _seconds(run: Run) -> str:
@@ -148,8 +150,8 @@ def _seconds(run: Run) -> str:
 
 def _rows(last: Run, shards: Shards) -> Finding:
     """Whether the documents in the samples are rows of the corpus, as pyarrow reads them, and none came twice in an epoch."""
-    corpus = Counter(read_rows(last.leg.corpus))
-    seen = shards.documents(last.leg.corpus.eos_id)
+    corpus = Counter(read_rows(last.segment.corpus))
+    seen = shards.documents(last.segment.corpus.eos_id)
     epochs = 1 + int(last.facts[next(name for name in last.facts if name.startswith("epoch_max/"))])
     most = max(seen.values(), default=0)
     held = most <= epochs and not seen.keys() - corpus.keys()
@@ -190,27 +192,27 @@ class Shards:
         return found
 
 
-def delivered(leg: Leg) -> np.ndarray:
-    """How many samples of each logical shard had been delivered at the end of a leg: a column of the loader's table."""
-    table = torch.zeros(_table(leg).size, dtype=torch.int64)
-    _load({"loader.table": table}, leg)
+def delivered(segment: Segment) -> np.ndarray:
+    """How many samples of each logical shard had been delivered at the end of a segment: a column of the loader's table."""
+    table = torch.zeros(_table(segment).size, dtype=torch.int64)
+    _load({"loader.table": table}, segment)
     return table[:, 1].numpy()  # stamp, samples, ...
 
 
-def state_bytes(leg: Leg) -> tuple[int, int]:
+def state_bytes(segment: Segment) -> tuple[int, int]:
     """Bytes of the loader's table in a checkpoint, and of the header that describes its columns, files and pipeline."""
     text = {"loader.header": ""}
-    _load(text, leg)
-    return _table(leg).size.numel() * 8, len(text["loader.header"])
+    _load(text, segment)
+    return _table(segment).size.numel() * 8, len(text["loader.header"])
 
 
-def _table(leg: Leg) -> Any:
-    return dcp.FileSystemReader(leg.checkpoint).read_metadata().state_dict_metadata["loader.table"]
+def _table(segment: Segment) -> Any:
+    return dcp.FileSystemReader(segment.checkpoint).read_metadata().state_dict_metadata["loader.table"]
 
 
-def _load(state: dict[str, Any], leg: Leg) -> None:
+def _load(state: dict[str, Any], segment: Segment) -> None:
     with warnings.catch_warnings(action="ignore"):  # that this process is not one of several
-        dcp.load(state, checkpoint_id=leg.checkpoint, no_dist=True)
+        dcp.load(state, checkpoint_id=segment.checkpoint, no_dist=True)
 
 
 def _hash(batch: list[str]) -> str:

@@ -91,35 +91,35 @@ def micro_batch_size(world_size: int) -> int:
 
 
 def run(folder: str) -> tuple[list[tuple[int, dict[int, list[int]]]], list[int]]:
-    """The number of ranks and the global batches of each leg, and the exit codes of the agents."""
-    legs: list[tuple[int, dict[int, list[int]]]] = []
+    """The number of ranks and the global batches of each segment, and the exit codes of the agents."""
+    segments: list[tuple[int, dict[int, list[int]]]] = []
     with Watcher(__file__, folder) as watcher:
 
-        def leg(world_size: int, stop: int) -> Meeting:
+        def segment(world_size: int, stop: int) -> Meeting:
             meeting, batches = watcher.watch(world_size, stop)
-            legs.append((world_size, batches))
+            segments.append((world_size, batches))
             print(f"{world_size} ranks trained the steps {min(batches)} to {max(batches)}", flush=True)
             return meeting
 
         print("4 agents start ...", flush=True)
         watcher.start_agents(4)
-        meeting = leg(4, KILLED_AT)
+        meeting = segment(4, KILLED_AT)
         print("kill -9 of one agent and its worker; the others meet again ...", flush=True)
         watcher.kill(meeting)
-        leg(3, JOINED_AT)
+        segment(3, JOINED_AT)
         print("2 agents join ...", flush=True)
         watcher.start_agents(2)
-        meeting = leg(5, STEPS)
-        return legs, watcher.finish(meeting)
+        meeting = segment(5, STEPS)
+        return segments, watcher.finish(meeting)
 
 
-def check(legs: list[tuple[int, dict[int, list[int]]]], codes: list[int]) -> bool:
+def check(segments: list[tuple[int, dict[int, list[int]]]], codes: list[int]) -> bool:
     """Print what happened; whether all held."""
     alone = rd.DataLoader(Rows(), global_batch_size=GLOBAL_BATCH_SIZE, dp_rank=0, dp_world_size=1)
     expected = [batch["row"].tolist() for batch in alone]
     trained: dict[int, tuple[int, list[int]]] = {}
     print("\nranks  micro batch  steps     done again")
-    for world_size, batches in legs:
+    for world_size, batches in segments:
         again = sorted(trained.keys() & batches.keys())
         trained.update({step: (world_size, rows) for step, rows in batches.items()})
         steps = f"{min(batches)}-{max(batches)}"

@@ -41,7 +41,7 @@ def train(config: dict[str, Any]) -> None:  # on each worker of Ray's, whose pro
     if checkpoint := get_checkpoint():
         with checkpoint.as_directory() as folder:
             load(folder, {"model": model, "optimizer": optimizer, "loader": loader})
-    record = Record(leg(config["folder"], loader.step))  # not copied
+    record = Record(segment(config["folder"], loader.step))  # not copied
     batches = iter(loader)
     for step in range(loader.step, config["stop"]):
         for _ in range(loader.gradient_accumulation_steps):
@@ -63,7 +63,7 @@ def train(config: dict[str, Any]) -> None:  # on each worker of Ray's, whose pro
 # to here
 
 
-def leg(folder: str, step: int) -> Path:
+def segment(folder: str, step: int) -> Path:
     """Return the folder of what these workers train from that step on."""
     return Path(folder) / f"{get_context().get_world_size()} from {step}"
 
@@ -96,9 +96,9 @@ def main() -> int:
         job(folder, STOPPED_AT, 2, 0)
         job(folder, STEPS, 3, 1)
         ray.shutdown()
-        starts = sorted(tuple(map(int, leg.name.split(" from "))) for leg in Path(folder).glob("* from *"))
-        legs = [(num, read(Path(folder) / f"{num} from {step}", num)) for num, step in starts]
-    return 0 if compare(legs, NUM_ROWS, STEPS, **SIZES) else 1
+        starts = sorted(tuple(map(int, segment.name.split(" from "))) for segment in Path(folder).glob("* from *"))
+        segments = [(num, read(Path(folder) / f"{num} from {step}", num)) for num, step in starts]
+    return 0 if compare(segments, NUM_ROWS, STEPS, **SIZES) else 1
 
 
 if __name__ == "__main__":

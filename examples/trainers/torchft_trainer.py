@@ -163,12 +163,12 @@ def main() -> int:
         log.seek(0)
         said = log.read()
     print("exit codes", codes)
-    legs: list[tuple[int, Batches]] = []
+    segments: list[tuple[int, Batches]] = []
     for world_size, of_leg in itertools.groupby(lines, lambda line: line[2]):
-        legs.append((world_size, {}))
+        segments.append((world_size, {}))
         for step, _, _, rows in of_leg:
-            legs[-1][1].setdefault(step, []).extend(rows)
-    if compare(legs, NUM_ROWS, STEPS, **SIZES) and codes == [0, -signal.SIGKILL, 0, 0, 0]:
+            segments[-1][1].setdefault(step, []).extend(rows)
+    if compare(segments, NUM_ROWS, STEPS, **SIZES) and codes == [0, -signal.SIGKILL, 0, 0, 0]:
         return 0
     print(said)
     return 1

@@ -1,4 +1,4 @@
-"""Audit: what a run has served, found from its checkpoints."""
+"""Audit: finds out which samples a run has served, from its checkpoints."""
 
 from rescale_data.audit.audit import Audit
 

@@ -1,4 +1,4 @@
-"""`Audit`: in which steps a run has served a document, and what its steps held."""
+"""`Audit`: finds the steps in which a run has served a document, and the documents of its steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.audit.replay import Served, State, Stretch, misfit, skipped_in
-from rescale_data.audit.rows import Course, rows_named
+from rescale_data.audit.replay import Interval, Served, State, pipeline_differences, skipped_in
+from rescale_data.audit.rows import SourcePositions, find_rows
 from rescale_data.checkpoint.data_state import read_data_state
 from rescale_data.checkpoint.storage.claims import find as find_save
 from rescale_data.checkpoint.storage.manifest import METADATA
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """Samples that served certain rows of a source.
+    """The result of `Audit.find`: the samples that served certain rows of a source.
 
     Args:
         rows: How many rows were looked for.
@@ -50,7 +50,7 @@ class Found:
 
 
 class Audit:
-    """Samples that a run has served, from its checkpoints and its pipeline: no log is kept while training.
+    """Finds the samples that a run has served, from its checkpoints and its pipeline, without a log.
 
     Between two checkpoints the samples are read again, which takes a process and no GPU, and at the second one they have to
     stand where the run stood. Ranks may have changed in between, and the global batch once.
@@ -116,9 +116,9 @@ class Audit:
                 f"The steps {first} to {stop}: give the first, and the one after the last, from 0 to {self.steps[1]}, where "
                 f"the newest checkpoint is."
             )
-        for stretch in self._stretches():
-            if stretch.first_step < stop and first < stretch.after.header["step"]:
-                yield from stretch.replay(range(len(stretch.after.table)), first, stop)
+        for interval in self._intervals():
+            if interval.first_step < stop and first < interval.after.header["step"]:
+                yield from interval.replay(range(len(interval.after.table)), first, stop)
 
     def find(self, document: str) -> Found:
         """Find the steps in which a row of a source was served, or the rows of a file.
@@ -136,30 +136,30 @@ class Audit:
         """
         schema, readers, name = self._readers(document)
         reader = readers[0][1]
-        rows = rows_named(reader.source, document.removeprefix(f"{name}:").strip())
+        rows = find_rows(reader.source, document.removeprefix(f"{name}:").strip())
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
         shards, drawn = defaultdict[int, set[int]](set), 0
         for path, reader in readers:
-            course = Course.of(self._states, path, _num_windows(schema, path))
-            for shard, place in course.places(reader, np.array(rows)):
-                drawn += course.is_drawn(shard, place)
-                for number in course.stretches_of(shard, place):
+            positions = SourcePositions.of(self._states, path, _num_windows(schema, path))
+            for shard, place in positions.places(reader, np.array(rows)):
+                drawn += positions.is_drawn(shard, place)
+                for number in positions.intervals_of(shard, place):
                     shards[number].add(shard)
-        stretches = self._stretches()
-        served = [one for number in sorted(shards) for one in stretches[number].replay(shards[number])]
+        intervals = self._intervals()
+        served = [one for number in sorted(shards) for one in intervals[number].replay(shards[number])]
         matching = [replace(one, documents=[line for line in one.documents if line in lines]) for one in served]
         return Found(len(rows), drawn, [one for one in matching if one.documents], self.steps)
 
-    def _stretches(self) -> list[Stretch]:
+    def _intervals(self) -> list[Interval]:
         befores = [None, *self._states[:-1]]
-        return [self._stretch(before, after) for before, after in zip(befores, self._states, strict=True)]
+        return [self._interval(before, after) for before, after in zip(befores, self._states, strict=True)]
 
-    def _stretch(self, before: State | None, after: State) -> Stretch:
-        wrong = [misfit(pipeline, after) for pipeline in self._pipelines]
+    def _interval(self, before: State | None, after: State) -> Interval:
+        wrong = [pipeline_differences(pipeline, after) for pipeline in self._pipelines]
         for pipeline, differs in zip(self._pipelines, wrong, strict=True):
             if not differs:
                 left_out = skipped_in(self._states[-1])
-                return Stretch(before, after, pipeline, left_out, self._repeat, self._tail, self._num_workers)
+                return Interval(before, after, pipeline, left_out, self._repeat, self._tail, self._num_workers)
         raise DataStateError(
             f"Up to its checkpoint of step {after.header['step']} the run had another pipeline: "
             f"{'; '.join(min(wrong, key=len))}. "
@@ -167,7 +167,7 @@ class Audit:
         )
 
     def _readers(self, document: str) -> tuple[Schema, Sequence[tuple[Sequence[str], Reader]], str]:
-        """Return the last schema that has the source a text begins with, the readers of it, and the text's name for it."""
+        """Return the newest schema with the source named at the beginning of a text, the source's readers, and its name."""
         names = set[str]()
         for schema in self._schemas:
             readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
@@ -194,15 +194,15 @@ class Audit:
 
     @cached_property
     def _schemas(self) -> list[Schema]:
-        """Schemas of the pipelines that the run has had, the last one first."""
-        last = {id(stretch.pipeline): stretch for stretch in self._stretches()}
-        return [stretch.schema() for stretch in sorted(last.values(), key=lambda one: -one.first_step)]
+        """Schemas of the pipelines that the run has had, the newest first."""
+        last = {id(interval.pipeline): interval for interval in self._intervals()}
+        return [interval.schema() for interval in sorted(last.values(), key=lambda one: -one.first_step)]
 
 
 def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] | None) -> list[State]:
-    """Return the data states of a run in order, one for each number of samples."""
+    """Return the loader states of a run's checkpoints, ordered by the samples served, without abandoned attempts."""
     store, folder = open_store(run, storage_options)
-    RunFolder.existing(store, folder)
+    RunFolder.open_existing(store, folder)
     paths = [join(folder, entry) for entry in store.names(folder) if not entry.startswith(".")]
     paths = [path for path in paths if find_save(store, path) or store.is_file(join(path, METADATA))]
     by_samples: dict[int, State] = {}

@@ -1,4 +1,4 @@
-"""Samples served between two checkpoints of a run: read again from the first, and compared with the second."""
+"""Replay the samples that a run served between two checkpoints: read them again from the first one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from rescale_data.engine.feed import Traced
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.reading import Reading
-from rescale_data.engine.recipe import OWN_FIELDS, Pipeline, Recipe
+from rescale_data.engine.recipe import LOADER_FIELDS, Pipeline, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import set_up
@@ -21,7 +21,7 @@ from rescale_data.engine.states.statedict import merged_state_dict
 from rescale_data.engine.stream import Stream, stream_of
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
-from rescale_data.nodes.form import BEFORE
+from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.nodes.reader import Reader
 
 State: TypeAlias = Saved
@@ -29,7 +29,7 @@ State: TypeAlias = Saved
 
 @dataclass(frozen=True)
 class Served:
-    """A sample of the run.
+    """A sample that the run has served, with its step and its documents.
 
     Args:
         step: Of which global batch, as `DataLoader.step` counts them.
@@ -45,7 +45,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Interval:
     """Part of a run between two checkpoints.
 
     Args:
@@ -69,39 +69,39 @@ class Stretch:
         return 0 if self.before is None else self.before.header["step"]
 
     def schema(self) -> Schema:
-        """Return the schema of the pipeline, with the data that the second checkpoint knows."""
+        """Return the schema of the pipeline, with the files that were known at the second checkpoint."""
         reading = self._readings(self.after.sizes, range(0), together=True)[0]
         reading.load_state_dict(self.after.state)
         return stream_of(reading).schema
 
     def replay(self, shards: Collection[int], first: int = 0, stop: int | None = None) -> Iterator[Served]:
-        """Yield the samples of some logical shards in the steps ``first .. stop - 1``, as far as they are of this stretch.
+        """Yield the samples of some logical shards in the steps ``first .. stop - 1`` between the two checkpoints.
 
         Raises:
             DataStateError: That is not how the run has come to its second checkpoint.
         """
-        state, drawn = self.before.state if self.before is not None else None, set(shards)
-        for sizes, until in self._parts():
-            readings = self._readings(sizes, drawn, together=self._is_one(sizes))
+        state, replayed = self.before.state if self.before is not None else None, set(shards)
+        for sizes, until in self._size_changes():
+            readings = self._readings(sizes, replayed, together=self._fits_one_rank(sizes))
             for reading in readings:
                 if state is not None:
                     reading.load_state_dict(state)
                 _skip(reading, first, until)
-            for served in _play(readings, until, self.skipped):
+            for served in _replay(readings, until, self.skipped):
                 if stop is not None and served.step >= stop:
-                    drawn.clear()
+                    replayed.clear()
                 elif served.step >= first:
                     yield served
             state = merged_state_dict([stream_of(reading) for reading in readings])
-        if state is None or not _is_arrived(read(state), self.after, sorted(drawn)):
+        if state is None or not _reaches(read(state), self.after, sorted(replayed)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
                 f"{self.after.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its loader had "
                 f"them. Else it had another pipeline or data in between, or a checkpoint is of an attempt that was given up."
             )
 
-    def _parts(self) -> list[tuple[tuple[int, int, int], int]]:
-        """Return each O, W and b of the run in turn, with the sample up to which it had them."""
+    def _size_changes(self) -> list[tuple[tuple[int, int, int], int]]:
+        """Return the sizes (O, W, b) that the run had in turn, each with the sample count at which they ended."""
         after, now = self.after.header, self.after.sizes
         end, before = after["samples"], None if self.before is None else self.before.header
         if self.before is None or before is None or self.before.sizes[0] == now[0]:
@@ -116,8 +116,8 @@ class Stretch:
             )
         return [(self.before.sizes, before["samples"] + num_old * old), (now, end)]
 
-    def _is_one(self, sizes: tuple[int, int, int]) -> bool:
-        """True if one rank has the order of all: between whole steps, where the run was aligned."""
+    def _fits_one_rank(self, sizes: tuple[int, int, int]) -> bool:
+        """True if one rank can replay all ranks: the run was aligned, and saved and skipped between whole steps."""
         states = [state for state in (self.before, self.after) if state is not None]
         whole = not any(state.clock.begun(state.sizes[0]) for state in states) and all(
             any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in states)
@@ -135,7 +135,7 @@ class Stretch:
         return whole and layout.aligned
 
     def _readings(self, sizes: tuple[int, int, int], shards: Container[int], *, together: bool) -> list[Reading]:
-        """Return one reading for each dp rank of the run, or one for a single rank."""
+        """Return a `Reading` for each dp rank of the run, or only one for all of them."""
         o, w, b = (sizes[0], 1, sizes[0]) if together else sizes
         return [self._reading(o, w, b, rank, 0 if together else self.num_workers, shards) for rank in range(w)]
 
@@ -158,27 +158,27 @@ class Stretch:
 
 
 def skipped_in(state: State) -> list[tuple[int, int]]:
-    """Return what a run has left out up to a state, as ranges ``(first, stop)`` of samples."""
+    """Return the ranges ``(first, stop)`` of samples that a run has skipped up to a state."""
     return list(state.clock.skipped)
 
 
-def misfit(pipeline: Pipeline, state: State) -> list[str]:
-    """Return the parameters in which a pipeline is not the one that a state was saved with, in words."""
+def pipeline_differences(pipeline: Pipeline, state: State) -> list[str]:
+    """Return the parameters of a pipeline that differ from the pipeline of a saved state, in words."""
     n, seed, o = len(state.table), state.header["seed"], state.sizes[0]
     now = Schema(Recipe(pipeline, n, seed, False, global_batch_size=o).build(0)).pipeline
     pipelines = without_functions(state.header["pipeline"], now)
-    return differences(*(without_all(each, BEFORE) for each in pipelines))
+    return differences(*(without_all(each, EARLIER_KEY) for each in pipelines))
 
 
-def _begun(reading: Reading) -> int:
-    """Samples of all ranks in a step that is not complete."""
+def _begun_samples(reading: Reading) -> int:
+    """Return the number of samples, over all ranks, that an unfinished step has served."""
     stream = stream_of(reading)
     return stream.clock.begun(stream.layout.global_batch_size)
 
 
 def _skip(reading: Reading, step: int, until: int) -> None:
-    """Go to a step, or to the last one before a sample, in constant time where the pipeline allows it."""
-    stream, begun = stream_of(reading), _begun(reading)
+    """Skip to the beginning of a step, but not beyond sample ``until``; in constant time if the pipeline allows it."""
+    stream, begun = stream_of(reading), _begun_samples(reading)
     o = stream.layout.global_batch_size
     left = (until - stream.clock.samples + begun) // o
     num = min(step - reading.step, left) * o - begun
@@ -186,15 +186,18 @@ def _skip(reading: Reading, step: int, until: int) -> None:
         reading.skip(num)
 
 
-def _play(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int, int]]) -> Iterator[Served]:
-    """All samples up to one, without the ranges that the run has left out; samples that are not drawn have no origin."""
+def _replay(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int, int]]) -> Iterator[Served]:
+    """Yield all samples before sample ``until``, without the ranges that the run has skipped.
+
+    Samples of shards that are not replayed have no documents.
+    """
     streams = [stream_of(reading) for reading in readings]
-    head = streams[0]
-    while head.clock.samples < until:
+    first_stream = streams[0]
+    while first_stream.clock.samples < until:
         for stream in streams:
             while stream.begin() is None:
                 stream.move_on()
-        at = head.clock.samples
+        at = first_stream.clock.samples
         stop = next((stop for first, stop in skipped if first <= at < stop), at)
         if stop > at:
             for reading in readings:
@@ -202,17 +205,20 @@ def _play(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int, 
             continue
         for rank, (reading, stream) in enumerate(zip(readings, streams, strict=True)):
             layout, step = stream.layout, stream.step
-            row = rank * layout.global_batch_size // layout.dp_world_size + _begun(reading) // layout.dp_world_size
+            row = (
+                rank * layout.global_batch_size // layout.dp_world_size
+                + _begun_samples(reading) // layout.dp_world_size
+            )
             batch = stream.take()
             for place, (shard, lines) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
                 yield Served(step, row + place, shard, lines)
 
 
-def _is_arrived(state: State, after: State, shards: Sequence[int]) -> bool:
-    """True if all shards have delivered the same number of samples, and the drawn shards stand at their saved positions."""
-    samples, remainder = (field.key for field in OWN_FIELDS)
-    there, wanted = state.values, after.values
-    counts = torch.equal(there[samples], wanted[samples]) and state.header["step"] == after.header["step"]
-    return counts and all(
-        torch.equal(there[key][shards], rows[shards]) for key, rows in wanted.items() if key != remainder
+def _reaches(state: State, after: State, shards: Sequence[int]) -> bool:
+    """True if a replay ends where the run did: with the same samples of all shards, and positions of replayed shards."""
+    samples, remainder = (field.key for field in LOADER_FIELDS)
+    reached, wanted = state.values, after.values
+    same_progress = torch.equal(reached[samples], wanted[samples]) and state.header["step"] == after.header["step"]
+    return same_progress and all(
+        torch.equal(reached[key][shards], rows[shards]) for key, rows in wanted.items() if key != remainder
     )

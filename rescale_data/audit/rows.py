@@ -1,4 +1,4 @@
-"""Rows of a source that a text means, and the places where a run reads them: integers alone."""
+"""Find the rows of a source that a text names, and the positions at which logical shards read them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import FiledSource, Source
 from rescale_data.state import Ints
 
-_ROWS_OF_AN_EPOCH = 1 << 40  # more than any source has
-_NEVER = np.iinfo(np.int64).max
+_EPOCH_STRIDE = 1 << 40  # more than any source has
+_NO_END = np.iinfo(np.int64).max
 
 
-def rows_named(source: Source, name: str) -> range:
-    """The rows that a text names: ``"17"``, ``"part-3.parquet"``, or ``"part-3.parquet, row 17"`` as messages have it.
+def find_rows(source: Source, name: str) -> range:
+    """Return the rows that a text names: ``"17"``, ``"part-3.parquet"``, or ``"part-3.parquet, row 17"`` as in messages.
 
     Raises:
         ValueError: There are none.
@@ -42,47 +42,47 @@ def rows_named(source: Source, name: str) -> range:
 
 
 @dataclass(frozen=True)
-class Course:
-    """Positions of the logical shards in a source at each checkpoint.
+class SourcePositions:
+    """Positions of all logical shards in one source, at each checkpoint of the run.
 
     Args:
-        at: ``int64[checkpoints + 1, N]``, from the beginning of the run: the next row, counted over all epochs with a gap in
+        table: ``int64[checkpoints + 1, N]``, from the beginning of the run: the next row, counted over all epochs with a gap in
             between.
         num_windows: How many nodes above read further than their samples. Each of them may be within a window, which was read
             up to what a later checkpoint says.
     """
 
-    at: Ints
+    table: Ints
     num_windows: int
 
     @classmethod
-    def of(cls, states: Sequence[Saved], path: Sequence[str], num_windows: int) -> Course:
-        """Return the course of the reader at a path of the pipeline; it may have been added or removed during the run."""
+    def of(cls, states: Sequence[Saved], path: Sequence[str], num_windows: int) -> SourcePositions:
+        """Return the positions of the reader at a path of the pipeline, in all states; 0 in a state without this reader."""
         n = len(states[-1].table)
         epochs, rows = (
             [np.zeros(n, dtype=np.int64), *(_field(state, (*path, name), n) for state in states)]
             for name in ("epoch", "row")
         )
-        return cls(np.stack(epochs) * _ROWS_OF_AN_EPOCH + np.stack(rows), num_windows)
+        return cls(np.stack(epochs) * _EPOCH_STRIDE + np.stack(rows), num_windows)
 
-    def stretches_of(self, shard: int, place: int) -> Iterator[int]:
-        """Between which checkpoints, by the first, samples with the row at a place may have been served."""
-        column = self.at[:, shard]
-        known = np.append(np.unique(column), np.full(self.num_windows + 1, _NEVER))
+    def intervals_of(self, shard: int, place: int) -> Iterator[int]:
+        """Yield the intervals between checkpoints in which a shard may have served the row at ``place``."""
+        column = self.table[:, shard]
+        known = np.append(np.unique(column), np.full(self.num_windows + 1, _NO_END))
         until = known[np.searchsorted(known, column) + self.num_windows]
         if not self.num_windows:
             until = until - 1
         return iter(np.flatnonzero((column[:-1] <= place) & (place <= until[1:])).tolist())
 
     def is_drawn(self, shard: int, place: int) -> bool:
-        return bool(place < self.at[:, shard].max())
+        return bool(place < self.table[:, shard].max())
 
     def places(self, reader: Reader, rows: Ints) -> Iterator[tuple[int, int]]:
-        """Each shard that reads one of the rows, and where, in the epochs that the run has read or is within."""
-        last = int(self.at.max()) // _ROWS_OF_AN_EPOCH + (self.num_windows > 0)
+        """Yield ``(shard, place)`` for each time a shard reads one of the rows, in all epochs that the run has begun."""
+        last = int(self.table.max()) // _EPOCH_STRIDE + (self.num_windows > 0)
         for epoch in range(last + 1):
             for shard, row in reader.rows.places(rows, epoch):
-                yield shard, epoch * _ROWS_OF_AN_EPOCH + row
+                yield shard, epoch * _EPOCH_STRIDE + row
 
 
 def _field(state: Saved, path: Sequence[str], num_shards: int) -> Ints:

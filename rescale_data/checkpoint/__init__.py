@@ -1,4 +1,4 @@
-"""One checkpoint, kept safe: saving, loading and keeping the one DCP checkpoint of model, optimizer and data order."""
+"""Save, load and retain checkpoints: one DCP checkpoint holds the model, the optimizer and the data order."""
 
 from rescale_data.checkpoint.convert.safetensors import from_safetensors, to_safetensors
 from rescale_data.checkpoint.convert.torch_save import from_torch_save, to_torch_save

@@ -1,4 +1,4 @@
-"""The data loader's state in a checkpoint: read without a model and without other ranks, explained, or changed on its way."""
+"""Functions that read a data loader's state from a checkpoint, on one process and without a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rescale_data.errors import checks_kinds, require
 def read_data_state(
     path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the state of the data loader that was saved in the checkpoint at ``path``, all N rows of it.
+    """Return the data loader's state, with all logical shards, from the checkpoint at ``path``.
 
     Runs on one process, whatever saved, and runs no code from the checkpoint: a data state is a tensor and a string.
 
@@ -51,7 +51,7 @@ def read_data_state(
 
 @checks_kinds
 def check_checkpoint(path: StrPath, loader: HasStream, key: str | None = None) -> None:
-    """Explain why the data state of a DCP checkpoint does not fit a loader; return if it does.
+    """Raise `DataStateError`, with the reasons, if the data state of a DCP checkpoint does not fit a loader.
 
     Reads the checkpoint's metadata and the header of the data state; no tensor, and on this process alone.
 
@@ -78,7 +78,7 @@ def check_checkpoint(path: StrPath, loader: HasStream, key: str | None = None) -
 
 @checks_kinds
 def load_changed(path: StrPath, loader: Stateful, key: str | None = None) -> None:
-    """Go on from a DCP checkpoint although sources were added to a `WeightedSampler` or removed, which ``dcp.load`` refuses.
+    """Load a loader's state although sources were added to its `WeightedSampler` or removed, which ``dcp.load`` refuses.
 
     For all else load the same checkpoint with ``dcp.load``, without the loader in its dict. The added sources begin with
     their first row, removed ones are dropped with a warning, the others go on; the new weights count from now on. Ranks,
@@ -111,7 +111,7 @@ def load_changed(path: StrPath, loader: Stateful, key: str | None = None) -> Non
 
 
 def _values(reader: Reader, key: str | None, *parts: str) -> dict[str, Any]:
-    """Return the values of a data state that are under these names, as whole tensors on the CPU."""
+    """Return the named parts of a saved data state: its header (a string), its table (``int64[N, columns]``)."""
     saved = reader.contents
     inner = saved.under(find(saved.paths.values(), key, reader.name)).paths
     names = {name: path for name, path in inner.items() if path[0] in parts}

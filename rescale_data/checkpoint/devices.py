@@ -1,4 +1,4 @@
-"""Devices with tensors that DCP's own planners cannot cut: each has an adapter, imported when a state holds such a tensor.
+"""Adapters for devices whose tensors DCP's own planners cannot split, imported when a state holds such a tensor.
 
     device type ──► module with an ``adapter`` ──► ``Pieces``, which DCP can cut
 
@@ -22,36 +22,36 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint.storage.dcp import Pieces
-from rescale_data.checkpoint.tree import leaves, mapped
+from rescale_data.checkpoint.tree import leaves, map_leaves
 
 _ADAPTERS = {"xla": "rescale_data.xla.adapter"}
 
 
 def adapter_of(values: Iterable[Any]) -> Any:
-    """Return the adapter of the first tensor that needs one, or None."""
+    """Return the device adapter for the first tensor that needs one, or None."""
     for value in values:
         if _has_adapter(value):
             return importlib.import_module(_ADAPTERS[value.device.type]).adapter
     return None
 
 
-def copied(live: torch.Tensor) -> torch.Tensor:
-    """A copy that nothing changes any more, of what DCP would save; on the host where the device has an adapter."""
+def detached_copy(live: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor to save: in host memory if its device has an adapter, else on the same device."""
     if not isinstance(live, Pieces):
         return live.detach().cpu() if _has_adapter(live) else live.detach().clone()
-    return live.copied()
+    return live.detached_copy()
 
 
-def cut(state: dict[str, Any], way: Literal["to_save", "to_load"]) -> dict[str, Any]:
-    """A nested state with what DCP saves, or loads into, in place of each tensor of a device that has an adapter."""
-    adapter = settle(state)
+def adapt_tensors(state: dict[str, Any], direction: Literal["to_save", "to_load"]) -> dict[str, Any]:
+    """Return a state in which the device adapter has replaced its tensors by ones that DCP can save or load into."""
+    adapter = synchronize(state)
     if adapter is None:
         return state
-    return mapped(state, lambda _, value: getattr(adapter, way)(value) if _has_adapter(value) else value)
+    return map_leaves(state, lambda _, value: getattr(adapter, direction)(value) if _has_adapter(value) else value)
 
 
 def address(tensor: Any) -> int:
-    """Return the address of the memory of this process's part of a tensor; 0 where that is not known."""
+    """Return the memory address of this process's part of a tensor; 0 if it is not known."""
     if _has_adapter(tensor):
         return 0
     with torch.no_grad():
@@ -59,20 +59,20 @@ def address(tensor: Any) -> int:
     return local.data_ptr() if type(local) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
-def settle(state: Any) -> Any:
-    """Return when the tensors of a nested state hold what the program has given them so far; their adapter, or None."""
+def synchronize(state: Any) -> Any:
+    """Wait until a device with an adapter has computed the tensors of a state; return the adapter, or None without one."""
     adapter = adapter_of(leaf for _, leaf in leaves(state))
     if adapter is not None:
-        adapter.settle()
+        adapter.synchronize()
     return adapter
 
 
 def refuse_pickled(state: Any) -> None:
-    """``TypeError`` where a tensor that has an adapter is in what DCP pickles: on another device nobody could read it."""
+    """Raise ``TypeError`` if a value that DCP pickles holds a tensor that only the same kind of device could load."""
     for path, value in leaves(state):
         if (
             not isinstance(value, torch.Tensor)
-            and (tensor := next(filter(_has_adapter, inside(value)), None)) is not None
+            and (tensor := next(filter(_has_adapter, nested_values(value)), None)) is not None
         ):
             raise TypeError(
                 f"{'.'.join(path)} is a {type(value).__name__} with a tensor on {tensor.device}: DCP would pickle it whole, "
@@ -83,7 +83,7 @@ def refuse_pickled(state: Any) -> None:
 def first_state(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
 ) -> Mapping[torch.Tensor, dict[str, Any]]:
-    """State to load into, where parameters have none and their device alone knows how it is sharded; else nothing."""
+    """Return the state after an optimizer's first step, by parameter, if only a device adapter can make it; else ``{}``."""
     adapter = adapter_of(parameter for parameter in parameters if not optimizer.state.get(parameter))
     return {} if adapter is None else adapter.first_state(optimizer)
 
@@ -92,14 +92,14 @@ def _has_adapter(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type in _ADAPTERS
 
 
-def inside(value: Any) -> Iterator[Any]:
-    """Yield the values in a pickled value, as far as they can be seen."""
+def nested_values(value: Any) -> Iterator[Any]:
+    """Yield the values in nested dataclasses, mappings, lists, tuples and sets, which DCP would pickle whole."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value)
     if isinstance(value, Mapping):
         value = list(cast(Mapping[Any, Any], value).values())
     if isinstance(value, list | tuple | set | frozenset):
         for inner in cast("list[Any]", value):
-            yield from inside(inner)
+            yield from nested_values(inner)
     else:
         yield value

@@ -1,4 +1,4 @@
-"""One value of a state: what DCP saves of it, what DCP loads into, and how that is taken over.
+"""`Entry`: one value of a state, with the functions that give it to DCP and take back what DCP has loaded.
 
 What of a state and a checkpoint does not fit is known from the metadata alone, all of it, before a byte is read.
 """
@@ -15,36 +15,36 @@ from rescale_data.checkpoint.storage.dcp import Contents, Reader
 
 Path: TypeAlias = tuple[str, ...]
 Misfits: TypeAlias = dict[str, dict[str, str]]
-"""What of a state and a checkpoint does not fit: by kind, and then by flattened name what it is."""
+"""Differences between a state and a checkpoint, in words, by kind and then by flattened name."""
 KINDS = {
     "missing": "missing in the checkpoint",
     "unexpected": "not asked for",  # under a name that is loaded
     "mismatched": "different",  # in shape, dtype or kind
 }
 NOT_ASKED = "not_asked"
-"""A further kind, of top-level names; that is no misfit."""
+"""Kind of the top-level names that only the checkpoint has, which is no misfit."""
 
 
 @dataclass(eq=False)
 class Entry:
-    """One value of a state.
+    """One value of a state, with the functions that save it and load it.
 
     Args:
         path: Keys from the root of the state down to the value.
         plain: Gives what DCP saves. Its tensors may be the live ones, which are then loaded in place.
-        take: Takes what DCP has loaded.
-        whole: Whether a part of it may not be loaded without the rest.
-        steady: Gives tensors that only an optimizer's step changes.
-        refused: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
+        assign: Takes what DCP has loaded.
+        all_or_nothing: Whether a part of it may not be loaded without the rest.
+        optimizer_owned: Gives tensors that only an optimizer's step changes.
+        refusals: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
         left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
     """
 
     path: Path
     plain: Callable[[], Any]
-    take: Callable[[Any], object]
-    whole: bool = False
-    steady: Callable[[], Iterable[torch.Tensor]] = tuple
-    refused: dict[str, str] = field(default_factory=dict[str, str])
+    assign: Callable[[Any], object]
+    all_or_nothing: bool = False
+    optimizer_owned: Callable[[], Iterable[torch.Tensor]] = tuple
+    refusals: dict[str, str] = field(default_factory=dict[str, str])
     left_out: set[str] = field(default_factory=set[str])
 
     @property
@@ -52,13 +52,13 @@ class Entry:
         return ".".join(self.path)
 
     def placeholder(self, reader: Reader) -> Any:
-        """Return what DCP loads into, of the checkpoint that is read."""
+        """Return the value whose tensors DCP loads into, for the checkpoint of ``reader``."""
         return self.plain()
 
 
-def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
-    """Return the names that are missing or different on any rank, and the names that no rank requests."""
-    merged = {kind: _on_any([differences[kind] for differences in per_rank]) for kind in per_rank[0]}
+def merge_misfits(per_rank: list[Misfits]) -> Misfits:
+    """Merge the misfits of all ranks: names missing or different on any rank, names that no rank requests."""
+    merged = {kind: _merged([differences[kind] for differences in per_rank]) for kind in per_rank[0]}
     for kind in ("unexpected", NOT_ASKED):
         common = set.intersection(*(set(differences[kind]) for differences in per_rank))
         merged[kind] = {name: text for name, text in merged[kind].items() if name in common}
@@ -66,49 +66,53 @@ def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
 
 
 def compare(entries: list[Entry], wanted: dict[str, Any], saved: Contents) -> Misfits:
-    """Return the misfits of one rank.
+    """Return the differences between the state of one rank and the checkpoint, as `Misfits`.
 
     Args:
         wanted: What the entries ask for, by flattened name.
     """
-    asked = {entry.path[0] for entry in entries}
-    refused = {name: text for entry in entries for name, text in entry.refused.items()}
+    requested = {entry.path[0] for entry in entries}
+    refusals = {name: text for entry in entries for name, text in entry.refusals.items()}
     left_out = {name for entry in entries for name in entry.left_out}
     others = [name for name in saved.values if name not in wanted]
-    beside = {name for name in others if _is_asked(saved, name, asked)}
+    unexpected = {name for name in others if _is_requested(saved, name, requested)}
     return {
         "missing": {
             name: f"{describe(value)} in the state" for name, value in wanted.items() if name not in saved.values
         },
-        "unexpected": {name: describe(saved.values[name]) for name in beside if not left_out & _and_above(name)},
-        "mismatched": refused
+        "unexpected": {name: describe(saved.values[name]) for name in unexpected if not left_out & _with_parents(name)},
+        "mismatched": refusals
         | {
             name: text
             for name, value in wanted.items()
-            if name in saved.values and (text := _differs(value, saved.values[name]))
+            if name in saved.values and (text := _difference(value, saved.values[name]))
         },
-        NOT_ASKED: {str(saved.paths[name][0]): "" for name in others if name not in beside},
+        NOT_ASKED: {str(saved.paths[name][0]): "" for name in others if name not in unexpected},
     }
 
 
-def skipped(entries: list[Entry], misfits: Misfits) -> list[Entry]:
-    """Return the entries that may not be loaded in part and do not fit."""
-    odd = [name for names in misfits.values() for name in names]
-    return [entry for entry in entries if entry.whole and any(entry.name in _and_above(name) for name in odd)]
+def skipped_entries(entries: list[Entry], misfits: Misfits) -> list[Entry]:
+    """Return the entries that do not fit the checkpoint and cannot be loaded in part, so they are left out."""
+    misfit_names = [name for names in misfits.values() for name in names]
+    return [
+        entry
+        for entry in entries
+        if entry.all_or_nothing and any(entry.name in _with_parents(name) for name in misfit_names)
+    ]
 
 
-def fitting(wanted: dict[str, Any], misfits: Misfits, skipped: list[Entry]) -> dict[str, Any]:
-    """Return the wanted values that are to be loaded."""
+def values_to_load(wanted: dict[str, Any], misfits: Misfits, skipped_entries: list[Entry]) -> dict[str, Any]:
+    """Return the values to load: all wanted values except misfits and the values of skipped entries."""
     return {
         name: value
         for name, value in wanted.items()
         if not (name in misfits["missing"] or name in misfits["mismatched"])
-        and not any(entry.name in _and_above(name) for entry in skipped)
+        and not any(entry.name in _with_parents(name) for entry in skipped_entries)
     }
 
 
-def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
-    """Merge texts by name; where not all ranks have it, the text says which do."""
+def _merged(per_rank: list[dict[str, str]]) -> dict[str, str]:
+    """Merge texts of all ranks by name; add the rank numbers to a text that only some ranks have."""
     merged: dict[str, str] = {}
     for key in sorted({key for names in per_rank for key in names}):
         ranks = [rank for rank, names in enumerate(per_rank) if key in names]
@@ -117,24 +121,26 @@ def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
     return merged
 
 
-def _is_asked(saved: Contents, name: str, asked: set[str]) -> bool:
-    """True if a flattened name of the checkpoint is under one of these top-level names."""
-    return bool(asked & _and_above(name)) if name in saved.unplaced else str(saved.paths[name][0]) in asked
+def _is_requested(saved: Contents, name: str, requested: set[str]) -> bool:
+    """True if a flattened name of the checkpoint is under one of the requested top-level names."""
+    return (
+        bool(requested & _with_parents(name)) if name in saved.without_path else str(saved.paths[name][0]) in requested
+    )
 
 
 def describe(value: Any) -> str:
-    """Return a value of a state or of a checkpoint in words."""
+    """Describe a value of a state or a checkpoint: dtype and shape of a tensor, "a plain value" for all else."""
     if not isinstance(value, torch.Tensor):
         return "a plain value"
     return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
 
 
-def _differs(value: Any, saved: Any) -> str:
-    """Return in words what the checkpoint holds and the state asks for, if these differ; else nothing."""
+def _difference(value: Any, saved: Any) -> str:
+    """Return a text with the saved and the wanted kind, dtype and shape if they differ; else an empty text."""
     given, wanted = describe(saved), describe(value)
     return "" if given == wanted else f"{given} in the checkpoint, {wanted} in the state"
 
 
-def _and_above(key: str) -> set[str]:
-    """Return a name and the names that it is under."""
+def _with_parents(key: str) -> set[str]:
+    """Return a dotted name and its prefixes: ``{"a", "a.b", "a.b.c"}`` for ``"a.b.c"``."""
     return {key, *(key[:place] for place, letter in enumerate(key) if letter == ".")}

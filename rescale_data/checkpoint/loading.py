@@ -1,4 +1,4 @@
-"""Load a checkpoint into a state: compared first, then read and checked, then taken over."""
+"""Load a checkpoint into a state: compare the two, read and check the files, then assign the values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rescale_data.checkpoint.devices import cut, settle
-from rescale_data.checkpoint.entry import KINDS, Entry, Misfits, compare, fitting, of_all_ranks, skipped
+from rescale_data.checkpoint.devices import adapt_tensors, synchronize
+from rescale_data.checkpoint.entry import KINDS, Entry, Misfits, compare, merge_misfits, skipped_entries, values_to_load
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.state import State, entries_of, refuse_unfit
+from rescale_data.checkpoint.state import State, entries_of, refuse_unsavable
 from rescale_data.checkpoint.storage.dcp import Contents, Reader, ValuesReader, flatten
-from rescale_data.checkpoint.storage.open import damaged, mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.storage.open import damaged_error, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import with_loaded
 from rescale_data.engine.states.codec import TABLE, data_states
@@ -61,7 +61,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
-    """Load the checkpoint at ``path`` into ``state``, with all ranks.
+    """Load the checkpoint at ``path`` into ``state``; all ranks call it.
 
     Modules, optimizers and tensors are loaded in place, a ``Stateful`` by its ``load_state_dict``, plain values are replaced in
     the dict that holds them. Names and the sizes of files are checked before anything is loaded, checksums where a piece is
@@ -103,58 +103,60 @@ def load(
 
 
 def load_folder(path: StrPath, state: State, ranks: Ranks, *, strict: bool, **options: Any) -> LoadReport:
-    """Load the checkpoint at ``path``, a folder; ``how`` as for ``storage.open.opened``."""
+    """Load the checkpoint folder at ``path`` into a state; ``options`` are passed on to ``read_checkpoint``."""
     return read_checkpoint(path, lambda reader: _read(reader, state, ranks, strict), ranks, **options)
 
 
 def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadReport:
-    """Load from a reader whose files are in order."""
+    """Load a state through a reader; return the names that were not loaded."""
     # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
     entries = ranks.together(lambda: entries_of(state, ranks.rank, reader.contents))
     live, wanted = ranks.together(lambda: _placeholders(entries, reader))
-    own = compare(entries, wanted, reader.contents)
-    differences = of_all_ranks(ranks.on_each(lambda: own))
+    own_misfits = compare(entries, wanted, reader.contents)
+    differences = merge_misfits(ranks.on_each(lambda: own_misfits))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
     if strict and any(differences[kind] for kind in KINDS):
-        raise ValueError(_complaint(reader.name, differences, reader.contents))
+        raise ValueError(_misfit_message(reader.name, differences, reader.contents))
     if report.not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
-    left = skipped(entries, own)
+    not_loaded = skipped_entries(entries, own_misfits)
     try:
-        loaded = ranks.together(lambda: reader.load(cut(fitting(wanted, own, left), "to_load")))
+        loaded = ranks.together(
+            lambda: reader.load(adapt_tensors(values_to_load(wanted, own_misfits, not_loaded), "to_load"))
+        )
     except DamagedCheckpointError as error:
-        raise damaged(reader.name, error.problems, _HALF) from error
+        raise damaged_error(reader.name, error.problems, _HALF_LOADED) from error
     except Exception as error:
-        error.add_note(_HALF)
+        error.add_note(_HALF_LOADED)
         raise
-    taken = [(entry, value) for entry, value in zip(entries, live, strict=True) if entry not in left]
-    ranks.on_each(lambda: [entry.take(with_loaded(value, loaded, entry.name)) for entry, value in taken])
-    settle(live)
+    to_assign = [(entry, value) for entry, value in zip(entries, live, strict=True) if entry not in not_loaded]
+    ranks.on_each(lambda: [entry.assign(with_loaded(value, loaded, entry.name)) for entry, value in to_assign])
+    synchronize(live)
     return report
 
 
-_HALF = "The state is half loaded: load another checkpoint, over all of it, before you go on."
+_HALF_LOADED = "The state is half loaded: load another checkpoint, over all of it, before you go on."
 
 
 def _placeholders(entries: list[Entry], reader: Reader) -> tuple[list[Any], dict[str, Any]]:
-    """Return what DCP loads into: of each entry, and by flattened name."""
+    """Return the values that DCP loads into, twice: one for each entry, and all of them by flattened name."""
     live = [entry.placeholder(reader) for entry in entries]
     plain = nest([(entry.path, value) for entry, value in zip(entries, live, strict=True)])
-    refuse_unfit(plain)
+    refuse_unsavable(plain)
     return live, flatten(plain)[0]
 
 
-def _complaint(path: str, misfits: Misfits, saved: Contents) -> str:
+def _misfit_message(path: str, misfits: Misfits, saved: Contents) -> str:
     listed = "\n  ".join(f"{KINDS[kind]}: {n}, {what}" for kind in KINDS for n, what in sorted(misfits[kind].items()))
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
         f"The checkpoint holds {_summary(saved)}.\n"
-        f"Build the state as in the run that saved, or pass strict=False to load what fits.{_hint(misfits, saved)}"
+        f"Build the state as in the run that saved, or pass strict=False to load what fits.{_advice(misfits, saved)}"
     )
 
 
-def _hint(misfits: Misfits, saved: Contents) -> str:
-    """Return the cure if N has changed; else nothing."""
+def _advice(misfits: Misfits, saved: Contents) -> str:
+    """Return the advice to restore ``num_logical_shards`` if a loader's table has another shape; else an empty text."""
     if misfits["mismatched"].keys() & {".".join((*root, TABLE)) for root in data_states(saved.paths.values())}:
         return (
             " num_logical_shards is fixed for a whole run, and its default follows global_batch_size: give the loader the "

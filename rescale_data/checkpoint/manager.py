@@ -1,4 +1,4 @@
-"""A run's checkpoints: saved beside training, and kept by rule."""
+"""`CheckpointManager`: saves a run's checkpoints in the background and deletes old ones by rule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saving:
-    """A save that may still run.
+    """A save that may still run in the background.
 
     Args:
         staged: Done when parameters and optimizer state may change: ``staged.done()``.
@@ -98,27 +98,27 @@ class CheckpointManager(RunReader):
         if async_mode not in ("thread", "disabled"):
             raise ValueError(f"async_mode={async_mode!r}: choose one of 'thread', 'disabled'.")
         self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
-        super().__init__(folder, process_group=_own_group(process_group), storage_options=storage_options)
+        super().__init__(folder, process_group=_separate_group(process_group), storage_options=storage_options)
         self._owner: Ownership | None = None
-        self._ranks.on_first(self._open)
-        self._stages = async_mode != "disabled"
+        self._ranks.on_first(self._become_owner)
+        self._in_background = async_mode != "disabled"
         self._stager = Stager()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
-        self._pruning = _done()
+        self._pruning = _done_future()
         self._warned: set[str] = set()
         self._closed = False
         self.num_waits, self.wait_seconds = 0, 0.0
         if self._owner is not None:
             self._pool.submit(self._owner.clean)
 
-    def _open(self) -> None:
+    def _become_owner(self) -> None:
         self._store.mkdir(self._folder.path)
         self._owner = Ownership(self._store, self._folder.path)
 
     @checks_kinds
     def save(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> Saving:
-        """Save ``state`` as ``step``, and delete what no rule keeps.
+        """Save ``state`` as the checkpoint of ``step``, then delete the checkpoints that no rule keeps.
 
         Waits for the save before, and raises what it failed with. A checkpoint of this step is replaced.
 
@@ -127,38 +127,38 @@ class CheckpointManager(RunReader):
             metrics: Numbers for ``keep_best``.
         """
         self.wait()
-        if not self._stages:
-            checked = self._ranks.together(lambda: _checked(step, metrics))
-            self._idle()  # of deletions
+        if not self._in_background:
+            checked = self._ranks.together(lambda: _checked_arguments(step, metrics))
+            self._wait_until_idle()  # of deletions
             self._write(plain_state(state, self._ranks), step, checked)
-            return Saving(_done(), _done())
+            return Saving(_done_future(), _done_future())
         try:
-            checked = _checked(step, metrics)
+            checked = _checked_arguments(step, metrics)
             staged, copies = self._stager.stage(entries_of(state, self._ranks.rank))
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
             failed = Future[Staged]()
             failed.set_exception(error)
-            self._pool.submit(self._upload, failed.result, step, {}).exception()
+            self._pool.submit(self._write_in_background, failed.result, step, {}).exception()
             raise
-        self._running = self._pool.submit(self._upload, copies, step, checked)
+        self._running = self._pool.submit(self._write_in_background, copies, step, checked)
         return Saving(staged, self._running)
 
     def warm_up(self, state: State) -> None:
-        """Take the memory that staging needs, which the first ``save`` of a state takes otherwise; nothing is saved.
+        """Allocate the host memory for copies of a state, which the first ``save`` allocates otherwise; save nothing.
 
         Call it when the model and the optimizer's state are there, after ``load_latest`` or the first step.
         """
         self.wait()
-        if self._stages:
+        if self._in_background:
             self._stager.stage(entries_of(state, self._ranks.rank))[0].result()
 
     def wait_for_staging(self) -> None:
-        """Return when parameters and optimizer state may change. ``optimizer.step()`` of torch calls it by itself."""
+        """Wait until parameters and optimizer state may change. ``optimizer.step()`` of torch waits by itself."""
         self._stager.wait()
 
     def wait(self) -> None:
-        """Return when the save that runs is committed; raise what it failed with."""
+        """Wait until the running save is committed; raise its error if it failed."""
         if self._closed:
             raise ValueError("This CheckpointManager is closed; make another.")
         running, self._running = self._running, None
@@ -177,19 +177,19 @@ class CheckpointManager(RunReader):
 
     @checks_kinds
     def delete(self, step: int) -> bool:
-        """Delete the checkpoint of ``step``, with all ranks; False where there is none, or someone reads it.
+        """Delete the checkpoint of ``step``; False if there is none or it is being read. All ranks call it.
 
-        Of a step that is a link the link goes, and what it points to stays.
+        If the step is a link, only the link is removed.
         """
         self.wait()
-        self._idle()
+        self._wait_until_idle()
         return self._ranks.on_first(lambda: self._delete(step))
 
     def _delete(self, step: int) -> bool:
         return self._owner is not None and step in self.steps() and self._owner.delete(f"step-{step}") == "gone"
 
     def close(self) -> None:
-        """Wait for what runs in the background; raise what it failed with. May be called again."""
+        """Wait for all background work and release the folder; raise the error of a failed save. May be called again."""
         if self._closed:
             return
         with contextlib.ExitStack() as stack:
@@ -214,12 +214,12 @@ class CheckpointManager(RunReader):
         self.wait()
         self._pruning.exception()  # which would leave alone what the lease of a load covers
 
-    def _idle(self) -> None:
-        """Return when nothing is done in the background."""
+    def _wait_until_idle(self) -> None:
+        """Wait until all queued background work is done."""
         with contextlib.suppress(RuntimeError):  # the interpreter exits
             self._pool.submit(int).result()
 
-    def _upload(self, copies: Callable[[], Staged], step: int, metrics: dict[str, float]) -> None:
+    def _write_in_background(self, copies: Callable[[], Staged], step: int, metrics: dict[str, float]) -> None:
         try:
             self._write(self._ranks.together(copies), step, metrics)
         except BaseException as error:
@@ -234,20 +234,20 @@ class CheckpointManager(RunReader):
                 self._pruning = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._warned)
 
 
-def _checked(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
+def _checked_arguments(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
     if type(step) is not int or step < 0:
         raise ValueError(f"step={step!r}: give an integer of at least 0.")
     return checked_metrics(metrics)
 
 
-def _done() -> Future[None]:
+def _done_future() -> Future[None]:
     done: Future[None] = Future()
     done.set_result(None)
     return done
 
 
-def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A gloo group over the same ranks, for nothing but checkpoints: training may use its own at the same time."""
+def _separate_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a separate gloo group over the same ranks, because training may use its group at the same time."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     ranks = None if group is None else dist.get_process_group_ranks(group)

@@ -1,4 +1,4 @@
-"""Values and ranks: a plain value is the same on all ranks; a rank's own value is a `PerRank`.
+"""Plain values, which must be equal on all ranks, and `PerRank`, for values that differ between ranks.
 
 DCP saves a value that is not sharded from one of the ranks that hold it. Where they differ, the others' is lost without a word.
 So a plain value that differs is an error here. Ranks compare a digest of all, and those of each only where these differ.
@@ -18,11 +18,11 @@ from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage.values import is_plain
 from rescale_data.checkpoint.tree import leaves
 
-_OWN = re.compile(r"rank-(\d+)")
+_RANK_KEY = re.compile(r"rank-(\d+)")
 
 
 class PerRank:
-    """A value of each rank's own in a state, such as the state of its random numbers.
+    """Wrapper for a value that differs between ranks, such as the state of a random number generator.
 
     It is saved once a rank. At a load rank r gets the value of rank r of the run that saved; where that had fewer ranks, of
     rank r modulo their number, so that values repeat: seed anew what must differ.
@@ -42,19 +42,19 @@ class PerRank:
         self.value = value
 
 
-def own_name(rank: int) -> str:
-    """Return the key under which a rank's own value is saved."""
+def rank_key(rank: int) -> str:
+    """Return the key under which the `PerRank` value of a rank is saved."""
     return f"rank-{rank}"
 
 
 def source_rank(saved: Set[str], rank: int) -> int:
-    """Return the rank whose value this rank loads, among the ranks that are saved under these keys."""
-    ranks = sorted(int(match[1]) for name in saved if (match := _OWN.fullmatch(name)))
+    """Return the saved rank whose `PerRank` value a rank loads: its own number, or modulo the number of saved ranks."""
+    ranks = sorted(int(match[1]) for name in saved if (match := _RANK_KEY.fullmatch(name)))
     return rank if rank in ranks or not ranks else ranks[rank % len(ranks)]
 
 
 def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
-    """``ValueError`` naming plain values that ranks hold under one name and that differ; a collective.
+    """Raise ``ValueError`` naming the plain values that differ between ranks; a collective.
 
     Compared are arrays, numbers, strings, and tuples, sets and mappings of them and of tensors. Tensors with a name of their
     own are not: those of replicas are kept equal by what trains them, and their buffers may differ.
@@ -64,7 +64,7 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
     compared = {
         ".".join(path): leaf
         for path, leaf in leaves(plain, is_plain)
-        if not (isinstance(leaf, torch.Tensor) or any(map(_OWN.fullmatch, path)))
+        if not (isinstance(leaf, torch.Tensor) or any(map(_RANK_KEY.fullmatch, path)))
     }
     digests = {name: digest for name, leaf in compared.items() if (digest := _digest(leaf))}
     total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
@@ -72,22 +72,24 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
     if len(set(totals)) == 1:
         return
     # Stages of a pipeline hold other names: one rank of each kind tells its own.
-    tells = totals.index(total) == ranks.rank
-    holders: dict[str, dict[bytes, int]] = {}
-    for rank, digests_there in enumerate(ranks.on_each(lambda: digests if tells else {})):
-        for name, digest in digests_there.items():
-            holders.setdefault(name, {}).setdefault(digest, rank)
-    odd = {name: sorted(values.values()) for name, values in holders.items() if len(values) > 1}
-    if odd:
-        listed = "\n  ".join(f"{name}, on ranks {of[0]} and {of[1]}" for name, of in sorted(odd.items())[:20])
+    is_first_of_kind = totals.index(total) == ranks.rank
+    ranks_by_digest: dict[str, dict[bytes, int]] = {}
+    for rank, digests_of_rank in enumerate(ranks.on_each(lambda: digests if is_first_of_kind else {})):
+        for name, digest in digests_of_rank.items():
+            ranks_by_digest.setdefault(name, {}).setdefault(digest, rank)
+    differing = {name: sorted(values.values()) for name, values in ranks_by_digest.items() if len(values) > 1}
+    if differing:
+        listed = "\n  ".join(
+            f"{name}, on ranks {pair[0]} and {pair[1]}" for name, pair in sorted(differing.items())[:20]
+        )
         raise ValueError(
-            f"{len(odd)} values are not the same on all ranks, and a checkpoint holds one of each:\n  {listed}\n"
+            f"{len(differing)} values are not the same on all ranks, and a checkpoint holds one of each:\n  {listed}\n"
             f"Wrap what is each rank's own into checkpoint.PerRank(value), or give it a name of its own on each rank."
         )
 
 
 def _digest(value: Any) -> bytes:
-    """Return a digest of eight bytes; no bytes for sharded tensors and unknown classes."""
+    """Return a digest of 8 bytes of a value; no bytes for sharded tensors and unknown classes."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         flat = cast(torch.Tensor, value).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         parts = [f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes()]

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """A process group, or a single process where there is none.
+    """A process group in which an error on one rank is raised on all ranks; or a single process.
 
     Each call is a collective: all ranks of the group make it, and what one of them raises, all raise, so that no rank
     waits for one that has gone.
@@ -40,37 +40,37 @@ class Ranks:
         return self.rank == 0
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Return on all ranks what ``work`` returns on rank 0."""
+        """Run ``work`` on rank 0, and return its result on all ranks."""
         if self.size == 1:
             return work()
-        outcome: list[Any] = [_attempt(work) if self.is_first else None]
+        outcome: list[Any] = [_try(work) if self.is_first else None]
         source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
         dist.broadcast_object_list(outcome, src=source, group=self.group)
-        return _values(outcome)[0]
+        return _results(outcome)[0]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
-        """Return on all ranks what ``work`` returns on each, in rank order."""
+        """Run ``work`` on every rank, and return all results on every rank, in rank order."""
         if self.size == 1:
             return [work()]
         outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, _attempt(work), group=self.group)
-        return _values(outcomes)
+        dist.all_gather_object(outcomes, _try(work), group=self.group)
+        return _results(outcomes)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns on this rank, once it has not raised on any."""
+        """Run ``work`` on every rank and return this rank's result; raise on all ranks if it fails on one."""
         done: list[T] = []
         self.on_each(lambda: done.append(work()))
         return done[0]
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:
         return None, picklable(error)
 
 
-def _values(outcomes: list[Any]) -> list[Any]:
+def _results(outcomes: list[Any]) -> list[Any]:
     for rank, (_, error) in enumerate(outcomes):
         if error is not None:
             if len(outcomes) > 1:
@@ -90,25 +90,25 @@ _CURES = {
 }
 
 
-def clear_error(error: BaseException, doing: str) -> BaseException:
-    """Return the error to raise for ``error``.
+def error_with_cure(error: BaseException, activity: str) -> BaseException:
+    """Return a clearer error to raise in place of ``error``: with the operation that failed and a cure.
 
     Errors of ours stay what they are. Errors of the system keep their type and number and say what was being done, what
     became of it and the cure. Anything else is a ``RuntimeError`` with the ranks that failed.
     """
     if isinstance(error, CheckpointException):
-        return _of_ranks(error, doing)
+        return _from_dcp_error(error, activity)
     if isinstance(error, OSError) and error.errno is not None:
         cure = _CURES.get(error.errno, "The checkpoints before it are untouched.")
         name = f" ({error.filename})" if error.filename else ""
-        return type(error)(error.errno, f"{doing} failed: {error.strerror}{name}. {cure}")
+        return type(error)(error.errno, f"{activity} failed: {error.strerror}{name}. {cure}")
     return error
 
 
-def _of_ranks(error: CheckpointException, doing: str) -> BaseException:
+def _from_dcp_error(error: CheckpointException, activity: str) -> BaseException:
     first = min(error.failures)
     cause = error.failures[first][0]
     if isinstance(cause, OSError | DataStateError) or type(cause) in (ValueError, TypeError, DamagedCheckpointError):
-        return clear_error(cause, doing)
+        return error_with_cure(cause, activity)
     ranks = ", ".join(map(str, sorted(error.failures)))
-    return RuntimeError(f"{doing} failed on rank {ranks}: {type(cause).__name__}: {cause}")
+    return RuntimeError(f"{activity} failed on rank {ranks}: {type(cause).__name__}: {cause}")

@@ -1,4 +1,4 @@
-"""Rules of which checkpoints to keep, by steps and their metrics alone, and the deletion of the others."""
+"""Rules that choose the checkpoints to keep, by step and metric, and the deletion of all others."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class Retention:
             )
 
     def to_delete(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """Return the steps that nothing keeps, oldest first, of checkpoints given as ``{step: metrics}``."""
+        """Return the steps that no rule keeps, oldest first, of checkpoints given as ``{step: metrics}``."""
         if self.keep_latest is None:
             return []
         steps = sorted(metrics)
         kept = set(steps[-self.keep_latest :])
         if self.keep_best is not None:
             name, mode, count = self.keep_best
-            kept |= set(ranked(metrics, name, mode)[:count])
+            kept |= set(best_first(metrics, name, mode)[:count])
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
         return [step for step in steps if step not in kept]
 
     def missing_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> str:
-        """Return an error if there are checkpoints and none has the metric of ``keep_best``; else an empty text."""
+        """Return an error message if checkpoints exist and none has the metric of ``keep_best``; else an empty text."""
         known = {name for values in metrics.values() for name in values}
         if self.keep_best is None or not metrics or self.keep_best[0] in known:
             return ""
@@ -61,15 +61,15 @@ class Retention:
         )
 
 
-def ranked(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> list[int]:
+def best_first(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> list[int]:
     """Return the steps that have the metric, the best first; nan is worse than any number."""
     sign = 1.0 if mode == "min" else -1.0
     scores = {step: sign * values[name] for step, values in metrics.items() if name in values}
     return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))
 
 
-def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved: int, warned: set[str]) -> None:
-    """Delete what no rule keeps but for the step that was saved last; never raises.
+def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int, warned: set[str]) -> None:
+    """Delete the checkpoints that no rule keeps, except the step saved last; log errors and never raise.
 
     Args:
         warned: What was warned of already; more comes in.
@@ -77,17 +77,17 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved: int, war
     try:
         steps = owner.steps(folder.named())
         metrics = owner.metrics(steps) if rules.keep_best else {step: {} for step in steps}
-        if (later := sorted(step for step in metrics if step > saved)) and "later" not in warned:
+        if (later := sorted(step for step in metrics if step > saved_step)) and "later" not in warned:
             warned.add("later")
-            logger.warning(_LATER, saved, folder.path, later)
-        doomed = rules.to_delete(metrics)
-        if doomed and (missing := rules.missing_metric(metrics)) and "missing" not in warned:
+            logger.warning(_LATER_STEPS, saved_step, folder.path, later)
+        steps_to_delete = rules.to_delete(metrics)
+        if steps_to_delete and (missing := rules.missing_metric(metrics)) and "missing" not in warned:
             warned.add("missing")
             logger.warning("In %s %s. Give save() metrics of that name.", folder.path, missing)
     except Exception as error:
         logger.warning(_NOT_DELETED, folder.path, error)
         return
-    for path, step in ((folder.checkpoint(step), step) for step in doomed if step != saved):
+    for path, step in ((folder.checkpoint(step), step) for step in steps_to_delete if step != saved_step):
         try:
             if owner.delete(f"step-{step}") == "gone":
                 logger.info("Deleted %s.", path)
@@ -97,7 +97,7 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved: int, war
 
 
 def delete_steps(folder: RunFolder, steps: list[int], *, wait: bool) -> dict[str, str]:
-    """Delete steps of a run that nobody saves to; return for each "deleted", "being read", or "undecided" after one look.
+    """Delete steps of a run; return "deleted", "being read" or "undecided" (after one look) for each step.
 
     Args:
         wait: Look twice, about a minute apart, at holders of other hosts.
@@ -118,7 +118,7 @@ def delete_steps(folder: RunFolder, steps: list[int], *, wait: bool) -> dict[str
 
 
 _NOT_DELETED = "%s: what no rule keeps was not deleted; the next save tries again: %s"
-_LATER = (
+_LATER_STEPS = (
     "Step %s was saved, and %s holds the later steps %s: load_latest loads the last of them. Delete them if the run went back "
     "to an earlier step, or go on in another folder."
 )

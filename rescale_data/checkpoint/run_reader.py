@@ -1,4 +1,4 @@
-"""A run's checkpoints for who only reads them: listed, and the newest whole one found."""
+"""`RunReader`: lists a run's checkpoints and loads them, without saving or deleting any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint.loading import LoadReport, load_folder
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.retention import ranked
+from rescale_data.checkpoint.retention import best_first
 from rescale_data.checkpoint.state import State
 from rescale_data.checkpoint.storage.open import AbsentError, open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunReader:
-    """A run's checkpoints, ``<folder>/step-<step>``, for who only reads them: takes no lock, and needs no permission to write.
+    """Lists and loads a run's checkpoints, ``<folder>/step-<step>``; takes no lock and needs no permission to write.
 
     All ranks make the reader, and all call ``load`` and ``load_latest``. Where it may write, it has a lease while it loads,
     so that the run leaves the checkpoint alone.
@@ -56,27 +56,27 @@ class RunReader:
         self._ranks = Ranks(process_group)
 
     def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, in order. Any rank may ask."""
+        """Return the steps that have a committed checkpoint, in order. Any rank may call it."""
         return self._folder.steps()
 
     def latest_step(self) -> int | None:
-        """The highest step with a committed checkpoint; None where there is none. Any rank may ask."""
+        """Return the highest step that has a committed checkpoint, or None. Any rank may call it."""
         return next((step for step, _ in self._folder.saves()), None)
 
     @checks_kinds
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """The step that is best by a metric that was given to ``save``; None where none has it. Any rank may ask."""
+        """Return the best step by a metric that was given to ``save``; None if no step has it. Any rank may call it."""
         if mode not in ("min", "max"):
             raise ValueError(f'mode={mode!r}: give "min" or "max".')
-        return next(iter(ranked(self._folder.metrics(), metric, mode)), None)
+        return next(iter(best_first(self._folder.metrics(), metric, mode)), None)
 
     def load(self, step: int, state: State, *, strict: bool = True) -> LoadReport:
-        """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
+        """Load the checkpoint of ``step`` into ``state``, as ``rescale_data.checkpoint.load`` does."""
         self._prepare_load()
         return self._load(step, state, strict=strict)
 
     def load_latest(self, state: State, *, strict: bool = True) -> int | None:
-        """Load the newest checkpoint whose files are in order, and return its step; None where there is no checkpoint.
+        """Load the newest checkpoint that is not damaged, and return its step; None if there is no checkpoint.
 
         A damaged checkpoint is passed over with a warning and an error in the log. One that is whole and does not
         fit ``state`` is an error, or with ``strict=False`` a warning in the log that names what was not loaded.
@@ -86,26 +86,26 @@ class RunReader:
         """
         self._prepare_load()
         named, before = self._ranks.on_first(self._folder.named), None
-        passed: dict[int, Exception] = {}
+        passed_over: dict[int, Exception] = {}
         while named != before:  # retention may have deleted all that were listed while newer ones were saved
             for step in reversed(named):
                 try:
-                    report = self._load(step, state, strict=strict, foreign=False)
+                    report = self._load(step, state, strict=strict, allow_foreign=False)
                 except (DamagedCheckpointError, AbsentError) as error:
                     if not isinstance(
-                        passed.get(step), DamagedCheckpointError
+                        passed_over.get(step), DamagedCheckpointError
                     ):  # deleted since, and loaded in part before
-                        passed[step] = error
+                        passed_over[step] = error
                 except Exception as error:
-                    for other, why in passed.items():
+                    for other, why in passed_over.items():
                         error.add_note(f"Before that, step {other} was passed over: {why}")
                     raise
                 else:
                     if self._ranks.is_first:
-                        self._warn(step, report, {newer: why for newer, why in passed.items() if newer > step})
+                        self._warn(step, report, {newer: why for newer, why in passed_over.items() if newer > step})
                     return step
             named, before = self._ranks.on_first(self._folder.named), named
-        damaged = {step: str(why) for step, why in passed.items() if isinstance(why, DamagedCheckpointError)}
+        damaged = {step: str(why) for step, why in passed_over.items() if isinstance(why, DamagedCheckpointError)}
         if damaged:
             listed = "\n".join(damaged.values())
             raise DamagedCheckpointError(
@@ -118,15 +118,15 @@ class RunReader:
         return load_folder(path, state, self._ranks, storage_options=self._options, **options)
 
     def _prepare_load(self) -> None:
-        """Before a load."""
+        """Do nothing; a subclass may override it to run code before each load."""
 
-    def _warn(self, step: int, report: LoadReport, passed: Mapping[int, Exception]) -> None:
-        """Name newer steps that were not loaded in one line of the log, a warning, too, where one is damaged; and misfits."""
-        if passed:
-            listed = "; ".join(f"step {newer}: {' '.join(str(why).split())}" for newer, why in passed.items())
+    def _warn(self, step: int, report: LoadReport, passed_over: Mapping[int, Exception]) -> None:
+        """Log the newer steps that were not loaded, with a Python warning if one is damaged, and the state's misfits."""
+        if passed_over:
+            listed = "; ".join(f"step {newer}: {' '.join(str(why).split())}" for newer, why in passed_over.items())
             text = f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {listed}"
             logger.warning(text)
-            if any(isinstance(why, DamagedCheckpointError) for why in passed.values()):
+            if any(isinstance(why, DamagedCheckpointError) for why in passed_over.values()):
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
         if report.missing or report.unexpected or report.mismatched:
             logger.warning(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rescale_data.checkpoint.rank_values import refuse_disagreement
-from rescale_data.checkpoint.ranks import Ranks, clear_error
+from rescale_data.checkpoint.ranks import Ranks, error_with_cure
 from rescale_data.checkpoint.state import State, entries_of, plain_of
 from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.claims import LONE, Save
@@ -19,7 +19,7 @@ from rescale_data.checkpoint.storage.commit import Ownership, prepare
 from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, checked_metrics
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
-from rescale_data.checkpoint.storage.values import warn_of_refused
+from rescale_data.checkpoint.storage.values import warn_of_unloadable
 from rescale_data.checkpoint.tree import lost_in_names
 from rescale_data.errors import checks_kinds
 
@@ -35,7 +35,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save ``state`` at ``path``, with all ranks, and return when it is committed.
+    """Save ``state`` as a checkpoint at ``path``, and return when it is committed; all ranks call it.
 
     The folder is a plain DCP checkpoint that ``torch.distributed.checkpoint.load`` reads, and a manifest, which lists every
     file with its size and checksum. Until the manifest is put, ``path`` is what it was: a save that fails or is killed leaves
@@ -76,7 +76,7 @@ def save(
 
 
 def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
-    """Return what DCP saves of ``state``. Its tensors may be the live ones.
+    """Return ``state`` as nested dicts of values that DCP can save. Its tensors may be the live ones.
 
     An error of one rank is raised on all.
     """
@@ -86,7 +86,7 @@ def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
 
 
 def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
-    """Save plain values and tensors from this process, whatever process groups there are."""
+    """Save plain values and tensors from this process alone, even if a process group is initialized."""
     write(*open_store(path, storage_options, to_write=True), plain, Ranks(alone=True))
 
 
@@ -101,7 +101,7 @@ def write(
     step: int | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Write and commit, or remove what was written and raise why.
+    """Write and commit a checkpoint; on an error remove its files, and raise.
 
     Args:
         run: The owner of the run that the checkpoint is a step of, on the first rank; default: it is a run of its own.
@@ -115,10 +115,10 @@ def write(
         owners.append(run or Ownership(store, final, lone=True))
         return owners[0].begin(name)
 
-    _refuse_different(f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
+    _require_same_target(f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
     refuse_disagreement(plain, ranks)
     if ranks.is_first:
-        warn_of_refused(plain)
+        warn_of_unloadable(plain)
     try:
         save = draft = ranks.on_first(begin)
         files = _write_files(store, final, draft, plain, ranks)
@@ -137,14 +137,14 @@ def write(
         for owner in owners:
             with contextlib.suppress(Exception):
                 owner.abandon(name, save)
-        raise clear_error(error, f"Saving {final}") from error
+        raise error_with_cure(error, f"Saving {final}") from error
     for owner in owners:
         if run is None:
             owner.clean()
 
 
-def _refuse_different(own: str, ranks: Ranks) -> None:
-    others = ranks.on_each(lambda: own)
+def _require_same_target(description: str, ranks: Ranks) -> None:
+    others = ranks.on_each(lambda: description)
     if len(set(others)) > 1:
         names = ", ".join(sorted(set(others))[:4])
         raise ValueError(
@@ -153,7 +153,7 @@ def _refuse_different(own: str, ranks: Ranks) -> None:
 
 
 def _write_files(store: Store, final: str, save: Save, plain: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
-    """Return the record of each file of all ranks, by name."""
+    """Write the data files of all ranks; return the size and checksums of each file, by name."""
     store.written, prefix, folder = {}, f"{save.folder}/", join(final, save.folder)
     dcp.save(plain, store, folder, ranks, name=final, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
     written = [file for of_rank in ranks.on_each(lambda: store.written) for file in of_rank.items()]

@@ -1,4 +1,4 @@
-"""Staging: a copy of the state that training cannot change any more, made while the next forward and backward run.
+"""Staging: copy a state before it is saved in the background, while the next forward and backward run.
 
 What only an optimizer's step changes, parameters and optimizer state, is copied by DCP's stager in the background, and any
 ``optimizer.step()`` waits for it. Everything else (buffers, the loader's rows, plain values) is copied before ``stage``
@@ -21,18 +21,18 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rescale_data.checkpoint.devices import address, copied
+from rescale_data.checkpoint.devices import address, detached_copy
 from rescale_data.checkpoint.entry import Entry
 from rescale_data.checkpoint.state import plain_of
-from rescale_data.checkpoint.tree import mapped
+from rescale_data.checkpoint.tree import map_leaves
 
 Staged = dict[str, Any]
-Late: TypeAlias = dict[tuple[Any, ...], torch.Tensor]
-"""What is copied in the background, by its path."""
+Deferred: TypeAlias = dict[tuple[Any, ...], torch.Tensor]
+"""Tensors that are copied in the background, by their path in the state."""
 
 
 class Stager:
-    """Copies states for one manager, into host memory that is kept from save to save."""
+    """Copies states for one manager into host memory, which the next save uses again."""
 
     def __init__(self) -> None:
         self._stager = _new_stager()
@@ -43,37 +43,39 @@ class Stager:
         self._hook = register_optimizer_step_pre_hook(functools.partial(_wait, pending))
 
     def stage(self, entries: list[Entry]) -> tuple[Future[None], Callable[[], Staged]]:
-        """Copy the state of ``entries`` as it is now. One at a time: the memory is used again.
+        """Copy the current state of ``entries``. One copy exists at a time: the next call reuses its memory.
 
         Returns:
             Done when it is copied; and what gives the copy.
         """
-        steady = {place for entry in entries for tensor in entry.steady() if (place := address(tensor))}
-        late: Late = {}
-        plain = mapped(plain_of(entries), lambda path, leaf: _copy(path, leaf, steady, late))
-        done = self._thread.submit(self._copy, late, _asked_for(late))
+        optimizer_owned = {
+            place for entry in entries for tensor in entry.optimizer_owned() if (place := address(tensor))
+        }
+        deferred: Deferred = {}
+        plain = map_leaves(plain_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))
+        done = self._thread.submit(self._copy, deferred, _queued_work(deferred))
         self._pending[:] = [done]
 
         def copies() -> Staged:
             done.result()
-            return mapped(plain, lambda path, leaf: late.get(path, leaf))
+            return map_leaves(plain, lambda path, leaf: deferred.get(path, leaf))
 
         return done, copies
 
-    def _copy(self, late: Late, asked_for: list[torch.Event]) -> None:
-        """Put copies in the place of live tensors."""
-        for event in asked_for:
+    def _copy(self, deferred: Deferred, queued_work: list[torch.Event]) -> None:
+        """Wait for the accelerator, then replace the live tensors by copies in host memory."""
+        for event in queued_work:
             event.synchronize()
         with self._stream:
             try:
-                staged = self._stager.stage(cast(Any, late))
+                staged = self._stager.stage(cast(Any, deferred))
             except KeyError:  # in torch 2.10 and 2.11 a stager ends with its first copy, and keeps no memory
                 self._stager = _new_stager()
-                staged = self._stager.stage(cast(Any, late))
-        late |= cast(Late, staged)
+                staged = self._stager.stage(cast(Any, deferred))
+        deferred |= cast(Deferred, staged)
 
     def wait(self) -> None:
-        """Return when the state may change. An error of the copy belongs to the save and is raised there."""
+        """Wait until the state may change. An error of the copy belongs to the save and is raised there."""
         _wait(self._pending)
 
     def close(self) -> None:
@@ -99,8 +101,8 @@ def _wait(pending: list[Future[None]], *_: object) -> None:
         future.exception()
 
 
-def _asked_for(tensors: Late) -> list[torch.Event]:
-    """Return an event of each accelerator that happens when it has done all that it was asked for so far."""
+def _queued_work(tensors: Deferred) -> list[torch.Event]:
+    """Return an event for each accelerator, which fires when the work queued there so far is done."""
     devices = {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}
     events = [torch.Event(device, blocking=True) for device in devices]
     for event, device in zip(events, devices, strict=True):
@@ -108,12 +110,12 @@ def _asked_for(tensors: Late) -> list[torch.Event]:
     return events
 
 
-def _copy(path: tuple[Any, ...], value: Any, steady: set[int], late: Late) -> Any:
+def _copy(path: tuple[Any, ...], value: Any, optimizer_owned: set[int], deferred: Deferred) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    is_steady = address(value) in steady
-    tensor = value.detach() if is_steady else copied(value)
-    if not is_steady and tensor.device.type == "cpu":
+    is_optimizer_owned = address(value) in optimizer_owned
+    tensor = value.detach() if is_optimizer_owned else detached_copy(value)
+    if not is_optimizer_owned and tensor.device.type == "cpu":
         return tensor
-    late[path] = tensor
+    deferred[path] = tensor
     return None

@@ -1,4 +1,4 @@
-"""Values that may be in a state: modules, optimizers, anything Stateful, tensors and plain values, each by its own rule.
+"""Make an `Entry` of each value of a state: modules, optimizers, ``Stateful`` objects, tensors and plain values.
 
 DCP knows tensors and plain values, and expands what is Stateful at the top level alone. An ``Entry`` turns one value of the
 user's state into what DCP knows, at any depth, and takes back what DCP has loaded.
@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rescale_data.checkpoint.devices import cut, refuse_pickled
+from rescale_data.checkpoint.devices import adapt_tensors, refuse_pickled
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
-from rescale_data.checkpoint.optimizer.named import owner
-from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
+from rescale_data.checkpoint.optimizer.named import owning_module
+from rescale_data.checkpoint.rank_values import PerRank, rank_key, source_rank
 from rescale_data.checkpoint.storage.dcp import Contents, Reader
 from rescale_data.checkpoint.tree import leaves
 from rescale_data.engine.states.codec import TABLE, with_columns_of
@@ -35,14 +35,14 @@ State: TypeAlias = Mapping[str, Any]
 
 
 class _StatefulEntry(Entry):
-    """The state of any object; a loader's state is loaded also where the columns of its table have changed."""
+    """Entry of a ``Stateful`` object. A loader's state also loads if the columns of its table have changed."""
 
     def placeholder(self, reader: Reader) -> Any:
         return with_columns_of(self.plain(), reader.contents.values.get(f"{self.name}.{TABLE}"))
 
 
 def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> list[Entry]:
-    """Return the entries of a state, nested mappings included.
+    """Return an `Entry` for each value of a state, also of nested mappings.
 
     Args:
         rank: Whose own values are meant by ``PerRank``.
@@ -53,17 +53,19 @@ def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> li
     values = _walk(state, ())
     modules = [(path, value) for path, value, _ in values if isinstance(value, nn.Module)]
     return [
-        _own_entry(path, value, rank, saved) if isinstance(value, PerRank) else _entry(path, value, holder, modules)
-        for path, value, holder in values
+        _per_rank_entry(path, value, rank, saved)
+        if isinstance(value, PerRank)
+        else _entry(path, value, container, modules)
+        for path, value, container in values
     ]
 
 
 def plain_of(entries: list[Entry]) -> dict[str, Any]:
-    """Return what DCP saves of the entries. Its tensors may be the live ones."""
+    """Return the entries as nested dicts of values that DCP can save. Tensors may be the live ones."""
     plain = nest([(entry.path, entry.plain()) for entry in entries])
     refuse_pickled(plain)
-    refuse_unfit(plain)
-    return cut(plain, "to_save")
+    refuse_unsavable(plain)
+    return adapt_tensors(plain, "to_save")
 
 
 def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
@@ -74,62 +76,63 @@ def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping
                 f"{'.'.join((*path, str(key)))!r}: the key {key!r} is a {type(key).__name__}; keys are strings."
             )
         here = (*path, key)
-        if isinstance(value, Mapping) and value and not isinstance(value, Stateful) and _has_names(value):
+        if isinstance(value, Mapping) and value and not isinstance(value, Stateful) and _has_string_keys(value):
             entries.extend(_walk(cast(Mapping[Any, Any], value), here))
         else:
             entries.append((here, value, state))
     return entries
 
 
-def _has_names(value: Mapping[Any, Any]) -> bool:
+def _has_string_keys(value: Mapping[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in value)
 
 
-def _own_entry(path: Path, own: PerRank, rank: int, saved: Contents | None) -> Entry:
-    """Return the entry of a rank's own value, under the rank's name; values of other ranks are not missed."""
+def _per_rank_entry(path: Path, per_rank: PerRank, rank: int, saved: Contents | None) -> Entry:
+    """Return the entry of a `PerRank` value, saved under the rank's key; saved values of other ranks are ignored."""
     names = {str(inner[0]) for inner in saved.under(path).paths.values()} if saved else set[str]()
-    key = own_name(source_rank(names, rank))
-    entry = _entry((*path, key), own.value, vars(own), [], key="value")
+    key = rank_key(source_rank(names, rank))
+    entry = _entry((*path, key), per_rank.value, vars(per_rank), [], key="value")
     entry.left_out = {".".join((*path, name)) for name in names - {key}}
     return entry
 
 
 def _entry(
-    path: Path, value: Any, holder: Mapping[str, Any], modules: list[tuple[Path, nn.Module]], key: str | None = None
+    path: Path, value: Any, container: Mapping[str, Any], modules: list[tuple[Path, nn.Module]], key: str | None = None
 ) -> Entry:
     if isinstance(value, nn.Module):
-        plain, take = partial(get_model_state_dict, value), partial(set_model_state_dict, value)
-        return Entry(path, plain, take, steady=value.parameters)
+        plain, assign = partial(get_model_state_dict, value), partial(set_model_state_dict, value)
+        return Entry(path, plain, assign, optimizer_owned=value.parameters)
     if isinstance(value, torch.optim.Optimizer):
-        model = owner(".".join(path), value, modules)
+        model = owning_module(".".join(path), value, modules)
         if not FullyShardedDataParallel.fsdp_modules(model):
             return OptimizerEntry(path, model, value)
         # FSDP1 alone knows how its flat parameters are cut: as DCP gives and takes them, all or nothing.
-        plain, take = (
-            partial(of_torch, model, value) for of_torch in (get_optimizer_state_dict, set_optimizer_state_dict)
+        plain, assign = (
+            partial(torch_function, model, value)
+            for torch_function in (get_optimizer_state_dict, set_optimizer_state_dict)
         )
-        return Entry(path, plain, take, whole=True)
+        return Entry(path, plain, assign, all_or_nothing=True)
     if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):  # to ask a protocol takes 20 us
-        return _StatefulEntry(path, value.state_dict, value.load_state_dict, whole=True)
+        return _StatefulEntry(path, value.state_dict, value.load_state_dict, all_or_nothing=True)
     _refuse_inside(path, value)
-    return Entry(path, lambda: value, lambda loaded: _replace(path, value, holder, key or path[-1], loaded))
+    return Entry(path, lambda: value, lambda loaded: _replace(path, value, container, key or path[-1], loaded))
 
 
-def _replace(path: Path, value: Any, holder: Mapping[str, Any], key: str, loaded: Any) -> None:
-    """Put a plain value into the mapping that holds it; a tensor was loaded in place."""
+def _replace(path: Path, value: Any, container: Mapping[str, Any], key: str, loaded: Any) -> None:
+    """Put a loaded plain value into the mapping that holds it; do nothing for a tensor, which is loaded in place."""
     if isinstance(value, torch.Tensor):
         return
-    if not isinstance(holder, MutableMapping):
-        raise TypeError(f"{'.'.join(path)!r} is a plain value in a {type(holder).__name__}; load into a dict.")
-    holder[key] = loaded
+    if not isinstance(container, MutableMapping):
+        raise TypeError(f"{'.'.join(path)!r} is a plain value in a {type(container).__name__}; load into a dict.")
+    container[key] = loaded
 
 
 def _refuse_inside(path: Path, value: Any) -> None:
-    """``TypeError`` if a value holds an object with a state, which would be pickled whole, or keys with equal names."""
+    """Raise ``TypeError`` if a plain value contains a ``Stateful`` object, or keys that are equal as text."""
     if isinstance(value, Mapping):
         items = list(cast(Mapping[Any, Any], value).items())
-        odd = [key for key, _ in items if not isinstance(key, str | int | float | None)]
-        if odd or len({str(key) for key, _ in items}) < len(items):
+        bad_keys = [key for key, _ in items if not isinstance(key, str | int | float | None)]
+        if bad_keys or len({str(key) for key, _ in items}) < len(items):
             raise TypeError(
                 f"{'.'.join(path)!r} has the keys {[key for key, _ in items][:5]}: give strings or numbers that differ as text."
             )
@@ -147,16 +150,16 @@ def _refuse_inside(path: Path, value: Any) -> None:
         _refuse_inside((*path, str(key)), item)
 
 
-def refuse_unfit(plain: Mapping[str, Any]) -> None:
-    """``ValueError`` naming every tensor of a nested state that has no place in a checkpoint, and the cure."""
+def refuse_unsavable(plain: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` naming each tensor that cannot be saved or loaded (meta, quantized, sparse), with a cure."""
     tensors = {".".join(path): leaf for path, leaf in leaves(plain) if isinstance(leaf, torch.Tensor)}
-    refused = [f"{name} {why}" for name, tensor in tensors.items() if (why := _why(tensor))]
+    refused = [f"{name} {why}" for name, tensor in tensors.items() if (why := _reason(tensor))]
     if refused:
         listed = "\n  ".join(refused)
         raise ValueError(f"These tensors can be neither saved nor loaded; nothing was done:\n  {listed}")
 
 
-def _why(tensor: torch.Tensor) -> str:
+def _reason(tensor: torch.Tensor) -> str:
     if tensor.device.type == "meta":
         return "is on the meta device and has no memory: call module.to_empty(device=...) before."
     # Not is_quantized and is_nested: FSDP1's ShardedTensor knows neither.

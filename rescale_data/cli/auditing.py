@@ -1,4 +1,4 @@
-"""Steps that served a document, and documents that steps held, as plain values."""
+"""The command ``audit``: steps that served a document, or documents of some steps, as plain values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rescale_data.engine.recipe import Pipeline
 
 
 def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | None, **as_loaded: Any) -> dict[str, Any]:
-    """``served``: samples as `rescale_data.audit.replay.Served`; with ``find`` also how many rows, and how often drawn.
+    """Return the audit's result: ``served`` samples and ``steps``; with ``find`` also the counts ``rows`` and ``drawn``.
 
     Args:
         pipelines: ``module:function``, or a source or dataset; looked for in the working directory, too.
@@ -44,7 +44,7 @@ def _imported(name: str) -> Pipeline:
 
 
 def imported(name: str) -> Any:
-    """Return the object that ``MODULE:NAME`` stands for; ``ValueError`` where there is none."""
+    """Import the object that ``MODULE:NAME`` names; raise ``ValueError`` if there is none."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise ValueError(f"{name!r} names nothing: give MODULE:NAME, train:pipeline for `pipeline` in train.py.")

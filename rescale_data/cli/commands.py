@@ -1,4 +1,4 @@
-"""The commands of ``rescale-data``. Each prints for people, or with ``--json`` for scripts.
+"""The commands of ``rescale-data``. Each prints text, or with ``--json`` one JSON document.
 
 What they do is imported when they do it: torch takes seconds, and ``--help`` needs none of it.
 """
@@ -34,8 +34,8 @@ def ls(folder: Folder, as_json: Json = False) -> None:
     """List the checkpoints in a run's FOLDER, with size, time and metrics."""
     from rescale_data.cli import inspect, render
 
-    checkpoints = _or_exit(lambda: inspect.list_checkpoints(folder))
-    _out(as_json, checkpoints, lambda console: render.show_list(console, checkpoints))
+    checkpoints = _run_or_exit(lambda: inspect.list_checkpoints(folder))
+    _print(as_json, checkpoints, lambda console: render.show_list(console, checkpoints))
 
 
 @app.command()
@@ -50,15 +50,15 @@ def index(
     processes: Annotated[int, typer.Option(min=1, help="Processes that read files.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Index the files at PATHS, so that a job that reads them with index_dir= starts without looking into each."""
+    """Index the files at PATHS, so that a job that is given index_dir= starts without opening each file."""
     from rich.console import Console
 
     from rescale_data.cli import index as indexing
 
     console = Console(stderr=True)
-    made = _or_exit(lambda: indexing.index(paths, index_dir, form, processes, console))
-    text = "{files} {format} files with {rows} rows are indexed in {index_dir}".format(**made)
-    _out(as_json, made, lambda console: console.print(text))
+    result = _run_or_exit(lambda: indexing.index(paths, index_dir, form, processes, console))
+    text = "{files} {format} files with {rows} rows are indexed in {index_dir}".format(**result)
+    _print(as_json, result, lambda console: console.print(text))
 
 
 @app.command()
@@ -72,9 +72,9 @@ def rows(
     """Find the rows of SOURCE that have one of the IDS and write the list OUT, to leave them out of a run."""
     from rescale_data.cli.rows import write_rows
 
-    report = _or_exit(lambda: write_rows(source, ids, column, out))
+    report = _run_or_exit(lambda: write_rows(source, ids, column, out))
     text = "{rows} rows have one of the {ids} ids: {out}".format(**report)
-    _out(as_json, report, lambda console: console.print(text, markup=False))
+    _print(as_json, report, lambda console: console.print(text, markup=False))
 
 
 @app.command()
@@ -87,10 +87,10 @@ def show(
     from rescale_data.cli import inspect, render
 
     if html is not None:
-        written = _or_exit(lambda: inspect.write_page(path, html))
-        return _out(as_json, {"html": written}, lambda console: console.print(written, markup=False))
-    summary = _or_exit(lambda: inspect.summarize(path))
-    return _out(as_json, summary, lambda console: render.show_summary(console, summary))
+        written = _run_or_exit(lambda: inspect.write_page(path, html))
+        return _print(as_json, {"html": written}, lambda console: console.print(written, markup=False))
+    summary = _run_or_exit(lambda: inspect.summarize(path))
+    return _print(as_json, summary, lambda console: render.show_summary(console, summary))
 
 
 @app.command()
@@ -107,8 +107,8 @@ def plan(
     from rescale_data.cli import planning, render
 
     sizes = [*([] if before is None else [before]), *(to or [])]
-    answer = _or_exit(lambda: planning.answer(global_batch_size, sizes, gpus, model_parallel, num_logical_shards))
-    _out(as_json, answer, lambda console: render.show_plan(console, answer))
+    answer = _run_or_exit(lambda: planning.answer(global_batch_size, sizes, gpus, model_parallel, num_logical_shards))
+    _print(as_json, answer, lambda console: render.show_plan(console, answer))
 
 
 @app.command()
@@ -128,12 +128,12 @@ def audit(
     limit: Annotated[int, typer.Option(min=0, help="Print at most this many samples.")] = 50,
     as_json: Json = False,
 ) -> None:
-    """Say in which steps the run in FOLDER served a document, or what its steps held: read again from its checkpoints."""
+    """Find the steps in which the run in FOLDER served a document, or list the documents of some steps."""
     from rescale_data.cli import auditing, render
 
     as_loaded = {"repeat": repeat, "tail": tail, "num_workers": num_workers}
-    answer = _or_exit(lambda: auditing.answer(folder, pipeline, find, steps, **as_loaded))
-    _out(as_json, answer, lambda console: render.show_audit(console, answer, limit))
+    answer = _run_or_exit(lambda: auditing.answer(folder, pipeline, find, steps, **as_loaded))
+    _print(as_json, answer, lambda console: render.show_audit(console, answer, limit))
 
 
 @app.command()
@@ -141,13 +141,13 @@ def verify(path: Path, as_json: Json = False) -> None:
     """Compare the files of the checkpoint at PATH with the sizes and checksums that were recorded. Exit code 1 if damaged."""
     from rescale_data.cli import inspect
 
-    report = _or_exit(lambda: inspect.verified(path))
-    whole = (
+    report = _run_or_exit(lambda: inspect.verified(path))
+    sound_text = (
         "whole"
         if report["checked"] == "checksums"
         else "sizes only: the checkpoint has no checksums, as another tool wrote it"
     )
-    _out(as_json, report, lambda console: console.print("\n".join(report["problems"]) or whole, markup=False))
+    _print(as_json, report, lambda console: console.print("\n".join(report["problems"]) or sound_text, markup=False))
     raise typer.Exit(1 if report["problems"] else 0)
 
 
@@ -170,9 +170,11 @@ def convert(
     """Convert between DCP folders, torch.save files and safetensors, in bounded memory."""
     from rescale_data.cli import conversion, render
 
-    made = _or_exit(lambda: conversion.convert(source, target, to=to, name=name, max_shard_size=max_shard_size))
-    text = f"{made['target']}: {made['format']}, {len(made['files'])} files, {render.size(made['bytes'])}"
-    _out(as_json, made, lambda console: console.print(text, markup=False))
+    result = _run_or_exit(lambda: conversion.convert(source, target, to=to, name=name, max_shard_size=max_shard_size))
+    text = (
+        f"{result['target']}: {result['format']}, {len(result['files'])} files, {render.format_size(result['bytes'])}"
+    )
+    _print(as_json, result, lambda console: console.print(text, markup=False))
 
 
 @app.command()
@@ -197,25 +199,27 @@ def prune(
     from rescale_data.checkpoint.storage.open import open_store
     from rescale_data.checkpoint.storage.run_folder import RunFolder
 
-    rules = _or_exit(lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=_best(keep_best)))
-    runs = _or_exit(lambda: RunFolder.existing(*open_store(folder)))
-    doomed = _or_exit(lambda: _doomed(runs, rules))
-    result = dict.fromkeys(map(str, doomed), "would be deleted")
-    if yes and doomed:
-        result = _or_exit(lambda: delete_steps(runs, doomed, wait=wait))
+    rules = _run_or_exit(
+        lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=_parse_best(keep_best))
+    )
+    run_folder = _run_or_exit(lambda: RunFolder.open_existing(*open_store(folder)))
+    steps_to_delete = _run_or_exit(lambda: _steps_to_delete(run_folder, rules))
+    result = dict.fromkeys(map(str, steps_to_delete), "would be deleted")
+    if yes and steps_to_delete:
+        result = _run_or_exit(lambda: delete_steps(run_folder, steps_to_delete, wait=wait))
     lines = [f"step-{step}: {what}" for step, what in result.items()] or ["nothing to delete"]
-    _out(as_json, result, lambda console: console.print("\n".join(lines), markup=False))
+    _print(as_json, result, lambda console: console.print("\n".join(lines), markup=False))
 
 
-def _doomed(runs: RunFolder, rules: Retention) -> list[int]:
-    metrics = runs.metrics()
+def _steps_to_delete(run_folder: RunFolder, rules: Retention) -> list[int]:
+    metrics = run_folder.metrics()
     missing = rules.missing_metric(metrics)
     if missing:
-        raise ValueError(f"Nothing is deleted: in {runs.path} {missing}.")
+        raise ValueError(f"Nothing is deleted: in {run_folder.path} {missing}.")
     return rules.to_delete(metrics)
 
 
-def _best(text: str | None) -> tuple[str, str, int] | None:
+def _parse_best(text: str | None) -> tuple[str, str, int] | None:
     if text is None:
         return None
     metric, mode, count = [*text.rsplit(":", 2), "", ""][:3]
@@ -224,8 +228,8 @@ def _best(text: str | None) -> tuple[str, str, int] | None:
     return metric, mode, int(count)
 
 
-def _or_exit(work: Callable[[], T]) -> T:
-    """Return `work()`; a user's error is printed, with exit code 2, or 1 for damage."""
+def _run_or_exit(work: Callable[[], T]) -> T:
+    """Return `work()`; print a user's error and exit with code 2, or with code 1 for a damaged checkpoint."""
     try:
         return work()
     except (ValueError, TypeError, OSError) as error:
@@ -235,19 +239,19 @@ def _or_exit(work: Callable[[], T]) -> T:
         raise typer.Exit(1 if isinstance(error, DamagedCheckpointError) else 2) from error
 
 
-def _out(as_json: bool, value: Any, show: Callable[[Console], None]) -> None:
+def _print(as_json: bool, value: Any, show: Callable[[Console], None]) -> None:
     if as_json:
-        typer.echo(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
+        typer.echo(json.dumps(_without_nan(value), indent=1, default=str, allow_nan=False))
     else:
         from rich.console import Console
 
         show(Console())
 
 
-def _finite(value: Any) -> Any:
-    """With null for nan and infinity, which JSON does not know."""
+def _without_nan(value: Any) -> Any:
+    """Return a nested value with None in place of nan and infinity, which JSON cannot express."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+        return {key: _without_nan(inner) for key, inner in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in cast("list[Any]", value)]
+        return [_without_nan(inner) for inner in cast("list[Any]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value

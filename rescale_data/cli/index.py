@@ -1,4 +1,4 @@
-"""``rescale-data index``: what sources know of their files before any is read, found out before a job starts."""
+"""The command ``index``: makes the index of a source's files before a job starts."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ _POLL_SECONDS = 0.5
 
 
 def index(paths: Sequence[str], index_dir: str, form: str | None, processes: int, console: Console) -> dict[str, Any]:
-    """Make the index of a source, by several processes that share its files out.
+    """Make the index of a source, in several processes that divide its files among them.
 
     Args:
         paths: As they are given to the source.
         index_dir: As it is given to the source.
         form: A key of `FORMATS`; by default the format of the files' names.
     """
-    given = paths[0] if len(paths) == 1 else list(paths)
+    source_paths = paths[0] if len(paths) == 1 else list(paths)
     if form not in (None, *FORMATS):
         raise ValueError(f"--format {form}: give one of {', '.join(FORMATS)}.")
-    kind = FORMATS[form] if form is not None else _format_of(given)
-    num_files = len(find(given, kind.SUFFIXES).names)
-    num_rows, arguments, before = 0, (kind, given, index_dir), count_parts(index_dir)
+    kind = FORMATS[form] if form is not None else _format_of(source_paths)
+    num_files = len(find(source_paths, kind.SUFFIXES).names)
+    num_rows, arguments, before = 0, (kind, source_paths, index_dir), count_parts(index_dir)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn) as pool, Progress(console=console) as bar:
         task = bar.add_task(f"{num_files} files", total=num_files)
-        running = {pool.submit(_open, *arguments) for _ in range(min(processes, -(-num_files // kind.FILES_A_PART)))}
+        running = {
+            pool.submit(_count_rows, *arguments) for _ in range(min(processes, -(-num_files // kind.FILES_A_PART)))
+        }
         while running:
             done, running = wait(running, _POLL_SECONDS, "FIRST_COMPLETED")
             rows = [future.result() for future in done]
@@ -54,7 +56,7 @@ def index(paths: Sequence[str], index_dir: str, form: str | None, processes: int
     return {"format": kind.FORMAT, "files": num_files, "rows": num_rows, "index_dir": os.path.abspath(index_dir)}
 
 
-def _open(kind: type[Any], paths: Any, index_dir: str) -> int:
+def _count_rows(kind: type[Any], paths: Any, index_dir: str) -> int:
     return kind(paths, index_dir=index_dir).num_rows
 
 

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint or a run's folder, as plain values: for people, scripts and the command line."""
+"""Summaries of a checkpoint or of a run's folder, as plain values."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.engine.states.codec import Saved, data_states, read
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.nodes.mixture.rules import from_json, weights_at
-from rescale_data.sources.folders import listed_in, num_rows
+from rescale_data.sources.folders import manifest_entries, num_rows
 
 LEFT_OUT = ("filtered", "skipped", "short", "long", "blocked", "untrained")
 
 
 def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
-    """Return one dict a checkpoint in a run's folder, by step and then by name.
+    """Return one dict for each checkpoint in a run's folder, ordered by step and then by name.
 
     Raises:
         FileNotFoundError: no such folder, or no checkpoint in it.
         ValueError: a checkpoint, and not a folder of checkpoints.
     """
     store, path = open_store(folder)
-    RunFolder.existing(store, path)
+    RunFolder.open_existing(store, path)
     names = [name for name in store.names(path) if not name.startswith(".")]
     by_step = sorted(names, key=lambda name: (int(step[1]) if (step := STEP.fullmatch(name)) else float("inf"), name))
-    checkpoints = [about for name in by_step if (about := _about(store, join(path, name))) is not None]
+    checkpoints = [about for name in by_step if (about := _describe(store, join(path, name))) is not None]
     if not checkpoints:
         raise FileNotFoundError(
             f"No checkpoint in {path}: it holds {names[:5]}. Give the folder of a run, which holds a checkpoint a step."
@@ -44,7 +44,7 @@ def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
 
 
 def summarize(path: StrPath) -> dict[str, Any]:
-    """Return what a checkpoint holds: ``checkpoint``, ``entries`` by top-level name, and ``data`` by loader.
+    """Return a summary of a checkpoint: ``checkpoint``, ``entries`` by top-level name, and ``data`` by loader.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
@@ -54,13 +54,13 @@ def summarize(path: StrPath) -> dict[str, Any]:
     def summary(reader: CheckpointReader) -> dict[str, Any]:
         loaders = [".".join(root) for root in data_states(reader.contents.paths.values())]
         data = {name: data_summary(read(read_data_state(path, name=name))) for name in loaders}
-        return {"checkpoint": _about(reader.store, reader.path), "entries": _entries(reader.contents), "data": data}
+        return {"checkpoint": _describe(reader.store, reader.path), "entries": _entries(reader.contents), "data": data}
 
     return read_checkpoint(path, summary)
 
 
 def write_page(path: StrPath, html: StrPath) -> str:
-    """Write what a checkpoint, or a run's folder, holds as one page with pictures; the page's path.
+    """Write an HTML page with pictures about a checkpoint or a run's folder; return the page's path.
 
     Raises:
         FileNotFoundError: nothing at ``path``, or no folder for ``html``.
@@ -69,7 +69,7 @@ def write_page(path: StrPath, html: StrPath) -> str:
     from rescale_data.cli.page import page
 
     store, folder = open_store(path)
-    if _about(store, folder) is None and store.names(folder):
+    if _describe(store, folder) is None and store.names(folder):
         checkpoints, newest = list_checkpoints(path), _newest(store, folder)
     else:
         newest = summarize(path)
@@ -79,16 +79,16 @@ def write_page(path: StrPath, html: StrPath) -> str:
 
 
 def _newest(store: Store, folder: str) -> dict[str, Any] | None:
-    """Return the summary of the newest checkpoint of a run that can be read."""
-    runs = RunFolder(store, folder)
-    for step in reversed(runs.steps()):
+    """Return the summary of a run's newest readable checkpoint, or None."""
+    run_folder = RunFolder(store, folder)
+    for step in reversed(run_folder.steps()):
         with contextlib.suppress(ValueError, OSError):
-            return summarize(runs.checkpoint(step))
+            return summarize(run_folder.checkpoint(step))
     return None
 
 
 def verified(path: StrPath) -> dict[str, Any]:
-    """Return the ``problems`` of a checkpoint's files, and what was ``checked``: ``"checksums"`` or ``"sizes"``."""
+    """Verify a checkpoint; return its ``problems``, and ``checked``: ``"checksums"`` or ``"sizes"``."""
     problems = verify(path)
     has_checksums = bool(problems) or manifest_at(*open_store(path)) is not None
     return {"path": str(path), "checked": "checksums" if has_checksums else "sizes", "problems": problems}
@@ -113,7 +113,7 @@ def _entries(saved: Contents) -> dict[str, dict[str, Any]]:
 
 
 def data_summary(state: Saved) -> dict[str, Any]:
-    """Return how far a loader is: ``samples``, ``step``, ``epochs`` by source as (lowest, highest), ``shards``: samples.
+    """Return a loader's progress: ``samples``, ``step``, ``epochs`` by source (lowest, highest), ``shards`` (samples).
 
     ``rows``: where each shard is in its epoch, by source; ``of_rows``: of how many, on average, where the source knows.
     ``epoch_of``: the epoch of each shard, by source. ``mixture``: shares so far and weights. ``left_out``: rows by reason.
@@ -126,7 +126,7 @@ def data_summary(state: Saved) -> dict[str, Any]:
     }
     row = {name: f"{name}.row" if name else "row" for name in epochs}
     sources = {path.removeprefix("root"): source for path, source in header["sources"].items()}
-    of_rows = {name: rows for name, source in sources.items() if name in row and (rows := _rows(source))}
+    of_rows = {name: rows for name, source in sources.items() if name in row and (rows := _rows_per_epoch(source))}
     left_out = {key: int(rows.sum()) for key, rows in shards.items() if key.rpartition(".")[2] in LEFT_OUT}
     return {
         **{key: value for key, value in header.items() if isinstance(value, int)},
@@ -141,46 +141,46 @@ def data_summary(state: Saved) -> dict[str, Any]:
     }
 
 
-def _rows(source: Mapping[str, Any]) -> int:
-    """Rows of an epoch of a source, from what a state says of it; 0 where that is not said."""
+def _rows_per_epoch(source: Mapping[str, Any]) -> int:
+    """Return a source's number of rows in an epoch, from its entry in a loader's state; 0 if it is not recorded."""
     last = source["by_epoch"][-1][1] if "by_epoch" in source else source
     try:  # a source of somebody's own may say anything
-        return int(last.get("rows") or num_rows(listed_in(last)))
+        return int(last.get("rows") or num_rows(manifest_entries(last)))
     except (TypeError, ValueError, LookupError, AttributeError):
         return 0
 
 
 def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """The ``share`` of each source so far, in tokens where those are counted, and its ``weight``: its share from here on."""
+    """Return for each source of a mixture its ``share`` so far (of tokens or draws), and its ``weight`` from here on."""
     shares: dict[str, dict[str, float]] = {}
     for path, node in pipeline.items():
         if node.get("node") != "WeightedSampler":
             continue
-        begin = "".join(f"{name}." for name in path.split(".")[1:])
+        prefix = "".join(f"{name}." for name in path.split(".")[1:])
         unit = "tokens" if node["unit"] == "tokens" else "drawn"
         counted = {
-            key.removeprefix(f"{begin}{unit}."): rows.long()
+            key.removeprefix(f"{prefix}{unit}."): rows.long()
             for key, rows in shards.items()
-            if key.startswith(f"{begin}{unit}.")
+            if key.startswith(f"{prefix}{unit}.")
         }
-        drawn = sum(rows.sum() for rows in counted.values()) if unit == "tokens" else shards[f"{begin}draws"].sum()
+        num_drawn = sum(rows.sum() for rows in counted.values()) if unit == "tokens" else shards[f"{prefix}draws"].sum()
         epochs = {
             name: int(rows.min())
             for name in counted
             for key, rows in shards.items()
-            if key.startswith(f"{begin}{name}.") and key.endswith("epoch")
+            if key.startswith(f"{prefix}{name}.") and key.endswith("epoch")
         }
         rule = from_json(node)
-        weights = weights_at(rule, int(drawn), epochs).values
+        weights = weights_at(rule, int(num_drawn), epochs).values
         totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in counted.items()}
         for name, weight in zip(rule.names, weights, strict=True):
             share = totals[name] / max(1, sum(totals.values()))
-            shares[f"{begin}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
+            shares[f"{prefix}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
     return shares
 
 
-def _about(store: Store, path: str) -> dict[str, Any] | None:
-    """Name, step, size, time and metrics; None where there is no checkpoint."""
+def _describe(store: Store, path: str) -> dict[str, Any] | None:
+    """Return the name, step, size, time and metrics of a checkpoint; None if there is none."""
     name = path.rpartition("/")[2]
     try:
         manifest = manifest_at(store, path)

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Exit codes: 0 fine, 1 damaged, 2 a wrong argument or nothing there."""
+    """Run the command line. Exit codes: 0 fine, 1 damaged, 2 a wrong argument or nothing there."""
     try:
         from rescale_data.cli.commands import app
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Page of ``rescale-data show --html``: one file with pictures, which needs no other file."""
+"""The HTML page of ``rescale-data show --html``, one file with its pictures."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from rescale_data.cli.render import LISTED, listed, size
+from rescale_data.cli.render import LIST_COLUMNS, format_size, list_row
 
 STYLE = """
 :root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto }
 div { overflow-x: auto } td, th { padding: .2em .9em .2em 0; text-align: left; white-space: nowrap }
 svg { background: #8884; fill: #2f6fb0 }
 """
-CELLS = 128  # the most that a row of a heat map has
+MAX_CELLS = 128  # the most that a row of a heat map has
 
 
-class Drawn(str):
-    """Markup of ours; all other text is escaped."""
+class Markup(str):
+    """HTML text made by this module, which is not escaped; all other text is."""
 
 
 def page(name: str, checkpoints: Sequence[Mapping[str, Any]], newest: Mapping[str, Any] | None) -> str:
-    """Return the page of a run's folder, or of one checkpoint: sizes and metrics, and what the newest holds."""
-    about = f"{len(checkpoints)} checkpoints, {size(sum(one.get('bytes', 0) for one in checkpoints))}"
-    body = [f"<h1>{escape(name)}</h1>", f"<p>{about}</p>", _table(LISTED, map(listed, checkpoints))]
+    """Return the HTML page of a run's folder or of one checkpoint: sizes, metrics, contents of the newest checkpoint."""
+    about = f"{len(checkpoints)} checkpoints, {format_size(sum(one.get('bytes', 0) for one in checkpoints))}"
+    body = [f"<h1>{escape(name)}</h1>", f"<p>{about}</p>", _table(LIST_COLUMNS, map(list_row, checkpoints))]
     if newest is not None:
         parts = [
-            (part, str(entry["tensors"]), f"{entry['elements']:,}", size(entry["bytes"]))
+            (part, str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"]))
             for part, entry in newest["entries"].items()
         ]
         body += [f"<h2>In {escape(newest['checkpoint']['name'])}</h2>"]
         body += [_table(("part", "tensors", "elements", "size"), parts)]
-        body += [line for loader, data in newest["data"].items() for line in _data(loader, data)]
+        body += [line for loader, data in newest["data"].items() for line in _loader_section(loader, data)]
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(name)}</title><style>{STYLE}</style>'
     return "\n".join([head, *body, ""])
 
 
-def _data(name: str, data: Mapping[str, Any]) -> list[str]:
+def _loader_section(name: str, data: Mapping[str, Any]) -> list[str]:
     shards = data["shards"]
     about = f"{data.get('samples', 0):,} samples, {data['steps']:,} global batches, {len(shards)} logical shards"
     body = [f"<h2>{escape(name)}</h2>", f"<p>{about}</p>"]
     if shards:
         body += [f"<h3>Samples of each logical shard: {min(shards):,} to {max(shards):,}</h3>"]
-        body += [_heat(shards, max(*shards, 1), shards)]
+        body += [_heatmap(shards, max(*shards, 1), shards)]
     if data["rows"]:
         body += [
             "<h3>Progress of each source in each logical shard</h3>",
@@ -61,30 +61,30 @@ def _data(name: str, data: Mapping[str, Any]) -> list[str]:
 
 
 def _progress(source: str, data: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """A row of the heat map: ``source`` in all shards, as epochs where it is known how long one is, else as rows."""
+    """Return a table row: progress of ``source`` in all logical shards, in epochs if their length is known, else rows."""
     rows, (low, high) = data["rows"][source], data["epochs"][source]
     epoch = str(low) if low == high else f"{low} to {high}"
-    share = data["of_rows"].get(source)
-    if share is None:
-        return source or "data", epoch, f"rows {min(rows):,} to {max(rows):,}", _heat(rows, max(*rows, 1), rows)
-    values = [epoch - low + row / share for epoch, row in zip(data["epoch_of"][source], rows, strict=True)]
+    rows_per_shard = data["of_rows"].get(source)
+    if rows_per_shard is None:
+        return source or "data", epoch, f"rows {min(rows):,} to {max(rows):,}", _heatmap(rows, max(*rows, 1), rows)
+    values = [epoch - low + row / rows_per_shard for epoch, row in zip(data["epoch_of"][source], rows, strict=True)]
     about = f"{fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
-    return source or "data", epoch, about, _heat(values, max(*values, 1), rows)
+    return source or "data", epoch, about, _heatmap(values, max(*values, 1), rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = ["".join(f"<td>{cell if isinstance(cell, Drawn) else escape(cell)}</td>" for cell in row) for row in rows]
+    cells = ["".join(f"<td>{cell if isinstance(cell, Markup) else escape(cell)}</td>" for cell in row) for row in rows]
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     return f"<div><table><tr>{titles}</tr>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table></div>"
 
 
-def _heat(values: Sequence[float], top: float, counts: Sequence[int]) -> Drawn:
-    """One cell a logical shard, or for a few neighbours: the fuller, the further, of ``top``; its title is the count."""
-    columns = min(CELLS, len(values))
-    cuts = [len(values) * i // columns for i in range(columns + 1)]
+def _heatmap(values: Sequence[float], top: float, counts: Sequence[int]) -> Markup:
+    """Return a heat map: a cell for each logical shard, or a few neighbours, as opaque as its value is near ``top``."""
+    columns = min(MAX_CELLS, len(values))
+    bounds = [len(values) * i // columns for i in range(columns + 1)]
     cells = [
         f'<rect x="{4 * i}" width="3" height="13" fill-opacity="{fmean(values[a:b]) / top:.2f}">'
         f"<title>shard {a}{'' if b == a + 1 else f' to {b - 1}'}: {fmean(counts[a:b]):,.0f}</title></rect>"
-        for i, (a, b) in enumerate(pairwise(cuts))
+        for i, (a, b) in enumerate(pairwise(bounds))
     ]
-    return Drawn(f'<svg width="{4 * columns}" height="13">{"".join(cells)}</svg>')
+    return Markup(f'<svg width="{4 * columns}" height="13">{"".join(cells)}</svg>')

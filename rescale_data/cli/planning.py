@@ -1,4 +1,4 @@
-"""May a run go on with other ranks and keep its order? As plain values."""
+"""The command ``plan``: numbers of ranks that keep the order of a run's global batches, as plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rescale_data.layout.plan import Plan, plan
 def answer(
     global_batch_size: int, sizes: list[int], gpus: int | None, model_parallel: int, num_logical_shards: int | None
 ) -> dict[str, Any]:
-    """For each number of ranks whether it is allowed and keeps the order, with which micro batches and workers, or what would.
+    """Return for each number of ranks if it is allowed and keeps the order, with fitting micro batches and workers.
 
     Args:
         sizes: Numbers of data-parallel ranks; none of them, and no ``gpus``: all that keep the order.
@@ -32,23 +32,23 @@ def answer(
             f"{options.num_logical_shards} logical shards: one has to be a multiple of the other."
         )
     best = None if gpus is None else _largest(aligned, gpus, model_parallel)
-    asked = [*sizes, *([] if best is None else [best["ranks"]])] or aligned
+    requested = [*sizes, *([] if best is None else [best["ranks"]])] or aligned
     return {
         "global_batch_size": global_batch_size,
         "num_logical_shards": options.num_logical_shards,
         "ranks": [
             {
-                **_about(options, aligned, ranks),
+                **_describe_ranks(options, aligned, ranks),
                 "allowed": _allowed(global_batch_size, options.num_logical_shards, ranks),
             }
-            for ranks in dict.fromkeys(asked)
+            for ranks in dict.fromkeys(requested)
         ],
         "largest": best,
     }
 
 
 def _allowed(global_batch_size: int, num_logical_shards: int, ranks: int) -> bool:
-    """True if a loader can be built on these ranks at all, with the smallest micro batch and without workers."""
+    """True if a loader can be built on this number of ranks, with micro batches of 1 and without workers."""
     try:
         Layout(
             num_logical_shards=num_logical_shards,
@@ -68,8 +68,8 @@ def _largest(aligned: list[int], gpus: int, model_parallel: int) -> dict[str, in
     return {"gpus": gpus, "model_parallel": model_parallel, "ranks": fit[-1], "used": fit[-1] * model_parallel}
 
 
-def _about(found: Plan, aligned: list[int], ranks: int) -> dict[str, Any]:
-    options = [option for option in found if option.dp_world_size == ranks]
+def _describe_ranks(plan: Plan, aligned: list[int], ranks: int) -> dict[str, Any]:
+    options = [option for option in plan if option.dp_world_size == ranks]
     sizes = sorted({option.micro_batch_size for option in options})
     workers = {size: {option.num_workers for option in options if option.micro_batch_size == size} for size in sizes}
     return {

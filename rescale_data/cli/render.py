@@ -1,4 +1,4 @@
-"""Output of the command line: tables, and the shards' progress as a picture."""
+"""Printed output of the command line: tables, and a bar chart of the shards' progress."""
 
 from __future__ import annotations
 
@@ -15,28 +15,40 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def show_list(console: Console, checkpoints: Sequence[Mapping[str, Any]]) -> None:
-    table = _table(*LISTED)
+    table = _table(*LIST_COLUMNS)
     for about in checkpoints:
-        table.add_row(*map(escape, listed(about)))
+        table.add_row(*map(escape, list_row(about)))
     console.print(table)
 
 
-LISTED = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
+LIST_COLUMNS = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
 
 
-def listed(about: Mapping[str, Any]) -> list[str]:
-    """A checkpoint's row under `LISTED`."""
+def list_row(about: Mapping[str, Any]) -> list[str]:
+    """Return the table row of a checkpoint, with the columns `LIST_COLUMNS`."""
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in about.get("metrics", {}).items())
     ranks, created = str(about.get("world_size", "")), about.get("created")
     saved = "" if created is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
-    return [about["name"], about["state"], size(about.get("bytes")), ranks, saved, metrics or about.get("detail", "")]
+    return [
+        about["name"],
+        about["state"],
+        format_size(about.get("bytes")),
+        ranks,
+        saved,
+        metrics or about.get("detail", ""),
+    ]
 
 
 def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
     show_list(console, [summary["checkpoint"]])
     table = _table("entry", "tensors", "elements", "size", "dtypes", "plain values")
     for name, entry in summary["entries"].items():
-        numbers = [str(entry["tensors"]), f"{entry['elements']:,}", size(entry["bytes"]), " ".join(entry["dtypes"])]
+        numbers = [
+            str(entry["tensors"]),
+            f"{entry['elements']:,}",
+            format_size(entry["bytes"]),
+            " ".join(entry["dtypes"]),
+        ]
         table.add_row(escape(name), *numbers, str(entry["plain_values"]))
     console.print(table)
     for name, data in summary["data"].items():
@@ -75,18 +87,18 @@ def show_audit(console: Console, answer: Mapping[str, Any], limit: int) -> None:
     )
 
 
-def picture(shards: Sequence[int], width: int) -> str:
-    """One character a shard, or for a few shards each: how many samples it has delivered, of the most that one has."""
+def progress_bar(shards: Sequence[int], width: int) -> str:
+    """Return a bar chart of the samples of logical shards, one character for each shard or a few neighbours."""
     if not shards:
         return ""
     width = min(width, len(shards))
-    cuts = [len(shards) * column // width for column in range(width + 1)]
-    means = [sum(shards[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    bounds = [len(shards) * column // width for column in range(width + 1)]
+    means = [sum(shards[a:b]) / (b - a) for a, b in pairwise(bounds)]
     top = max(*means, 1)
     return "".join(_LEVELS[round(mean / top * (len(_LEVELS) - 1))] for mean in means)
 
 
-def size(num_bytes: float | None) -> str:
+def format_size(num_bytes: float | None) -> str:
     if num_bytes is None:
         return ""
     for unit in ("B", "kB", "MB", "GB"):
@@ -108,7 +120,7 @@ def _show_data(console: Console, name: str, data: Mapping[str, Any]) -> None:
     shards: list[int] = data["shards"]
     if shards:
         console.print(f"  {len(shards)} logical shards, {min(shards):,} to {max(shards):,} samples each")
-        console.print(f"  |{picture(shards, max(10, console.width - 6))}|")
+        console.print(f"  |{progress_bar(shards, max(10, console.width - 6))}|")
 
 
 def _table(*columns: str) -> Table:

@@ -1,4 +1,4 @@
-"""Look up the rows that have some ids, and write the list that `Reader(exclude=)` takes."""
+"""The command ``rows``: looks up rows by their ids, and writes the list that `Reader(exclude=)` takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rescale_data.nodes.reading.blocklist import find_rows
 
 
 def write_rows(source: str, ids: str, column: str, out: str) -> dict[str, Any]:
-    """Write the rows of a source whose column holds an id of a file, one a line; return how many ids and rows there are.
+    """Write the rows of a source that have an id from a file; return the numbers of ids and rows.
 
     Raises:
         ValueError: There is no such source or file, or the source has no such column.

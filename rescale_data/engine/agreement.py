@@ -1,4 +1,4 @@
-"""Agreement of all ranks, ahead of time, on the step at which the first shard of any rank ends.
+"""Lets all ranks agree, ahead of time, on the step at which the first logical shard of any rank runs out of samples.
 
 Each rank makes micro batches ahead, and sends how many it is sure of. The smallest of these counts is safe for all ranks. The
 next exchange begins one step before that count is used up, so that no step waits for the other ranks.
@@ -29,8 +29,8 @@ def failure_elsewhere(*, wrong_rows: bool) -> Exception:
     )
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Return the result of `work`; if it fails on some rank, it fails on all ranks (collective)."""
+def call_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Return `work()`; if the call fails on some rank, all ranks raise an error (collective)."""
     values: list[T] = []
     failure = None
     try:
@@ -45,7 +45,7 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 class Agreement:
-    """The agreement of all ranks on how far they can all go.
+    """Finds the number of micro batches that all ranks can make before a shard of some rank ends, ahead of time.
 
     Args:
         first: The next micro batch.
@@ -53,42 +53,42 @@ class Agreement:
     """
 
     def __init__(self, ranks: Ranks, first: int, micro_batches_per_step: int) -> None:
-        self._ranks, self._a = ranks, micro_batches_per_step
+        self._ranks, self._micro_batches_per_step = ranks, micro_batches_per_step
         self._num_steps = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
         self._pending: Callable[[], int] | None = None
-        self._sure = first
-        self._asked, self._is_over = -1, False  # the micro batch of the last call of `end`, and its result
+        self._agreed_end = first
+        self._last_u, self._is_over = -1, False  # the micro batch of the last call of `end`, and its result
         self._failure: Exception | None = None
 
     def end(self, u: int, make_until: Callable[[int], int]) -> bool:
-        """True if the main phase ends before micro batch u (collective, in step with the other ranks).
+        """True if the main phase of the epoch ends before micro batch ``u`` (collective: all ranks ask for the same ``u``).
 
         Args:
             u: The next micro batch.
             make_until: Makes micro batches ahead up to a given one, if it can, and returns the first one that is not made.
         """
-        if u > self._asked:
-            self._is_over, self._asked = self._end(u, make_until), u
-        return self._is_over and u == self._asked
+        if u > self._last_u:
+            self._is_over, self._last_u = self._end(u, make_until), u
+        return self._is_over and u == self._last_u
 
     def _end(self, u: int, make_until: Callable[[int], int]) -> bool:
-        if u == self._sure:
+        if u == self._agreed_end:
             self._exchange(u, make_until)
             sure = self._wait()
             if sure < 0:
                 failure, self._failure = self._failure, None
                 raise failure or failure_elsewhere(wrong_rows=sure == _FAILED)
-            self._sure = sure // self._a * self._a
-            if self._sure <= u:
+            self._agreed_end = sure // self._micro_batches_per_step * self._micro_batches_per_step
+            if self._agreed_end <= u:
                 return True
-        if self._num_steps > 1 and u + self._a >= self._sure:
+        if self._num_steps > 1 and u + self._micro_batches_per_step >= self._agreed_end:
             self._exchange(u, make_until)
         return False
 
     def _exchange(self, u: int, make_until: Callable[[int], int]) -> None:
         if self._pending is None:
             try:
-                sure = make_until(u + self._num_steps * self._a)
+                sure = make_until(u + self._num_steps * self._micro_batches_per_step)
             except Exception as error:
                 self._failure, sure = error, _FAILED if isinstance(error, DataStateError) else _UNREAD
             self._pending = self._ranks.at(u).least(sure)

@@ -1,4 +1,4 @@
-"""Makes a pipeline from the first argument of `DataLoader`: files, rows, streams, or a function."""
+"""Converts the first argument of `DataLoader` (a source, files, a dataset, streams or a function) to a pipeline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ELSEWHERE["batch_sampler"] = _ELSEWHERE["sampler"]
 
 
 def refuse(given: Mapping[str, object], num_unnamed: int) -> None:
-    """Raise ``TypeError`` for an argument of torch's loaders that ours does not have; the message says what replaces it."""
+    """Raise ``TypeError`` for an argument of torch's ``DataLoader`` that this loader lacks; the message names a replacement."""
     for name in ["batch_size"] * (num_unnamed > 1) + list(given):
         if name in _ELSEWHERE:
             raise TypeError(f"rd.DataLoader has no argument {name}=: {_ELSEWHERE[name]}.")
@@ -40,7 +40,7 @@ def refuse(given: Mapping[str, object], num_unnamed: int) -> None:
 def as_pipeline(
     data: Pipeline | Source | IterableSource | Shardable | MapStyle, shuffle: bool | int | None = None
 ) -> Pipeline:
-    """Return `data` if it is a pipeline; else return one that makes a sample of each row of a source, a dataset or streams.
+    """Return `data` if it is a pipeline, else a pipeline that yields each row of a source, a dataset or a stream as a sample.
 
     Args:
         shuffle: See `DataLoader`.

@@ -1,4 +1,4 @@
-"""The user's choices for balanced steps (`Balance`), and the cost of a transformer's samples (`transformer_cost`)."""
+"""Settings of balanced steps (`Balance`), and a cost function for samples of a transformer (`transformer_cost`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 from rescale_data.errors import checks_kinds
 from rescale_data.layout.step_plan import Sync
 
-Over: TypeAlias = Literal["rank", "host", "all"]
+BalanceScope: TypeAlias = Literal["rank", "host", "all"]
 Number: TypeAlias = Callable[[Any], int] | str
-"""An integer for each sample: a function of the sample, or the name of the column that holds it."""
+"""An integer of each sample: a function that computes it from the sample, or the name of the column that holds it."""
 
 _MOST = 1 << 40
 _COLUMNS = ("tokens", "input_ids")
@@ -20,7 +20,9 @@ _COLUMNS = ("tokens", "input_ids")
 @checks_kinds
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Settings of balanced steps: ranks finish together. Give them to ``DataLoader(balance=)``; see docs/balance.md.
+    """Settings of balanced steps, in which samples move between micro batches so that all ranks finish at the same time.
+
+    Give them to ``DataLoader(balance=)``; see docs/balance.md.
 
     Each rank still makes its own samples of a step. Then samples move to other micro batches, within the step alone. The number
     of micro batches in a step stays the same. The number of samples in a micro batch varies; on average it is
@@ -59,7 +61,7 @@ class Balance:
     """
 
     cost: Number
-    over: Over = "host"
+    over: BalanceScope = "host"
     sync: Sync = "micro"
     padded: bool = False
     max_tokens: int | None = None
@@ -67,7 +69,7 @@ class Balance:
     weight: Number | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("over", get_args(Over)), ("sync", get_args(Sync))):
+        for name, allowed in (("over", get_args(BalanceScope)), ("sync", get_args(Sync))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"rd.Balance({name}={getattr(self, name)!r}): give one of {list(allowed)}.")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -80,7 +82,7 @@ class Balance:
                 )
 
     def measure(self, sample: Any) -> tuple[int, int, int]:
-        """Return the cost, the tokens and the weight of a sample.
+        """Return the cost, the number of tokens and the loss weight of a sample, as three integers.
 
         Raises:
             ValueError: One of them is no integer, or is out of range, or the sample has no such column.
@@ -90,7 +92,7 @@ class Balance:
         return _integer("cost", self.cost, sample), max(tokens, 1), weight
 
     def described(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks, with functions given by their names."""
+        """Return the settings by name, with functions replaced by their names, so that ranks can compare them."""
         return {
             name: value if isinstance(value, str | int | TransformerCost | None) else getattr(value, "__qualname__", "")
             for name, value in vars(self).items()
@@ -105,7 +107,7 @@ def transformer_cost(
     layers: int | None = None,
     attention_width: int | None = None,
 ) -> TransformerCost:
-    """Return a cost function for `Balance`: a document of L tokens costs ``L + L^2 / crossover``, in the time of one token.
+    """Return a cost function for `Balance`: a document of L tokens costs ``L + L^2 / crossover`` (all layers, plus attention).
 
     ``crossover`` is the length at which causal attention takes as long as all else: the active parameters divided by
     ``layers * attention_width``. docs/balance.md lists the crossover of ten models.
@@ -174,7 +176,7 @@ class TransformerCost:
 
 
 def _length(sample: Any) -> int | None:
-    """Return the number of tokens of a sample; `None` if it has no column of tokens."""
+    """Return the number of tokens of a sample, from its column "tokens" or "input_ids"; `None` if it has neither."""
     columns = [name for name in _COLUMNS if name in sample] if isinstance(sample, Mapping) else []
     return len(sample[columns[0]]) if columns else None
 

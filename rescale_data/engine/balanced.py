@@ -1,4 +1,4 @@
-"""`Balanced`: a feed that makes the micro batches of a step from the samples of all ranks, so that ranks finish together.
+"""`Balanced`: a feed that redistributes the samples of a step over micro batches and ranks, so that ranks finish together.
 
     read ahead, one rank's own samples    InThread(InProcess), Pool
     costs, the plan, samples that move    Balanced: the ranks of a group together (`Exchanges`)
@@ -21,12 +21,12 @@ from rescale_data.engine.balance import Balance
 from rescale_data.engine.collate import collate as stack
 from rescale_data.engine.collate import with_valid
 from rescale_data.engine.exchanges import COST, IS_REAL, SHARD, TOKENS, Exchanges, Group
-from rescale_data.engine.feed import Feed, Over
-from rescale_data.engine.leg import Leg
-from rescale_data.engine.micro_batch import MicroBatch, Rows, joined
+from rescale_data.engine.feed import Feed, WrappedFeed
+from rescale_data.engine.micro_batch import MicroBatch, TableRows, merge_rows
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Collate, Exhausted
+from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import Setup
 from rescale_data.layout.step_plan import StepPlan
 from rescale_data.state import Ints
@@ -35,16 +35,18 @@ STEP_WEIGHT = "step_weight"
 
 
 def as_samples(samples: list[Any]) -> list[Any]:
-    """Return `samples` unchanged: the ``collate`` function of the feed below."""
+    """Return the list of samples unchanged: a ``collate_fn`` that defers collation until the samples have been balanced."""
     return samples
 
 
 @dataclass
 class _Step:
-    """The samples of one step that this rank has made. A thread that is left behind sees this step alone, and no later one.
+    """The samples of one step that this rank has read, their costs, and the error if reading failed.
+
+    A thread that is left behind sees this step alone, and no later one.
 
     Args:
-        leg: The segment that the step belongs to.
+        segment: The segment that the step belongs to.
         first: The first micro batch of the step.
         stop: The micro batch after its last one.
         made: The micro batches as the feed below has made them.
@@ -52,7 +54,7 @@ class _Step:
         failure: The error because of which samples are missing; `None` if none are.
     """
 
-    leg: Leg
+    segment: Segment
     first: int
     stop: int
     made: list[MicroBatch] = field(default_factory=list[MicroBatch])
@@ -61,8 +63,8 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class _Arranged:
-    """The samples of a step that this rank computes.
+class _ArrangedStep:
+    """The samples of one step that this rank computes after balancing, grouped into micro batches.
 
     Args:
         numbers: ``int64[samples, 5]``, the numbers of all samples of the group, as in `_Step`.
@@ -77,8 +79,8 @@ class _Arranged:
     weight: int
 
 
-class Balanced(Over):
-    """Makes the micro batches of whole steps, from samples that the feed below makes and other ranks send.
+class Balanced(WrappedFeed):
+    """A feed that makes the micro batches of balanced steps, from samples that this rank and other ranks have read.
 
     Args:
         feed: Makes micro batches that are lists of samples (`as_samples`).
@@ -94,33 +96,33 @@ class Balanced(Over):
         self._everyone = self._near if is_known else Group.of(everyone, setup.ranks)
         self._exchanges: Exchanges | None = None  # since the last `begin`
         self._u = self._skips = 0
-        self._leg: Leg | None = None
+        self._segment: Segment | None = None
         self._ready: deque[MicroBatch] = deque()
         self._has_warned = False
 
-    def begin(self, leg: Leg, table: Ints, first: int) -> None:
-        size = leg.layout.micro_batch_size * leg.layout.gradient_accumulation_steps
+    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+        size = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
         self._exchanges = Exchanges(self._setup.ranks, self._near, self._everyone, size, self._exchanges)
-        self._leg, self._u, self._ready = leg, leg.step_of(first), deque()
+        self._segment, self._u, self._ready = segment, segment.step_of(first), deque()
         self._skips = first - self._u  # micro batches of the step that were consumed before
-        self.feed.begin(leg, table, self._u)
+        self.feed.begin(segment, table, self._u)
 
     def next(self) -> MicroBatch:
-        if self._leg is None or self._exchanges is None:
+        if self._segment is None or self._exchanges is None:
             raise Exhausted
         while not self._ready:
             try:
-                self._ready.extend(self._make_step(self._leg, self._exchanges))
+                self._ready.extend(self._make_step(self._segment, self._exchanges))
             except BaseException:
-                self._leg = None
+                self._segment = None
                 raise
             for _ in range(self._skips):
                 self._ready.popleft()
             self._skips = 0
         return self._ready.popleft()
 
-    def doing(self) -> str:
-        return self.feed.doing() or "waiting for the samples of other ranks"
+    def activity(self) -> str:
+        return self.feed.activity() or "waiting for the samples of other ranks"
 
     def interrupt(self) -> None:
         if self._exchanges is not None:
@@ -137,18 +139,18 @@ class Balanced(Over):
         if self._exchanges is not None:
             self._exchanges.join()
 
-    def _make_step(self, leg: Leg, exchanges: Exchanges) -> list[MicroBatch]:
-        in_step = leg.layout.gradient_accumulation_steps
-        step = _Step(leg, self._u, self._u + in_step - self._u % in_step)
+    def _make_step(self, segment: Segment, exchanges: Exchanges) -> list[MicroBatch]:
+        in_step = segment.layout.gradient_accumulation_steps
+        step = _Step(segment, self._u, self._u + in_step - self._u % in_step)
         self._read(step, exchanges)
         arranged = exchanges.run(lambda: self._arrange(step, exchanges))
         self._u = step.stop
-        batches = [self._batch(places, arranged, leg) for places in arranged.of_batch]
-        batches[-1] = batches[-1]._replace(rows=joined([each.rows for each in step.made]))
+        batches = [self._batch(places, arranged, segment) for places in arranged.of_batch]
+        batches[-1] = batches[-1]._replace(rows=merge_rows([each.rows for each in step.made]))
         return batches
 
     def _read(self, step: _Step, exchanges: Exchanges) -> None:
-        """Read and measure this rank's samples; an error is kept in the step."""
+        """Read this rank's samples of a step and measure their costs; an error is stored in ``step.failure``, not raised."""
         try:
             for _ in range(step.first, step.stop):
                 if exchanges.is_stopped:
@@ -163,20 +165,20 @@ class Balanced(Over):
         except Exception as error:
             step.failure = error
 
-    def _arrange(self, step: _Step, exchanges: Exchanges) -> _Arranged:
-        """Return the samples of a step that this rank computes (collective over the group)."""
-        before, is_last = int(step.leg.reached(step.first).sum()), step.stop == step.leg.stop
+    def _arrange(self, step: _Step, exchanges: Exchanges) -> _ArrangedStep:
+        """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
+        before, is_last = int(step.segment.reached(step.first).sum()), step.stop == step.segment.stop
         numbers, weight = exchanges.agree(step.failure, before, step.numbers, is_last=is_last)
         owners = np.repeat(np.arange(len(self._near.members)), len(step.numbers))
         rank, micro_batch = self._plan(step, numbers, owners)
         samples = self._move(step, exchanges, owners, rank)
         is_own = rank == self._near.me
         of_batch = [np.flatnonzero(is_own & (micro_batch == m)) for m in range(step.stop - step.first)]
-        return _Arranged(numbers, of_batch, samples, weight)
+        return _ArrangedStep(numbers, of_batch, samples, weight)
 
     def _plan(self, step: _Step, numbers: Ints, owners: Ints) -> tuple[Ints, Ints]:
-        """Return the rank and the micro batch of each sample of the group."""
-        balance, layout, tokens = self._balance, step.leg.layout, numbers[:, TOKENS]
+        """Return the rank and the micro batch that compute each sample of the step: two arrays ``int64[samples]``."""
+        balance, layout, tokens = self._balance, step.segment.layout, numbers[:, TOKENS]
         most = balance.max_tokens or layout.micro_batch_size * int(tokens.max())
         plan = StepPlan(
             costs=numbers[:, COST],
@@ -207,35 +209,35 @@ class Balanced(Over):
             )
 
     def _move(self, step: _Step, exchanges: Exchanges, owners: Ints, rank: Ints) -> dict[int, Any]:
-        """Return the samples that this rank has made, and the ones that it receives, by their place (collective)."""
+        """Send samples to the ranks that compute them; return the samples read here and received, by index (collective)."""
         me, places = self._near.me, np.arange(len(rank))
         is_own = owners == me
         own = dict(zip(places[is_own].tolist(), (s for each in step.made for s in each.batch), strict=True))
-        to = _by(rank[is_own], places[is_own], me)
-        of = _by(owners[rank == me], places[rank == me], me)
-        received = exchanges.swap({index: [own[n] for n in given] for index, given in to.items()}, list(of))
+        to = _grouped(rank[is_own], places[is_own], me)
+        of = _grouped(owners[rank == me], places[rank == me], me)
+        received = exchanges.exchange_lists({index: [own[n] for n in given] for index, given in to.items()}, list(of))
         moved = {n: s for index, values in received.items() for n, s in zip(of[index], values, strict=True)}
         return own | moved
 
-    def _batch(self, places: Ints, arranged: _Arranged, leg: Leg) -> MicroBatch:
-        """Return the micro batch of the samples at `places`; samples that only fill the last global batch come last."""
+    def _batch(self, places: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:
+        """Return the micro batch of the samples at the indices `places`; padding samples of the last global batch come last."""
         batch = self._collate([arranged.samples[n] for n in places.tolist()])
         num_real = int(arranged.numbers[places, IS_REAL].sum())
-        if leg.pads:
+        if segment.pads:
             batch = with_valid(batch, num_real, len(places))
         if self._balance.weight is not None:
             batch = _with_weight(batch, arranged.weight)
         nothing = np.zeros((0, 1), dtype=np.int64)  # the last micro batch of the step carries all its rows
-        return MicroBatch(batch, Rows(nothing[:, 0], nothing), arranged.numbers[places, SHARD].tolist(), num_real)
+        return MicroBatch(batch, TableRows(nothing[:, 0], nothing), arranged.numbers[places, SHARD].tolist(), num_real)
 
 
-def _by(indices: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
-    """Return the numbers, grouped by index, without the index `me`."""
+def _grouped(indices: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
+    """Return the values of ``numbers`` grouped by their value in ``indices``, as a dict of lists, without the index ``me``."""
     return {index: numbers[indices == index].tolist() for index in np.unique(indices).tolist() if index != me}
 
 
 def _members(balance: Balance, ranks: Ranks) -> list[int]:
-    """Return the dp ranks among which samples move, ascending (collective with "host")."""
+    """Return the dp ranks among which samples may move, this rank included, ascending (collective with ``over="host"``)."""
     if balance.over == "rank" or ranks.world_size == 1:
         return [ranks.rank]
     if balance.over == "all":

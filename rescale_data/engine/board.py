@@ -1,4 +1,4 @@
-"""`Board`: memory that the trainer's process and its workers share."""
+"""`Board`: shared memory in which workers report counts and activity, and in which the trainer names the wanted segment."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rescale_data.sources.counts import FIELDS, MADE
+from rescale_data.sources.counts import FIELDS, MADE_BATCHES
 
 _TEXT_BYTES = 512
 
 
 class Board:
-    """A line of counts and a line of text for each worker, and the number of the wanted segment."""
+    """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the wanted segment."""
 
     def __init__(self, num_workers: int) -> None:
         self._wanted = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
@@ -22,7 +22,7 @@ class Board:
 
     @property
     def wanted(self) -> int:
-        """The number of the wanted segment: workers make no more micro batches of another one."""
+        """The number of the segment that the trainer wants; workers stop making micro batches of any other segment."""
         return int(self._wanted.item())
 
     @wanted.setter
@@ -30,16 +30,16 @@ class Board:
         self._wanted.fill_(number)
 
     def line(self, worker: int) -> Any:
-        """Return the counts of a worker, ``float64[FIELDS]``, a view."""
+        """Return the counters of a worker as a view of the shared memory: ``float64[len(FIELDS)]``."""
         return self.counts[worker].numpy()
 
     @property
     def made(self) -> int:
-        """The number of micro batches that all workers together have made in the segment."""
-        return int(self.counts[:, MADE].sum())
+        """The number of micro batches that all workers together have made in the current segment."""
+        return int(self.counts[:, MADE_BATCHES].sum())
 
     def write(self, worker: int, text: str) -> None:
-        """Write what a worker is doing; the text is empty unless that takes long."""
+        """Write a text that says what a worker is doing; the text is empty unless the work takes long."""
         data = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
         self._texts[worker].numpy()[:] = data
 

@@ -1,4 +1,4 @@
-"""Makes a batch from a list of samples, and changes the tensors of a batch."""
+"""Collates samples into a batch, and applies functions to the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Samples = Sequence[Any]
 
 
 def collate(samples: Samples) -> Any:
-    """Stack samples as torch's `default_collate` does; an error names the column that cannot be stacked."""
+    """Stack samples into a batch as torch's `default_collate` does; an error names the column that cannot be stacked."""
     if not isinstance(samples[0], Mapping):
         try:
             return default_collate(list(samples))
@@ -34,7 +34,7 @@ def collate(samples: Samples) -> Any:
 
 
 def pad_collate(pad: Mapping[str, float]) -> PadCollate:
-    """Return a ``collate_fn`` for ragged columns: it pads each value at its end, to the longest of the batch.
+    """Return a ``collate_fn`` that pads the values of ragged columns at their end, to the longest value of the batch.
 
     Args:
         pad: The padding value of each column: ``{"tokens": 0, "labels": -100}``. Other columns are stacked.
@@ -88,7 +88,7 @@ class PadCollate:
 
 
 def _tensor(value: Any, pad: float) -> Tensor:
-    """Return a value of a sample as a tensor; an empty list, which has no dtype, takes the dtype of its padding."""
+    """Return a value of a sample as a tensor; an empty list gets the dtype of the padding value."""
     no_dtype = isinstance(value, list | tuple) and not value
     if isinstance(value, Tensor):
         return value
@@ -96,7 +96,7 @@ def _tensor(value: Any, pad: float) -> Tensor:
 
 
 def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors in one dtype, to which all tensors that are not empty are promoted."""
+    """Return the tensors in one dtype, to which the dtypes of all non-empty tensors are promoted."""
     dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.numel()] or [tensors[0].dtype])
     return [tensor.to(dtype) for tensor in tensors]
 
@@ -109,7 +109,7 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
 
 
 def _require_same_columns(samples: Samples) -> None:
-    """Raise ``ValueError`` if a sample has other columns than the first one, or if a mapping in it has other keys.
+    """Raise ``ValueError`` unless all samples have the same columns, and nested mappings the same keys.
 
     Without this check, the batch would silently lack these columns.
     """
@@ -148,7 +148,7 @@ def _shapes(values: list[Any]) -> str:
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch in page-locked memory of the accelerator: its tensors, and all values with a method ``pin_memory``."""
+    """Return the batch in page-locked (pinned) memory: its tensors, and all values that have a method ``pin_memory``."""
     # `pin_memory` cannot copy an expanded tensor, whose elements share memory.
     return each(
         batch, "pin_memory", lambda value: (value.contiguous() if isinstance(value, Tensor) else value).pin_memory()
@@ -156,7 +156,7 @@ def pin(batch: Any) -> Any:
 
 
 def each(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
-    """Return the batch with its tensors, and all values that have the method, changed; also within containers.
+    """Return the batch with `change` applied to each tensor and each value that has the method `method`, also in containers.
 
     Containers are mappings, lists, tuples and named tuples.
     """
@@ -171,7 +171,7 @@ def each(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
 
 
 def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:
-    """Return a dict with ``"valid": Bool[num_samples]`` added, true for the first ``num_real``; any other batch unchanged."""
+    """Return a dict batch with ``"valid"`` added, a mask ``Bool[num_samples]`` of real samples; other batches unchanged."""
     if not isinstance(batch, dict):
         return batch
     if "valid" in batch:

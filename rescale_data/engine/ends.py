@@ -1,4 +1,4 @@
-"""`Ends`: finds where epochs end, from counts, by reading, and from what the other ranks have read.
+"""`Ends`: finds the ends of epochs by arithmetic or by reading ahead, jointly with the other ranks.
 
 If only reading can find the end, shards are read ahead in rounds of a bounded size:
 
@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rescale_data.engine.agreement import Agreement, together
+from rescale_data.engine.agreement import Agreement, call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.leg import Leg
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES
 from rescale_data.engine.runner import Runner
+from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import Setup
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import block_of, owners
@@ -29,7 +29,9 @@ _UNKNOWN = -1
 
 
 class Ends:
-    """Finds the ends of epochs after a load. When a call fails, the ends found so far are kept, and it can be repeated.
+    """Finds the ends of epochs of a run, by arithmetic or by reading ahead jointly with the other ranks.
+
+    A load makes a new object. A call that fails keeps the ends found so far, and can be repeated.
 
     Each rank reads a block of logical shards. A load with ``delivered=`` uses the layout of the earlier run: the ranks of that
     layout served the samples, and the current ranks read them.
@@ -40,7 +42,7 @@ class Ends:
     Attributes:
         owned: The shards that this rank reads.
         owners: ``int64[N]``, the rank that reads each shard.
-        unproven: The reason why the proof of an epoch failed; empty if none failed.
+        verify_error: The reason why the proof of an epoch failed; empty if none failed.
     """
 
     def __init__(self, setup: Setup, runner: Runner) -> None:
@@ -48,39 +50,39 @@ class Ends:
         self.schema, self.layout, self.ranks = setup.schema, setup.layout, setup.ranks
         size = self.ranks.world_size, self.layout.num_logical_shards
         self.owned, self.owners = np.array(block_of(self.ranks.rank, *size), dtype=np.int64), owners(*size)
-        self.unproven = ""
-        self._agreement: tuple[Leg | None, Agreement | None] = None, None
+        self.verify_error = ""
+        self._agreement: tuple[Segment | None, Agreement | None] = None, None
         self._epoch = -1  # the epoch that the next three describe
-        self._table: Ints | None = None  # with all rows, of a `look` that has not ended
+        self._table: Ints | None = None  # with all rows, of a `plan_round` that has not ended
         self._ahead = 0
         self._ends = np.empty((0, 0), dtype=np.int64)  # for each shard: its samples at the end, and its slots after it
 
     def left(self, table: Ints) -> Ints | None:
-        """Return the samples that each shard has left of its epoch; `None` if it has no end, or only reading can find it."""
+        """Return the samples left in the epoch of each shard, ``int64[N]``; `None` if endless, or known only by reading."""
         end = None if self.setup.recipe.repeat else self.schema.epoch_end(table)
         return None if end is None else end[0]
 
     def is_over(self, at: Cursor, make_until: Callable[[int], int]) -> bool:
-        """True if the segment is over before the next micro batch (collective if only reading can find its end).
+        """True if no micro batch of the segment is left (collective if only reading can find the end of the segment).
 
         Args:
             make_until: Makes micro batches ahead up to a given one, if it can, and returns the first one that is not made.
         """
-        leg = at.leg
-        if leg is None or leg.stop is not None or self.setup.recipe.repeat:
-            return leg is not None and leg.stop == at.u
+        segment = at.segment
+        if segment is None or segment.stop is not None or self.setup.recipe.repeat:
+            return segment is not None and segment.stop == at.u
         of, agreement = self._agreement
-        if of is not leg or agreement is None:
+        if of is not segment or agreement is None:
             agreement = Agreement(self.ranks, at.u, self.layout.gradient_accumulation_steps)
-            self._agreement = leg, agreement
+            self._agreement = segment, agreement
         return agreement.end(at.u, make_until)
 
     def whole(self, at: Cursor) -> Ints:
-        """Return the table with all rows right (collective, as part of saving a state)."""
+        """Return the table with each row taken from the rank that owns it (collective, as part of saving a state)."""
         return self.ranks.saving.merge(at.positions, at.owners)
 
     def move(self, at: Cursor, reached: Ints) -> Ints:
-        """Return the table with the shards of this rank moved on, to `reached` samples each."""
+        """Return the table after this rank has skipped its shards ahead to `reached` delivered samples each."""
         table = at.positions.copy()
         self.runner.load(table, self.schema.histories)
         for shard in self.owned.tolist():
@@ -88,15 +90,15 @@ class Ends:
         table[self.owned] = self.runner.table[self.owned]
         return table
 
-    def look(self, at: Cursor) -> tuple[Ints, Ints]:
-        """Return the table with all rows right, and the number of samples of each shard to redistribute next, ``int64[N]``.
+    def plan_round(self, at: Cursor) -> tuple[Ints, Ints]:
+        """Read ahead; return the whole table, and the number of samples of each shard to redistribute next, ``int64[N]``.
 
         The numbers add up to less than a global batch only if no shard has more samples.
 
         Collective over the dp ranks; each reads the shards that it owns. If one rank fails, for example at its disk, all ranks
         fail. Called again, all ranks continue where they were.
         """
-        self._go_to_epoch(at)
+        self._start_epoch_search(at)
         if self._table is None:
             self._table = self.ranks.merge(at.positions, at.owners)
         table = self._table
@@ -106,24 +108,24 @@ class Ends:
         while True:
             ahead, ends = self._ahead, self._read(table[:, SAMPLES], seen, self._ahead)
             left = np.where(ends == _UNKNOWN, ahead, np.minimum(ends - table[:, SAMPLES], ahead))
-            going = int((left == ahead).sum())
-            if left.sum() >= enough or not going:
+            num_unfinished = int((left == ahead).sum())
+            if left.sum() >= enough or not num_unfinished:
                 self._table, self._ahead = None, 0
                 return table, left
-            seen, self._ahead = ahead, max(2 * ahead, -(-enough // going))
+            seen, self._ahead = ahead, max(2 * ahead, -(-enough // num_unfinished))
 
     def next_epoch(self, at: Cursor) -> Ints:
-        """Return the slots of all shards at the beginning of the next epoch (collective if only reading can find them)."""
+        """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
         end = self.schema.epoch_end(at.positions)
         if end is not None:
             return end[1]
-        self._go_to_epoch(at)
+        self._start_epoch_search(at)
         if (self._ends[:, 0] == _UNKNOWN).any():  # these ends were found before a load
-            self.look(at)
+            self.plan_round(at)
         return self._ends[:, 1:]
 
     def prove(self, at: Cursor, dropped: Ints) -> None:
-        """Raise ``DataStateError`` on all ranks unless each row of the epoch was delivered once or dropped.
+        """Raise ``DataStateError`` on all ranks unless every row of the epoch was delivered once or dropped (collective).
 
         The proof covers all segments of the run.
         """
@@ -132,24 +134,24 @@ class Ends:
         self.runner.load(at.positions, self.schema.histories)
         mine = np.flatnonzero(at.owners == self.ranks.rank).tolist()
         try:
-            together(self.ranks, lambda: [self.runner.prove(shard, int(dropped[shard])) for shard in mine])
+            call_on_all_ranks(self.ranks, lambda: [self.runner.prove(shard, int(dropped[shard])) for shard in mine])
         except DataStateError as error:
-            self.unproven = f"Epoch {at.clock.epoch} does not end as it should. {error}"
-            raise DataStateError(self.unproven) from None
+            self.verify_error = f"Epoch {at.clock.epoch} does not end as it should. {error}"
+            raise DataStateError(self.verify_error) from None
         self.ranks.info(
             "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all legs of the run.",
             at.clock.epoch,
             int(dropped.sum()),
         )
 
-    def _go_to_epoch(self, at: Cursor) -> None:
+    def _start_epoch_search(self, at: Cursor) -> None:
         if self._epoch != at.clock.epoch:
             n, columns = at.table.shape
             self._ends = np.full((n, 1 + columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
             self._table, self._ahead, self._epoch = None, 0, at.clock.epoch
 
     def _read(self, samples: Ints, seen: int, ahead: int) -> Ints:
-        """Return the samples of each shard at its end; `_UNKNOWN` if its end is not less than ``ahead`` samples away.
+        """Read shards up to ``ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN`.
 
         Args:
             seen: The number of samples already read ahead, of each shard whose end is not known yet.
@@ -165,5 +167,5 @@ class Ends:
             return ends
 
         ranks = self.ranks.at(int(samples.sum()), ahead)
-        self._ends = ranks.merge(together(ranks, find), self.owners)
+        self._ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
         return self._ends[:, 0]

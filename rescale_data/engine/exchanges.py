@@ -1,4 +1,4 @@
-"""`Exchanges`: ranks exchange numbers and samples for their balanced steps, and stop together.
+"""`Exchanges`: exchanges costs and samples between ranks for balanced steps, and stops all ranks together.
 
 All ranks take part in each exchange, up to the first one in which some rank has no samples: its epoch has ended, reading has
 failed, or it stops. That exchange is the last one on every rank. So no rank waits for a rank that does not come:
@@ -29,7 +29,7 @@ import torch
 from rescale_data.engine.agreement import failure_elsewhere
 from rescale_data.engine.message import Bytes, from_bytes, to_bytes
 from rescale_data.engine.options import MOST_SECONDS
-from rescale_data.engine.ranks.circle import Call, Circle
+from rescale_data.engine.ranks.communicator import Call, Communicator
 from rescale_data.engine.ranks.meeting import Answer
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Exhausted
@@ -38,11 +38,14 @@ from rescale_data.state import Ints
 
 T = TypeVar("T")
 
-MADE, ENDED, STOPPED, UNREAD, FAILED, APART = range(6)
-"""The status of a rank's samples of a step, the worst last: made; none left in the epoch; not made, as the rank stops; not
-made, because of an error; not the rows of the epoch; of another step than the samples of another rank."""
+MADE, ENDED, STOPPED, UNREAD, FAILED, OUT_OF_STEP = range(6)
+"""The status of a rank's samples of a step, from best to worst.
+
+MADE: the samples are made. ENDED: none are left in the epoch. STOPPED: not made, because the rank stops. UNREAD: not made,
+because of an error. FAILED: they are not the rows of the epoch. OUT_OF_STEP: they are of another step than the samples of
+another rank."""
 COST, TOKENS, WEIGHT, SHARD, IS_REAL = range(5)
-"""The columns of the numbers of a sample."""
+"""The columns of the array in which ranks exchange the numbers of their samples, a row for each sample."""
 _SECONDS_TO_STOP = 5.0
 _CURE = (
     "State that was saved is whole; restart from it. timeout= of the loader is how long a rank may keep others waiting."
@@ -51,22 +54,22 @@ _CURE = (
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part in one exchange.
+    """The dp ranks that take part in one exchange.
 
     Args:
         members: The dp ranks of the group.
         me: The index of this rank in ``members``.
-        circle: The processes of these ranks; `None` if there is only one.
+        communicator: The processes of these ranks; `None` if there is only one.
     """
 
     members: list[int]
     me: int
-    circle: Circle | None
+    communicator: Communicator | None
 
     @classmethod
     def of(cls, members: list[int], ranks: Ranks) -> Group:
-        circle = None if len(members) == 1 or ranks.circle is None else ranks.circle.part(members)
-        return cls(members, members.index(ranks.rank), circle)
+        communicator = None if len(members) == 1 or ranks.communicator is None else ranks.communicator.part(members)
+        return cls(members, members.index(ranks.rank), communicator)
 
 
 class Exchanges:
@@ -82,7 +85,7 @@ class Exchanges:
 
     def __init__(self, ranks: Ranks, near: Group, everyone: Group, size: int, before: Exchanges | None) -> None:
         self._ranks, self._near, self._everyone, self._size = ranks, near, everyone, size
-        self._is_alone = near.circle is None and everyone.circle is None
+        self._is_alone = near.communicator is None and everyone.communicator is None
         if before is not None:
             before.stop()
         self._thread = None if before is None else before._thread
@@ -94,7 +97,7 @@ class Exchanges:
     # In the thread of the caller
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which is one exchange.
+        """Return the result of `work`, one collective exchange, run in a background thread so that the wait can be given up.
 
         Raises:
             Exhausted: `stop` was called, or the last exchange is over.
@@ -118,7 +121,7 @@ class Exchanges:
             ) from None
 
     def stop(self) -> None:
-        """Make `run` raise, and inform the other ranks in the exchange that is due; return at once."""
+        """Make a waiting `run` raise `Exhausted`, inform the other ranks in the next exchange, and return at once."""
         if os.getpid() != self._process:  # a forked process has neither the thread nor the connections
             return
         with self._lock:
@@ -126,11 +129,11 @@ class Exchanges:
                 return
             self.is_stopped = True
             if not (self._is_alone or self._is_over):
-                self._start(self._say_stopped)
+                self._start(self._send_stopped)
         self._answer.fail(Exhausted())
 
     def join(self, seconds: float = _SECONDS_TO_STOP) -> None:
-        """Wait until the last exchange is over, but at most `seconds`, since other ranks may be late."""
+        """Wait until the last exchange is over, but at most `seconds`."""
         if self._thread is not None and os.getpid() == self._process:
             self._thread.join(seconds)
 
@@ -145,7 +148,7 @@ class Exchanges:
         self._thread = threading.Thread(target=run, daemon=True, name="rescale_data-balance")
         self._thread.start()
 
-    def _say_stopped(self) -> None:
+    def _send_stopped(self) -> None:
         if not self._is_over:
             with suppress(Exception):  # the other ranks are gone, or raise an error of their own
                 self._gather_all(STOPPED, -1, np.zeros((0, 5), dtype=np.int64))
@@ -153,7 +156,7 @@ class Exchanges:
     # In the thread of an exchange
 
     def agree(self, failure: Exception | None, place: int, numbers: Ints, *, is_last: bool) -> tuple[Ints, int]:
-        """Exchange the numbers of this rank's samples of a step, or the reason why there are none (collective).
+        """Exchange the costs of this rank's samples of a step, or the reason why it has no samples (collective).
 
         Args:
             failure: The reason, `Exhausted` at the end of the epoch; `None` if there are samples.
@@ -169,9 +172,9 @@ class Exchanges:
         """
         all_numbers, heads = self._gather_all(_status(failure), place, numbers)
         statuses, places = heads[:, 0], np.unique(heads[heads[:, 0] != STOPPED, 1])
-        worst = APART if len(places) > 1 else int(statuses.max())
+        worst = OUT_OF_STEP if len(places) > 1 else int(statuses.max())
         self._is_over = worst != MADE or is_last
-        if worst == APART:
+        if worst == OUT_OF_STEP:
             raise RuntimeError(
                 f"The dp ranks are at different places of the run, {places.tolist()} samples from its beginning: an error came "
                 f"on some of them alone, or they made other calls. Load one state on all of them."
@@ -180,28 +183,28 @@ class Exchanges:
             raise failure if failure is not None and _status(failure) == worst else _failure_elsewhere(worst)
         return all_numbers[:, : len(numbers)].reshape(-1, 5), int(heads[:, 2].sum())
 
-    def swap(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
-        """Send lists to some ranks of the group, and receive lists from others, by index; both sides expect them."""
-        circle = self._near.circle
-        if circle is None or not (outgoing or incoming):
+    def exchange_lists(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
+        """Send a list to each rank in `outgoing`; return the lists received from the ranks in `incoming`, by rank index."""
+        communicator = self._near.communicator
+        if communicator is None or not (outgoing or incoming):
             return {}
         packed, failure = _packed(outgoing)
         sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in packed.items()}
         sizes |= {index: torch.tensor([-1, 0], device="cpu") for index in outgoing if index not in packed}
         expected = {index: torch.empty(2, dtype=torch.int64, device="cpu") for index in incoming}
-        self._exchange(circle, "sizes", sizes, expected)
+        self._exchange(communicator, "sizes", sizes, expected)
         bodies = {
             index: torch.empty(int(size[0]), dtype=torch.uint8, device="cpu")
             for index, size in expected.items()
             if size[0] >= 0
         }
-        self._exchange(circle, "samples", {index: body for index, (body, _) in packed.items()}, bodies)
+        self._exchange(communicator, "samples", {index: body for index, (body, _) in packed.items()}, bodies)
         if failure is not None or len(bodies) < len(expected):
             raise failure or failure_elsewhere(wrong_rows=False)
         return {index: from_bytes(body, int(expected[index][1])) for index, body in bodies.items()}
 
     def _gather_all(self, status: int, place: int, numbers: Ints) -> tuple[Ints, Ints]:
-        """Return the numbers of each rank of the group, and the status, place and weight of each rank of `everyone`."""
+        """Gather the sample numbers of each rank in the group, and the status, place and weight of each rank of `everyone`."""
         own = np.zeros((1 + self._size, 5), dtype=np.int64)
         own[0, :3] = status, place, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
         own[1 : 1 + len(numbers)] = numbers
@@ -212,23 +215,23 @@ class Exchanges:
         return gathered[:, 1:], heads
 
     def _gather(self, group: Group, name: str, numbers: Ints) -> Ints:
-        if group.circle is None:
+        if group.communicator is None:
             return numbers[None]
         with self._network():
-            return group.circle.gather(self._call(name), torch.from_numpy(numbers)).numpy()
+            return group.communicator.gather(self._call(name), torch.from_numpy(numbers)).numpy()
 
     def _exchange(
-        self, circle: Circle, name: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
+        self, communicator: Communicator, name: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
     ) -> None:
         with self._network():
-            circle.exchange(self._call(name), sends, receives)
+            communicator.exchange(self._call(name), sends, receives)
 
     def _call(self, name: str) -> Call:
         return Call(f"balance/{name}/{self._ranks.loader}", MOST_SECONDS, _CURE)
 
     @contextmanager
     def _network(self) -> Generator[None, None, None]:
-        """Mark the exchanges as over if the network fails: a broken connection ends them on all ranks."""
+        """Mark the exchanges as over if the network fails in the ``with`` block: a broken connection ends them on all ranks."""
         try:
             yield
         except BaseException:
@@ -237,7 +240,7 @@ class Exchanges:
 
 
 def _packed(lists: Mapping[int, list[Any]]) -> tuple[dict[int, Bytes], Exception | None]:
-    """Return the bytes of the lists, up to the first list that does not pickle, and the error of that list."""
+    """Return the lists as bytes, up to the first list that does not pickle, and the error of that list, `None` without one."""
     packed = dict[int, Bytes]()
     try:
         for index, values in lists.items():
@@ -269,7 +272,7 @@ _open: weakref.WeakSet[Exchanges] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Inform the other ranks before the interpreter ends.
+    """Stop all exchanges and inform the other ranks before the interpreter exits.
 
     A thread that still waits for other ranks at that time would end the process by a signal.
     """

@@ -1,4 +1,4 @@
-"""Feeds produce the micro batches of a segment: in this process, in a thread, or through a function, one feed over another.
+"""Feeds: produce the micro batches of a segment in this process, in a background thread, or from another feed.
 
     InThread(Mapped(InProcess(runner, collate), pin), 4)      made and pinned in a thread, 4 ahead
 
@@ -22,17 +22,17 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from rescale_data.engine.collate import with_valid
-from rescale_data.engine.leg import Leg
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.runner import Collate, Exhausted, Runner
+from rescale_data.engine.segment import Segment
 from rescale_data.engine.watch import describe, frames
 from rescale_data.layout.turns import Turn, Turns
-from rescale_data.sources.counts import MAKE_SECONDS, counts, told
+from rescale_data.sources.counts import MAKE_SECONDS, by_name, counts
 from rescale_data.state import Ints
 
 
 class Feed(ABC):
-    """Produces the micro batches of a segment in order.
+    """Base class of feeds: a feed produces the micro batches of a segment in order.
 
     Attributes:
         is_ahead: True if the feed makes them in the background, from `begin` on.
@@ -41,27 +41,27 @@ class Feed(ABC):
     is_ahead = False
 
     @abstractmethod
-    def begin(self, leg: Leg, table: Ints, first: int) -> None:
-        """Begin at micro batch ``first`` of a segment, at the positions of ``table``; drop all micro batches made before."""
+    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+        """Begin to produce micro batch ``first`` of a segment, from the positions in ``table``; drop earlier micro batches."""
 
     @abstractmethod
     def next(self) -> MicroBatch:
-        """Return the next micro batch of the segment. After an error or `stop`, call `begin` first.
+        """Return the next micro batch of the segment; after an error or `stop`, call `begin` first.
 
         Raises:
             Exhausted: A shard has no sample left for the micro batch, or the segment is over.
         """
 
     def progress(self) -> dict[str, float]:
-        """Return counters for a logger: the reads, and the batches made so far."""
+        """Return counters for a logger, by name: about reads, and the number of batches that are ready."""
         return {}
 
-    def doing(self) -> str:
-        """Return a description of what a `next` waits for; empty if batches are made in the thread that calls it."""
+    def activity(self) -> str:
+        """Return a text that says what `next` is waiting for; empty if batches are made in the calling thread."""
         return ""
 
     def stop(self, *, wait: bool = True) -> None:  # noqa: B027 - where nothing is made ahead there is nothing to stop
-        """Make no more micro batches in this process; `begin` starts again.
+        """Stop making micro batches in this process; `begin` starts again.
 
         Args:
             wait: True to return only when the caller may use the runner and the sources. Otherwise the caller may use them only
@@ -69,27 +69,27 @@ class Feed(ABC):
         """
 
     def interrupt(self) -> None:  # noqa: B027
-        """Make a `next` in another thread raise if it waits for other ranks; `stop` follows."""
+        """Make `next` in another thread raise an error if it waits for other ranks; the caller calls `stop` afterwards."""
 
     def close(self) -> None:  # noqa: B027
-        """End the processes or the thread; `begin` starts them again."""
+        """End the worker processes or the thread of the feed; `begin` starts them again."""
 
 
 class InProcess(Feed):
-    """Makes each micro batch in this process, when `next` is called."""
+    """A feed that makes each micro batch in the calling process, when `next` is called."""
 
     def __init__(self, runner: Runner, collate: Collate | None) -> None:
         self.runner = runner
         self._draw: Callable[[Turn], MicroBatch] = partial(runner.take, collate=collate)
         self._turns: Turns | None = None
-        self._leg: Leg | None = None
+        self._segment: Segment | None = None
         self._u, self._pads, self._is_served = 0, False, False
         self._seconds = self._counted = 0.0  # spent on making; the part that is already in `counts`
 
-    def begin(self, leg: Leg, table: Ints, first: int) -> None:
-        self.runner.load(table, leg.histories)
-        self._leg, self._is_served = leg, False
-        self._turns, self._u, self._pads = leg.turns(table), first, leg.pads
+    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+        self.runner.load(table, segment.histories)
+        self._segment, self._is_served = segment, False
+        self._turns, self._u, self._pads = segment.turns(table), first, segment.pads
 
     def next(self) -> MicroBatch:
         started = time.perf_counter()
@@ -99,13 +99,13 @@ class InProcess(Feed):
         return micro_batch
 
     def make(self, u: int) -> MicroBatch:
-        """Return micro batch u of the segment; u grows from call to call. The errors are as in `next`."""
+        """Return micro batch ``u`` of the segment; ``u`` must grow from call to call, and errors are as in `next`."""
         turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
-        if turns is None or self._leg is None:
+        if turns is None or self._segment is None:
             raise Exhausted
         if not self._is_served:  # the number of the first micro batch determines the shards of a worker
             self._is_served = True
-            self.runner.serve(self._leg.served(u))
+            self.runner.serve(self._segment.served(u))
         made = self._draw(turns(u))
         if self._pads:
             made = made._replace(batch=with_valid(made.batch, made.num_real, len(made.shards)))
@@ -116,20 +116,20 @@ class InProcess(Feed):
         seconds = self._seconds
         counts().add(MAKE_SECONDS, seconds - self._counted)
         self._counted = seconds
-        return {"batches_ready": 0.0, **told(counts().values)}
+        return {"batches_ready": 0.0, **by_name(counts().values)}
 
     def close(self) -> None:
         self._turns = None
 
 
-class Over(Feed):
-    """A feed over another feed: passes all calls on, and a subclass replaces some of them."""
+class WrappedFeed(Feed):
+    """Base class of feeds that wrap another feed: passes all calls on to it."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed, self.is_ahead = feed, feed.is_ahead
 
-    def begin(self, leg: Leg, table: Ints, first: int) -> None:
-        self.feed.begin(leg, table, first)
+    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+        self.feed.begin(segment, table, first)
 
     def next(self) -> MicroBatch:
         return self.feed.next()
@@ -137,8 +137,8 @@ class Over(Feed):
     def progress(self) -> dict[str, float]:
         return self.feed.progress()
 
-    def doing(self) -> str:
-        return self.feed.doing()
+    def activity(self) -> str:
+        return self.feed.activity()
 
     def stop(self, *, wait: bool = True) -> None:
         self.feed.stop(wait=wait)
@@ -150,8 +150,8 @@ class Over(Feed):
         self.feed.close()
 
 
-class Mapped(Over):
-    """Passes the batches of a feed through a function."""
+class MappedFeed(WrappedFeed):
+    """A feed that applies a function to each batch of another feed."""
 
     def __init__(self, feed: Feed, function: Callable[[Any], Any]) -> None:
         super().__init__(feed)
@@ -162,8 +162,10 @@ class Mapped(Over):
         return made._replace(batch=self._function(made.batch))
 
 
-class InThread(Over):
-    """Calls a feed in a thread, ahead of the caller; an error is raised when its micro batch is due.
+class InThread(WrappedFeed):
+    """A feed that calls another feed in a background thread, up to some micro batches ahead of the caller.
+
+    An error is raised when its micro batch is due.
 
     Between `begin` and `stop` the feed below belongs to the thread. Collectives stay in the caller's thread. The thread is a
     daemon, which the interpreter does not wait for, and `atexit` interrupts it: otherwise a thread that waits for other ranks
@@ -179,48 +181,48 @@ class InThread(Over):
         self._thread_id = 0
         self._thread: threading.Thread | None = None
         self._tasks: _Tasks = SimpleQueue()
-        self._lock, self._makes = threading.Lock(), False
-        self._made: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
-        self._to_make = self._to_take = 0.0
+        self._lock, self._is_making = threading.Lock(), False
+        self._finished: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
+        self._num_to_make = self._num_to_take = 0.0
         self._process = os.getpid()  # the process that has the thread
 
-    def begin(self, leg: Leg, table: Ints, first: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first: int) -> None:
         self.stop()
         self._process = os.getpid()
-        self.feed.begin(leg, table, first)
-        self._tasks, self._makes, self._made = SimpleQueue(), False, SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._tasks,), daemon=True, name="rescale_data-ahead")
+        self.feed.begin(segment, table, first)
+        self._tasks, self._is_making, self._finished = SimpleQueue(), False, SimpleQueue()
+        self._thread = threading.Thread(target=_run_tasks, args=(self._tasks,), daemon=True, name="rescale_data-ahead")
         self._thread.start()
-        _in_threads.add(self)
-        self._to_make = self._to_take = inf if leg.stop is None else leg.stop - first
-        self._ask()
+        _threaded_feeds.add(self)
+        self._num_to_make = self._num_to_take = inf if segment.stop is None else segment.stop - first
+        self._request_one()
 
     def next(self) -> MicroBatch:
-        if not self._to_take:
+        if not self._num_to_take:
             raise Exhausted
-        made = self._made.get()
-        self._to_take -= 1
+        made = self._finished.get()
+        self._num_to_take -= 1
         if isinstance(made, BaseException):
-            self._to_take = 0
+            self._num_to_take = 0
             try:
                 raise made
             finally:
                 del made  # its traceback holds this frame
-        self._ask()
+        self._request_one()
         return made
 
     def progress(self) -> dict[str, float]:
-        return {**self.feed.progress(), "batches_ready": float(self._made.qsize())}
+        return {**self.feed.progress(), "batches_ready": float(self._finished.qsize())}
 
-    def doing(self) -> str:
-        return self.feed.doing() or f"waiting for the thread ahead, {describe(frames().get(self._thread_id))}"
+    def activity(self) -> str:
+        return self.feed.activity() or f"waiting for the thread ahead, {describe(frames().get(self._thread_id))}"
 
     def stop(self, *, wait: bool = True) -> None:
         if self._process != os.getpid():  # a forked process has no thread, and the lock may have been held
-            self._lock, self._thread, self._to_make, self._to_take = threading.Lock(), None, 0, 0
+            self._lock, self._thread, self._num_to_make, self._num_to_take = threading.Lock(), None, 0, 0
             return
         with self._lock:
-            self._to_make = self._to_take = 0
+            self._num_to_make = self._num_to_take = 0
         if self._thread is not None:
             self.feed.interrupt()
             self._tasks.put(None)
@@ -236,31 +238,36 @@ class InThread(Over):
         self.stop()
         self.feed.close()
 
-    def _ask(self) -> None:
-        """Let the thread make one more micro batch, if it makes none now and there is room."""
+    def _request_one(self) -> None:
+        """Request one more micro batch from the background thread, unless the thread is busy or far enough ahead."""
         with self._lock:
-            if self._thread is None or self._makes or not self._to_make or self._made.qsize() >= self._num_batches:
+            if (
+                self._thread is None
+                or self._is_making
+                or not self._num_to_make
+                or self._finished.qsize() >= self._num_batches
+            ):
                 return
-            self._makes, self._to_make = True, self._to_make - 1
+            self._is_making, self._num_to_make = True, self._num_to_make - 1
             self._tasks.put(self._make)
 
     def _make(self) -> None:
         self._thread_id = threading.get_ident()
         try:
-            self._made.put(self.feed.next())
+            self._finished.put(self.feed.next())
         except BaseException as error:
-            self._made.put(error)
+            self._finished.put(error)
             return
-        self._makes = False
-        self._ask()
+        self._is_making = False
+        self._request_one()
 
 
 _Tasks: TypeAlias = SimpleQueue[Callable[[], None] | None]
-_in_threads: weakref.WeakSet[InThread] = weakref.WeakSet()
+_threaded_feeds: weakref.WeakSet[InThread] = weakref.WeakSet()
 
 
-def _work(tasks: _Tasks) -> None:
-    """Run tasks until one is `None`. Between two tasks the thread holds no reference to the feed, so it can be collected."""
+def _run_tasks(tasks: _Tasks) -> None:
+    """Run tasks from a queue until one is `None`; hold no reference to the feed between tasks, so that it can be collected."""
     while (task := tasks.get()) is not None:
         task()
         del task
@@ -268,12 +275,12 @@ def _work(tasks: _Tasks) -> None:
 
 @atexit.register
 def _stop_threads() -> None:
-    for feed in list(_in_threads):
+    for feed in list(_threaded_feeds):
         feed.stop()
 
 
 class Traced(InProcess):
-    """Makes micro batches that hold the origins of samples of some shards, in place of the samples (`Runner.trace`)."""
+    """A feed whose micro batches hold the origins (source rows) of the samples of some shards, in place of the samples."""
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         super().__init__(runner, None)

@@ -1,4 +1,4 @@
-"""Messages carry micro batches between processes: the bytes lie in shared memory, which is reused; a message says where.
+"""Messages that carry micro batches between processes: the data lies in reused shared memory, and a message says where.
 
 To send a tensor between processes costs a file descriptor, a new shared mapping, and page faults on both sides. Here a worker
 packs many micro batches into one *slab*, and uses a few slabs in turn:
@@ -22,14 +22,14 @@ import torch
 
 _ALIGNMENT = 64
 MOST_PARTS = 64
-"""The most values of one message."""
+"""The maximum number of packed values in one message."""
 Bytes: TypeAlias = tuple[torch.Tensor, int]
-"""A value as ``uint8[any]``: its tensors and arrays, then, from the given byte on, the pickle that refers to them."""
+"""A packed value, ``uint8[any]``, and an offset: the bytes of tensors and arrays lie before it, their pickle behind it."""
 _Place: TypeAlias = tuple[str, Any, tuple[int, ...], int]  # kind, dtype, shape, offset in bytes
 
 
 class Part(NamedTuple):
-    """Bytes ``[start, stop)`` of a slab, which hold one packed value; its pickle begins at byte ``rest``."""
+    """The byte range ``[start, stop)`` of one packed value in a slab (shared buffer); its pickle begins at byte ``rest``."""
 
     start: int
     rest: int
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Packed values in one slab; ``memory`` is the slab itself if the receiver does not have it yet, else `None`."""
+    """Packed values in one slab (shared buffer); ``memory`` is the slab if the receiver does not have it yet, else `None`."""
 
     slab: int
     memory: torch.Tensor | None
@@ -45,14 +45,14 @@ class Message(NamedTuple):
 
 
 class Slabs:
-    """The slabs that a worker writes into, in one segment."""
+    """The shared-memory buffers (slabs) into which a worker packs its messages, in one segment."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, torch.Tensor] = {}
 
     def pack(self, slab: int, values: Sequence[Packed]) -> Message:
-        """Write values into a slab, and return the message that names them."""
-        starts = np.cumsum([0, *(_aligned(value.num_bytes) for value in values)]).tolist()
+        """Write packed values into a slab (shared buffer), and return the message that says where they lie."""
+        starts = np.cumsum([0, *(_round_up(value.num_bytes) for value in values)]).tolist()
         memory, is_new = self._memory(slab, starts[-1])
         parts: list[Part] = []
         for value, start in zip(values, starts, strict=False):
@@ -71,7 +71,7 @@ class Slabs:
 
 
 class Inbox:
-    """The receiver's slabs of one worker, in one segment.
+    """The shared-memory buffers (slabs) that the receiver has from one worker, in one segment.
 
     Args:
         pin_memory: True if values are to arrive in page-locked memory.
@@ -82,13 +82,13 @@ class Inbox:
         self._pin = pin_memory
 
     def open(self, message: Message) -> list[tuple[torch.Tensor, Part]]:
-        """Return the values of a message, still packed; they must be unpacked before the slab is used again."""
+        """Return the slab and the byte range of each packed value in a message; unpack them before the slab is reused."""
         if message.memory is not None:
             self._slabs[message.slab] = message.memory
         return [(self._slabs[message.slab], part) for part in message.parts]
 
     def unpack(self, memory: torch.Tensor, part: Part) -> Any:
-        """Return one value; its tensors and arrays are views of one copy of their bytes."""
+        """Return one unpacked value; its tensors and arrays are views of a single copy of the bytes."""
         start, rest, stop = part
         copy = torch.empty(rest - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
         copy.copy_(memory[start:rest])
@@ -96,7 +96,7 @@ class Inbox:
 
 
 def to_bytes(value: Any) -> Bytes:
-    """Return any picklable value as bytes."""
+    """Return a picklable value packed as bytes, and the offset of its pickle."""
     packed = Packed(value)
     whole = torch.empty(packed.num_bytes, dtype=torch.uint8, device="cpu")
     packed.write(whole.numpy())
@@ -104,12 +104,12 @@ def to_bytes(value: Any) -> Bytes:
 
 
 def from_bytes(whole: torch.Tensor, start: int) -> Any:
-    """Return the value that `to_bytes` was given; its tensors and arrays are views of ``whole``."""
+    """Return the value that `to_bytes` packed; its tensors and arrays are views of ``whole``."""
     return _Unpacker(whole[start:].numpy(), whole).load()
 
 
 class Packed(pickle.Pickler):
-    """A packed value: dense CPU tensors and numeric arrays, and a pickle that refers to them.
+    """A value packed for transport: the bytes of dense CPU tensors and numeric arrays, then a pickle that refers to them.
 
     Attributes:
         size: The number of bytes of the tensors and arrays; the pickle follows them.
@@ -140,7 +140,7 @@ class Packed(pickle.Pickler):
         return None
 
     def _place(self, array: Any) -> int:
-        offset = _aligned(self.size)
+        offset = _round_up(self.size)
         self._arrays.append((offset, array))
         self.size = offset + array.size
         return offset
@@ -160,5 +160,5 @@ class _Unpacker(pickle.Unpickler):
         return self._memory[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _aligned(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""`MicroBatch`: samples that one rank serves at a time, with the rows of the table that they advance."""
+"""`MicroBatch`: the batch of one ``next()`` on one rank, with the rows of the table that it advances."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rescale_data.engine.recipe import SAMPLES
 from rescale_data.state import Ints
 
 
-class Rows(NamedTuple):
-    """Rows of the table as a micro batch leaves them. To write them twice has the same effect as to write them once.
+class TableRows(NamedTuple):
+    """Rows of the table of positions as they are after a micro batch; writing them twice has the same effect as once.
 
     Args:
         visited: The logical shards that the micro batch visited.
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
     @property
     def counted(self) -> Ints:
-        """The values, with all samples counted."""
+        """The values of the rows, ``int64[M, columns]``, with the ``more`` delivered samples added to the sample counts."""
         if not self.more:
             return self.values
         values = self.values.copy()
@@ -36,21 +36,21 @@ class Rows(NamedTuple):
         return values
 
     def write(self, table: Ints) -> None:
-        """Write the rows into their places of a table."""
+        """Write the rows into a table, ``int64[N, columns]``, in place."""
         if self.slots is None:
             table[self.visited] = self.counted
         else:
             table.flat[self.slots] = self.values
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of several micro batches of one feed as one `Rows`, which has the same effect on a table."""
+def merge_rows(parts: Sequence[TableRows]) -> TableRows:
+    """Return the table rows of several micro batches as one `TableRows`, which has the same effect on a table."""
     visited = np.concatenate([_indices(part.visited) for part in parts])
     values, slots = (
         np.concatenate([part.counted for part in parts]),
         [part.slots for part in parts if part.slots is not None],
     )
-    return Rows(
+    return TableRows(
         visited, values, np.concatenate(slots) if slots else None
     )  # if an index comes twice, the last value counts
 
@@ -60,7 +60,7 @@ def _indices(visited: slice | Ints) -> Ints:
 
 
 class MicroBatch(NamedTuple):
-    """A micro batch and its changes to the table.
+    """A batch with the table rows that it advances, the logical shard of each sample, and the number of real samples.
 
     Args:
         shards: The shard of each sample.
@@ -68,16 +68,16 @@ class MicroBatch(NamedTuple):
     """
 
     batch: Any
-    rows: Rows
+    rows: TableRows
     shards: list[int]
     num_real: int
 
-    def since(self, table: Ints) -> MicroBatch:
-        """Write the rows into a table, and return the micro batch with only the slots of the table that this changed."""
+    def with_changes(self, table: Ints) -> MicroBatch:
+        """Write the rows into `table`; return the micro batch with only the integers of the table that this changed."""
         visited = self.rows.visited
         before = table[visited].copy()
         self.rows.write(table)
         after = table[visited]
         shards, columns = np.nonzero(after != before)
         slots = np.arange(len(table))[visited][shards] * table.shape[1] + columns
-        return self._replace(rows=Rows(visited, after[shards, columns], slots))
+        return self._replace(rows=TableRows(visited, after[shards, columns], slots))

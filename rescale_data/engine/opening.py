@@ -1,4 +1,4 @@
-"""Creates the stream of a loader from its arguments: the setup, and the feed that makes its batches."""
+"""Creates the stream of a loader: checks the arguments, and builds the feed that makes the batches."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.balanced import Balanced, as_samples
 from rescale_data.engine.collate import pin
-from rescale_data.engine.feed import Feed, InProcess, InThread, Mapped
+from rescale_data.engine.feed import Feed, InProcess, InThread, MappedFeed
 from rescale_data.engine.options import Options
 from rescale_data.engine.pool import Pool
-from rescale_data.engine.ranks.meeting import is_in_a_file
+from rescale_data.engine.ranks.meeting import is_file_store
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, set_up
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.transfer import is_accelerator, through
+from rescale_data.engine.transfer import is_accelerator, with_transfer
 
 _FORKS = (
     "Workers are forked, and the ranks meet in a file (init_method='file://...', or a FileStore), which torch removes when the "
@@ -27,7 +27,7 @@ _FORKS = (
 
 
 def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stream:
-    """Return the stream of a loader at the beginning of its run (collective if there is a process group).
+    """Return the stream of micro batches of a new loader, at the start of the run (collective with a process group).
 
     Args:
         slow_after: Seconds after which a worker reports what it is doing.
@@ -41,14 +41,14 @@ def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stre
     pins = torch.accelerator.is_available() and (options.pin_memory or is_accelerator(options.transfer))
     if options.balance is not None:
         feed: Feed = _balanced(setup, options, options.balance, runner, slow_after)
-        feed = Mapped(feed, pin) if pins else feed
+        feed = MappedFeed(feed, pin) if pins else feed
     elif options.num_workers:
         feed = _pool(setup, options, slow_after, pin_memory=pins)
     else:
         feed = InProcess(runner, options.collate_fn)
-        feed = Mapped(feed, pin) if pins else feed
+        feed = MappedFeed(feed, pin) if pins else feed
     if options.transfer is not None:
-        feed = through(feed, options.transfer, setup.ranks.rank, setup.ranks.world_size)
+        feed = with_transfer(feed, options.transfer, setup.ranks.rank, setup.ranks.world_size)
     if options.balance is not None and options.ahead:
         feed = InThread(feed, setup.layout.gradient_accumulation_steps)
     elif options.ahead and (options.transfer is not None or not options.num_workers):
@@ -57,7 +57,7 @@ def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stre
 
 
 def _balanced(setup: Setup, options: Options, balance: Balance, runner: Runner, slow_after: float) -> Feed:
-    """Return the feed of balanced steps. The feed that reads ahead is below it, so that not all ranks wait for a slow read."""
+    """Return the feed of balanced steps, on top of a feed that reads ahead, so that not all ranks wait for one slow read."""
     if options.num_workers:
         below: Feed = _pool(setup, replace(options, collate_fn=as_samples), slow_after, pin_memory=False)
     else:
@@ -69,6 +69,6 @@ def _balanced(setup: Setup, options: Options, balance: Balance, runner: Runner, 
 
 def _pool(setup: Setup, options: Options, slow_after: float, *, pin_memory: bool) -> Pool:
     pool = Pool(setup.recipe, options, slow_after, pin_memory=pin_memory)
-    if pool.forks and setup.ranks.circle is not None and is_in_a_file():
+    if pool.forks and setup.ranks.communicator is not None and is_file_store():
         setup.ranks.warn(_FORKS)
     return pool

@@ -1,4 +1,4 @@
-"""`Options`: the arguments of a loader."""
+"""`Options`: the arguments of a data loader, each checked on its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SECONDS = 2_000_000
 @checks_kinds
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of a loader as the user gave them (see `DataLoader`); each is checked by itself."""
+    """The arguments of a loader as the user gave them (see `DataLoader`), each checked on its own."""
 
     shuffle: bool | int = True
     global_batch_size: int
@@ -66,14 +66,14 @@ class Options:
 
     @property
     def ahead(self) -> int:
-        """The number of batches that a thread may be ahead; with workers, the number of messages that each may be ahead."""
+        """The number of batches that a thread may be ahead of training; with workers, the number of messages of each worker."""
         if self.prefetch is not None:
             return self.prefetch
         return 2 if self.num_workers or self.transfer is not None else 0
 
 
 def require_seconds(**given: float) -> None:
-    """Raise ``ValueError`` unless a time to wait is a number of seconds that sockets and torch's process groups can count."""
+    """Raise ``ValueError`` unless each argument is a positive number of seconds, at most `MOST_SECONDS`."""
     for name, seconds in given.items():
         if not 0 < seconds <= MOST_SECONDS:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`Pool`: a feed whose micro batches are made by K worker processes, in turn."""
+"""`Pool`: a feed with K worker processes that make micro batches in turn."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from queue import Empty
 import torch
 
 from rescale_data.engine.feed import Feed
-from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import Inbox, Part
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.options import Options
-from rescale_data.engine.processes import Crew, Segment, context_of, require_pickle
+from rescale_data.engine.processes import Crew, Work, context_of, require_pickle
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import Exhausted
+from rescale_data.engine.segment import Segment
 from rescale_data.engine.workers import Begin, Worker
-from rescale_data.sources.counts import MADE, counts, told
+from rescale_data.sources.counts import MADE_BATCHES, by_name, counts
 from rescale_data.state import Ints
 
 
 class Pool(Feed):
-    """Makes micro batches in K worker processes, which `begin` starts.
+    """A feed that makes micro batches in K worker processes; `begin` starts the processes.
 
     Args:
         slow_after: Seconds after which a worker reports what it is doing.
@@ -40,39 +40,39 @@ class Pool(Feed):
         self._context = context_of(options.multiprocessing_context)
         self.forks = self._context.get_start_method() == "fork"
         self._worker, self._init_fn = worker, init_fn
-        self._k, self._num_slabs = options.num_workers, options.ahead + 1
+        self._num_workers, self._num_slabs = options.num_workers, options.ahead + 1
         self._pin, self._timeout = pin_memory, options.timeout
         self._crew: Crew | None = None
         self._num_crews = self._num_segments = self._taken = 0
-        self._segment: Segment | None = None
+        self._work: Work | None = None
         self._stop: int | None = 0
 
-    def begin(self, leg: Leg, table: Ints, first: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first: int) -> None:
         self._num_segments += 1
-        begin = Begin.of(self._num_segments, leg, table, first, self._num_slabs)
-        segment, self._taken = Segment(begin, self._k), 0
-        self._stop = None if leg.stop is None else leg.stop - first
-        self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
-        self._parts = [deque[tuple[torch.Tensor, Part]]() for _ in range(self._k)]
+        begin = Begin.of(self._num_segments, segment, table, first, self._num_slabs)
+        work, self._taken = Work(begin, self._num_workers), 0
+        self._stop = None if segment.stop is None else segment.stop - first
+        self._inboxes = [Inbox(self._pin) for _ in range(self._num_workers)]
+        self._parts = [deque[tuple[torch.Tensor, Part]]() for _ in range(self._num_workers)]
         if self._crew is not None and self._crew.failure is not None:
             self.close()
         if self._crew is None:
             self._num_crews += 1
             seed = [torch.initial_seed(), self._num_crews]
-            crew = Crew(self._context, self._worker, self._k, seed, self._init_fn)
-            self._crew, self._forgotten = crew, weakref.finalize(self, crew.end)
-        self._crew.begin(segment)
-        self._segment = segment
+            crew = Crew(self._context, self._worker, self._num_workers, seed, self._init_fn)
+            self._crew, self._finalizer = crew, weakref.finalize(self, crew.end)
+        self._crew.begin(work)
+        self._work = work
 
     def next(self) -> MicroBatch:
-        if self._segment is None or self._crew is None or self._taken == self._stop:
+        if self._work is None or self._crew is None or self._taken == self._stop:
             raise Exhausted
-        segment, self._segment = self._segment, None  # after an error or Ctrl-C, `begin` has to be called
-        due = self._taken % self._k
+        work, self._work = self._work, None  # after an error or Ctrl-C, `begin` has to be called
+        due = self._taken % self._num_workers
         parts, inbox = self._parts[due], self._inboxes[due]
         if not parts:
             try:
-                message = segment.messages[due].get(timeout=self._timeout)
+                message = work.messages[due].get(timeout=self._timeout)
             except Empty:
                 self._end(0)
                 raise TimeoutError(
@@ -87,19 +87,19 @@ class Pool(Feed):
             self._crew.free[due].release()
         if isinstance(made, Exception):
             raise made
-        self._segment, self._taken = segment, self._taken + 1
+        self._work, self._taken = work, self._taken + 1
         return made
 
     def progress(self) -> dict[str, float]:
         if self._crew is None:
-            return {"batches_ready": 0.0, **told(counts().values)}
+            return {"batches_ready": 0.0, **by_name(counts().values)}
         board = self._crew.board
         ready = max(0, board.made - self._taken)
-        return {"batches_ready": float(ready), **told(board.counts.sum(dim=0).numpy() + counts().values)}
+        return {"batches_ready": float(ready), **by_name(board.counts.sum(dim=0).numpy() + counts().values)}
 
-    def doing(self) -> str:
+    def activity(self) -> str:
         silent = "which does not say what it does: it is starting, has ended, or is stopped"
-        due = self._taken % self._k
+        due = self._taken % self._num_workers
         text = "" if self._crew is None else self._crew.board.read(due)
         return f"waiting for worker {due}, {text or silent}"
 
@@ -108,11 +108,11 @@ class Pool(Feed):
 
     def _end(self, *seconds: float) -> None:
         """End the worker processes, and add their counts to the counts of this process."""
-        self._segment = None
+        self._work = None
         crew, self._crew = self._crew, None
         if crew is None:
             return
-        self._forgotten.detach()  # the finalizer holds the crew
+        self._finalizer.detach()  # the finalizer holds the crew
         crew.end(*seconds)
         for field, value in enumerate(crew.board.counts.sum(dim=0).tolist()):
-            counts().add(field, 0 if field == MADE else value)
+            counts().add(field, 0 if field == MADE_BATCHES else value)

@@ -1,4 +1,4 @@
-"""Worker processes: they start, receive segments, send messages, and end; the trainer's process notices when one dies.
+"""Starts and ends worker processes, sends segments to them, receives their messages, and notices when one dies.
 
     trainer                 thread of the crew                     worker
     begin(segment) ──bell─► sends the segment once the  ──pipe──►  makes messages, while slabs are free
@@ -41,17 +41,17 @@ from rescale_data.sources.decoded.cache import share_with
 
 PRELOAD = ["rescale_data.engine.processes"]
 """Modules that the fork server imports once, before it forks the first worker: code that all workers need, and no data."""
-_OF_PIPELINES = (
+_PIPELINE_MODULES = (
     "rescale_data.nodes.",
     "rescale_data.sources.",
 )  # of these, the modules that the trainer has imported: pyarrow takes half a second
-_LOOK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
+_CHECK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
 _GRACE_SECONDS = 5.0  # time for a worker to end by itself
 _TEXT_BYTES = 2000
 
 
-class Segment:
-    """The work of a crew from one `begin` to the next, and the queues in which its messages arrive.
+class Work:
+    """The work of the worker processes in one segment, and the queues in which their messages arrive.
 
     Args:
         begin: The command to the workers; `None` ends them.
@@ -67,7 +67,7 @@ class Segment:
 
 
 class Crew:
-    """K worker processes, and the thread that communicates with them.
+    """K worker processes, and the thread of the trainer's process that communicates with them.
 
     Args:
         seed: The seed of random numbers that the user's functions draw in workers.
@@ -90,8 +90,8 @@ class Crew:
         self.failure: RuntimeError | None = None
         self._num_workers, self._trainer = num_workers, os.getpid()
         self.free = [context.Semaphore(0) for _ in range(num_workers)]
-        self._wanted: Segment | None = None
-        self._hears, self._bell = Pipe(duplex=False)
+        self._wanted: Work | None = None
+        self._bell_reader, self._bell_writer = Pipe(duplex=False)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for number in range(num_workers):
@@ -105,18 +105,18 @@ class Crew:
             self._pipes.append(mine)
             self._processes.append(process)
         share_with(id(self), num_workers)
-        self._thread = threading.Thread(target=self._speak, daemon=True, name="rescale_data-crew")
+        self._thread = threading.Thread(target=self._communicate, daemon=True, name="rescale_data-crew")
         self._thread.start()
 
-    def begin(self, segment: Segment) -> None:
-        """Make the workers stop the work at hand, and begin a segment."""
-        self.board.wanted = segment.number
-        self._wanted = segment
-        self._say_failure()
-        self._bell.send_bytes(b".")
+    def begin(self, work: Work) -> None:
+        """Make the workers drop their current work, and begin a segment."""
+        self.board.wanted = work.number
+        self._wanted = work
+        self._send_failure()
+        self._bell_writer.send_bytes(b".")
 
     def end(self, seconds: float = _GRACE_SECONDS) -> None:
-        """End the processes.
+        """End the worker processes; kill them if they do not end within `seconds`.
 
         Args:
             seconds: Time for the workers to end by themselves, before they are killed.
@@ -125,7 +125,7 @@ class Crew:
             os.getpid() != self._trainer or not self._thread.is_alive()
         ):  # a forked process has no thread, and the workers are its parent's
             return
-        self.begin(Segment(None, self._num_workers))
+        self.begin(Work(None, self._num_workers))
         if threading.current_thread() is self._thread:  # that thread collects garbage, and ends the workers itself
             return
         self._thread.join(seconds)
@@ -136,14 +136,14 @@ class Crew:
 
     # The thread
 
-    def _speak(self) -> None:
+    def _communicate(self) -> None:
         alive = {process.sentinel: number for number, process in enumerate(self._processes)}
         pipes = {pipe: number for number, pipe in enumerate(self._pipes)}
         idle, to_begin, wanted = set(alive.values()), set[int](), None
         while alive:
-            ready = wait([self._hears, *pipes, *alive])
-            if self._hears in ready:
-                self._hears.recv_bytes()
+            ready = wait([self._bell_reader, *pipes, *alive])
+            if self._bell_reader in ready:
+                self._bell_reader.recv_bytes()
             died = [alive.pop(sentinel) for sentinel in list(alive) if sentinel in ready]
             for pipe, number in list(pipes.items()):
                 while (pipe in ready or number in died) and pipe.poll():
@@ -164,7 +164,7 @@ class Crew:
         share_with(id(self), 0)
 
     def _receive(self, pipe: Connection, number: int, idle: set[int]) -> bool:
-        """Receive one message; return False at the end of the pipe.
+        """Receive one message from a worker; return False at the end of the pipe.
 
         A message of an earlier segment is opened, too, so that its memory is closed; then it is dropped.
         """
@@ -173,13 +173,13 @@ class Crew:
         except (EOFError, OSError):
             return False
         try:
-            segment, message = pickle.loads(data)
+            work, message = pickle.loads(data)
         except Exception as error:  # its memory cannot be mapped here: no file descriptor is left, or the worker died
             self._fail(number, f"the memory of its message is lost, {error!r}")
             return True
         if message is None:
             idle.add(number)
-        elif self._wanted is not None and segment == self._wanted.number:
+        elif self._wanted is not None and work == self._wanted.number:
             self._wanted.messages[number].put(message)
         return True
 
@@ -189,9 +189,9 @@ class Crew:
             f"__name__ == '__main__':` guard, because workers import it; else look for its traceback above, or for a process "
             f"killed for want of memory: -9 of all, -7 of shared memory (/dev/shm)."
         )
-        self._say_failure()
+        self._send_failure()
 
-    def _say_failure(self) -> None:
+    def _send_failure(self) -> None:
         if self.failure is not None and self._wanted is not None:
             for messages in self._wanted.messages:
                 messages.put(self.failure)
@@ -211,7 +211,7 @@ def _run(
     init_fn: Callable[[int], object] | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides whether to end its workers, or to go on
-    threading.Thread(target=_end_after, args=(multiprocessing.parent_process(),), daemon=True).start()
+    threading.Thread(target=_exit_after_parent, args=(multiprocessing.parent_process(),), daemon=True).start()
     set_worker_info(number, num_workers, _seed(seed), worker.recipe.pipeline)
     torch.set_num_threads(1)
     share_with(os.getppid(), num_workers)  # the trainer's process and the other workers
@@ -224,10 +224,10 @@ def _run(
                     if init_fn is not None:
                         init_fn(number)
                     is_attached = True
-                    counts().keep_in(board.line(number))
+                    counts().move_to(board.line(number))
                     worker.attach(number, board)
                     worker.watch.start()
-                _free_all(free, begin.num_slabs)
+                _reset_semaphore(free, begin.num_slabs)
                 for message in worker.messages(begin, free.acquire):
                     pipe.send((begin.number, message))
             except Exception:
@@ -236,8 +236,8 @@ def _run(
             pipe.send((begin.number, None))
 
 
-def _free_all(free: Any, num_slabs: int) -> None:
-    """Set the semaphore to this many free slabs, whatever its value was after the segment before."""
+def _reset_semaphore(free: Any, num_slabs: int) -> None:
+    """Set the semaphore to `num_slabs` free slabs (shared buffers), whatever its value was before."""
     while free.acquire(block=False):
         pass
     for _ in range(num_slabs):
@@ -245,7 +245,7 @@ def _free_all(free: Any, num_slabs: int) -> None:
 
 
 def _seed(numbers: list[int]) -> int:
-    """Seed the random numbers of this process, and return the seed."""
+    """Seed the random number generators of this process, and return the seed."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -253,15 +253,15 @@ def _seed(numbers: list[int]) -> int:
     return seed
 
 
-def _end_after(trainer: Any) -> None:
-    """End this process after the trainer's process has ended in any way: the fork server lives as long as workers do."""
-    while not wait([trainer.sentinel], _LOOK_SECONDS) and _lives(trainer.pid):
+def _exit_after_parent(trainer: Any) -> None:
+    """End this process once the trainer's process has ended; otherwise workers and their fork server would live on."""
+    while not wait([trainer.sentinel], _CHECK_SECONDS) and _lives(trainer.pid):
         pass
     os._exit(1)
 
 
 def _lives(pid: int) -> bool:
-    """Return False if the process is gone. Its sentinel may not show that: other processes that it forked may hold it open."""
+    """True if the process exists; a sentinel may not show its end, because processes that it forked may hold it open."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -273,19 +273,19 @@ def _lives(pid: int) -> bool:
 
 
 def context_of(given: str | BaseContext) -> BaseContext:
-    """Return the multiprocessing context that the user named or gave."""
+    """Return the multiprocessing context for the start method or the context that the user gave."""
     known = multiprocessing.get_all_start_methods()
     if given not in known and not isinstance(given, BaseContext):
         raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
     if given == "forkserver":
-        loaded = sorted(name for name in sys.modules if name.startswith(_OF_PIPELINES))
+        loaded = sorted(name for name in sys.modules if name.startswith(_PIPELINE_MODULES))
         multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, "__main__"])  # no effect if the server runs
         forkserver.ensure_running()  # the server imports torch while the trainer builds its model
     return multiprocessing.get_context(given) if isinstance(given, str) else given
 
 
 def require_pickle(worker: object, **given: object) -> None:
-    """Raise ``TypeError`` if the pipeline and the functions cannot be sent to workers; the message names the cures."""
+    """Raise ``TypeError`` if the pipeline or a function cannot be pickled for workers; the message names remedies."""
     cures = (
         "Make the pipeline a module-level function, functools.partial(pipeline, source) of one, guard the script with "
         "`if __name__ == '__main__':`, or use num_workers=0, which gives the same batches wherever the case is aligned."

@@ -30,7 +30,7 @@ from rescale_data.layout.layout import Layout
 
 _logger = logging.getLogger("rescale_data")
 _WAITS = 1000
-"""The number of last waits from which percentiles are computed."""
+"""The number of most recent waits for a batch, from which percentiles are computed."""
 
 
 class Batches(Iterator[Any]):
@@ -60,8 +60,10 @@ class Reading:
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
         self._waits: deque[float] = deque(maxlen=_WAITS)
-        say_slow = weakref.WeakMethod(self._say_slow)  # an unreferenced loader is freed at once, with its workers
-        self._watch = Watch(slow_after, lambda seconds, frame: (say := say_slow()) and say(seconds, frame))
+        weak_warn_slow = weakref.WeakMethod(
+            self._warn_slow
+        )  # an unreferenced loader is freed at once, with its workers
+        self._watch = Watch(slow_after, lambda seconds, frame: (warn := weak_warn_slow()) and warn(seconds, frame))
         self._last_batch_samples = 0
 
     @property
@@ -95,7 +97,7 @@ class Reading:
         return self._stream.cursor
 
     @property
-    def _steps(self) -> int | None:
+    def _steps_per_epoch(self) -> int | None:
         return self._setup.steps_per_epoch
 
     # Batches
@@ -120,9 +122,9 @@ class Reading:
         """Number of micro batches in the whole epoch; ``TypeError`` if it has no end, or if only reading finds it."""
         if self._sent is not None:
             return known(self._sent.num_batches)
-        if self._steps is not None:
-            return self._steps * self.gradient_accumulation_steps
-        return self._known(self._stream.num_micro_batches() if not self._setup.recipe.repeat else None)
+        if self._steps_per_epoch is not None:
+            return self._steps_per_epoch * self.gradient_accumulation_steps
+        return self._require_number(self._stream.num_micro_batches() if not self._setup.recipe.repeat else None)
 
     @property
     def batches_left(self) -> int:
@@ -131,15 +133,17 @@ class Reading:
             return known(self._sent.batches_left)
         if self._ended:
             return 0
-        if self._steps is not None:
-            return (self._steps - self.step % self._steps) * self.gradient_accumulation_steps - self._stream.begun
-        return self._known(self._stream.num_micro_batches_left() if self._setup.counts_are_known else None)
+        if self._steps_per_epoch is not None:
+            return (
+                self._steps_per_epoch - self.step % self._steps_per_epoch
+            ) * self.gradient_accumulation_steps - self._stream.begun
+        return self._require_number(self._stream.num_micro_batches_left() if self._setup.counts_are_known else None)
 
-    def _known(self, num_batches: int | None) -> int:
+    def _require_number(self, num_batches: int | None) -> int:
         if num_batches is None:
             why = "repeat=True has no end"
             if not self._setup.recipe.repeat:
-                nodes = self._setup.schema.uncounted(self._stream.table)
+                nodes = self._setup.schema.unsized_nodes(self._stream.table)
                 why = f"only reading tells how many samples come out of {' and '.join(nodes)}"
             raise TypeError(
                 f"The loader has no number of batches: {why}. Give it steps_per_epoch=, or iterate without len(). A torch "
@@ -208,7 +212,7 @@ class Reading:
             self._stream.skip(num_samples // whole)
 
     def _require_whole_steps(self, num_micro_batches: int) -> None:
-        """Raise ``ValueError`` if steps are balanced, and a skip would begin or end within a step."""
+        """Raise ``ValueError`` if steps are balanced and a skip would begin or end within a step."""
         at, in_step = self._cursor, self._layout.gradient_accumulation_steps
         if self._setup.balance is None or not num_micro_batches:
             return
@@ -231,7 +235,9 @@ class Reading:
         at = self.epoch
         if epoch == at + 1 and self._is_over():
             self._move_on()
-        elif self._cursor.resumed and not self._stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
+        elif (
+            self._cursor.resumed and not self._stream.clock.in_step and 0 <= epoch == at - 1 and self._is_at_epoch_end()
+        ):
             self._stream.cursor = self._cursor._replace(seen=epoch)  # a state there does not say if the end was seen
         elif epoch != at:
             raise ValueError(
@@ -266,16 +272,16 @@ class Reading:
         """
         if self._sent is not None:
             return self._sent.epoch
-        steps = self._steps
+        steps = self._steps_per_epoch
         return self._cursor.clock.epoch if steps is None else self.step // steps - self._ended
 
     @property
     def _ended(self) -> bool:
-        """True if the last batch of the epoch was consumed, and the end of the epoch has not been seen yet."""
-        steps = self._steps
+        """True if the last batch of the epoch was consumed, but no iterator has raised `StopIteration` for it yet."""
+        steps = self._steps_per_epoch
         if steps is None:
             return self._cursor.ended
-        return self._is_multiple() and self.step // steps > self._cursor.seen
+        return self._is_at_epoch_end() and self.step // steps > self._cursor.seen
 
     def progress(self) -> dict[str, float]:
         """Counters for a logger: of the run, of what this rank's shards have drawn, and of what it has waited for and read.
@@ -298,8 +304,8 @@ class Reading:
         mine, ranks = self.progress(), self._stream.ranks
         return report(NAMES, ranks.numbers([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
-    def _say_slow(self, seconds: float, frame: FrameType | None) -> None:
-        what = self._stream.feed.doing() if waits(frame) else ""
+    def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
+        what = self._stream.feed.activity() if waits(frame) else ""
         _logger.warning(
             "Rank %d has waited %.0f s for a batch: %s.",
             self._stream.ranks.rank,
@@ -366,7 +372,7 @@ class Reading:
         self._invalidate()
 
     def _go_on(self, stream: Stream, state: Mapping[str, Any] | None, delivered: int) -> None:
-        """Go on with another stream, from a state or from here; if that fails, nothing has changed.
+        """Replace the stream by one with changed arguments, from a state or from here; on failure, change nothing.
 
         Without a state, the ranks have to stay the same.
         """
@@ -375,10 +381,10 @@ class Reading:
             if delivered:
                 raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")
             self._require_same_ranks(stream.ranks)
-            self._require_whole_step(stream.setup)
+            self._require_step_boundary(stream.setup)
         other.load_state_dict(state_of(self._cursor, self._stream.ends) if state is None else state, delivered)
         if state is None:  # keep whether the end of the epoch was seen here
-            unseen = self._steps is not None and self._ended and other._is_multiple()
+            unseen = self._steps_per_epoch is not None and self._ended and other._is_at_epoch_end()
             cursor = stream.cursor
             stream.cursor = cursor._replace(resumed=self._cursor.resumed, seen=cursor.seen - unseen)
         self.close()
@@ -388,14 +394,14 @@ class Reading:
 
     def _require_same_ranks(self, now: Ranks) -> None:
         was = self._stream.ranks
-        if (was.rank, was.world_size, was.circle) != (now.rank, now.world_size, now.circle):
+        if (was.rank, was.world_size, was.communicator) != (now.rank, now.world_size, now.communicator):
             raise ValueError(
                 f"reopen() as rank {now.rank} of {now.world_size}, which was rank {was.rank} of {was.world_size} of other "
                 f"processes or an earlier process group: give state=, one state_dict() of the old ranks, the same on all new "
                 f"ones."
             )
 
-    def _require_whole_step(self, other: Setup) -> None:
+    def _require_step_boundary(self, other: Setup) -> None:
         was, now, begun = self._layout, other.layout, self._stream.begun
         sizes = (was.global_batch_size, was.micro_batch_size) != (now.global_batch_size, now.micro_batch_size)
         if begun and (sizes or self._setup.balance is not None or other.balance is not None):
@@ -406,11 +412,11 @@ class Reading:
             )
 
     def _invalidate(self) -> None:
-        """Invalidate all iterators: the ranks or the position have changed."""
+        """Invalidate all iterators, because the ranks or the position have changed."""
         self._num_iterators += 1
 
     def _warn_of_threads(self) -> None:
-        """Warn if another thread takes the batches, perhaps into a queue, whose batches a checkpoint would lose."""
+        """Warn if another thread takes the batches: a checkpoint would lose the batches that it has queued."""
         iterator, thread = self._last_taken
         if iterator == self._num_iterators and thread != threading.get_ident():
             _logger.warning(
@@ -440,7 +446,7 @@ class Reading:
         try:
             if watch.thread != thread:
                 watch.start()
-            if (steps is not None or at.leg is None or at.u >= at.leg.calm_until) and self._is_over():
+            if (steps is not None or at.segment is None or at.u >= at.segment.checks_from) and self._is_over():
                 self._move_on()
                 raise StopIteration
             micro_batch = stream.take()
@@ -454,18 +460,18 @@ class Reading:
             self._waits.append(waited)
 
     def _is_over(self) -> bool:
-        """True if no batch is left in the epoch; the next segment is planned if it has not begun."""
-        if self._steps is None:
+        """True if no batch is left in the epoch; plans the segment of the next batch if there is no plan."""
+        if self._steps_per_epoch is None:
             return self._stream.begin() is None
         while not self._ended and self._stream.begin() is None:
             self._stream.move_on()  # the end of the data does not end an epoch of steps
         return self._ended
 
     def _move_on(self) -> None:
-        if self._steps is None:
+        if self._steps_per_epoch is None:
             self._stream.move_on()
         else:
-            self._stream.cursor = self._cursor._replace(seen=self.step // self._steps, resumed=False)
+            self._stream.cursor = self._cursor._replace(seen=self.step // self._steps_per_epoch, resumed=False)
 
-    def _is_multiple(self) -> bool:
-        return self._steps is not None and not self._stream.begun and self.step % self._steps == 0
+    def _is_at_epoch_end(self) -> bool:
+        return self._steps_per_epoch is not None and not self._stream.begun and self.step % self._steps_per_epoch == 0

@@ -1,4 +1,4 @@
-"""`Recipe`: all that a process needs to build the pipelines of logical shards; and the first columns of the table."""
+"""`Recipe`: the arguments from which any process builds the pipelines of logical shards; also the first table columns."""
 
 from __future__ import annotations
 
@@ -19,22 +19,29 @@ Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
 
 History: TypeAlias = list[tuple[int, Mapping[str, Any]]]
 Histories: TypeAlias = Mapping[str, History]
-"""The data of each source, by the path of its reader: ``(epoch, manifest)`` for each epoch from which a manifest holds. By the
-path of a packer, the forms that its samples had (`rescale_data.nodes.form.History`)."""
+"""The manifests (descriptions of the data) of each source, by the path of its reader: ``(first epoch, manifest)`` pairs.
 
-SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader's own, then the slots of the pipeline
-OWN_FIELDS = (Field(("samples",), limits=(0, 2**62)), Field(("remainder",), limits=(-2, 2**62)))
+By the path of a packer, the forms that its samples had (`rescale_data.nodes.form.History`)."""
+
+SAMPLES, REMAINDER, FIRST_SLOT = (
+    0,
+    1,
+    2,
+)  # columns of the table: two of the loader's own, then the slots of the pipeline
+LOADER_FIELDS = (Field(("samples",), limits=(0, 2**62)), Field(("remainder",), limits=(-2, 2**62)))
 STAMP = Field(("stamp",))
-MOST_STAMPED = 1 << 62
-"""The stamp of a row, ``samples * N + shard``, is always less than this."""
-UNDEALT, ENDED = -1, -2
-"""Values in the column DEALT. `UNDEALT`: no remainder is redistributed. `ENDED`: the last batch of the epoch was consumed, and
-the rows begin the next epoch."""
+STAMP_LIMIT = 1 << 62
+"""The exclusive upper bound of the stamp of a table row, ``samples * N + shard``."""
+NO_REMAINDER, ENDED = -1, -2
+"""Special values in the table column REMAINDER, which else counts the samples to redistribute.
+
+`NO_REMAINDER`: no remainder is redistributed. `ENDED`: the last batch of the epoch was consumed, and the rows begin the next
+epoch."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The pipelines of N logical shards, not yet built. It pickles if the pipeline does."""
+    """The pipeline function and the arguments from which any process builds the nodes of a logical shard; pickles."""
 
     pipeline: Pipeline
     num_logical_shards: int
@@ -44,21 +51,21 @@ class Recipe:
     global_batch_size: int = 1
 
     def build(self, shard: int) -> Node[Any]:
-        """Return the root node of one logical shard."""
+        """Return the root node of a newly built pipeline of one logical shard."""
         try:
             given = Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify, self.global_batch_size)
             root = as_node(self.pipeline(given))
             refuse_ranks(root, given)
-            _refuse_twice(root)
-            _refuse_others(root, given)
+            _require_unique_nodes(root)
+            _require_own_shard(root, given)
             return root
         except TypeError as error:
             error.add_note(f"while the pipeline of logical shard {shard} was built")
             raise
 
 
-def _refuse_twice(root: Node[Any]) -> None:
-    """Raise ``ValueError`` if one node stands at two places or in two pipelines: a node has one position."""
+def _require_unique_nodes(root: Node[Any]) -> None:
+    """Raise ``ValueError`` if one node occurs twice in the pipeline, or was returned by an earlier call."""
     seen: dict[int, tuple[str, ...]] = {}
     for path, node in root.walk():
         if (first := seen.setdefault(id(node), path)) is not path:
@@ -74,8 +81,8 @@ def _refuse_twice(root: Node[Any]) -> None:
         _built.add(node)
 
 
-def _refuse_others(root: Node[Any], given: Shard) -> None:
-    """Raise ``ValueError`` if a node reads the wrong logical shard: rows would come twice, or never."""
+def _require_own_shard(root: Node[Any], given: Shard) -> None:
+    """Raise ``ValueError`` if a node reads another logical shard than the one that the pipeline is built for."""
     for path, node in root.walk():
         of = node.of_shard
         if of is not None and (of.index, of.num_logical_shards) != (given.index, given.num_logical_shards):
@@ -87,5 +94,5 @@ def _refuse_others(root: Node[Any], given: Shard) -> None:
 
 
 def path_name(path: tuple[str, ...]) -> str:
-    """Return the path of a node as text, for messages and JSON; the root of the pipeline is called ``root``."""
+    """Return the path of a node as dotted text, for messages and JSON; the root is called ``root``."""
     return ".".join(path) or "root"

@@ -1,4 +1,4 @@
-"""`Report`: the differences between ranks in their waits and reads."""
+"""`Report`: minimum, median and maximum over ranks of the numbers about waits and reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = (
 
 
 class Spread(NamedTuple):
-    """One number over all dp ranks.
+    """The minimum, median and maximum of one number over all dp ranks, and the rank with the worst value.
 
     Args:
         worst: The dp rank with the largest value; for ``batches_ready``, the one with the smallest.
@@ -37,7 +37,7 @@ class Spread(NamedTuple):
 
 
 class Report(dict[str, Spread]):
-    """Numbers of `DataLoader.progress` over all dp ranks, by name; ``str()`` of it is one line for a log."""
+    """Statistics over all dp ranks of the numbers of `DataLoader.progress`, by name; ``str()`` returns one line for a log."""
 
     def __str__(self) -> str:
         return ", ".join(
@@ -46,16 +46,16 @@ class Report(dict[str, Spread]):
 
 
 def report(names: Sequence[str], values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
-    """Return the `Report` of the values of all ranks.
+    """Return the `Report` computed from the values of all ranks.
 
     Args:
         values: ``float64[W, len(names)]``.
         first_rank: The dp rank of the first row; it may differ from 0 if there is only one row.
     """
-    found = Report()
+    spreads = Report()
     for name, column in zip(names, values.T, strict=True):
         worst = column.argmin() if name == READY else column.argmax()
-        found[name] = Spread(
+        spreads[name] = Spread(
             float(column.min()), float(np.median(column)), float(column.max()), first_rank + int(worst)
         )
-    return found
+    return spreads

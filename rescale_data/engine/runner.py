@@ -1,4 +1,4 @@
-"""Runs the pipelines of logical shards in one process, each from its row of the table."""
+"""Runs the pipelines of logical shards in one process, each from its position in the table."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from rescale_data.engine.collate import collate as stack
-from rescale_data.engine.micro_batch import MicroBatch, Rows
+from rescale_data.engine.micro_batch import MicroBatch, TableRows
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, path_name
 from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.abilities import Proves, ReadsBegun, WritesMany
 from rescale_data.nodes.base import Node, initial
+from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.below import borrow, columns_of, epoch_end, pass_epochs, skip, skip_ahead
 from rescale_data.nodes.changing import settle
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.tray import Tray
 from rescale_data.sources.decoded.interest import serve
 from rescale_data.state import Ints
 
@@ -29,11 +29,11 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 
 
 class Exhausted(Exception):
-    """A shard has no sample left in this epoch (``repeat=False``)."""
+    """Error raised if a logical shard has no sample left in this epoch (``repeat=False``)."""
 
 
 class Runner:
-    """Draws samples of any logical shard, and keeps the table of their positions.
+    """Draws samples from the pipelines of logical shards, and keeps the table of their positions.
 
     A pipeline is built when it is first used, and bound to its row, so that each draw moves the row.
     """
@@ -43,14 +43,14 @@ class Runner:
         self.table = schema.fresh_table(recipe.num_logical_shards)
         self._histories: Histories = {}
         self._built: dict[int, Node[Any]] = {}
-        self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
+        self._active: list[Node[Any] | None] = [None] * recipe.num_logical_shards
         self._columns = columns_of(schema.root)
         self._write_ready = schema.root.write_ready if isinstance(schema.root, WritesMany) else _none_ready
         self._samples = self.table[:, SAMPLES]  # a view
-        self._visits: dict[int, _Visit] = {}  # for turns that come again
+        self._repeated_turns: dict[int, _RepeatedTurn] = {}  # for turns that come again
 
     def load(self, table: Ints, histories: Histories) -> None:
-        """Go on from the positions in a table.
+        """Set all positions to the ones in a table; later samples are drawn from there.
 
         Args:
             table: The positions; they are copied.
@@ -60,10 +60,10 @@ class Runner:
             self._histories, self._built = histories, {}
             self.schema.adopt(histories)
         self.table[:] = table
-        self._live, self._visits = [None] * len(table), {}
+        self._active, self._repeated_turns = [None] * len(table), {}
 
     def serve(self, shards: Ints) -> None:
-        """Make `shards` the ones that this process reads from here on: sources begin to read ahead, and divide the cache."""
+        """Set the shards that this process reads from now on; their sources begin to read ahead, and divide the cache."""
         serve(self, self.schema.sources().values(), shards.tolist())
         self.schema.prepare(self.table, shards)
 
@@ -72,56 +72,56 @@ class Runner:
         serve(self, self.schema.sources().values(), ())
 
     def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
-        """Return one micro batch.
+        """Draw one micro batch from the logical shards that `turn` names, and return it with the advanced table rows.
 
         Args:
             collate: Makes a batch of samples. `None` stacks them; pipelines that can write then write them in place.
         """
-        visit = self._visits.get(id(turn))
+        visit = self._repeated_turns.get(id(turn))
         if visit is not None and collate is None:
             batch = self._write(visit.nodes, turn.shards)
             visit.more += visit.count
-            rows = Rows(turn.index, visit.rows.copy(), None, visit.more)
+            rows = TableRows(turn.index, visit.rows.copy(), None, visit.more)
             return MicroBatch(batch, rows, turn.shards, len(visit.nodes))
-        if turn.numbers is not None:  # `_fetch` counts each sample
-            fetched = [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
-            return self._served((collate or stack)(fetched), turn)
+        if turn.numbers is not None:  # `_sample_at` counts each sample
+            fetched = [self._sample_at(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
+            return self._as_micro_batch((collate or stack)(fetched), turn)
         if collate is None and self._columns:
-            nodes = [self._live[shard] or self._wake(shard) for shard in turn.shards]
+            nodes = [self._active[shard] or self._activate(shard) for shard in turn.shards]
             batch = self._write(nodes, turn.shards)
             if isinstance(turn.counts, int):
-                self._visits[id(turn)] = _Visit(turn, nodes, self.table[turn.index], turn.counts)
+                self._repeated_turns[id(turn)] = _RepeatedTurn(turn, nodes, self.table[turn.index], turn.counts)
         else:
             batch = (collate or stack)([self._draw(shard) for shard in turn.shards])
         self._samples[turn.index] += turn.counts
-        return self._served(batch, turn)
+        return self._as_micro_batch(batch, turn)
 
     def trace(self, turn: Turn, shards: Container[int]) -> MicroBatch:
-        """Return one micro batch as `take` does, with the origin of each sample in its place: a list of lines, one a document.
+        """Return one micro batch with the origin of each sample in place of the sample: a list of lines, one for each document.
 
         Args:
             shards: The shards whose samples are drawn. Samples of other shards are left out. In an endless stream their
                 pipelines are not even moved, so the positions of these shards are wrong from there on.
         """
-        found: list[list[str]] = [[] for _ in turn.shards]
+        lines: list[list[str]] = [[] for _ in turn.shards]
         for place, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
             if turn.numbers is not None:
                 self.skip(shard, turn.numbers[place] - int(self._samples[shard]))
             if shard in shards:
-                found[place] = _lines(self._draw(shard), self._live[shard])
+                lines[place] = _lines(self._draw(shard), self._active[shard])
             elif not self._recipe.repeat:
                 self.skip(shard, 1)
                 continue
             self._samples[shard] += 1
-        return self._served(found, turn)
+        return self._as_micro_batch(lines, turn)
 
     def skip(self, shard: int, num_samples: int) -> None:
-        """Leave out samples of a shard, in constant time if its pipeline knows the number of samples of an epoch."""
+        """Skip samples of a shard, in constant time if its pipeline knows the number of samples in an epoch."""
         self.table[shard, SAMPLES] += num_samples
         while num_samples:
-            node = self._live[shard]
+            node = self._active[shard]
             if node is None:
-                node = self._wake(shard)
+                node = self._activate(shard)
             end = epoch_end(node, self._slots(shard)[None], np.array([shard]))
             if end is None:
                 num_samples -= skip_ahead(node, num_samples)
@@ -134,11 +134,11 @@ class Runner:
             num_samples -= step
             if num_samples:
                 self._slots(shard)[:] = end[1][0]
-                self._live[shard] = None
+                self._active[shard] = None
                 num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
-        """Draw up to `num_samples` samples of a shard, to find the end of its epoch. Call `load` before it is served again.
+        """Draw up to `num_samples` samples of a shard to find the end of its epoch; call `load` before serving the shard again.
 
         Returns:
             The number of samples drawn. If that is less, also the slots at the beginning of the next epoch, else `None`.
@@ -151,7 +151,7 @@ class Runner:
         return num_samples, None
 
     def farthest(self, shard: int, row: Ints, histories: Histories) -> dict[str, int]:
-        """Return, for each source, the last epoch that a shard reads again to go on within a window or document it has begun.
+        """Return, for each source, the last epoch that a shard reads again to resume within a window or document.
 
         Args:
             row: ``int64[1, columns]``, the position of the shard in another table than this runner's.
@@ -201,38 +201,38 @@ class Runner:
     def _slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT:]
 
-    def _served(self, batch: Any, turn: Turn) -> MicroBatch:
+    def _as_micro_batch(self, batch: Any, turn: Turn) -> MicroBatch:
         num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
-        return MicroBatch(batch, Rows(turn.index, self.table[turn.index].copy()), turn.shards, num_real)
+        return MicroBatch(batch, TableRows(turn.index, self.table[turn.index].copy()), turn.shards, num_real)
 
     def _write(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
-        tray = Tray(self._columns, len(shards))
+        buffer = BatchBuffer(self._columns, len(shards))
         place = 0
-        while (place := self._write_ready(nodes, tray, place)) < len(shards):
-            self._draw(shards[place], tray, place)
+        while (place := self._write_ready(nodes, buffer, place)) < len(shards):
+            self._draw(shards[place], buffer, place)
             place += 1
-        return tray.batch()
+        return buffer.batch()
 
-    def _draw(self, shard: int, tray: Tray | None = None, place: int = 0) -> Any:
-        """Return the next sample of a shard; with a tray, write it there and return nothing."""
-        node: Any = self._live[shard]
+    def _draw(self, shard: int, buffer: BatchBuffer | None = None, place: int = 0) -> Any:
+        """Return the next sample of a shard; with a buffer, write the sample into the buffer and return nothing."""
+        node: Any = self._active[shard]
         if node is None:
-            node = self._wake(shard)
+            node = self._activate(shard)
         try:
-            return node.next() if tray is None else node.write(tray, place)
+            return node.next() if buffer is None else node.write(buffer, place)
         except StopIteration:
             if not self._recipe.repeat:
                 raise Exhausted from None
-            return self._draw_from_next_epoch(shard, node, tray, place)
+            return self._draw_from_next_epoch(shard, node, buffer, place)
         except Exception as error:
             error.add_note(f"in the pipeline of logical shard {shard}")
             raise
 
-    def _draw_from_next_epoch(self, shard: int, node: Any, tray: Tray | None, place: int) -> Any:
+    def _draw_from_next_epoch(self, shard: int, node: Any, buffer: BatchBuffer | None, place: int) -> Any:
         for _ in range(2):
             node.bind(node.position)
             try:
-                return node.next() if tray is None else node.write(tray, place)
+                return node.next() if buffer is None else node.write(buffer, place)
             except StopIteration:
                 continue
         raise DataStateError(
@@ -241,17 +241,17 @@ class Runner:
             f"Use fewer logical shards, more data, a filter that keeps some of it, or an rd.Reader in place of that node."
         )
 
-    def _fetch(self, shard: int, number: int, is_real: bool) -> Any:
-        """Return sample ``number`` of a shard, whose row here may be old, because other processes served the shard."""
+    def _sample_at(self, shard: int, number: int, is_real: bool) -> Any:
+        """Return sample ``number`` of a shard whose table row may be outdated, because other processes served the shard."""
         if not is_real:
-            return self._first(shard)
+            return self._first_sample(shard)
         self.skip(shard, number - int(self.table[shard, SAMPLES]))
         sample = self._draw(shard)
         self.table[shard, SAMPLES] += 1
         return sample
 
-    def _first(self, shard: int) -> Any:
-        """Return the first sample of a shard in the run, to fill the last batch of an epoch. The table does not change.
+    def _first_sample(self, shard: int) -> Any:
+        """Return the first sample of a shard in the run, to pad the last batch of an epoch; the table does not change.
 
         The sample is the same from any position and in every topology. The shard has samples, perhaps not in the first epoch.
         """
@@ -268,7 +268,7 @@ class Runner:
         adopt(node, self._histories)
         return node
 
-    def _wake(self, shard: int) -> Node[Any]:
+    def _activate(self, shard: int) -> Node[Any]:
         node = self._built.get(shard)
         if node is None:
             node = self._built[shard] = self._build(shard)
@@ -282,13 +282,13 @@ class Runner:
         if type(node) is not type(self.schema.root):
             self._write_ready = _none_ready
         node.bind(self._slots(shard).data)
-        self._live[shard] = node
+        self._active[shard] = node
         return node
 
 
 @dataclass(slots=True)
-class _Visit:
-    """A turn that comes again.
+class _RepeatedTurn:
+    """The nodes and the table rows of a turn (micro batch of fixed shards), kept because the same turn comes again.
 
     Args:
         nodes: The node of each sample of the turn.
@@ -304,7 +304,7 @@ class _Visit:
     more: int = 0
 
 
-def _none_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
+def _none_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
     """Return ``first``: no row is written in one call (`WritesMany.write_ready`)."""
     return first
 

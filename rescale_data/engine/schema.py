@@ -1,4 +1,4 @@
-"""`Schema`: facts about a pipeline that hold for all logical shards, learned from the first one."""
+"""`Schema`: properties of a pipeline that are the same for all logical shards, taken from the first shard."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from rescale_data.engine.recipe import (
     FIRST_SLOT,
-    OWN_FIELDS,
+    LOADER_FIELDS,
+    NO_REMAINDER,
     SAMPLES,
     STAMP,
-    UNDEALT,
     Histories,
     path_name,
 )
@@ -23,17 +23,17 @@ from rescale_data.nodes.abilities import Adopts, Mixes, Prepares, ReadsBegun, Re
 from rescale_data.nodes.base import Node, initial, slots_of
 from rescale_data.nodes.below import epoch_end, names_rows, repeats_itself
 from rescale_data.nodes.foreign import Foreign
-from rescale_data.nodes.form import BEFORE
+from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import Described
 from rescale_data.state import Ints, encode, field_of, flatten, place_slots, state_of
 
 Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""The parameters of each node, by its path."""
+"""The parameters of each node of a pipeline, by the path of the node."""
 
 
-def _require_all_named_or_none(root: Node[Any]) -> None:
-    """Raise ``ValueError`` if some rows have their provenance and others do not: they may share a sample or a batch."""
+def _require_same_provenance(root: Node[Any]) -> None:
+    """Raise ``ValueError`` if some readers of the pipeline give the provenance of their rows and others do not."""
     named = {path_name(path): names_rows(node) for path, node in root.walk() if node.reads is not None}
     if len(set(named.values())) > 1:
         with_it, without = ([path for path, has_it in named.items() if has_it is wanted] for wanted in (True, False))
@@ -44,20 +44,20 @@ def _require_all_named_or_none(root: Node[Any]) -> None:
 
 
 class Schema:
-    """The facts that hold for every logical shard of a pipeline: the columns of the table, the sources and the parameters.
+    """The properties of a pipeline that hold for every logical shard: table columns, sources and node parameters.
 
     A schema is made of the pipeline of one shard, before any data is read. From then on the loader asks the schema in place of
     that pipeline.
     """
 
     def __init__(self, root: Node[Any]) -> None:
-        _require_all_named_or_none(root)
+        _require_same_provenance(root)
         self.root, self._seeds = root, _seeds(root)
         self.is_mixture = any(isinstance(node, Mixes) or len(node.children) > 1 for _, node in root.walk())
         self.histories: Histories = {}
         self._sources_json: str | None = None
         self._pipeline_json: str | None = None
-        self.fields = (*OWN_FIELDS, *root.fields)
+        self.fields = (*LOADER_FIELDS, *root.fields)
         keys = [field.key for field in (*self.fields, STAMP)]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:
@@ -67,12 +67,12 @@ class Schema:
             )
 
     def fresh_table(self, num_logical_shards: int) -> Ints:
-        """Return the positions of a run that has delivered nothing: ``int64[N, columns]``."""
-        row = np.concatenate([[0, UNDEALT], np.array(initial(self.root), dtype=np.int64)])
+        """Return the table of a run that has delivered nothing: ``int64[N, columns]``."""
+        row = np.concatenate([[0, NO_REMAINDER], np.array(initial(self.root), dtype=np.int64)])
         return np.tile(row, (num_logical_shards, 1))
 
     def require_same_fields(self, node: Node[Any], shard: int) -> None:
-        """Raise ``TypeError`` if the pipeline of another shard has other fields, ``ValueError`` if it has other seeds."""
+        """Raise ``TypeError`` if the pipeline of a shard has other state fields, ``ValueError`` if it has other seeds."""
         if node.fields != self.root.fields:
             raise TypeError(
                 f"The pipeline of logical shard {shard} has the state {_described(node)}, the first one has "
@@ -85,7 +85,7 @@ class Schema:
             )
 
     def require_same_state(self, node: Node[Any], shard: int) -> None:
-        """Raise as `require_same_fields` does, or ``TypeError`` if the other pipeline begins in another state."""
+        """Raise ``TypeError`` if the pipeline of a shard begins in another state, or as `require_same_fields` does."""
         self.require_same_fields(node, shard)
         first, here = (flatten(state_of(each.fields, initial(each))) for each in (self.root, node))
         for (path, one), (_, other) in zip(first, here, strict=True):
@@ -96,33 +96,33 @@ class Schema:
                 )
 
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
-        """Return the samples left in the epoch and the slots of the next, of all shards; `None` if only reading finds them."""
+        """Return each shard's samples left in the epoch and its position after it; `None` if only reading can find them."""
         return epoch_end(self.root, table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
 
-    def uncounted(self, table: Ints) -> list[str]:
-        """Return the class names of the nodes that do not know their number of samples, although all nodes below them do."""
+    def unsized_nodes(self, table: Ints) -> list[str]:
+        """Return the class names of the nodes whose number of samples is unknown, although the nodes below them know theirs."""
         numbers = np.arange(len(table), dtype=np.int64)
-        found: list[tuple[tuple[str, ...], Node[Any]]] = []
+        nodes: list[tuple[tuple[str, ...], Node[Any]]] = []
         for path, node in self.root.walk():
             rows = self.slots_at(table, path)
             if rows is not None and epoch_end(node, rows, numbers) is None:
-                found = [(above, other) for above, other in found if path[: len(above)] != above] + [(path, node)]
-        return sorted({type(node.node if isinstance(node, Foreign) else node).__name__ for _, node in found})
+                nodes = [(above, other) for above, other in nodes if path[: len(above)] != above] + [(path, node)]
+        return sorted({type(node.node if isinstance(node, Foreign) else node).__name__ for _, node in nodes})
 
     @property
     def columns_within(self) -> list[int]:
-        """The columns of the table that give the place of a shard within its epoch."""
+        """The indices of the table columns that give the place of a shard within its epoch."""
         return [FIRST_SLOT + slot for slot in place_slots(self.root.fields, epochs=False)]
 
     def epoch_size(self, table: Ints) -> int | None:
-        """Return the number of samples of the current epoch, delivered or not; `None` if only reading finds it."""
+        """Return the number of samples in the current epoch, delivered or not; `None` if only reading can find it."""
         beginning, within = table.copy(), self.columns_within
         beginning[:, within] = self.fresh_table(len(table))[:, within]
         end = self.epoch_end(beginning)
         return None if end is None else int(end[0].sum())
 
     def epochs_are_alike(self, table: Ints) -> bool:
-        """True if each epoch moves each position alike: a row is a sample, and no shard owns other rows than before."""
+        """True if every epoch advances each position by the same amount: a row is a sample, and shards keep their rows."""
         if self.epoch_end(table) is None:
             return False
         nodes = [node for _, node in self.root.walk()]
@@ -137,9 +137,9 @@ class Schema:
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
 
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
-        """Return the counters of the given shards; readers of one source add up, sources that share a name do not."""
+        """Return the counters of the given shards, by name; counters of several readers of one source are added up."""
         total: dict[str, float] = {}
-        namesakes, owned = self._namesakes(), table[shards]
+        namesakes, owned = self._shared_names(), table[shards]
         for path, node in self.root.walk():
             rows = self.slots_at(owned, path)
             if rows is None or not isinstance(node, Reports):
@@ -151,40 +151,40 @@ class Schema:
                 total[key] = merge(total[key], float(value)) if key in total else float(value)
         return total
 
-    def _namesakes(self) -> set[str]:
-        """Return the names that several sources share."""
+    def _shared_names(self) -> set[str]:
+        """Return the names that several sources of the pipeline share."""
         first: dict[str, Described] = {}
         return {s.name for s in self.sources().values() if first.setdefault(s.name, s) is not s}
 
     def adopt(self, histories: Histories) -> None:
-        """Set the data of the sources, and the earlier forms of samples, from now on."""
+        """Set the manifests of the sources, and the earlier forms of samples, that hold from now on."""
         if histories != self.histories:
             self._sources_json = self._pipeline_json = None
         self.histories = histories
         adopt(self.root, histories)
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
-        """Return the slots of the node at ``path``, a view; `None` if the node lives inside a foreign node."""
+        """Return the position columns of the node at ``path``, a view of the table; `None` for a node inside a foreign node."""
         slots = slots_of(self.root, path)
         return None if slots is None else table[:, FIRST_SLOT:][:, slots]
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
-        """Return ``bool[N]`` for each node that `READS_AHEAD`, by its path: true for shards within something delivered in part.
+        """Return, for each node that reads ahead, a mask ``bool[N]`` of shards within a partly delivered document or window.
 
         For a node that `tells_next`, also true for shards whose position has moved: a sample says something of the next one.
         """
-        found: dict[tuple[str, ...], Ints] = {}
+        moved: dict[tuple[str, ...], Ints] = {}
         fresh = self.fresh_table(len(table))
         for path, node in self.root.walk():
             rows = self.slots_at(table, path)
             if node.READS_AHEAD and rows is not None:
-                found[path] = (rows[:, place_slots(node.FIELDS)] != 0).any(axis=1)
+                moved[path] = (rows[:, place_slots(node.FIELDS)] != 0).any(axis=1)
                 if isinstance(node, ReadsBegun) and node.tells_next:
-                    found[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
-        return found
+                    moved[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
+        return moved
 
     def prepare(self, table: Ints, shards: Ints) -> None:
-        """Begin to fetch the data that the given shards need first; they are about to be served."""
+        """Begin to fetch the data that the given shards need first."""
         for path, node in self.root.walk():
             rows = self.slots_at(table[shards], path)
             if rows is not None and isinstance(node, Prepares):
@@ -192,7 +192,7 @@ class Schema:
 
     @cached_property
     def manifests(self) -> Mapping[str, Mapping[str, Any]]:
-        """The current manifest of each source, by the path of its reader; listed once, since there may be many files."""
+        """The current manifest (description of the data) of each source, by the path of its reader; computed once."""
         return {path: dict(source.manifest()) for path, source in self.sources().items()}
 
     @property
@@ -209,23 +209,23 @@ class Schema:
             nodes = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
             for path, node in self.root.walk():
                 if node.reads is None and (forms := self.histories.get(path_name(path))):
-                    nodes[path_name(path)][BEFORE] = forms
+                    nodes[path_name(path)][EARLIER_KEY] = forms
             self._pipeline_json = to_json(nodes)
         return self._pipeline_json
 
     @property
     def pipeline(self) -> Nodes:
-        """The parameters of each node, as read from JSON."""
+        """The parameters of each node of the pipeline, by the path of the node, as read from JSON."""
         return json.loads(self.pipeline_json)
 
     @cached_property
     def columns_json(self) -> str:
-        """The columns of the table of a state as JSON, in the order of the table."""
+        """The table columns of a state as JSON (name, dtype and shape), in the order of the table."""
         return to_json([{"name": field.key, **field.describe()} for field in (STAMP, *self.fields)])
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The columns of the table of a state, as read from JSON, by name."""
+        """The dtype and shape of each table column of a state, by name, as read from JSON."""
         return by_name(json.loads(self.columns_json))
 
     @property
@@ -255,7 +255,7 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
 
 
 def adopt(root: Node[Any], histories: Histories) -> None:
-    """Give each node of a pipeline its history: the data of its source, or the earlier forms of its samples."""
+    """Give each node of a pipeline the manifests of its source, or the earlier forms of its samples."""
     for path, node in root.walk():
         if isinstance(node, Adopts):
             node.adopt(histories.get(path_name(path), ()))
@@ -271,5 +271,5 @@ def by_name(columns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as it is after it was written as JSON and read again."""
+    """Return a value as it is after a round trip through JSON."""
     return json.loads(to_json(value))

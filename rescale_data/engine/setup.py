@@ -1,4 +1,4 @@
-"""Makes the `Setup` of a loader from its arguments, and checks each part once."""
+"""Checks the arguments of a loader, and makes its `Setup`: the pipeline, its schema, the layout and the ranks."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Setup:
 
     @property
     def counts_are_known(self) -> bool:
-        """True if the number of samples of an epoch follows from the pipeline without reading."""
+        """True if the number of samples in an epoch can be computed from the pipeline without reading data."""
         return self.schema.epoch_end(self.schema.fresh_table(self.layout.num_logical_shards)) is not None
 
 
 def set_up(pipeline: Pipeline, options: Options) -> Setup:
-    """Return the setup of a loader with its defaults, or raise if it cannot run (collective if there is a process group)."""
+    """Return the setup of a loader, with defaults; raise if the loader cannot run (collective with a process group)."""
     o = options.global_batch_size
     ranks = find_ranks(options.mesh, options.dp_rank, options.dp_world_size, options.timeout)
     _require_ranks(options.balance, ranks)
@@ -62,13 +62,13 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
     _check_epoch(setup)
     _check_steps(setup)
     _check_shards(setup)
-    alike = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
-    ranks = ranks.built(
+    compared = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
+    ranks = ranks.with_new_loader(
         {
             "global_batch_size": o,
             "micro_batch_size": layout.micro_batch_size,
             "num_logical_shards": layout.num_logical_shards,
-            **{name: getattr(options, name) for name in alike},
+            **{name: getattr(options, name) for name in compared},
             "pipeline": schema.pipeline_json,
             "sources": schema.sources_json,
             "balance": None if options.balance is None else options.balance.described(),
@@ -83,7 +83,7 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
 
 
 def _require_ranks(balance: Balance | None, ranks: Ranks) -> None:
-    """Raise ``ValueError`` if costs have to be exchanged, but the other ranks cannot be reached."""
+    """Raise ``ValueError`` if balanced steps need other ranks, but there is no process group to reach them."""
     if balance is not None and ranks.simulated and (balance.over != "rank" or balance.weight is not None):
         raise ValueError(
             f"rd.Balance(over={balance.over!r}) with dp_rank={ranks.rank} and dp_world_size={ranks.world_size}, but there is "
@@ -100,7 +100,7 @@ def _warn_if_not_aligned(setup: Setup) -> None:
 
 
 def _check_steps(setup: Setup) -> None:
-    """Raise ``ValueError`` if an epoch cannot have so many steps, or the pipeline itself knows the size of its epoch."""
+    """Raise ``ValueError`` if `steps_per_epoch` is out of range, or if the pipeline itself knows the size of its epoch."""
     steps_per_epoch = setup.steps_per_epoch
     if steps_per_epoch is None:
         return
@@ -116,7 +116,7 @@ def _check_steps(setup: Setup) -> None:
 
 
 def _micro_batch_size(options: Options, ranks: Ranks) -> int:
-    """Return b; raise ``ValueError`` if a default would grow with fewer ranks, so that training runs out of memory."""
+    """Return the micro batch size b; raise ``ValueError`` if it was not given and there are several ranks."""
     o, w = options.global_batch_size, ranks.world_size
     if options.micro_batch_size is None and w > 1 and options.shuffle is not False:
         raise ValueError(
@@ -142,7 +142,7 @@ def _num_logical_shards(options: Options, ranks: Ranks) -> int:
 
 
 def _check_memory(schema: Schema, layout: Layout) -> None:
-    """Raise ``ValueError`` if the table, and its copies in a state and a load, do not fit into the memory of this machine."""
+    """Raise ``ValueError`` if the table of positions and its copies do not fit into the memory of this machine."""
     n, memory = layout.num_logical_shards, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = n * schema.fresh_table(1).nbytes
     if 4 * size > memory:
@@ -153,7 +153,7 @@ def _check_memory(schema: Schema, layout: Layout) -> None:
 
 
 def _check_epoch(setup: Setup) -> None:
-    """Raise ``ValueError`` if an epoch cannot fill a single global batch, or ranks could not agree on its end."""
+    """Raise ``ValueError`` if an epoch has less than one global batch, or if ranks could not agree on its end."""
     if setup.recipe.repeat:
         return
     end = setup.schema.epoch_end(setup.schema.fresh_table(setup.layout.num_logical_shards))
@@ -171,15 +171,17 @@ def _check_epoch(setup: Setup) -> None:
 
 
 def _check_shards(setup: Setup) -> None:
-    """Refuse shards that begin in different states; warn if sources are opened for each shard, or exceed the cache."""
+    """Raise if logical shards begin in different states; warn if each opens its own sources, or they exceed the cache."""
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
     in_step = [reader.source for reader in readers if reader.rows.steps]
     # shards that read a source in step all read the same fragment at the same time
-    apart = {id(source): source for source in sources.values() if source not in in_step}
-    plans = sum(reader.rows.plan_bytes for reader in readers)
-    warn_if_thrashing(apart.values(), len(layout.owned(setup.ranks.rank)), plans, num_workers=layout.num_workers)
+    unsynchronized = {id(source): source for source in sources.values() if source not in in_step}
+    plan_memory = sum(reader.rows.plan_bytes for reader in readers)
+    warn_if_thrashing(
+        unsynchronized.values(), len(layout.owned(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers
+    )
     if layout.num_logical_shards < 2:
         return
     if find_shard(setup.schema.root) is None:
@@ -201,7 +203,7 @@ def _check_shards(setup: Setup) -> None:
 
 
 def _warn_if_small(readers: Iterable[Reader]) -> None:
-    """Warn once, for all small sources together, if a logical shard has few rows of them, or none in most epochs."""
+    """Warn once about all sources that are small for N: a logical shard has few of their rows, or none in most epochs."""
     small = [each for each in readers if each.shard.repeat and _is_small(each) and owner_of(each.source) not in _warned]
     if not small:
         return

@@ -1,4 +1,4 @@
-"""`LogicalShards`: the scaling layer as a node, to stand under `torchdata.nodes.Loader`, `Prefetcher` or `PinMemory`."""
+"""`LogicalShards`: the loader as a torchdata node, for use under `torchdata.nodes.Loader`, `Prefetcher` or `PinMemory`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STALE = (
 
 
 class LogicalShards(BaseNode[list[Any]]):
-    """Runs the logical shards that this rank owns and yields lists of b samples.
+    """A torchdata node that runs the logical shards of this rank, and yields lists of b samples.
 
     Some nodes above it go on from an earlier state, and then draw as many batches again (``snapshot_frequency`` of `Prefetcher`
     and `ParallelMapper`). They count batches of the earlier topology: leave ``snapshot_frequency`` at 1, the default, or go on
@@ -89,18 +89,18 @@ class LogicalShards(BaseNode[list[Any]]):
         setup = set_up(pipeline, options)
         runner = Runner(setup.recipe, setup.schema)
         self._stream = Stream(setup, runner, InProcess(runner, list))
-        self._asked: bool | None = None  # True if a state was asked for since a reset to an epoch's end
+        self._state_requested: bool | None = None  # True if a state was asked for since a reset to an epoch's end
         self._begun = 0  # samples after the last reset; a second reset there changes nothing
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
-        """Go on from a state. Without one, begin the run again, or, at the end of an epoch, begin the next epoch."""
+        """Load a state; without one, begin the run again or, at the end of an epoch, begin the next epoch."""
         super().reset(None)
         self._stream.ranks.require_no_group()
         begun, self._begun = self._begun, -1
-        asked, self._asked = self._asked, None
+        asked, self._state_requested = self._state_requested, None
         if initial_state is not None:
             load_state_dict(self._stream, initial_state)
-            self._asked = False if self._stream.cursor.ended else None
+            self._state_requested = False if self._stream.cursor.ended else None
             return
         if self._stream.cursor.ended:
             if asked:
@@ -116,5 +116,5 @@ class LogicalShards(BaseNode[list[Any]]):
 
     def get_state(self) -> dict[str, Any]:
         self._stream.ranks.require_no_group()
-        self._asked = None if self._asked is None else True
+        self._state_requested = None if self._state_requested is None else True
         return local_state_dict(self._stream.cursor, self._stream.ends)

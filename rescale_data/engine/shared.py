@@ -72,11 +72,11 @@ class Shared:
         self._pin = options.pin_memory and torch.accelerator.is_available()
         self._send = function_of(options.transfer)
         given = {"pipeline": pipeline, **vars(options)}
-        told = {name: _told(value) for name, value in given.items() if name not in ("peers", "receives")}
-        self._peers = Peers(_members(options.peers), options.receives, told, options.timeout)
+        by_name = {name: _setting(value) for name, value in given.items() if name not in ("peers", "receives")}
+        self._peers = Peers(_members(options.peers), options.receives, by_name, options.timeout)
         self.numbers = Numbers() if self._peers.me else None
         if options.dp_rank is not None:
-            _come_to_the_meeting(options.dp_rank, options.dp_world_size, options.timeout)
+            _join_meeting(options.dp_rank, options.dp_world_size, options.timeout)
 
     def call(self, loader: object, name: str, kind: int, work: Callable[[], Any]) -> Any:
         """Return the result of the first peer's `work` on all peers; a batch only on peers that receive batches.
@@ -86,24 +86,24 @@ class Shared:
             name: The method and its arguments, the same on all peers.
         """
         self._peers.require_no_fork()
-        value = self._hear(name) if self._peers.me else self._work(loader, name, kind, work)
+        value = self._receive(name) if self._peers.me else self._work(loader, name, kind, work)
         return self._transferred(value) if kind == BATCH and value is not None else value
 
     def _work(self, loader: Any, name: str, kind: int, work: Callable[[], Any]) -> Any:
         called = self._peers.digest_of(name)
         try:
             value = work()
-            said = to_bytes(value if kind == BATCH else (Numbers.of(loader), value, None))
+            body = to_bytes(value if kind == BATCH else (Numbers.of(loader), value, None))
         except Exception as error:
-            said = to_bytes((Numbers.of(loader), None, picklable(error)))
-            self._peers.say(RESULT, [called, 0, 0, 0], said)
+            body = to_bytes((Numbers.of(loader), None, picklable(error)))
+            self._peers.send(RESULT, [called, 0, 0, 0], body)
             raise
         at = (loader.step, loader.epoch, loader.last_batch_samples) if kind == BATCH else (0, 0, 0)
-        self._peers.say(kind, [called, *at], said)
+        self._peers.send(kind, [called, *at], body)
         return value
 
-    def _hear(self, name: str) -> Any:
-        kind, (called, step, epoch, num_real), value = self._peers.hear(self._pin)
+    def _receive(self, name: str) -> Any:
+        kind, (called, step, epoch, num_real), value = self._peers.receive(self._pin)
         if called != self._peers.digest_of(name):
             raise RuntimeError(
                 f"This rank calls {name:.200} of a loader with peers=, the one that reads for it another method, with other "
@@ -139,7 +139,7 @@ def by_first(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
         def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
             if self._shared is None:
                 return method(self, *args, **kwargs)
-            name = f"{method.__name__.strip('_')}({_told(args)}, {_told(kwargs)})"
+            name = f"{method.__name__.strip('_')}({_setting(args)}, {_setting(kwargs)})"
             return self._shared.call(self, name, kind, functools.partial(method, self, *args, **kwargs))
 
         return call
@@ -178,26 +178,26 @@ def _members(peers: object) -> list[int]:
     return members
 
 
-def _come_to_the_meeting(dp_rank: Any, dp_world_size: Any, timeout: float) -> None:
-    """Meet all processes of the job, also the ones that read nothing. This comes before any read, since reads may fail."""
+def _join_meeting(dp_rank: Any, dp_world_size: Any, timeout: float) -> None:
+    """Wait for all processes of the job, also the ones that read nothing. This comes before any read, since reads may fail."""
     if not isinstance(dp_rank, int) or not isinstance(dp_world_size, int) or dist.get_world_size() == 1:
         return
     if dp_world_size > 1 and 0 <= dp_rank < dp_world_size:  # otherwise the loader raises an error
         by_dp_rank(dp_rank, dp_world_size, timeout)
 
 
-def _told(value: Any) -> str:
-    """Return an argument as text that two processes can compare."""
+def _setting(value: Any) -> str:
+    """Return an argument of the loader as text that peers can compare."""
     if isinstance(value, DeviceMesh):
         return f"dp rank {value.mesh.flatten().tolist().index(dist.get_rank())} of {value.size()}"
     if isinstance(value, ProcessGroup):
         return f"dp rank {value.rank()} of {value.size()}"
     if isinstance(value, functools.partial):
-        return f"{_told(value.func)} of {_told(value.args)} and {_told(value.keywords)}"  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        return f"{_setting(value.func)} of {_setting(value.args)} and {_setting(value.keywords)}"  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_told, value))}]"  # pyright: ignore[reportUnknownArgumentType]
+        return f"[{', '.join(map(_setting, value))}]"  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_told(of)}' for name, of in value.items())}}}"  # pyright: ignore[reportUnknownVariableType]
+        return f"{{{', '.join(f'{name}: {_setting(of)}' for name, of in value.items())}}}"  # pyright: ignore[reportUnknownVariableType]
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     named = value if hasattr(value, "__qualname__") else type(value)

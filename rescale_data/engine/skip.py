@@ -1,6 +1,6 @@
-"""Skips micro batches: the trainer leaves them out, or they were delivered before a load.
+"""Skips micro batches that the trainer leaves out, or that were delivered before a load.
 
-Positions move as if the micro batches were consumed, also over the ends of epochs. `Layout` and `Deal` compute which
+Positions move as if the micro batches were consumed, also over the ends of epochs. `Layout` and `Remainder` compute which
 rank serves what. Each rank reads its own block of logical shards, so the ranks that read need not be the ranks that served.
 """
 
@@ -11,24 +11,24 @@ from functools import partial
 
 import numpy as np
 
-from rescale_data.engine.agreement import together
+from rescale_data.engine.agreement import call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
-from rescale_data.engine.leg import Leg
-from rescale_data.engine.recipe import MOST_STAMPED, SAMPLES
-from rescale_data.engine.segments import next_segment
+from rescale_data.engine.next_segment import next_segment
+from rescale_data.engine.recipe import SAMPLES, STAMP_LIMIT
+from rescale_data.engine.segment import Segment
 from rescale_data.layout.clock import Clock
 from rescale_data.state import Ints
 
-_MANY = 1 << 40  # samples: more than a shard has left of any epoch
+_NOT_ENDED = 1 << 40  # samples: more than a shard has left of any epoch
 _STEPS_AT_ONCE = 16
-"""Ranks read so many steps before they compare whether an epoch has ended, if only reading can find its end."""
+"""The number of steps that ranks read between checks for the end of the epoch, if only reading can find it."""
 _COUNTS = [each.name for each in fields(Clock) if each.name != "skipped"]
 
 
 def require_countable(what: str, num_samples: int, num_logical_shards: int) -> None:
-    """Raise ``ValueError`` if a run would deliver more samples than the stamps of a state can count (`STAMP`)."""
-    most = MOST_STAMPED // num_logical_shards - 1
+    """Raise ``ValueError`` if a run would deliver more samples than the stamps in a state can represent (`STAMP`)."""
+    most = STAMP_LIMIT // num_logical_shards - 1
     if num_samples > most:
         raise ValueError(
             f"{what}: it would end at sample {num_samples}, and a state with num_logical_shards={num_logical_shards} counts up "
@@ -37,58 +37,60 @@ def require_countable(what: str, num_samples: int, num_logical_shards: int) -> N
 
 
 def skip(at: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
-    """Return the cursor after `num_micro_batches` more micro batches (collective if only reading can find ends).
+    """Return the cursor advanced by `num_micro_batches` micro batches (collective if only reading can find epoch ends).
 
     Args:
         at: A cursor whose `last` is `None`.
     """
-    begins: list[tuple[int, Ints]] = []  # of epochs: the micro batches left to skip, and the numbers of the run
+    epoch_starts: list[tuple[int, Ints]] = []  # of epochs: the micro batches left to skip, and the numbers of the run
     verify = ends.setup.recipe.verify
     while num_micro_batches:
         if at.ended:
             at = next_segment(at, ends)
-            begins = [*begins[-2:], (num_micro_batches, _numbers(at, ends))]
+            epoch_starts = [*epoch_starts[-2:], (num_micro_batches, _to_numbers(at, ends))]
             if not verify:
-                at, num_micro_batches = _skip_epochs(at, ends, begins)
-        at = _settled(next_segment(at, ends) if at.leg is None else at, ends)
-        leg, first = at.leg, at.u
-        if leg is None:
+                at, num_micro_batches = _skip_epochs(at, ends, epoch_starts)
+        at = _in_segment(next_segment(at, ends) if at.segment is None else at, ends)
+        segment, first = at.segment, at.u
+        if segment is None:
             continue
-        here = num_micro_batches if leg.stop is None else min(num_micro_batches, leg.stop - first)
-        if leg.stop is None and not ends.setup.recipe.repeat:
-            at = _read_until(at, leg, ends, first + min(here, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps))
+        here = num_micro_batches if segment.stop is None else min(num_micro_batches, segment.stop - first)
+        if segment.stop is None and not ends.setup.recipe.repeat:
+            at = _read_until(
+                at, segment, ends, first + min(here, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps)
+            )
         else:
-            left = leg.left_at(first)
+            left = segment.num_left_at(first)
             if left is None or num_micro_batches < left or verify:  # else no more of this epoch is delivered
-                at = _move(at, leg, ends, first + here)
+                at = _move(at, segment, ends, first + here)
             at = at._replace(u=first + here)
         num_micro_batches -= at.u - first
-        at = _settled(at._replace(idle=0 if at.u > first else at.idle, resumed=False), ends)
+        at = _in_segment(at._replace(empty_epochs=0 if at.u > first else at.empty_epochs, resumed=False), ends)
     return at
 
 
-def _settled(at: Cursor, ends: Ends) -> Cursor:
-    """Return the cursor in the segment of its next micro batch; if there is none, at the end of the epoch."""
-    while at.leg is not None and at.leg.stop == at.u:
+def _in_segment(at: Cursor, ends: Ends) -> Cursor:
+    """Return the cursor in the segment of its next micro batch, or at the end of the epoch if no segment follows."""
+    while at.segment is not None and at.segment.stop == at.u:
         at = next_segment(at, ends)
     return at
 
 
-def _move(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
-    """Return the cursor at micro batch u of its segment; each rank moves the rows that it owns (collective)."""
-    table = together(ends.ranks, partial(ends.move, at, leg.reached(u)))
+def _move(at: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
+    """Return the cursor at micro batch ``u`` of its segment; each rank advances the table rows that it owns (collective)."""
+    table = call_on_all_ranks(ends.ranks, partial(ends.move, at, segment.reached(u)))
     return at._replace(u=u, table=table, owners=ends.owners)
 
 
-def _read_until(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
-    """Return the cursor at micro batch u of a main phase, or at its end, which only reading can find (collective)."""
-    layout, samples, table = ends.layout, leg.reached(at.u), at.table.copy()
+def _read_until(at: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
+    """Read up to micro batch ``u`` of a main phase, or to its end if that comes first; return the cursor there (collective)."""
+    layout, samples, table = ends.layout, segment.reached(at.u), at.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
-    until, beyond = leg.reached(u), leg.reached(step_end)
+    until, beyond = segment.reached(u), segment.reached(step_end)
 
     def find() -> int:
-        left = np.full(len(table), _MANY)
-        ends.runner.load(table, leg.histories)
+        left = np.full(len(table), _NOT_ENDED)
+        ends.runner.load(table, segment.histories)
         for shard in ends.owned.tolist():
             count, end = ends.runner.look_ahead(shard, int(until[shard] - samples[shard]))
             table[shard] = ends.runner.table[shard]
@@ -99,38 +101,38 @@ def _read_until(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
                 left[shard] = count
         return max(at.u, layout.last_whole(samples, left, at.u))
 
-    stop = ends.ranks.extremes(together(ends.ranks, find))[0]
+    stop = ends.ranks.extremes(call_on_all_ranks(ends.ranks, find))[0]
     if stop > u:
         table[ends.owned, SAMPLES] = until[ends.owned]
         return at._replace(table=table, u=u)
-    return _move(at, leg, ends, stop)._replace(leg=replace(leg, stop=stop))
+    return _move(at, segment, ends, stop)._replace(segment=replace(segment, stop=stop))
 
 
-def _skip_epochs(at: Cursor, ends: Ends, begins: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
-    """Skip whole epochs at once, after two epochs that moved the run by the same amount.
+def _skip_epochs(at: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
+    """Skip whole epochs by arithmetic, if the last two epochs advanced the run by the same amount.
 
     Returns:
         The cursor, and the number of micro batches that are then left to skip, at least 1.
     """
-    num_micro_batches, now = begins[-1]
+    num_micro_batches, now = epoch_starts[-1]
     whole_steps = ends.layout.aligned or ends.setup.tail == "pad"  # else the dropped samples depend on earlier epochs
-    if len(begins) < 3 or not whole_steps or not ends.schema.epochs_are_alike(at.table):
+    if len(epoch_starts) < 3 or not whole_steps or not ends.schema.epochs_are_alike(at.table):
         return at, num_micro_batches
-    (_, first), (before, second), _ = begins
+    (_, first), (before, second), _ = epoch_starts
     if (now - second != second - first).any():
         return at, num_micro_batches
     size = before - num_micro_batches
     epochs = (num_micro_batches - 1) // size  # at least one micro batch is left: an epoch ends with its last one
-    return _at_numbers(at, ends, now + epochs * (now - second)), num_micro_batches - epochs * size
+    return _from_numbers(at, ends, now + epochs * (now - second)), num_micro_batches - epochs * size
 
 
-def _numbers(at: Cursor, ends: Ends) -> Ints:
-    """Return all numbers of a run at the beginning of an epoch: its table, then its counts."""
+def _to_numbers(at: Cursor, ends: Ends) -> Ints:
+    """Return the table and the counts of a run at the start of an epoch as one array, ``int64[any]``."""
     counts = [getattr(at.now(ends.layout), name) for name in _COUNTS]
     return np.concatenate([at.table.flatten(), np.array(counts, dtype=np.int64)])
 
 
-def _at_numbers(at: Cursor, ends: Ends, numbers: Ints) -> Cursor:
+def _from_numbers(at: Cursor, ends: Ends, numbers: Ints) -> Cursor:
     table, counts = numbers[: at.table.size].reshape(at.table.shape), numbers[at.table.size :].tolist()
     clock = replace(at.clock, **dict(zip(_COUNTS, counts, strict=True)))
     return at._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout))

@@ -1,4 +1,4 @@
-"""The micro batches of one rank, and the state after exactly the ones that were consumed."""
+"""`Stream`: the micro batches of one rank, and the position after the ones that were consumed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Protocol, runtime_checkable
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
 from rescale_data.engine.feed import Feed
-from rescale_data.engine.leg import Leg
 from rescale_data.engine.micro_batch import MicroBatch
+from rescale_data.engine.next_segment import next_segment
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Exhausted, Runner
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.segments import next_segment
+from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import Setup
 from rescale_data.engine.skip import skip
 from rescale_data.errors import DataStateError
@@ -30,34 +30,34 @@ ENDS_NOTHING = (
 
 @runtime_checkable
 class HasStream(Protocol):
-    """A loader, or a node like a loader, over a stream (`stream_of`)."""
+    """Protocol of a `DataLoader` or `LogicalShards`: an object with a stream of micro batches (`stream_of`)."""
 
     @property
     def _stream(self) -> Stream: ...
 
 
 def stream_of(loader: HasStream) -> Stream:
-    """Return the stream of a `DataLoader` or a `LogicalShards`, for the other rooms of this package."""
+    """Return the stream of micro batches of a `DataLoader` or `LogicalShards`, for other modules of this package."""
     return loader._stream  # pyright: ignore[reportPrivateUsage]
 
 
 class Queue:
-    """The micro batches of a segment that a feed has made, by their number; all before the cursor's u are consumed.
+    """The micro batches of a segment that a feed has made, by number; numbers before the cursor's are consumed.
 
     Args:
-        leg: The segment; `None` if the feed has not begun.
+        segment: The segment; `None` if the feed has not begun.
         first: The number of the micro batch that the feed makes next, at the beginning.
     """
 
-    __slots__ = ("is_exhausted", "leg", "made", "next")
+    __slots__ = ("is_exhausted", "made", "next", "segment")
 
-    def __init__(self, leg: Leg | None = None, first: int = 0) -> None:
-        self.leg, self.next, self.is_exhausted = leg, first, False
+    def __init__(self, segment: Segment | None = None, first: int = 0) -> None:
+        self.segment, self.next, self.is_exhausted = segment, first, False
         self.made: dict[int, MicroBatch] = {}
 
 
 class Stream:
-    """The micro batches of one rank: a cursor, and the queue of micro batches made ahead of it.
+    """The micro batches of one rank: a cursor, and the queue of micro batches made ahead of the cursor.
 
     An interrupt may come at any time: the cursor is then either the old one or the new one. The queue and the feed follow the
     cursor: micro batches that do not belong to it are dropped, and made again.
@@ -92,7 +92,7 @@ class Stream:
 
     @property
     def table(self) -> Ints:
-        """``int64[N, columns]``, the positions of all logical shards; the rows that this rank owns are right."""
+        """The positions of all logical shards, ``int64[N, columns]``; only the rows that this rank owns are up to date."""
         return self.cursor.positions
 
     @property
@@ -101,16 +101,16 @@ class Stream:
 
     @property
     def step(self) -> int:
-        """The number of global batches delivered."""
+        """The number of global batches delivered in the run."""
         return self.clock.global_step(self.layout.global_batch_size)
 
     @property
     def begun(self) -> int:
-        """The number of micro batches consumed in a step that is not complete."""
+        """The number of micro batches consumed in the current step, which is not complete."""
         return self.cursor.u % self.layout.gradient_accumulation_steps
 
     def counters(self) -> dict[str, float]:
-        """Return numbers for a logger, about the run and about the rows that this rank's shards have drawn."""
+        """Return numbers about the run, and about the rows that the shards of this rank have drawn, by name, for a logger."""
         clock = self.clock
         counts = {
             "global_samples": float(clock.samples),
@@ -123,23 +123,23 @@ class Stream:
         return {**counts, **self.schema.progress(self.cursor.copy().table, self.ends.owned)}  # for any thread
 
     def progress(self) -> dict[str, float]:
-        """Return numbers for a logger: the numbers of the feed, and `counters`."""
+        """Return numbers for a logger, by name: the counters of the feed and of the run."""
         made = self.feed.progress()
         ready = made.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.made)
         return {**made, "batches_ready": ready, **self.counters()}
 
-    def is_short(self) -> bool:
-        """True if the epoch is known to have less than a global batch left, which will be dropped."""
+    def has_short_tail(self) -> bool:
+        """True if the epoch is known to have less than one global batch left, which will be dropped."""
         left = None if self.cursor.ended else self.ends.left(self.table)
         return left is not None and self.setup.tail == "drop" and int(left.sum()) < self.layout.global_batch_size
 
     def num_micro_batches_left(self) -> int | None:
-        """Return the number of micro batches until the epoch ends; `None` if it never ends, or its end is not known."""
-        leg = self.begin()
-        return 0 if leg is None else leg.left_at(self.cursor.u)
+        """Return the number of micro batches left in the epoch; `None` if it is endless or its end is not known."""
+        segment = self.begin()
+        return 0 if segment is None else segment.num_left_at(self.cursor.u)
 
     def num_micro_batches(self) -> int | None:
-        """Return the number of micro batches of the whole epoch; `None` if it never ends, or its size is not known."""
+        """Return the number of micro batches in the whole epoch; `None` if it is endless or its size is not known."""
         size = None if self.setup.recipe.repeat else self.schema.epoch_size(self.table)
         if size is None:
             return None
@@ -149,26 +149,26 @@ class Stream:
     # Moving to another place
 
     def reset(self) -> None:
-        """Go back to the beginning of the run, with the current data."""
+        """Go back to the beginning of the run, with the data files as they are now."""
         self.rewind()
         self.schema.adopt({})
         self._go_to(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
-        """Go on from a table with all N rows right. With ``steps_per_epoch``, an epoch end at this step counts as seen."""
+        """Go on from a table whose N rows are all up to date; an epoch of `steps_per_epoch` that ends here counts as seen."""
         steps = self.setup.steps_per_epoch
         seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
         self._go_to(table, clock, seen=seen, resumed=True)
 
     def _go_to(self, table: Ints, clock: Clock, *, seen: int = 0, resumed: bool = False) -> None:
         self.rewind()
-        self.ends = Ends(replace(self.setup, ranks=self.ranks.next_leg), self.ends.runner)
+        self.ends = Ends(replace(self.setup, ranks=self.ranks.in_next_segment), self.ends.runner)
         self.cursor = Cursor.at(clock, table, self.ends.owners, self.layout)._replace(seen=seen, resumed=resumed)
 
     def skip(self, num_micro_batches: int) -> None:
-        """Skip micro batches as if they were consumed, also over ends of epochs; if reading fails, nothing has moved."""
-        if self.ends.unproven:
-            raise DataStateError(self.ends.unproven)
+        """Skip micro batches as if they were consumed, also across epochs; if reading fails, the position does not change."""
+        if self.ends.verify_error:
+            raise DataStateError(self.ends.verify_error)
         self.rewind()
         before, ends = self.clock.samples, Ends(self.setup, self.ends.runner)
         after = skip(self.cursor.copy(), ends, num_micro_batches)
@@ -177,45 +177,45 @@ class Stream:
         self.cursor = after._replace(clock=clock)
 
     def move_on(self) -> None:
-        """Begin the next epoch, if the last micro batch of this one was consumed."""
+        """Begin the next epoch, if the last micro batch of the current epoch was consumed."""
         if self.cursor.ended:
             self.cursor = self._next_segment(self.cursor)
 
     def rewind(self, *, wait: bool = True) -> None:
-        """Drop the micro batches that were made but not consumed; no more are made until the next one is requested."""
+        """Drop micro batches that were made but not consumed; make no more until the next one is requested."""
         self._queue = Queue()
         self._failure: BaseException | None = None
         self.feed.stop(wait=wait)
 
     # Finding the segment
 
-    def begin(self) -> Leg | None:
-        """Return the segment of the next micro batch, planned if it has not begun; `None` at the end of the epoch."""
-        if self.cursor.is_calm:
-            return self.cursor.leg
-        if self.ends.unproven:
-            raise DataStateError(self.ends.unproven)
+    def begin(self) -> Segment | None:
+        """Return the segment of the next micro batch, and plan it if needed; `None` at the end of the epoch."""
+        if self.cursor.can_skip_checks:
+            return self.cursor.segment
+        if self.ends.verify_error:
+            raise DataStateError(self.ends.verify_error)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        if self.cursor.leg is None and not self.cursor.ended:
+        if self.cursor.segment is None and not self.cursor.ended:
             self.cursor = self._next_segment(self.cursor)
-        self.cursor = self._settled(self.cursor)
-        self.cursor = self._concluded(self.cursor)
-        return self.cursor.leg
+        self.cursor = self._in_segment(self.cursor)
+        self.cursor = self._at_epoch_end(self.cursor)
+        return self.cursor.segment
 
-    def _settled(self, at: Cursor) -> Cursor:
-        """Return the cursor in the segment of its next micro batch; called as soon as the micro batch before is consumed."""
-        while at.leg is not None and not at.leg.is_last:
+    def _in_segment(self, at: Cursor) -> Cursor:
+        """Return the cursor in the segment of its next micro batch: moved on if its present segment is over."""
+        while at.segment is not None and not at.segment.is_last:
             here = at
             if not self.ends.is_over(here, lambda u, here=here: self._make_until(here, u)):
                 break
             at = self._next_segment(here)
         return at
 
-    def _concluded(self, at: Cursor) -> Cursor:
-        """Return the cursor at the end of the epoch, if its last micro batch was consumed."""
-        if at.leg is None or not at.leg.is_last or at.leg.stop != at.u:
+    def _at_epoch_end(self, at: Cursor) -> Cursor:
+        """Return the cursor moved to the end of the epoch if the last micro batch of the epoch was consumed, else unchanged."""
+        if at.segment is None or not at.segment.is_last or at.segment.stop != at.u:
             return at
         ended = self._next_segment(at)
         self.ends.runner.rest()
@@ -228,64 +228,64 @@ class Stream:
     # Consuming
 
     def take(self) -> MicroBatch:
-        """Return the next micro batch, which counts as delivered in any state from here on.
+        """Return the next micro batch and consume it: states count it as delivered from here on.
 
         If the search for the segment after it fails, the next call raises the error. If the end of the epoch fails, this call
         raises the error, in place of the micro batch.
         """
         at = self.cursor
-        if at.leg is None or at.u + 1 >= at.leg.calm_until:
-            return self._take_and_settle()
-        made = self._next_of(at)
-        self.cursor = at.past(made)
+        if at.segment is None or at.u + 1 >= at.segment.checks_from:
+            return self._take_and_advance()
+        made = self._next_micro_batch(at)
+        self.cursor = at.advanced(made)
         self._queue.made.pop(at.u, None)
         return made
 
-    def _take_and_settle(self) -> MicroBatch:
+    def _take_and_advance(self) -> MicroBatch:
         made = self.peek()
         queue, u = self._queue, self.cursor.u
-        after = self.cursor.past(made)
+        after = self.cursor.advanced(made)
         try:
-            after = self._settled(after)
+            after = self._in_segment(after)
         except BaseException as error:  # also Ctrl-C: it is raised after this batch has arrived
             self._failure = error
         else:
-            after = self._concluded(after)
+            after = self._at_epoch_end(after)
         self.cursor = after
         queue.made.pop(u, None)
         return made
 
     def peek(self) -> MicroBatch:
         """Return the next micro batch without consuming it; raise `StopIteration` at the end of the epoch."""
-        if not self.cursor.is_calm and self.begin() is None:
+        if not self.cursor.can_skip_checks and self.begin() is None:
             raise StopIteration
-        return self._next_of(self.cursor)
+        return self._next_micro_batch(self.cursor)
 
     # Making ahead
 
     def start(self) -> None:
-        """Let the feed begin with the next micro batch, if it has not begun."""
-        leg = self.begin()
-        if leg is not None:
-            self._find_queue(self.cursor, leg)
+        """Start the feed at the next micro batch, if it has not started."""
+        segment = self.begin()
+        if segment is not None:
+            self._find_queue(self.cursor, segment)
 
-    def _find_queue(self, at: Cursor, leg: Leg) -> Queue:
-        """Return the queue of the feed for a segment, from a cursor on; begin the feed there if it has not begun."""
+    def _find_queue(self, at: Cursor, segment: Segment) -> Queue:
+        """Return the queue of micro batches of a segment; start the feed at the cursor if it has not started there."""
         if self.feed.is_ahead and self._process not in (0, os.getpid()):
             raise RuntimeError(
                 f"This DataLoader reads ahead in process {self._process}, of which this one is a fork: the workers and threads "
                 f"are not its own. Make another loader here, and load the state into it."
             )
         queue = self._queue
-        if queue.leg is leg and (at.u == queue.next or at.u in queue.made):
+        if queue.segment is segment and (at.u == queue.next or at.u in queue.made):
             return queue
         self._queue, self._process = Queue(), os.getpid()
-        self.feed.begin(leg, at.copy().table, at.u)
-        self._queue = Queue(leg, at.u)
+        self.feed.begin(segment, at.copy().table, at.u)
+        self._queue = Queue(segment, at.u)
         return self._queue
 
-    def _next_of(self, at: Cursor) -> MicroBatch:
-        """Return the next micro batch of a cursor, from the queue or made now."""
+    def _next_micro_batch(self, at: Cursor) -> MicroBatch:
+        """Return the micro batch at a cursor, from the queue or newly made."""
         self._make_until(at, at.u + 1)
         if at.u not in self._queue.made:
             raise DataStateError(
@@ -295,10 +295,10 @@ class Stream:
         return self._queue.made[at.u]
 
     def _make_until(self, at: Cursor, stop: int) -> int:
-        """Make the micro batches of a cursor's segment up to ``stop``, or until a shard ends; return the first one not made."""
-        if at.leg is None:
+        """Make micro batches of a segment up to ``stop``, or until a shard ends; return the number of the first not made."""
+        if at.segment is None:
             return at.u
-        queue = self._find_queue(at, at.leg)
+        queue = self._find_queue(at, at.segment)
         while queue.next < stop and not queue.is_exhausted:
             try:
                 queue.made[queue.next] = self.feed.next()
@@ -314,7 +314,7 @@ class Stream:
         return queue.next
 
     def close(self) -> None:
-        """Close the feed; the position stays."""
+        """Close the feed; the position in the run does not change."""
         self.feed.close()
         self.rewind()
         self.ends.runner.rest()

@@ -1,4 +1,4 @@
-"""Transfers of batches to a device: a function of the user, a torch device, or devices of other frameworks."""
+"""Transfers batches to devices: by a function of the user, to a torch device, or to devices of other frameworks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any, TypeAlias
 import torch
 
 from rescale_data.engine.collate import each
-from rescale_data.engine.feed import Feed, Mapped
-from rescale_data.engine.leg import Leg
+from rescale_data.engine.feed import Feed, MappedFeed
+from rescale_data.engine.segment import Segment
 from rescale_data.errors import require_callable
 from rescale_data.state import Ints
 
 
 class DpTransfer(ABC):
-    """A transfer that depends on the dp rank whose batches it sends."""
+    """A transfer of batches to devices that depends on the dp rank of the batches."""
 
     @abstractmethod
     def bind(self, dp_rank: int, dp_world_size: int) -> Callable[[Any], Any]:
-        """Return the function that sends the batches of a dp rank."""
+        """Return the function that transfers the batches of one dp rank."""
 
 
 Transfer: TypeAlias = Callable[[Any], Any] | torch.device | str | DpTransfer
@@ -39,40 +39,40 @@ def require_transfer(transfer: object) -> None:
         require_callable(transfer=transfer)
 
 
-def through(feed: Feed, transfer: Transfer, dp_rank: int, dp_world_size: int) -> Feed:
-    """Return a feed whose batches go through a transfer."""
+def with_transfer(feed: Feed, transfer: Transfer, dp_rank: int, dp_world_size: int) -> Feed:
+    """Return a feed that applies a transfer to each batch of another feed."""
     if isinstance(transfer, torch.device | str):
         return ToDevice(feed, torch.device(transfer))
-    return Mapped(feed, transfer.bind(dp_rank, dp_world_size) if isinstance(transfer, DpTransfer) else transfer)
+    return MappedFeed(feed, transfer.bind(dp_rank, dp_world_size) if isinstance(transfer, DpTransfer) else transfer)
 
 
 def function_of(transfer: Transfer | None) -> Callable[[Any], Any] | None:
-    """Return the function of a transfer, for peers that share batches; it copies in the current stream of the peer."""
+    """Return a transfer as a function of a batch, for peers that share batches; it copies in the current stream of the peer."""
     if isinstance(transfer, DpTransfer):
         raise ValueError(
             f"transfer={transfer!r} with peers=: each host of XLA reads for itself, so give mesh=host_mesh() alone."
         )
-    return partial(_to, torch.device(transfer)) if isinstance(transfer, torch.device | str) else transfer
+    return partial(_to_device, torch.device(transfer)) if isinstance(transfer, torch.device | str) else transfer
 
 
-def _to(device: torch.device, batch: Any) -> Any:
+def _to_device(device: torch.device, batch: Any) -> Any:
     return each(batch, "to", lambda value: value.to(device, non_blocking=True))
 
 
-class ToDevice(Mapped):
-    """Copies the tensors of batches to a device, in the stream that is current in training when it begins to read.
+class ToDevice(MappedFeed):
+    """A feed that copies the tensors of each batch to a device, in the stream that was current at `begin`.
 
     A copy is queued behind the work that training has queued, as if training itself copied with ``non_blocking=True``.
     """
 
     def __init__(self, feed: Feed, device: torch.device) -> None:
-        super().__init__(feed, partial(_to, device))
+        super().__init__(feed, partial(_to_device, device))
         self._device, self._stream = device, nullcontext()
 
-    def begin(self, leg: Leg, table: Ints, first: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first: int) -> None:
         if is_accelerator(self._device):
             self._stream: Any = torch.accelerator.current_stream(self._device)
-        super().begin(leg, table, first)
+        super().begin(segment, table, first)
 
     def next(self) -> Any:
         with self._stream:
@@ -80,7 +80,7 @@ class ToDevice(Mapped):
 
 
 def is_accelerator(device: Transfer | None) -> bool:
-    """True if `device` is a torch device that copies from page-locked memory."""
+    """True if `device` is a torch device of the current accelerator type, which copies from page-locked memory."""
     if not isinstance(device, torch.device | str) or not torch.accelerator.is_available():
         return False
     current = torch.accelerator.current_accelerator()

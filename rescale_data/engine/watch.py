@@ -1,4 +1,4 @@
-"""Warns once if a batch takes long, and says what the process that makes it is doing.
+"""Logs one warning if a batch takes long, with a text that says what the process that makes the batch is doing.
 
 Nothing is recorded in advance. After a long wait, a background thread looks at the stack of the thread that waits. The
 innermost function of this package there shows the kind of work, and the logical shard.
@@ -21,75 +21,76 @@ from rescale_data.nodes.below import find_shard
 from rescale_data.sources.counts import counts
 
 _logger = logging.getLogger("rescale_data")
-_OURS, _USERS = "rescale_data.", "in a function of the user's"
+_PACKAGE, _USER_FUNCTION = "rescale_data.", "in a function of the user's"
 _KINDS = (
     ("rescale_data.sources.", "reading"),
     *((f"rescale_data.engine.{name}", "waiting for other ranks") for name in ("ranks", "agreement")),
-    *((f"rescale_data.nodes.{name}", _USERS) for name in ("map", "filter", "tokenize", "clean", "foreign")),
-    *((f"rescale_data.engine.{name}", _USERS) for name in ("runner", "recipe", "feed")),
+    *((f"rescale_data.nodes.{name}", _USER_FUNCTION) for name in ("map", "filter", "tokenize", "clean", "foreign")),
+    *((f"rescale_data.engine.{name}", _USER_FUNCTION) for name in ("runner", "recipe", "feed")),
 )
-"""The work of a thread, by the beginning of its module's name; the first that fits counts. The last modules call functions of
-the user."""
-_FEEDS = tuple(f"rescale_data.engine.{name}" for name in ("pool", "processes", "feed"))
-"""Modules that wait for batches which others make."""
+"""The kind of work that a thread does, by the prefix of its module's name; the first match counts.
+
+The last modules call functions of the user."""
+_WAITING_MODULES = tuple(f"rescale_data.engine.{name}" for name in ("pool", "processes", "feed"))
+"""Modules whose functions wait for batches that other threads or processes make."""
 
 
 class Watch:
-    """Watches one thread at work, and reports once if the work takes long.
+    """Watches one thread, and reports once if its work takes longer than a given time.
 
     Args:
         seconds: Work that takes longer is reported.
-        say: Makes a report; called with the seconds since the work began, and the innermost frame of the thread.
+        report: Makes a report; called with the seconds since the work began, and the innermost frame of the thread.
         clock: Returns the time in seconds.
 
     Attributes:
         seconds: As given.
         began: The time at which the work began; `None` while there is no work. The watched thread sets it, since nothing else
             is cheap enough.
-        said: True if a report was made; the watched thread may reset it.
+        reported: True if a report was made; the watched thread may reset it.
         thread: The id of the watched thread; 0 before `start`.
     """
 
     def __init__(
         self,
         seconds: float,
-        say: Callable[[float, FrameType | None], None],
+        report: Callable[[float, FrameType | None], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.began: float | None = None
-        self.seconds, self._say, self._clock = seconds, say, clock
-        self.thread, self.said, self._told = 0, False, -1.0
+        self.seconds, self._report, self._clock = seconds, report, clock
+        self.thread, self.reported, self._reported_work = 0, False, -1.0
         self._stopped = threading.Event()
-        self._looks: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
         self._process = 0  # the process that has the background thread
 
     def start(self) -> None:
-        """Watch the calling thread from now on, at intervals, in the background."""
+        """Start to watch the calling thread, from a background thread that looks at intervals."""
         if not self.thread:
             self._stopped = threading.Event()
             given = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stopped
-            looks = threading.Thread(target=_look, args=given, daemon=True, name="rescale_data-watch")
+            looks = threading.Thread(target=_watch_loop, args=given, daemon=True, name="rescale_data-watch")
             looks.start()
-            self._looks, self._process = looks, os.getpid()  # only after the start, which Ctrl-C may prevent
+            self._watcher, self._process = looks, os.getpid()  # only after the start, which Ctrl-C may prevent
         self.thread = threading.get_ident()
 
     def stop(self) -> None:
-        """Stop watching, until the next `start`."""
+        """Stop watching, until `start` is called again."""
         self.thread = 0
-        if self._looks is not None and self._process == os.getpid():  # a forked process has no such thread
+        if self._watcher is not None and self._process == os.getpid():  # a forked process has no such thread
             self._stopped.set()
-            self._looks.join(1.0)  # a report may be under way
+            self._watcher.join(1.0)  # a report may be under way
 
     def look(self) -> None:
-        """Report the work if it takes long and was not reported before."""
+        """Report the current work if it takes too long and was not reported before."""
         began = self.began
-        if began is None or began == self._told or self._clock() - began < self.seconds:
+        if began is None or began == self._reported_work or self._clock() - began < self.seconds:
             return
-        self._told, self.said = began, True
-        self._say(self._clock() - began, frames().get(self.thread))
+        self._reported_work, self.reported = began, True
+        self._report(self._clock() - began, frames().get(self.thread))
 
 
-def _look(of: weakref.ref[Watch], pause: float, stopped: threading.Event) -> None:
+def _watch_loop(of: weakref.ref[Watch], pause: float, stopped: threading.Event) -> None:
     while not stopped.wait(pause) and (watch := of()) is not None:
         with suppress(Exception):  # other threads change what it looks at
             watch.look()
@@ -97,29 +98,29 @@ def _look(of: weakref.ref[Watch], pause: float, stopped: threading.Event) -> Non
 
 
 def frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread."""
+    """Return the innermost stack frame of each thread, by the id of the thread."""
     return getattr(sys, "_current_frames")()  # noqa: B009 - documented, in spite of its name
 
 
 def describe(innermost: FrameType | None) -> str:
-    """Return the work of a thread in words: its kind, the function, the logical shard and the row that it has drawn."""
+    """Return a text about the work of a thread: its kind, the function, the logical shard and the last row drawn."""
     called = None
-    for frame in _outward(innermost):
+    for frame in _outer_frames(innermost):
         module = _module(frame)
-        if module.startswith(_OURS):
+        if module.startswith(_PACKAGE):
             return f"{_work(module, called)}{_for_whom(frame)}"
         called = frame
     return "it is in no function of rescale_data"
 
 
 def waits(innermost: FrameType | None) -> bool:
-    """True if the innermost function of this package waits for batches that others make."""
-    ours = (_module(frame) for frame in _outward(innermost) if _module(frame).startswith(_OURS))
-    return next(ours, "") in _FEEDS
+    """True if the innermost function of this package on a thread's stack waits for batches that others make."""
+    ours = (_module(frame) for frame in _outer_frames(innermost) if _module(frame).startswith(_PACKAGE))
+    return next(ours, "") in _WAITING_MODULES
 
 
 def _work(module: str, called: FrameType | None) -> str:
-    """Return the kind of work in a module, and the function of the user if there is one.
+    """Return the kind of work done in a module as text, with the function outside this package that it has called, if any.
 
     Args:
         called: The frame of a function, not of this package, that the innermost function of this package has called.
@@ -133,8 +134,8 @@ def _work(module: str, called: FrameType | None) -> str:
 
 
 def _for_whom(ours: FrameType) -> str:
-    """Return the logical shard and the last row drawn, in words, as the innermost node knows them."""
-    for frame in _outward(ours):
+    """Return a text that names the logical shard and the last row drawn of the innermost node on a stack; it may be empty."""
+    for frame in _outer_frames(ours):
         node = frame.f_locals.get("self")
         if not isinstance(node, Node):
             continue
@@ -146,7 +147,7 @@ def _for_whom(ours: FrameType) -> str:
     return ""
 
 
-def _outward(frame: FrameType | None) -> Generator[FrameType]:
+def _outer_frames(frame: FrameType | None) -> Generator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The work of a worker process: it makes every K-th micro batch of a segment, and packs several into each message.
+"""The work of a worker process: makes every K-th micro batch of a segment, and packs several into each message.
 
 With each micro batch, a message carries the rows of the table that it advanced; in a mixture, whose rows are long, only the
 slots that changed. So the trainer's process knows the exact position of every shard after the batches that it has received.
@@ -18,15 +18,15 @@ import numpy as np
 
 from rescale_data.engine.board import Board
 from rescale_data.engine.feed import InProcess
-from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import MOST_PARTS, Message, Packed, Slabs
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.schema import Schema
+from rescale_data.engine.segment import Segment
 from rescale_data.engine.watch import Watch, describe
 from rescale_data.errors import picklable
-from rescale_data.sources.counts import MADE, MAKE_SECONDS, counts
+from rescale_data.sources.counts import MADE_BATCHES, MAKE_SECONDS, counts
 from rescale_data.state import Ints
 
 _MESSAGE_BYTES = 4 * 2**20  # large enough to make messages cheap, small enough to keep little in flight
@@ -35,7 +35,7 @@ _MESSAGE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Begin:
-    """The command to make the micro batches of a segment, from a given micro batch on.
+    """A command to workers: make the micro batches of a segment, from a given micro batch on.
 
     Args:
         number: The number of the segment, counted by the pool.
@@ -47,7 +47,7 @@ class Begin:
     """
 
     number: int
-    leg: Leg
+    segment: Segment
     first: int
     num_slabs: int
     shards: slice
@@ -55,34 +55,36 @@ class Begin:
     num_logical_shards: int
 
     @classmethod
-    def of(cls, number: int, leg: Leg, table: Ints, first: int, num_slabs: int) -> Begin:
-        owned = leg.layout.owned(leg.rank) if leg.deal is None else range(len(table))
+    def of(cls, number: int, segment: Segment, table: Ints, first: int, num_slabs: int) -> Begin:
+        owned = segment.layout.owned(segment.rank) if segment.remainder is None else range(len(table))
         shards = slice(owned.start, owned.stop)
-        return cls(number, leg.for_a_worker(), first, num_slabs, shards, table[shards].copy(), len(table))
+        return cls(number, segment.for_a_worker(), first, num_slabs, shards, table[shards].copy(), len(table))
 
     @property
     def table(self) -> Ints:
-        """The table, with zeros in the rows of all other shards."""
+        """The table with the rows of the shards that the rank may serve; the rows of all other shards are zeros."""
         table = np.zeros((self.num_logical_shards, self.rows.shape[1]), dtype=np.int64)
         table[self.shards] = self.rows
         return table
 
 
 class Worker:
-    """Makes micro batches in a worker process, as the trainer's process would."""
+    """Makes micro batches in a worker process, in the same way as the trainer's process makes them without workers."""
 
     def __init__(self, recipe: Recipe, collate: Collate | None, slow_after: float) -> None:
         self.recipe, self._collate, self._slow_after = recipe, collate, slow_after
         self._feed: InProcess | None = None
-        self._told: Ints | None = None  # in a mixture, whose rows are long: the table of the trainer's process
+        self._sent_table: Ints | None = None  # in a mixture, whose rows are long: the table of the trainer's process
 
     def attach(self, number: int, board: Board) -> None:
-        """Become worker `number`, which writes its work on the board if that takes long."""
+        """Set the number of this worker, and the shared-memory board on which it reports work that takes long."""
         self._number, self._board = number, board
         self.watch = Watch(self._slow_after / 2, lambda _, frame: board.write(number, describe(frame)))
 
     def messages(self, begin: Begin, await_slab: Callable[[], object]) -> Iterator[Message]:
-        """Make the micro batches of a segment, until another segment is wanted; an error, or `Exhausted`, is the last value.
+        """Yield messages with the micro batches of a segment, until another segment is wanted or an error occurs.
+
+        An error, or `Exhausted`, is the last value.
 
         The first messages are small, so that the first batch does not wait for more batches.
 
@@ -110,33 +112,33 @@ class Worker:
         return self._board.wanted == begin.number
 
     def _values(self, begin: Begin) -> Iterator[Packed]:
-        stop = sys.maxsize if begin.leg.stop is None else begin.leg.stop
+        stop = sys.maxsize if begin.segment.stop is None else begin.segment.stop
         try:
             feed = self._begin(begin)
-            for u in range(begin.first + self._number, stop, begin.leg.layout.workers):
+            for u in range(begin.first + self._number, stop, begin.segment.layout.workers):
                 if not self._is_wanted(begin):
                     return
                 packed = Packed(self._make(feed, u))
-                counts().add(MADE, 1)
+                counts().add(MADE_BATCHES, 1)
                 yield packed
         except Exhausted as error:
             yield Packed(error)
         except Exception as error:
-            told = picklable(error)
-            told.add_note(f"In worker process {self._number}:\n{traceback.format_exc()}")
-            yield Packed(told)
+            sendable = picklable(error)
+            sendable.add_note(f"In worker process {self._number}:\n{traceback.format_exc()}")
+            yield Packed(sendable)
 
     def _begin(self, begin: Begin) -> InProcess:
         self._board.write(self._number, "")
-        counts().values[MADE] = 0
+        counts().values[MADE_BATCHES] = 0
         feed = self._feed
         if feed is None:
             schema = Schema(self.recipe.build(0))  # as in the trainer's process
             feed = self._feed = InProcess(Runner(self.recipe, schema), self._collate)
-        feed.begin(begin.leg, begin.table, 0)
+        feed.begin(begin.segment, begin.table, 0)
         # In a remainder, another worker may have changed a slot that this worker changes back.
-        tells_slots = begin.leg.deal is None and feed.runner.schema.is_mixture
-        self._told = begin.table if tells_slots else None
+        sends_slots = begin.segment.remainder is None and feed.runner.schema.is_mixture
+        self._sent_table = begin.table if sends_slots else None
         return feed
 
     def _make(self, feed: InProcess, u: int) -> MicroBatch:
@@ -146,7 +148,7 @@ class Worker:
             made = feed.make(u)
         finally:
             watch.began = None
-        if watch.said:
-            watch.said = False
+        if watch.reported:
+            watch.reported = False
             self._board.write(self._number, "")
-        return made if self._told is None else made.since(self._told)
+        return made if self._sent_table is None else made.with_changes(self._sent_table)

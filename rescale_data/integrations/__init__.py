@@ -1,4 +1,4 @@
-"""Thin modules, each imported when it is used, for the trainers `lightning`, `huggingface` and `torchtitan`.
+"""Integrations with the trainers `lightning`, `huggingface` and `torchtitan`, imported only when they are used.
 
 `causal_lm` makes the batches that transformers' models expect.
 """

@@ -14,7 +14,7 @@ from rescale_data.engine.collate import Samples, collate
 
 
 def causal_lm_batch(samples: Samples) -> dict[str, Any]:
-    """Return the batch of packed samples under the names and with the labels that transformers expects.
+    """Collate packed samples into a batch with the names and the labels that transformers expects.
 
     Packers make labels that are shifted: ``labels[t]`` is the token after ``tokens[t]``. Models of transformers shift labels
     themselves, so these are shifted back. Their loss has the same terms, but for the last token of each sample.
@@ -43,14 +43,17 @@ def causal_lm_batch(samples: Samples) -> dict[str, Any]:
         )
     unlearned = torch.full_like(batch["labels"][:, :1], -100)
     labels = torch.cat([unlearned, batch["labels"][:, :-1]], dim=1)
-    made = {"input_ids": batch["tokens"], "labels": labels}
+    result = {"input_ids": batch["tokens"], "labels": labels}
     if "doc_ids" in batch:
-        made["position_ids"] = positions(batch["doc_ids"])
-    return made
+        result["position_ids"] = positions(batch["doc_ids"])
+    return result
 
 
 def positions(doc_ids: Tensor) -> Tensor:
-    """``int64[b, seq_len]``: the position of each token in its document, from 0; ``doc_ids`` change where one begins."""
-    here = torch.arange(doc_ids.shape[1]).expand_as(doc_ids)
-    begins = doc_ids.diff(dim=1, prepend=doc_ids[:, :1]) != 0
-    return here - (here * begins).cummax(dim=1).values
+    """Return the position of each token in its document, from 0: ``int64[b, seq_len]``.
+
+    A document begins where ``doc_ids`` change.
+    """
+    index = torch.arange(doc_ids.shape[1]).expand_as(doc_ids)
+    is_first = doc_ids.diff(dim=1, prepend=doc_ids[:, :1]) != 0
+    return index - (index * is_first).cummax(dim=1).values

@@ -1,4 +1,4 @@
-"""Hugging Face `Trainer` (transformers 5): a mixin that trains from a `rescale_data.DataLoader` and keeps its state.
+"""Hugging Face `Trainer` (transformers 5): a mixin that trains from a `rescale_data.DataLoader` and saves its state.
 
 The state lies in each checkpoint as ``rescale_data.pt``, beside the trainer's own files. With `accelerate` alone nothing of
 this is needed: ``accelerator.register_for_checkpointing(loader)``.
@@ -22,7 +22,7 @@ FILE = "rescale_data.pt"
 
 
 class DataStateMixin(Trainer):
-    """`Trainer` with the data order in its checkpoints: ``class MyTrainer(DataStateMixin, Trainer)``, or use it as it is.
+    """`Trainer` that saves the data order in its checkpoints: ``class MyTrainer(DataStateMixin, Trainer)``, or as it is.
 
     Args:
         train_loader: What is trained from, in place of ``train_dataset``; built after ``TrainingArguments``, which start the
@@ -49,7 +49,7 @@ class DataStateMixin(Trainer):
         if self.args.gradient_accumulation_steps == 1 and not self.is_deepspeed_enabled:
             self.args.gradient_accumulation_steps = train_loader.gradient_accumulation_steps
         num_ranks = self.args.world_size // (self.get_tp_size() * self.get_cp_size() * self.get_sp_size())
-        _require_fit(self.args, train_loader, num_ranks)
+        _check_arguments(self.args, train_loader, num_ranks)
         _require_labels_that_are_not_shifted(train_loader)
         self.args.ignore_data_skip = True  # the loader stands where it stood: nothing is to be read again
         self.add_callback(_SaveDataState(train_loader))
@@ -62,7 +62,7 @@ class DataStateMixin(Trainer):
         if checkpoint is True:
             checkpoint = get_last_checkpoint(str(self.args.output_dir))
         if checkpoint:
-            self._train_loader.load_state_dict(_read(Path(checkpoint)))
+            self._train_loader.load_state_dict(_load_data_state(Path(checkpoint)))
         return super().train(resume_from_checkpoint or None, *args, **kwargs)  # refuses True without a checkpoint
 
 
@@ -71,7 +71,7 @@ class _SaveDataState(TrainerCallback):
         self._loader = loader
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Correct the epoch that is logged: after a resume within an epoch the trainer counts its steps from 0."""
+        """Correct the logged epoch: after a resume within an epoch the trainer counts the epoch's steps from 0."""
         with contextlib.suppress(TypeError):  # a loader without ``len`` has no epochs
             state.epoch = state.global_step * self._loader.gradient_accumulation_steps / len(self._loader)
 
@@ -83,7 +83,7 @@ class _SaveDataState(TrainerCallback):
             os.replace(folder / f"{FILE}.tmp", folder / FILE)
 
 
-def _require_fit(args: TrainingArguments, loader: DataLoader, num_ranks: int) -> None:
+def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int) -> None:
     setup = stream_of(loader).setup
     layout, loader_ranks = setup.layout, setup.layout.dp_world_size
     if num_ranks != loader_ranks:
@@ -103,12 +103,12 @@ def _require_fit(args: TrainingArguments, loader: DataLoader, num_ranks: int) ->
         "train_sampling_strategy": (("random",), "shuffle"),
         "auto_find_batch_size": ((False,), "micro_batch_size"),
     }
-    for name, (values, ours) in allowed.items():
+    for name, (values, loader_argument) in allowed.items():
         given = getattr(args, name)
         if given not in values:
             raise ValueError(
                 f"TrainingArguments({name}={given!r}), but the loader makes the batches, and as it was built the argument may "
-                f"be {' or '.join(map(repr, dict.fromkeys(values)))}. For other batches give rd.DataLoader({ours}=)."
+                f"be {' or '.join(map(repr, dict.fromkeys(values)))}. For other batches give rd.DataLoader({loader_argument}=)."
             )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
@@ -128,7 +128,7 @@ def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
         )
 
 
-def _read(checkpoint: Path) -> dict[str, Any]:
+def _load_data_state(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / FILE
     if not file.exists():
         complete = f"{PREFIX_CHECKPOINT_DIR}-*/{FILE}"

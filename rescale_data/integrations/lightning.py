@@ -1,4 +1,4 @@
-"""Lightning (2.6): one callback, and the data order is in Lightning's checkpoints.
+"""Lightning (2.6): a callback that keeps the data order in Lightning's checkpoints.
 
 Lightning saves ``state_dict()`` of a training loader with its loops, on all ranks, and loads it before the first batch. What
 it does not know is that the number of ranks may have changed: it counts micro batches of one rank.
@@ -12,12 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from rescale_data.engine.states.codec import Saved, epoch_left, is_state, read
+from rescale_data.engine.states.codec import Saved, at_next_epoch, is_state, read
 from rescale_data.engine.stream import stream_of
 from rescale_data.loader import DataLoader
 
-_COUNTS = ("ready", "started", "processed", "completed")
-"""Lightning's counts of micro batches."""
+_COUNTERS = ("ready", "started", "processed", "completed")
+"""Names of Lightning's counters of micro batches."""
 
 
 class DataState(pl.Callback):
@@ -42,15 +42,18 @@ class DataState(pl.Callback):
 
     def __init__(self) -> None:
         self._loaded: list[dict[str, Any]] | None = None  # without a checkpoint
-        self._was_asked = False  # for the number of batches, before accumulation could be set
+        self._loader_exists = False  # for the number of batches, before accumulation could be set
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """See if ``configure_optimizers`` has asked for the number of batches, which makes the loader."""
-        self._was_asked = trainer.train_dataloader is not None
+        """Note if ``configure_optimizers`` has asked for the number of batches, for which Lightning makes the loader."""
+        self._loader_exists = trainer.train_dataloader is not None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check Lightning's arguments, and load states that it has not: it loads none where it takes the epoch for over."""
-        loaders, was_loaded = list(_loaders(trainer.train_dataloader)), self._loaded is not None
+        """Check Lightning's arguments, and load the states of loaders that Lightning has not loaded.
+
+        It loads none if it considers the epoch to be over.
+        """
+        loaders, was_loaded = list(_our_loaders(trainer.train_dataloader)), self._loaded is not None
         states, self._loaded = self._loaded or [], None
         if was_loaded and len(states) != len(loaders):
             raise ValueError(
@@ -58,10 +61,10 @@ class DataState(pl.Callback):
                 f"come again. Give the loaders that it was saved with, or begin a run with its weights, without ckpt_path=."
             )
         pairs = zip(loaders, states, strict=False)
-        behind = [(loader, state) for loader, state in pairs if loader.step != read(state).header["step"]]
-        for loader, state in behind:
+        not_loaded = [(loader, state) for loader, state in pairs if loader.step != read(state).header["step"]]
+        for loader, state in not_loaded:
             loader.load_state_dict(state)
-        if behind:
+        if not_loaded:
             iter(trainer.fit_loop._data_fetcher)  # Lightning has iterators of these already  # pyright: ignore
         if trainer.reload_dataloaders_every_n_epochs:
             raise ValueError(
@@ -88,9 +91,9 @@ class DataState(pl.Callback):
             _recount(trainer.fit_loop.epoch_loop.batch_progress.current, read(state), trainer.accumulate_grad_batches)
 
     def _accumulate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
-        """Set Lightning's accumulation where it may be set and the user has not; else compare it with the loader's."""
+        """Set ``accumulate_grad_batches`` if it is free and not given by the user; raise if it is not the loader's number."""
         is_free = pl_module.automatic_optimization and not isinstance(trainer.strategy, DeepSpeedStrategy)
-        if trainer.accumulate_grad_batches == 1 and is_free and not self._was_asked:
+        if trainer.accumulate_grad_batches == 1 and is_free and not self._loader_exists:
             trainer.accumulate_grad_batches = steps
         if trainer.accumulate_grad_batches != steps:
             raise ValueError(
@@ -101,40 +104,40 @@ class DataState(pl.Callback):
             )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Each evaluation begins with the first row, also after one that was cut short (Lightning's sanity check)."""
-        _begin_again(trainer.val_dataloaders)
+        """Reset the validation loaders, so that each evaluation begins with the first row, also after a sanity check."""
+        _reset_loaders(trainer.val_dataloaders)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """As after a validation."""
-        _begin_again(trainer.test_dataloaders)
+        """Reset the test loaders, so that each test begins with the first row."""
+        _reset_loaders(trainer.test_dataloaders)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the loaders' states for when training begins, and begin the next epoch where one was at its end."""
+        """Keep the loaders' states until training begins; a state at the end of an epoch moves to the next epoch."""
         if not trainer.training:
             return  # an evaluation of a checkpoint: the next fit does not go on from it
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
-        states[:] = [epoch_left(state) if is_state(state) else state for state in states]
+        states[:] = [at_next_epoch(state) if is_state(state) else state for state in states]
         self._loaded = [state for state in states if is_state(state)]
         for state in self._loaded[:1]:
-            _back_to_step(checkpoint["loops"]["fit_loop"], read(state))
+            _undo_partial_step(checkpoint["loops"]["fit_loop"], read(state))
 
 
-def _loaders(dataloaders: Any) -> Iterator[DataLoader]:
-    """Ours among what a user has given: a loader, or lists and dicts of loaders."""
+def _our_loaders(dataloaders: Any) -> Iterator[DataLoader]:
+    """Yield the loaders of this package among ``dataloaders``: one loader, or nested lists and dicts of loaders."""
     if isinstance(dataloaders, DataLoader):
         yield dataloaders
     elif isinstance(dataloaders, Mapping):
         for loader in dataloaders.values():
-            yield from _loaders(loader)
+            yield from _our_loaders(loader)
     elif isinstance(dataloaders, list | tuple):
         for loader in dataloaders:
-            yield from _loaders(loader)
+            yield from _our_loaders(loader)
 
 
-def _begin_again(dataloaders: Any) -> None:
-    for loader in _loaders(dataloaders):
+def _reset_loaders(dataloaders: Any) -> None:
+    for loader in _our_loaders(dataloaders):
         loader.reset()
 
 
@@ -148,8 +151,8 @@ def _require_ranks(trainer: pl.Trainer, loader: DataLoader) -> None:
         )
 
 
-def _back_to_step(loop: dict[str, Any], state: Saved) -> None:
-    """Count from the step's beginning where a save came within a step and the loader's state stands there (balanced steps).
+def _undo_partial_step(loop: dict[str, Any], state: Saved) -> None:
+    """Reset Lightning's counts to the step's beginning, if a save came within a step that the loader begins anew.
 
     The model is that of the step's beginning, too: what Lightning has accumulated since is in no checkpoint.
     """
@@ -159,20 +162,23 @@ def _back_to_step(loop: dict[str, Any], state: Saved) -> None:
     if begun and not state.clock.begun(o):
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it again
         for counts in (progress["current"], progress["total"]):
-            for name in _COUNTS:
+            for name in _COUNTERS:
                 counts[name] -= begun
 
 
-def _recount(current: Any, state: Saved, now: int) -> None:
-    """Count the micro batches of the epoch as this topology does; "completed", one less in some saves, stays one less."""
+def _recount(current: Any, state: Saved, num_new: int) -> None:
+    """Convert Lightning's counts of micro batches in the epoch to the present number of micro batches a step.
+
+    "completed", which is one less in some saves, stays one less.
+    """
     o, w, b = state.sizes
-    saved = o // (w * b)
-    steps, begun = divmod(current.ready, saved)
-    if begun and saved != now:
+    num_old = o // (w * b)
+    steps, begun = divmod(current.ready, num_old)
+    if begun and num_old != num_new:
         raise ValueError(
-            f"The checkpoint was saved after {begun} of {saved} micro batches of a step, and the loader now makes {now}. "
-            f"Lightning counts micro batches: resume it once with {saved}, or from a checkpoint at the end of a step."
+            f"The checkpoint was saved after {begun} of {num_old} micro batches of a step, and the loader now makes {num_new}. "
+            f"Lightning counts micro batches: resume it once with {num_old}, or from a checkpoint at the end of a step."
         )
-    more = steps * now + begun - current.ready
-    for name in _COUNTS:
-        setattr(current, name, getattr(current, name) + more)
+    difference = steps * num_new + begun - current.ready
+    for name in _COUNTERS:
+        setattr(current, name, getattr(current, name) + difference)

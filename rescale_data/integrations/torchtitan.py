@@ -1,4 +1,4 @@
-"""torchtitan (0.3, and its main branch of August 2026): a dataloader component that goes on at another data-parallel degree.
+"""torchtitan (0.3, and main of August 2026): a dataloader component that resumes at another data-parallel degree.
 
 The state lies in torchtitan's own checkpoints, where it is the same for every rank. ``repeat=False`` works at any degree: all
 ranks end an epoch after the same batch.
@@ -37,12 +37,12 @@ class RescaleDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """The arguments of `rescale_data.DataLoader` that torchtitan does not know itself."""
+        """The arguments of `rescale_data.DataLoader` that torchtitan itself does not have."""
 
         pipeline: Annotated[Callable[..., BaseNode[Any]], tyro.conf.Suppress]
         """``(tokenizer, seq_len, shard) -> node`` of ``{"tokens", "labels"}``, as `TokenPacker(labels=True)` makes them."""
         global_batch_size: int
-        """Sequences of an optimizer step over all ranks, as in torchtitan's own config; it hands no loader that number."""
+        """Sequences of an optimizer step over all ranks, as in torchtitan's own config, which loaders do not receive."""
         num_logical_shards: int | None = None
         num_workers: int = 0
         seed: int = 42
@@ -77,8 +77,8 @@ class RescaleDataLoader(BaseDataLoader):
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         for batch in self.loader:
-            made = batch["tokens"], _positions(batch), batch["labels"]
-            tokens, positions, labels = [tensor.flatten() for tensor in made] if self._is_flat else made
+            tensors = batch["tokens"], _positions(batch), batch["labels"]
+            tokens, positions, labels = [tensor.flatten() for tensor in tensors] if self._is_flat else tensors
             yield {"input": tokens, "positions": positions}, labels
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class RescaleDataLoader(BaseDataLoader):
 
 
 def _positions(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """``int64[b, seq_len]``, counted from the beginning of each document where the batch says where that is."""
+    """Return positions, ``int64[b, seq_len]``: from the batch, or counted from the beginning of each document."""
     if "positions" in batch:
         return batch["positions"]
     return positions(batch.get("doc_ids", torch.zeros_like(batch["tokens"])))

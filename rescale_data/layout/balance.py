@@ -1,5 +1,7 @@
-"""Serving the shard that has delivered the fewest samples, the lowest index first: what a worker does where a layout is
-not aligned. Sample s of shard i is served in the order of the pair (s, i), so that counts follow in closed form.
+"""Picks the shard that has delivered the fewest samples: the order of a worker if the layout is not aligned.
+
+Among equals the lowest index comes first. Sample s of shard i is served in the order of the pair (s, i), so that counts
+follow in closed form.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import numpy as np
 from rescale_data.state import Ints
 
 
-class Fewest:
-    """The order itself: which shard is next.
+class FewestFirst:
+    """Picks the next shard to serve: the one with the fewest delivered samples, the lowest index first among equals.
 
     Args:
         samples: What each shard has delivered.
@@ -31,7 +33,7 @@ class Fewest:
 
 
 def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
-    """Return the number of its next samples that each shard serves, given the number of every block of shards.
+    """Return how many samples each shard serves if each block of shards serves ``num_picks``, fewest delivered first.
 
     Args:
         samples: ``int64[M]``, what each has delivered.
@@ -59,7 +61,7 @@ def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
 
 
 def feasible_picks(samples: Ints, left: Ints, starts: Ints) -> Ints:
-    """Return the number of samples served in each block before the order asks a shard that has none left.
+    """Return how many samples each block of shards can serve, fewest delivered first, before a shard has none left.
 
     Args:
         samples: ``int64[M]``, what each has delivered.
@@ -70,8 +72,8 @@ def feasible_picks(samples: Ints, left: Ints, starts: Ints) -> Ints:
         ``int64[B]``.
     """
     end, sizes, shards = samples + left, np.diff(starts), np.arange(len(samples))
-    least = np.repeat(np.minimum.reduceat(end, starts[:-1]), sizes)
-    first = np.minimum.reduceat(np.where(end == least, shards, len(samples)), starts[:-1])
+    lowest_end = np.repeat(np.minimum.reduceat(end, starts[:-1]), sizes)
+    first = np.minimum.reduceat(np.where(end == lowest_end, shards, len(samples)), starts[:-1])
     # (least, first) is the first request (s, i) of a block that cannot be served
-    before = np.maximum(least - samples + (shards < np.repeat(first, sizes)), 0)
+    before = np.maximum(lowest_end - samples + (shards < np.repeat(first, sizes)), 0)
     return np.add.reduceat(before, starts[:-1])

@@ -1,4 +1,4 @@
-"""The counts of a run, the same on every rank."""
+"""`Clock`: the counts of samples, steps and epochs of a run, the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rescale_data.layout.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Counts of a run.
+    """The counts of samples, steps and epochs of a run, the same on every rank.
 
     Args:
         samples: Delivered by all ranks, with those that filled a last batch.
@@ -31,23 +31,23 @@ class Clock:
     skipped: tuple[tuple[int, int], ...] = ()
 
     def micro_batch(self, layout: Layout) -> int:
-        """u, the next micro batch of every rank."""
+        """Return u, the number of the next micro batch of every rank, counted from `origin`."""
         return (self.samples - self.origin) // layout.micro_step_samples
 
     def global_step(self, global_batch_size: int) -> int:
-        """Whole global batches delivered."""
+        """Return the number of whole global batches delivered in the run."""
         return self.step + (self.samples - self.origin) // global_batch_size
 
     def begun(self, global_batch_size: int) -> int:
-        """Samples of all ranks in a step that is not complete."""
+        """Return the number of samples, over all ranks, that were delivered in a step that is not complete."""
         return (self.samples - self.origin) % global_batch_size
 
-    def later(self, num_micro_batches: int, layout: Layout) -> Clock:
+    def after(self, num_micro_batches: int, layout: Layout) -> Clock:
         samples = self.samples + num_micro_batches * layout.micro_step_samples
         return replace(self, samples=samples, in_step=self.in_step and not num_micro_batches)
 
     def restarted(self, global_batch_size: int) -> Clock:
-        """The same moment, from which steps are counted anew."""
+        """Return the same counts with `origin` at the current sample, from which steps are counted anew."""
         in_step = self.in_step or self.begun(global_batch_size) > 0
         return replace(self, origin=self.samples, step=self.global_step(global_batch_size), in_step=in_step)
 
@@ -55,14 +55,14 @@ class Clock:
         return replace(self.restarted(global_batch_size), epoch=self.epoch + 1)
 
     def left_out(self, first: int) -> Clock:
-        """The same moment, where the samples from ``first`` on were left out."""
+        """Return the same counts, with the samples from ``first`` up to now recorded as skipped."""
         ranges = self.skipped
         if ranges and ranges[-1][1] == first:
             ranges, first = ranges[:-1], ranges[-1][0]
         return replace(self, skipped=(*ranges, (first, self.samples)))
 
     def loaded(self, saved: tuple[int, int, int], layout: Layout) -> Clock:
-        """The clock after a load: `origin` stays where the order can be kept, else it is now.
+        """Return the counts after a load: `origin` stays if the order can be kept, else it is the current sample.
 
         Args:
             saved: O, W and b of the save.

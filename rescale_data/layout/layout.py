@@ -1,4 +1,4 @@
-"""The assignment of samples to ranks, workers and steps: arithmetic that makes a data order independent of the ranks.
+"""Assigns samples to ranks, workers and steps by arithmetic, so that the data order does not depend on the ranks.
 
 Indices, all starting at 0:
 
@@ -26,12 +26,12 @@ from rescale_data.layout.balance import feasible_picks, water_fill
 from rescale_data.state import Ints
 
 _LEAST_SHARDS, _MOST_SHARDS = 256, 2048
-"""Each shard of a rank keeps a fragment of each source open: at 2,048 that is little, and ranks enough for most."""
+"""Bounds of the default number of logical shards; each shard of a rank keeps a fragment of each source open."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One topology of a run, and what follows from it.
+    """The sizes of one topology of a run, and the logical shards that serve each micro batch in it.
 
     Args:
         num_logical_shards: N.
@@ -57,7 +57,7 @@ class Layout:
         if self.num_workers < 0:
             raise ValueError(f"num_workers={self.num_workers}: it is at least 0 (in the trainer's process).")
         if self.global_batch_size % (self.dp_world_size * self.micro_batch_size):
-            raise ValueError(self._indivisible())
+            raise ValueError(self._indivisible_message())
         if not self.aligned and self.num_logical_shards < self.dp_world_size * self.workers:
             raise ValueError(
                 f"num_logical_shards={self.num_logical_shards} is less than dp_world_size={self.dp_world_size} times "
@@ -65,7 +65,7 @@ class Layout:
                 f"the number of logical shards itself is fixed when a run begins."
             )
 
-    def _indivisible(self) -> str:
+    def _indivisible_message(self) -> str:
         o, w, b = self.global_batch_size, self.dp_world_size, self.micro_batch_size
         near = sorted({max(1, o // (w * b)) * w * b, -(-o // (w * b)) * w * b})
         fitting = [d for d in range(1, o // w + 1) if o % (w * d) == 0] if o % w == 0 else []
@@ -85,37 +85,37 @@ class Layout:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """A, micro batches of a rank in one step."""
+        """A, the number of micro batches of a rank in one step."""
         return self.global_batch_size // (self.dp_world_size * self.micro_batch_size)
 
     @property
     def micro_step_samples(self) -> int:
-        """Samples of one micro batch over all ranks, ``W * b``."""
+        """The number of samples in one micro batch of all ranks together, ``W * b``."""
         return self.dp_world_size * self.micro_batch_size
 
     @property
     def num_tracks(self) -> int:
-        """G, steps until a row of the global batch comes from the same shard again (1 where O is a multiple of N)."""
+        """G, the number of steps until a row of the global batch comes from the same shard again (1 if N divides O)."""
         return max(1, self.num_logical_shards // self.global_batch_size)
 
     @property
     def samples_per_visit(self) -> int:
-        """C, samples of a shard in a step that visits it (1 where N is a multiple of O)."""
+        """C, the number of samples that a shard serves in a step in which it takes part; 1 if N is a multiple of O."""
         return max(1, self.global_batch_size // self.num_logical_shards)
 
     @property
     def period(self) -> int:
-        """Micro batches after which an aligned layout asks the same shards again."""
+        """The number of micro batches after which an aligned layout repeats the same sequence of shards."""
         return self.num_tracks * self.gradient_accumulation_steps
 
     @cached_property
     def aligned(self) -> bool:
-        """True if each shard has one worker for good, so that the order does not depend on the topology."""
+        """True if each shard is always served by the same worker, so that the order does not depend on the topology."""
         return _is_aligned(**self._sizes())
 
     @cached_property
     def misfit(self) -> str | None:
-        """The divisibility that the layout lacks to be aligned, with the cure; `None` if it is aligned."""
+        """A text that says why the layout is not aligned, with the nearest sizes that are; `None` if it is aligned."""
         n, o, w, k = self.num_logical_shards, self.global_batch_size, self.dp_world_size, self.num_workers
         b, c = self.micro_batch_size, self.samples_per_visit
         if self.aligned:
@@ -148,7 +148,7 @@ class Layout:
         return {**{name: getattr(self, name) for name in names}, "num_workers": self.workers}
 
     def owned(self, rank: int, worker: int | None = None) -> range:
-        """The contiguous block of shards of a rank, or, where the layout is not aligned, of one of its workers."""
+        """Return the contiguous block of shards that a rank owns, or the part of it that belongs to one worker."""
         block = block_of(rank, self.dp_world_size, self.num_logical_shards)
         if worker is None:
             return block
@@ -156,7 +156,7 @@ class Layout:
         return range(block.start + worker * size // k, block.start + (worker + 1) * size // k)
 
     def served(self, rank: int, worker: int) -> Ints:
-        """The shards, ascending, from which a rank's micro batches u with ``u % K == worker`` come."""
+        """Return the shards, ascending, that one worker of a rank serves: in the micro batches u with ``u % K == worker``."""
         if not self.aligned:
             return np.array(self.owned(rank, worker), dtype=np.int64)
         t, m = np.divmod(np.arange(worker, self.period, self.workers), self.gradient_accumulation_steps)
@@ -165,7 +165,7 @@ class Layout:
         return np.unique(rows // self.samples_per_visit * self.num_tracks + t[:, None])
 
     def delivered(self, samples: Ints, first: int, stop: int) -> Ints:
-        """Samples that each shard delivers in the micro batches ``first .. stop-1``.
+        """Return the number of samples that each shard delivers in the micro batches ``first .. stop-1``.
 
         Args:
             samples: ``int64[N]``, what each has delivered before ``first``.
@@ -179,7 +179,7 @@ class Layout:
         return water_fill(samples, turns * self.micro_batch_size, self._block_starts)
 
     def last_whole(self, samples: Ints, left: Ints, first: int) -> int:
-        """The micro batch at which the main phase of an epoch ends: a step boundary, before any shard runs out.
+        """Return the micro batch at which the main phase of an epoch ends: the last step boundary before a shard runs out.
 
         Args:
             samples: ``int64[N]``, what each shard has delivered before ``first``.
@@ -199,13 +199,13 @@ class Layout:
 
     @cached_property
     def _block_starts(self) -> Ints:
-        """``int64[W * K + 1]``, the first shard that each worker of each rank owns, and N."""
+        """The first shard of each worker of each rank, with N at the end: ``int64[W * K + 1]``."""
         starts = np.arange(self.dp_world_size + 1, dtype=np.int64) * self.num_logical_shards // self.dp_world_size
         parts = np.diff(starts)[:, None] * np.arange(self.workers) // self.workers
         return np.append(starts[:-1, None] + parts, self.num_logical_shards)
 
     def _turns(self, u: int) -> Ints:
-        """``int64[W * K]``, how many of the micro batches ``0 .. u-1`` each worker of each rank makes."""
+        """Return how many of the micro batches ``0 .. u-1`` each worker of each rank makes: ``int64[W * K]``."""
         worker = np.arange(self.dp_world_size * self.workers, dtype=np.int64) % self.workers
         return (u - worker + self.workers - 1) // self.workers
 
@@ -213,7 +213,7 @@ class Layout:
         return np.arange(self.num_logical_shards, dtype=np.int64) % self.num_tracks
 
     def _since_origin(self, u: int) -> Ints:
-        """Samples that each shard delivers before micro batch u (aligned): whole steps, then the rows of the step begun."""
+        """Return the samples that each shard of an aligned layout delivers before micro batch ``u``: ``int64[N]``."""
         t, m = divmod(u, self.gradient_accumulation_steps)
         g, c, track = self.num_tracks, self.samples_per_visit, self._first_visit()
         row = (
@@ -224,7 +224,7 @@ class Layout:
 
 
 def block_of(rank: int, world_size: int, num_logical_shards: int) -> range:
-    """Return the contiguous block of logical shards that a rank owns."""
+    """Return the contiguous block of logical shards that a rank owns, as a range."""
     return range(rank * num_logical_shards // world_size, (rank + 1) * num_logical_shards // world_size)
 
 
@@ -255,7 +255,9 @@ def _nearest(value: int, fits: Callable[[int], bool]) -> list[int]:
 
 
 def default_num_logical_shards(global_batch_size: int) -> int:
-    """The default N: 4 * O keeps the order for K = 0, 1, 2 and 4 workers; above 2,048 it costs too much.
+    """Return the default number of logical shards, N: 4 * O, or less if that is more than 2,048.
+
+    4 * O keeps the order for K = 0, 1, 2 and 4 workers; above 2,048 it costs too much.
 
     Then it is 2 * O or O; of a larger O the part, not below 256, that most world sizes divide.
     """

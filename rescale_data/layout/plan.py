@@ -1,4 +1,4 @@
-"""`plan`: the topologies that keep the order of a run, as a table that prints."""
+"""`plan`: lists the topologies between which a run keeps its order, as a table that prints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rescale_data.layout.layout import Layout, default_num_logical_shards
 
 _ROWS_OF_A_SCREEN = 24
 _MOST_SAMPLES = 2**32
-_OWN_COLUMNS, _READER_COLUMNS = 3, 3  # of the table: samples, dealt and stamp; epoch, row and skipped
+_LOADER_COLUMNS, _READER_COLUMNS = 3, 3  # of the table: samples, remainder and stamp; epoch, row and skipped
 
 
 @dataclass(frozen=True)
 class Option:
-    """One topology: dp world size W, micro batch b, workers K, and A, the micro batches of a rank in one step."""
+    """One topology: dp world size W, micro batch size b, workers K, and A, the micro batches of a rank in one step."""
 
     dp_world_size: int
     micro_batch_size: int
@@ -27,7 +27,7 @@ class Option:
 
 
 class HasRows(Protocol):
-    """A source, as far as a plan asks."""
+    """Protocol of a source that `plan` describes: a name and a number of rows."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +36,7 @@ class HasRows(Protocol):
 
 
 class Plan(Sequence[Option]):
-    """The aligned topologies of one or several global batches, ascending in W, b and K.
+    """The aligned topologies of one or several global batch sizes, in ascending order of W, b and K.
 
     ``print`` shows what ranks there are in one screen; ``print(plan.table())`` all of it.
     """
@@ -54,7 +54,7 @@ class Plan(Sequence[Option]):
 
     @property
     def global_batch_size(self) -> int:
-        """The first of several."""
+        """The first of the global batch sizes."""
         return self.global_batch_sizes[0]
 
     def __len__(self) -> int:
@@ -68,13 +68,13 @@ class Plan(Sequence[Option]):
 
     def __str__(self) -> str:
         by_topology = self._by_topology()
-        parts = [self.table() if len(by_topology) <= _ROWS_OF_A_SCREEN else self._screen(), *self._meaning()]
+        parts = [self.table() if len(by_topology) <= _ROWS_OF_A_SCREEN else self._summary(), *self._cost_lines()]
         return "\n".join(parts)
 
     __repr__ = __str__
 
     def table(self) -> str:
-        """Each topology; A is of the first global batch."""
+        """Return a text table of all topologies; its gradient accumulation A is for the first global batch size."""
         rows = ["  ranks W  micro batch b  accumulation A  workers K"]
         rows += [f"{w:9}{b:15}{a:16}  {_listed(ks)}" for (w, b, a), ks in self._by_topology().items()]
         return "\n".join([self._title(), *rows])
@@ -86,8 +86,8 @@ class Plan(Sequence[Option]):
             f"the same global batches"
         )
 
-    def _screen(self) -> str:
-        """The ranks in a row, by number of workers: each fits with one micro batch at least."""
+    def _summary(self) -> str:
+        """Return a short text: for each number of workers, the numbers of ranks that fit with at least one micro batch size."""
         rows = ["  workers K  ranks W"]
         before: list[int] = []
         for k in sorted({option.num_workers for option in self._options}):
@@ -98,15 +98,15 @@ class Plan(Sequence[Option]):
         rows.append(f"  which micro batches with which: the {len(self._by_topology())} rows of print(plan.table())")
         return "\n".join([self._title(), *rows])
 
-    def _meaning(self) -> list[str]:
-        """Return lines about the cost of this N, and about sources that are small for it."""
+    def _cost_lines(self) -> list[str]:
+        """Return lines about the memory and checkpoint size that N logical shards cost, and about the smallest source."""
         if not self.sources:
             return []
         n, num = self.num_logical_shards, len(self.sources)
         most = max((option.dp_world_size for option in self._options), default=1)
         sizes = [getattr(source, "fragment_bytes", 0) for source in self.sources]
         least = min(self.sources, key=lambda source: source.num_rows)
-        state = 8 * n * (_OWN_COLUMNS + _READER_COLUMNS * num)
+        state = 8 * n * (_LOADER_COLUMNS + _READER_COLUMNS * num)
         return [
             f"  {n} logical shards of {num} source(s): each keeps a fragment of each source open",
             *(
@@ -133,7 +133,7 @@ def plan(
     num_workers: int | Sequence[int] = (0, 1, 2, 4, 8),
     sources: Sequence[HasRows] = (),
 ) -> Plan:
-    """Return the aligned topologies, between which a run may rescale without a change of order.
+    """Return the aligned topologies, between which a run may rescale without changing its order.
 
     Args:
         global_batch_size: O; several, of a ramp (`DataLoader.reopen`), for what is aligned with all of them.
@@ -175,13 +175,13 @@ def plan(
 
 
 def _candidates(several: Sequence[int]) -> set[int]:
-    """Numbers of logical shards worth looking at."""
+    """Return the numbers of logical shards to try for these global batch sizes."""
     defaults = {default_num_logical_shards(o) for o in several}
     return defaults if len(set(several)) == 1 else {*defaults, math.lcm(*several), math.gcd(*several)}
 
 
 def _options(several: Sequence[int], n: int, b: int | None, workers: Sequence[int]) -> list[Option]:
-    """Return the topologies that are aligned with each of ``several`` global batches."""
+    """Return the topologies that are aligned with every global batch size in ``several``."""
     whole = math.gcd(*several)
     sizes = [b] if b is not None else _divisors(whole)
     return [
@@ -190,7 +190,7 @@ def _options(several: Sequence[int], n: int, b: int | None, workers: Sequence[in
         for size in sizes
         if whole % (w * size) == 0
         for k in workers
-        if all(_aligned(n, o, w, size, k) for o in several)
+        if all(_is_aligned(n, o, w, size, k) for o in several)
     ]
 
 
@@ -208,7 +208,7 @@ def _bytes(num: int) -> str:
 
 
 def _ints(**given: object) -> list[int]:
-    """One argument, an int or several."""
+    """Return an argument that is an int, or a sequence of ints, as a checked list of ints."""
     ((name, value),) = given.items()
     several: Sequence[object] = value if isinstance(value, Sequence) else [value]  # pyright: ignore[reportUnknownVariableType]
     return [one for each in several for one in require_int(**{name: each})]
@@ -220,7 +220,7 @@ def _check(least: int, **values: int) -> None:
             raise ValueError(f"{name}={value}: it is at least {least}.")
 
 
-def _aligned(n: int, o: int, w: int, b: int, k: int) -> bool:
+def _is_aligned(n: int, o: int, w: int, b: int, k: int) -> bool:
     try:
         layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The plan of a step: the rank and micro batch that computes each sample, so that ranks finish together.
+"""Plans a balanced step: assigns each sample to a rank and a micro batch, so that ranks finish together.
 
 The samples of a step are a set: whichever rank computes one of them, the gradient is the same. All of it is integers, and ties
 go by the number of a sample, so each rank finds the same plan by itself. A *bin* is one micro batch of one rank. Bins that are
@@ -23,13 +23,13 @@ from rescale_data.order import permutation
 from rescale_data.state import Ints
 
 _PRECISION = 256
-"""The cost of padded bins is found to within a part of so many."""
+"""The precision of the cost limit of padded bins: one part in this number."""
 Sync: TypeAlias = Literal["micro", "step"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepPlan:
-    """Assigns the samples of one step to micro batches of ranks, each of which has one sample at least.
+    """Assigns the samples of one step to micro batches of ranks by cost; each micro batch gets at least one sample.
 
     Args:
         costs: ``int64[samples]``, by the number of the sample; 0 or more, and their sum times ``samples`` below 2**62.
@@ -56,7 +56,7 @@ class StepPlan:
     step: int = 0
 
     def assign(self) -> tuple[Ints, Ints]:
-        """Return the rank and the micro batch of each sample: ``int64[samples]`` both."""
+        """Return the rank and the micro batch that compute each sample: two arrays ``int64[samples]``."""
         bin_of = self._padded_bins() if self.padded else self._bins()
         loads = _totals(self.costs, bin_of, self.num_bins, padded=self.padded)
         if self.sync == "step":
@@ -64,15 +64,15 @@ class StepPlan:
             if self.padded:
                 ones, zeros = np.ones(self.num_bins, dtype=np.int64), np.zeros(self.ranks, dtype=np.int64)
                 group = fill(loads, ones, zeros, self.micro_batches)
-            rank = self._near_owners(group[bin_of], np.zeros(self.ranks, dtype=np.int64))
-            return rank, _hill(loads, group, self.micro_batches)[bin_of]
+            rank = self._assign_ranks(group[bin_of], np.zeros(self.ranks, dtype=np.int64))
+            return rank, _largest_in_middle(loads, group, self.micro_batches)[bin_of]
         level = np.empty(self.num_bins, dtype=np.int64)
         level[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.ranks
         order = permutation(self.micro_batches, "balance", self.seed, self.step)
-        return self._near_owners(bin_of, level), order[level][bin_of]
+        return self._assign_ranks(bin_of, level), order[level][bin_of]
 
     def num_tokens(self, rank: Ints, micro_batch: Ints) -> Ints:
-        """Return the tokens of each micro batch of each rank: ``int64[ranks * micro_batches]``."""
+        """Return the number of tokens in each micro batch of each rank: ``int64[ranks * micro_batches]``."""
         return _totals(self.tokens, rank * self.micro_batches + micro_batch, self.num_bins, padded=self.padded)
 
     @property
@@ -80,19 +80,21 @@ class StepPlan:
         return self.ranks * self.micro_batches
 
     def _bins(self) -> Ints:
-        """Return the bin of each sample, where the costs of a bin add up."""
+        """Return the bin (a micro batch of a rank) of each sample, if a bin costs the sum of its samples."""
         limit = max(self.max_tokens, -(-int(self.tokens.sum()) // self.num_bins))
         if self.sync == "step":
             zeros, whole = np.zeros(self.ranks, dtype=np.int64), limit * self.micro_batches
-            rank = _with_room(self.costs, self.tokens, zeros, whole, fewest=self.micro_batches)
+            rank = _fill_all(self.costs, self.tokens, zeros, whole, fewest=self.micro_batches)
             return rank * self.micro_batches + _fill_each(self.costs, self.tokens, rank, self.micro_batches, limit)
         first, other = self._level_costs(self.costs)
         offsets = np.full(self.num_bins, first - other, dtype=np.int64)
         offsets[: self.ranks] = 0
-        return _with_room(self.costs, self.tokens, offsets, limit)
+        return _fill_all(self.costs, self.tokens, offsets, limit)
 
     def _padded_bins(self) -> Ints:
-        """Return the bin of each sample: neighbours by cost, as many as make the bins of a level cost the same when padded.
+        """Return the bin (a micro batch of a rank) of each sample, if samples of a bin are padded to its largest.
+
+        Samples of similar cost share a bin; their number is such that the bins of a level cost the same when padded.
 
         Source: the length-grouped sampler of transformers finds a limit of the cost by bisection, too.
         """
@@ -102,9 +104,9 @@ class StepPlan:
         num_first = self.ranks if self.sync == "micro" else 0
 
         def cut(limit: int) -> list[int] | None:
-            """Return the first sample of each bin, and the end. Bins cost at most this; the first level may cost more."""
-            few = _following(costs, tokens, limit, most_tokens)
-            many = _following(costs, tokens, max(limit, first), most_tokens)
+            """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
+            few = _bin_ends(costs, tokens, limit, most_tokens)
+            many = _bin_ends(costs, tokens, max(limit, first), most_tokens)
             starts, stop, least = [0], 0, len(costs) - self.num_bins
             for number in range(self.num_bins):
                 stop, least = (many if number < num_first else few)[stop], least + 1
@@ -127,7 +129,7 @@ class StepPlan:
         return bin_of
 
     def _level_costs(self, costs: Ints) -> tuple[int, int]:
-        """Return what a bin of the first level is to cost, at least as much as the largest sample, and a bin of the others."""
+        """Return the target cost of the bins of the first level, which hold the costliest samples, and of other bins."""
         total = int(costs.sum())
         mean = -(-total // self.num_bins)
         if self.sync == "step":  # levels do not matter
@@ -135,8 +137,10 @@ class StepPlan:
         first = max(int(costs.max()), mean)
         return first, max(1, (total - first * self.ranks) // max(self.num_bins - self.ranks, 1))
 
-    def _near_owners(self, group: Ints, level: Ints) -> Ints:
-        """Return the rank of each sample: samples of a group have one, and groups of one level have different ranks.
+    def _assign_ranks(self, group: Ints, level: Ints) -> Ints:
+        """Return the rank of each sample, chosen so that few tokens have to move from the ranks that own them.
+
+        Samples of one group have one rank, and groups of one level have different ranks.
 
         The group and the rank that have the most tokens in common come together first.
 
@@ -147,22 +151,22 @@ class StepPlan:
         pairs, number = np.unique(group * self.ranks + self.owners, return_inverse=True)
         common = np.zeros(len(pairs), dtype=np.int64)
         np.add.at(common, number, self.tokens)
-        groups, wanted = np.divmod(pairs[np.argsort(-common, kind="stable")], self.ranks)
+        groups, candidate_ranks = np.divmod(pairs[np.argsort(-common, kind="stable")], self.ranks)
         rank = np.full(len(level), -1, dtype=np.int64)
         is_free = np.ones((len(level) // self.ranks, self.ranks), dtype=np.bool_)
         while len(groups):
-            match = _is_first(groups) & _is_first(level[groups] * self.ranks + wanted)
-            rank[groups[match]] = wanted[match]
-            is_free[level[groups[match]], wanted[match]] = False
-            is_left = (rank[groups] < 0) & is_free[level[groups], wanted]
-            groups, wanted = groups[is_left], wanted[is_left]
+            match = _is_first(groups) & _is_first(level[groups] * self.ranks + candidate_ranks)
+            rank[groups[match]] = candidate_ranks[match]
+            is_free[level[groups[match]], candidate_ranks[match]] = False
+            is_left = (rank[groups] < 0) & is_free[level[groups], candidate_ranks]
+            groups, candidate_ranks = groups[is_left], candidate_ranks[is_left]
         rest = np.flatnonzero(rank < 0)
         rank[rest[np.argsort(level[rest], kind="stable")]] = np.nonzero(is_free)[1]
         return rank[group]
 
 
 def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) -> Ints:
-    """Return the bin of each item, the largest cost first to the bin with the least; -1 from where no bin has room on.
+    """Assign items to bins, the costliest item first, to the cheapest bin; return the bin of each item, -1 if none has room.
 
     The bins with the least take an item each at a time, as many of them as would have taken one each in turn: so thousands of
     samples take a millisecond or two, without a loop over them.
@@ -198,15 +202,15 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
     return bin_of
 
 
-def _with_room(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) -> Ints:
-    """Return the bins of `fill` under the first limit that leaves nothing out."""
+def _fill_all(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) -> Ints:
+    """Return the bin of each item as `fill` does, with the size limit raised until all items have a bin."""
     while (bin_of := fill(costs, sizes, loads, limit, fewest=fewest)).min() < 0:
         limit += limit // 16 + 1
     return bin_of
 
 
 def _fill_each(costs: Ints, sizes: Ints, rank: Ints, bins: int, limit: int) -> Ints:
-    """Return the bin of each item in its rank, as `fill` does, of all ranks at once; without room it is the one used least."""
+    """Return the bin of each item within its rank, as `fill` does, for all ranks at once; without room, the least used bin."""
     order, counts = np.lexsort((-costs, rank)), np.bincount(rank)
     starts, most = np.cumsum(counts) - counts, int(counts.max())
     loads, used = np.zeros((2, len(counts), bins), dtype=np.int64)
@@ -226,14 +230,14 @@ def _fill_each(costs: Ints, sizes: Ints, rank: Ints, bins: int, limit: int) -> I
     return bin_of
 
 
-def _following(costs: Ints, tokens: Ints, most_cost: int, most_tokens: int) -> list[int]:
-    """Return, for each sample, the one after a bin that it begins: padded, that costs and holds at most so much."""
+def _bin_ends(costs: Ints, tokens: Ints, most_cost: int, most_tokens: int) -> list[int]:
+    """Return, for each sample, the index after the largest bin that begins with it, within the limits of cost and tokens."""
     num = np.minimum(most_cost // costs, most_tokens // tokens)
     return (np.arange(len(costs)) + np.maximum(num, 1)).tolist()
 
 
 def _totals(costs: Ints, bin_of: Ints, num_bins: int, *, padded: bool) -> Ints:
-    """Return the cost of each bin: ``int64[num_bins]``."""
+    """Return the cost of each bin, ``int64[num_bins]``; if padded, its number of samples times their largest cost."""
     totals = np.zeros(num_bins, dtype=np.int64)
     if not padded:
         np.add.at(totals, bin_of, costs)
@@ -242,8 +246,8 @@ def _totals(costs: Ints, bin_of: Ints, num_bins: int, *, padded: bool) -> Ints:
     return totals * np.bincount(bin_of, minlength=num_bins)
 
 
-def _hill(loads: Ints, group: Ints, micro_batches: int) -> Ints:
-    """Return the micro batch of each bin of its group: the least are the first and the last, the largest is in the middle."""
+def _largest_in_middle(loads: Ints, group: Ints, micro_batches: int) -> Ints:
+    """Return the micro batch of each bin in its group: the cheapest bins come first and last, the costliest in the middle."""
     ascending = np.lexsort((loads, group)).reshape(-1, micro_batches)
     hill = np.concatenate([np.arange(0, micro_batches, 2), np.arange(1, micro_batches, 2)[::-1]])
     micro_batch = np.empty(len(loads), dtype=np.int64)
@@ -252,7 +256,7 @@ def _hill(loads: Ints, group: Ints, micro_batches: int) -> Ints:
 
 
 def _is_first(values: Ints) -> npt.NDArray[np.bool_]:
-    """True for each value that has not come before: ``bool[values]``."""
+    """Return a mask of the values that occur for the first time: ``bool[values]``."""
     is_first = np.zeros(len(values), dtype=np.bool_)
     is_first[np.unique(values, return_index=True)[1]] = True
     return is_first

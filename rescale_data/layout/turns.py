@@ -1,4 +1,4 @@
-"""The samples that one rank delivers in micro batch u, as shard indices in the order of the batch."""
+"""Turns: the logical shards from which one rank draws the samples of each micro batch, in the order of the batch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rescale_data.layout.balance import Fewest
+from rescale_data.layout.balance import FewestFirst
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One micro batch of one rank.
+    """The logical shards from which one rank draws the samples of one micro batch.
 
     Args:
         shards: The shard of each of the b samples, in the order of the batch.
@@ -42,7 +42,7 @@ Turns: TypeAlias = Callable[[int], Turn]
 
 
 class AlignedTurns:
-    """Rows of the global batch have their shards by arithmetic alone, so a turn is a function of u.
+    """The shards of each micro batch of one rank in an aligned layout, where they follow from u by arithmetic alone.
 
     Turns are the same object or have no shard in common.
     """
@@ -50,14 +50,14 @@ class AlignedTurns:
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout, self._rank, self._period = layout, rank, layout.period
         self._turns: dict[int, Turn] = {}
-        self._first: dict[int, Turn] = {}  # by their first shard
+        self._by_first_shard: dict[int, Turn] = {}  # by their first shard
 
     def turn(self, u: int) -> Turn:
         u %= self._period
         turn = self._turns.get(u)
         if turn is None:
-            made = self._make(u)
-            turn = self._turns[u] = self._first.setdefault(made.shards[0], made)
+            new_turn = self._make(u)
+            turn = self._turns[u] = self._by_first_shard.setdefault(new_turn.shards[0], new_turn)
         return turn
 
     def _make(self, u: int) -> Turn:
@@ -70,7 +70,9 @@ class AlignedTurns:
 
 
 class BalancedTurns:
-    """Each worker serves, of its block of shards, the one that has delivered the fewest samples.
+    """The shards of each micro batch of one rank if the layout is not aligned.
+
+    Each worker serves, of its block of shards, the one that has delivered the fewest samples.
 
     Args:
         samples: ``int64[N]``, what each shard has delivered before the first turn.
@@ -79,7 +81,7 @@ class BalancedTurns:
     def __init__(self, layout: Layout, rank: int, samples: Ints) -> None:
         self._layout = layout
         blocks = [layout.owned(rank, worker) for worker in range(layout.workers)]
-        self._fewest = [Fewest(samples[block.start : block.stop].tolist(), block.start) for block in blocks]
+        self._fewest = [FewestFirst(samples[block.start : block.stop].tolist(), block.start) for block in blocks]
 
     def turn(self, u: int) -> Turn:
         fewest = self._fewest[u % len(self._fewest)]

@@ -1,3 +1,3 @@
-"""Nodes that a user composes into the pipeline of one logical shard. `foreign` adds torchdata's nodes to them."""
+"""Nodes: the parts that a user composes into the pipeline of one logical shard. `foreign` wraps nodes of torchdata."""
 
 from rescale_data.nodes import foreign as foreign

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rescale_data.nodes.base import Node, View
+    from rescale_data.nodes.batch_buffer import BatchBuffer, Columns
     from rescale_data.nodes.reading.documents import Documents, Texts
-    from rescale_data.nodes.tray import Columns, Tray
     from rescale_data.state import Ints
 
 
@@ -89,14 +89,14 @@ class HasTexts(Ability):
 
 
 class Writes(Ability):
-    """A node that writes its samples into trays."""
+    """A node that writes its samples into buffer."""
 
     writes: Columns
     """The columns of samples that are dicts of 1-D arrays of known length and dtype; empty if samples are something else."""
 
     @abstractmethod
-    def write(self, tray: Tray, place: int) -> None:
-        """Draw the next sample into row ``place`` of a tray of `writes`; the end of an epoch is as in `Node.next`."""
+    def write(self, buffer: BatchBuffer, place: int) -> None:
+        """Draw the next sample into row ``place`` of a buffer of `writes`; the end of an epoch is as in `Node.next`."""
 
 
 class WritesMany(Ability):
@@ -104,12 +104,12 @@ class WritesMany(Ability):
 
     @staticmethod
     @abstractmethod
-    def write_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
+    def write_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
         """Draw the next sample of each node into its row from ``first`` on, as long as a copy is enough.
 
         Args:
             nodes: Nodes of this class, one for each row.
-            tray: The tray to write into.
+            buffer: The buffer to write into.
             first: The first row to write.
 
         Returns:

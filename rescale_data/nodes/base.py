@@ -1,4 +1,4 @@
-"""`Node`: a torchdata node whose whole state is a row of integers, in memory that the loader chooses.
+"""`Node`: a torchdata node whose whole state is one row of int64 numbers, in an array that the loader provides.
 
 The loader keeps the rows of all logical shards in one table. A node does not copy its state there: its `position` *is*
 that row, a writable memoryview of int64 slots. So recording a sample costs one assignment.
@@ -37,7 +37,7 @@ from rescale_data.sources.source import Described
 from rescale_data.state import (
     Field,
     copy_of,
-    joined,
+    join_fields,
     offsets,
     place_slots,
     require_limits,
@@ -80,7 +80,7 @@ _BESIDE_NEXT = ("open_documents", "texts", "write", "skip", "epoch_end")
 
 
 class Node(BaseNode[T]):
-    """Base class of this package's nodes, and of your nodes where `get_state()` after every sample would cost too much.
+    """Base class of this package's nodes, and of user-defined nodes whose state must be cheap to save after every sample.
 
     A subclass lists its own fields in `FIELDS`, hands its children to ``super().__init__(name=child)``, reads and writes
     ``self.position[0 .. len(FIELDS) - 1]`` in `next`, and forgets in `seek` whatever it derived from the position.
@@ -142,13 +142,13 @@ class Node(BaseNode[T]):
         super().__init__()
         self._is_bound = self._ended = False
         self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()} or _NO_CHILDREN
-        self.fields, self._slices = joined(
+        self.fields, self._slices = join_fields(
             self.FIELDS, tuple((name, child.fields) for name, child in self.children.items())
         )
 
     @cached_property
     def position(self) -> View:
-        """The row of slots that says where this node stands; until the node is bound, a row of its own."""
+        """Position of the node in its stream, a row of int64 numbers; `bind` replaces the node's private row by a given one."""
         return initial(self)
 
     @cached_property
@@ -161,7 +161,7 @@ class Node(BaseNode[T]):
         )
 
     def bind(self, position: View) -> None:
-        """Go on from ``position``, int64 slots of `fields` in their order, and keep the state there from now on."""
+        """Continue from ``position``, int64 numbers in the order of `fields`, and keep the state in that row from now on."""
         super().reset(None)
         self._is_bound, self._ended = True, False
         self.position = position
@@ -169,7 +169,7 @@ class Node(BaseNode[T]):
         self.seek()
 
     def _bind_children(self) -> None:
-        """Bind the children to their parts of the position."""
+        """Bind each child to its part of this node's position."""
         for name, child in self.children.items():
             part = self.position[self._slots(name)]
             if self.READS_AHEAD:
@@ -178,7 +178,7 @@ class Node(BaseNode[T]):
             child.bind(part)
 
     def seek(self) -> None:
-        """Forget all that was derived from the position, which has been rewritten. The children are bound already."""
+        """Drop everything that was derived from the old position. The position is new, and the children are bound already."""
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         values = dict(initial_state or {})
@@ -196,7 +196,7 @@ class Node(BaseNode[T]):
         return state_of(self.fields, self.position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `get_state()`, and whether the epoch has ended.
+        """Return `get_state()` and a flag that is true if the epoch has ended.
 
         Nodes of torchdata keep this state of a source. Some of them draw from it once more after the end.
         """
@@ -214,7 +214,7 @@ class Node(BaseNode[T]):
             raise
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
-        """Write the beginning of the next epoch into a row of this node; a row from which nothing was drawn stays.
+        """Set a position to the beginning of the next epoch; leave it unchanged if nothing was drawn in the present epoch.
 
         Args:
             is_drawn: True if something was drawn although the row does not show it: a node above is within the first sample.
@@ -227,15 +227,15 @@ class Node(BaseNode[T]):
             child.next_epoch(position[self._slots(name)], is_drawn=is_drawn and len(self.children) == 1)
 
     def parameters(self) -> dict[str, Any]:
-        """Return all that changes the order or content of samples, as JSON values by name; checked when a state is loaded."""
+        """Return, by name, the arguments that change the order or content of samples, as JSON values; a load compares them."""
         return {}
 
     def locate(self) -> str:
-        """Return the place of the sample that was yielded last, for messages; an empty string if it is not known."""
+        """Return the source, file and row of the last yielded sample as text, for messages; an empty string if unknown."""
         return next(iter(self.children.values())).locate() if len(self.children) == 1 else ""
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
-        """Yield this node and all nodes below it, each after its path."""
+        """Yield ``(path, node)`` for this node and for all nodes below it."""
         yield path, self
         for name, child in self.children.items():
             yield from child.walk((*path, name))
@@ -309,5 +309,5 @@ def as_node(node: object) -> Node[Any]:
 
 
 @as_node.register(Node)
-def _itself(node: Node[Any]) -> Node[Any]:
+def _identity(node: Node[Any]) -> Node[Any]:
     return node

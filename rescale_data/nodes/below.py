@@ -8,61 +8,61 @@ import numpy as np
 
 from rescale_data.nodes.abilities import Counts, HasDocuments, HasTexts, MayChange, Mixes, Skips, Writes
 from rescale_data.nodes.base import Node, bind_once, draw, slots_of
+from rescale_data.nodes.batch_buffer import Columns
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import Documents, Texts
-from rescale_data.nodes.tray import Columns
 from rescale_data.shard import Shard, require_shard
 from rescale_data.state import Ints, offsets, place_slots
 
 
 def find_shard(node: Node[Any]) -> Shard | None:
-    """Return the logical shard that a node or one below it reads; `None` if no node has one (`Node.of_shard`)."""
+    """Return the logical shard read by a node or by a node below it; `None` if there is none (`Node.of_shard`)."""
     return next((below.of_shard for _, below in node.walk() if below.of_shard is not None), None)
 
 
 def is_endless(node: Node[Any]) -> bool:
-    """True if a node reads an endless stream (`Shard.repeat`): its consumer then restarts it at an epoch's end."""
+    """True if a node reads an endless stream (`Shard.repeat`); its consumer restarts it at the end of each epoch."""
     return any(below.of_shard.repeat for _, below in node.walk() if below.of_shard is not None)
 
 
 def shard_of(node: Node[Any], given: Shard | None) -> Shard:
-    """Return ``given``, or else the logical shard that the node reads; ``ValueError`` if there is neither."""
+    """Return ``given`` if it is a shard, else the logical shard that the node reads; ``ValueError`` if there is none."""
     if given is not None:
         require_shard(given, node)
-    found = given or find_shard(node)
-    if found is None:
+    shard = given or find_shard(node)
+    if shard is None:
         raise ValueError(
             "No node below reads a logical shard (as rd.Reader does), so there is nothing to key random numbers with. Give "
             "shard=, what the pipeline was called with, or set `of_shard` in your node."
         )
-    return found
+    return shard
 
 
 def num_below(node: Node[Any], kind: type[Node[Any]]) -> int:
-    """Count the nodes of a kind below a node. Nodes below a mixture do not count: they may come and go between segments."""
-    found = [(path, below) for path, below in node.walk() if path]
+    """Return the number of nodes of a class below a node, without nodes below a mixture, which may change between segments."""
+    nodes = [(path, below) for path, below in node.walk() if path]
     mixtures = [path for path, below in node.walk() if isinstance(below, Mixes)]
     return sum(
-        isinstance(below, kind) and not any(path[: len(above)] == above for above in mixtures) for path, below in found
+        isinstance(below, kind) and not any(path[: len(above)] == above for above in mixtures) for path, below in nodes
     )
 
 
 def source_names(node: Node[Any]) -> list[str]:
-    """Return the names of the sources that are read at or below a node, each once, sorted."""
+    """Return the sorted names of the sources that a node and the nodes below it read."""
     return sorted({below.reads.name for _, below in node.walk() if below.reads is not None})
 
 
 def readers_of(node: Node[Any], start: int) -> list[tuple[Reader, int]]:
-    """Return the readers of a node, each with its first slot, in a row in which the node's slots begin at ``start``.
+    """Return ``(reader, index)`` for each `Reader` at or below a node: its first index in a row where the node is at ``start``.
 
     The first slot of a reader is its epoch.
     """
-    found = [(below, slots_of(node, path)) for path, below in node.walk() if isinstance(below, Reader)]
-    return [(reader, start + slots.start) for reader, slots in found if slots is not None]
+    readers = [(below, slots_of(node, path)) for path, below in node.walk() if isinstance(below, Reader)]
+    return [(reader, start + slots.start) for reader, slots in readers if slots is not None]
 
 
 def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
-    """Move a row of a node over whole epochs, up to the epoch that holds the last of the next ``most`` samples.
+    """Advance a node's position by whole epochs, up to the epoch that holds the last of the next ``most`` samples.
 
     Args:
         row: ``int64[slots]``, at the beginning of an epoch; changed in place.
@@ -79,7 +79,7 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
     )
     if end is None or not all(map(repeats_itself, nodes)):
         return 0
-    if not any(reader.rows.is_small or reader.rows.grows for reader, _ in readers):  # each epoch is like the next
+    if not any(reader.rows.is_small or reader.rows.is_growing for reader, _ in readers):  # each epoch is like the next
         size = int(end[0][0])
         num = (most - 1) // size if size else 0
         row += num * (end[1][0] - row)

@@ -1,4 +1,4 @@
-"""`Bound`: limits how long a node may draw from an endless source without anything to yield."""
+"""`EmptyDrawLimit`: raises an error if a node draws too long from an endless source without a sample to yield."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rescale_data.nodes.below import find_shard, source_names
 _EVERY = 256  # draws between two checks
 SILENT_EPOCHS = 2
 """Whole epochs without a result after which a source is taken to have none."""
-_EPOCHS_BESIDE_RESTING = 64
+_MAX_EPOCHS_IF_SOME_IDLE = 64
 _DRAWS = 2**24  # the limit where no source of ours shows progress
 
 
 def require_tokens(num_epochs: int) -> None:
-    """Raise ``DataStateError`` if an endless stream of documents has had no token in too many whole epochs."""
+    """Raise ``DataStateError`` if an endless stream of documents had no token in more whole epochs than are allowed."""
     if num_epochs > SILENT_EPOCHS:
         raise DataStateError(
             f"A logical shard had no token in {SILENT_EPOCHS} whole epochs: its documents are empty, filtered out or dropped. "
@@ -24,8 +24,8 @@ def require_tokens(num_epochs: int) -> None:
         )
 
 
-class Bound:
-    """Counts the draws within one `next` that yielded nothing.
+class EmptyDrawLimit:
+    """Counts the draws within one call of `next` that gave nothing to yield; raises an error if there are too many.
 
     Each source that was drawn from may be read for two whole epochs. If a mixture with small weights has not drawn from some
     sources, the limit is 64 epochs.
@@ -39,8 +39,8 @@ class Bound:
         self._node, self._name = node, name or type(node).__name__
         self._since: list[list[int]] = []
 
-    def missed(self, num_before: int, position: View | None = None, num: int = 1) -> int:
-        """Return the count of draws in vain, with ``num`` more; raise `DataStateError` if there were too many.
+    def count_empty(self, num_before: int, position: View | None = None, num: int = 1) -> int:
+        """Return the number of draws without a result, after ``num`` more; raise `DataStateError` if there are too many.
 
         Args:
             num_before: The count so far.
@@ -50,10 +50,10 @@ class Bound:
         after = num_before + num
         if after // _EVERY > num_before // _EVERY:
             where = self._node.position if position is None else position
-            self._look(after, where, is_first=num_before < _EVERY)
+            self._check_progress(after, where, is_first=num_before < _EVERY)
         return after
 
-    def _look(self, misses: int, position: View, *, is_first: bool) -> None:
+    def _check_progress(self, misses: int, position: View, *, is_first: bool) -> None:
         now = [
             _place(self._node, position, path, below) for path, below in self._node.walk() if below.reads is not None
         ]
@@ -62,7 +62,7 @@ class Bound:
             return
         passed = [here[0] - there[0] for here, there in zip(now, self._since, strict=True) if here != there]
         num_resting = len(now) - len(passed)
-        enough = _EPOCHS_BESIDE_RESTING if num_resting else SILENT_EPOCHS + 1
+        enough = _MAX_EPOCHS_IF_SOME_IDLE if num_resting else SILENT_EPOCHS + 1
         if misses >= _DRAWS if not passed else min(passed) > SILENT_EPOCHS and max(passed) >= enough:
             self._raise(misses)
 
@@ -77,6 +77,6 @@ class Bound:
 
 
 def _place(node: Node[Any], position: View, path: tuple[str, ...], below: Node[Any]) -> list[int]:
-    """Return the slots of ``below`` in a position of ``node``; inside a torchdata node, its own live position."""
+    """Return the position of the node ``below``, taken from ``position`` of ``node`` if possible, else its live position."""
     slots = slots_of(node, path)
     return (below.position if slots is None else position[slots]).tolist()

@@ -1,4 +1,4 @@
-"""`CleanDocuments`: cleans tokenized documents before they are packed."""
+"""`CleanDocuments`: strips, drops and splits tokenized documents before they are packed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from rescale_data.errors import checks_kinds, require, require_int
 from rescale_data.nodes.base import BaseNode, Node, go_to
 from rescale_data.nodes.below import dtype_of, open_documents
-from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.changing import take_effect
 from rescale_data.nodes.column import integers
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.nodes.reading.spans import Spans
-from rescale_data.state import COUNT, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 _PIECE, _SHORT = 0, 1
 
@@ -47,8 +47,8 @@ class CleanDocuments(Node[dict[str, Any]]):
     """
 
     FIELDS = (
-        Field(("piece",), limits=COUNT),
-        Field(("short",), counts=True, limits=COUNT),
+        Field(("piece",), limits=COUNT_LIMITS),
+        Field(("short",), counts=True, limits=COUNT_LIMITS),
     )
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "window"
@@ -72,31 +72,31 @@ class CleanDocuments(Node[dict[str, Any]]):
         self.column = column
         tokens = require_int(**{f"strip[{i}]": token for i, token in enumerate(strip)})
         self.strip, self.min_length, self.max_length = frozenset(tokens), min_length, max_length
-        self._source, self._bound = self.children["source"], Bound(self)
+        self._source, self._draw_limit = self.children["source"], EmptyDrawLimit(self)
 
     def seek(self) -> None:
         self._bookmark = self.position[self._slots("source")]
         self._pieces: list[slice] | None = None
-        self._over = False
+        self._is_epoch_over = False
 
     def next(self) -> dict[str, Any]:
-        misses = 0
-        while not self._over:
-            pieces = self._open()
+        num_empty = 0
+        while not self._is_epoch_over:
+            pieces = self._current_pieces()
             piece = self.position[_PIECE]
             if piece + 1 >= len(pieces):
-                self._go_on()
+                self._to_next_document()
             else:
                 self.position[_PIECE] = piece + 1
             if piece < len(pieces):
                 return {**self._sample, self.column: self._tokens[pieces[piece]]}
-            misses = self._bound.missed(misses)
+            num_empty = self._draw_limit.count_empty(num_empty)
         raise StopIteration
 
     def open_documents(self, column: str) -> Documents | None:
         if column != self.column:
             return None
-        inner, bound = open_documents(self._source, column), Bound(self._source, type(self).__name__)
+        inner, bound = open_documents(self._source, column), EmptyDrawLimit(self._source, type(self).__name__)
         return inner and PickedDocuments(inner, self._all_pieces, bound, dropped=_SHORT, piece=_PIECE)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
@@ -128,8 +128,8 @@ class CleanDocuments(Node[dict[str, Any]]):
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"short_documents": float(rows[:, _SHORT].sum())}
 
-    def _open(self) -> list[slice]:
-        """Return the pieces of the document at the bookmark; none if it is too short, or if the epoch has ended."""
+    def _current_pieces(self) -> list[slice]:
+        """Return the pieces of the current document, read if needed; none if it is too short or the epoch has ended."""
         if self._pieces is None:
             take_effect(self)
             if self._source.position != self._bookmark:
@@ -137,14 +137,14 @@ class CleanDocuments(Node[dict[str, Any]]):
             try:
                 self._sample = next(self._source)
             except StopIteration:
-                self._over = True
+                self._is_epoch_over = True
                 return []
             self._tokens = integers(self._sample, self.column, type(self).__name__, self._source)
             self._pieces = self.pieces(self._tokens.data)
             self.position[_SHORT] += not self._pieces
         return self._pieces
 
-    def _go_on(self) -> None:
+    def _to_next_document(self) -> None:
         self._bookmark[:] = self._source.position
         self.position[_PIECE] = 0
         self._pieces = None

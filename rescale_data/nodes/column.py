@@ -1,4 +1,4 @@
-"""`ColumnDocuments`: the documents of any node that yields samples with a token column, one at a time."""
+"""`ColumnDocuments`: reads documents one at a time from any node whose samples have a token column."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rescale_data.nodes.below import may_change
 from rescale_data.nodes.changing import pass_blocked
 from rescale_data.nodes.guard import add_place, described
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
+from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans
 from rescale_data.sources.decoded.sizes import size_of
 
-TakeOut: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
+ValueExtractor: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 """Function of a sample and its number of tokens, which returns the values to keep alongside the tokens, by name."""
 
 
-class Beside(dict[str, Any]):
-    """Values that `Spans` keep for one document alongside its tokens."""
+class DocumentValues(dict[str, Any]):
+    """Values of one document other than its tokens, by column name; `Spans` keep them with the document."""
 
     @property
     def nbytes(self) -> int:
@@ -31,17 +31,19 @@ class Beside(dict[str, Any]):
 
 
 class ColumnDocuments:
-    """A column of a node's samples as `Documents`; the node is bound again whenever another position is read.
+    """Reads a token column of any node through the interface `Documents`, by drawing one sample at a time.
+
+    The node is bound again whenever another position is read.
 
     Args:
         node: The node.
         column: The column of its samples that holds tokens.
         reader: The name of the node that reads the documents, for messages.
-        beside: Functions that take further values out of each sample, for the `Spans` to keep.
+        extractors: Functions that take further values out of each sample, for the `Spans` to keep.
     """
 
-    def __init__(self, node: Node[Any], column: str, reader: str, *beside: TakeOut) -> None:
-        self._beside = beside
+    def __init__(self, node: Node[Any], column: str, reader: str, *extractors: ValueExtractor) -> None:
+        self._extractors = extractors
         self._node, self._column, self._reader = node, column, reader
         for _, below in node.walk():
             below.reread = True
@@ -60,27 +62,27 @@ class ColumnDocuments:
             self._ended = True
             return EMPTY
         where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
-        kept = Beside()
+        kept = DocumentValues()
         try:
             tokens = _integers(sample, self._column, self._reader)
-            for take_out in self._beside:
-                kept.update(take_out(sample, len(tokens)))
+            for extract in self._extractors:
+                kept.update(extract(sample, len(tokens)))
         except (TypeError, ValueError) as error:
             add_place(error, self._reader, self._node.locate())
             raise
         after = copy_of(self._node.position)
         if self._leaves_out:
             pass_blocked(self._node, after)
-        spans = Spans.of(tokens.copy(), Moves.between(position, after), where)
-        return replace(spans, keeps=(kept,)) if self._beside else spans
+        spans = Spans.of(tokens.copy(), PositionUpdates.between(position, after), where)
+        return replace(spans, keeps=(kept,)) if self._extractors else spans
 
-    def turn(self, position: memoryview) -> None:
+    def begin_next_epoch(self, position: memoryview) -> None:
         position[:] = self._node.position
         pass_blocked(self._node, position)
 
 
 def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:
-    """Return the tokens of a sample that ``node`` has yielded; an error names ``reader``, which wants them, and the row."""
+    """Return the token column of a sample of ``node`` as an array; an error names the row and ``reader``, the node above."""
     try:
         return _integers(sample, column, reader)
     except (TypeError, ValueError) as error:
@@ -89,7 +91,7 @@ def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDAr
 
 
 def length_of(sample: Any, column: str, node: Node[Any]) -> int:
-    """Return the number of tokens in a sample that ``node`` has yielded, for a mixture by tokens; ``TypeError`` if unknown."""
+    """Return the number of tokens in a sample of ``node``, for a mixture by tokens; ``TypeError`` if it has no length."""
     try:
         return len(sample[column])
     except (TypeError, LookupError) as cause:

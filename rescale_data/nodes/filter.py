@@ -1,4 +1,4 @@
-"""`Filter`: the samples that a predicate keeps."""
+"""`Filter`: yields the samples of a node for which a predicate is true."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.below import dtype_of, open_documents, source_names
-from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.gather import Around, joined
+from rescale_data.nodes.reading.gather import SpecialTokens, joined
 from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.nodes.reading.spans import Spans
-from rescale_data.state import COUNT, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 _LOOK_AFTER = 1000
 _log = logging.getLogger("rescale_data")
-_seen: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
+_counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
 """Counts of this process by predicate: samples kept, samples dropped, and True if a warning was logged."""
 
 
-class _WrittenError(Exception):
-    """The predicate has changed a sample, which has to be yielded with that change."""
+class _SampleModifiedError(Exception):
+    """Raised if the predicate has modified a sample; the modified sample has to be yielded."""
 
 
 class FilteredDocuments:
-    """The documents of a `Filter`, read in blocks for as long as the blocks hold the same as its samples.
+    """Documents of a `Filter`, read many at a time until the first error or modified sample, then one at a time.
 
     This ends at the first block that cannot be read, for which the predicate raises, or into which the predicate writes. From
     there on samples are read one at a time. So the predicate sees nulls, an error names its row, and changed samples are
@@ -55,8 +55,8 @@ class FilteredDocuments:
                 self._documents, self._in_blocks = ColumnDocuments(self._node, self._column, "Filter"), False
         return self._documents.read(position, most)
 
-    def turn(self, position: View) -> None:
-        self._documents.turn(position)
+    def begin_next_epoch(self, position: View) -> None:
+        self._documents.begin_next_epoch(position)
 
 
 class Filter(Node[Any]):
@@ -82,8 +82,8 @@ class Filter(Node[Any]):
     """
 
     FIELDS = (
-        Field(("filtered",), counts=True, limits=COUNT),
-        Field(("skipped",), counts=True, limits=COUNT),
+        Field(("filtered",), counts=True, limits=COUNT_LIMITS),
+        Field(("skipped",), counts=True, limits=COUNT_LIMITS),
     )
 
     def __init__(
@@ -98,37 +98,37 @@ class Filter(Node[Any]):
         self._identity = identity(predicate, version)
         self.predicate = predicate
         self._source = self.children["source"]
-        self._guard, self._bound = guard_of(self, on_error), Bound(self)
+        self._guard, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
         self._name = (
             f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(source_names(self))}"
         )
-        self._seen = _seen[self._name]
+        self._counts = _counts[self._name]
 
     def next(self) -> Any:
-        misses = 0
+        num_empty = 0
         while True:
             sample = next(self._source)
             try:
                 stays = bool(self.predicate(sample))
             except Exception as error:
-                stays = self._guard.caught(error, self.locate(), self.position[1])
+                stays = self._guard.handle(error, self.locate(), self.position[1])
             if stays:
-                self._seen[0] += 1
+                self._counts[0] += 1
                 return sample
             if stays is None:
                 self.position[1] += 1
             else:
                 self.position[0] += 1
                 self._drop()
-            misses = self._bound.missed(misses)
+            num_empty = self._draw_limit.count_empty(num_empty)
 
     def open_documents(self, column: str) -> Documents | None:
-        """Return documents in blocks if samples have this column alone: the predicate then needs no rows."""
+        """Return a reader of many documents at a time if samples have this column alone; else `None`."""
         dtype = self.dtype_of(column)
         inner = None if self._guard.skips or dtype is None else open_documents(self._source, column)
         if inner is None or dtype is None:
             return None
-        bound = Bound(self._source, type(self).__name__)
+        bound = EmptyDrawLimit(self._source, type(self).__name__)
         return FilteredDocuments(
             self, column, PickedDocuments(inner, partial(self._pieces, column, dtype), bound, dropped=0)
         )
@@ -137,34 +137,34 @@ class Filter(Node[Any]):
         return dtype_of(self._source, column)
 
     def _pieces(self, column: str, dtype: np.dtype[Any], spans: Spans) -> list[list[slice]]:
-        """Call the predicate for each document, with a copy as in a sample, up to the first for which it raises."""
-        tokens, ends = joined(spans, Around(None, None, dtype))
-        copies, found = tokens.astype(dtype), list[list[slice]]()
+        """Return the parts to keep of each document (all or nothing), by calling the predicate until it raises an error."""
+        tokens, ends = joined(spans, SpecialTokens(None, None, dtype))
+        copies, kept_parts = tokens.astype(dtype), list[list[slice]]()
         for start, stop in pairwise(ends.tolist()):
             sample = {column: copies[start:stop]}
             given = sample[column]
             try:
                 stays = bool(self.predicate(sample))
             except Exception:
-                if not found:
+                if not kept_parts:
                     raise
                 break
             if sample.get(column) is not given:
-                raise _WrittenError
-            found.append([slice(0, stop - start)] if stays else [])
+                raise _SampleModifiedError
+            kept_parts.append([slice(0, stop - start)] if stays else [])
         if not np.array_equal(copies, tokens):
-            raise _WrittenError
-        for pieces in found:
-            self._seen[0] += len(pieces)
+            raise _SampleModifiedError
+        for pieces in kept_parts:
+            self._counts[0] += len(pieces)
             if not pieces:
                 self._drop()
-        return found
+        return kept_parts
 
     def _drop(self) -> None:
-        self._seen[1] += 1
-        kept, dropped, said = self._seen
-        if not dropped % _LOOK_AFTER and dropped > 9 * kept and not said:
-            self._seen[2] = True
+        self._counts[1] += 1
+        kept, dropped, warned = self._counts
+        if not dropped % _LOOK_AFTER and dropped > 9 * kept and not warned:
+            self._counts[2] = True
             _log.warning(
                 "Filter(%s) has dropped %d of %d samples, all of which were read. Filter the files once and read what is left, "
                 "or give ParquetSource and ArrowSource a filter=, which reads no more than what matches.",

@@ -1,4 +1,4 @@
-"""Foreign nodes, from torchdata or others, below ours: each is wrapped in a `Node` that keeps its state."""
+"""Nodes of torchdata or of other packages within a pipeline: a `Node` wraps each of them and keeps its state."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from rescale_data.state import Field, field_of, flatten, row_of, state_of
 T = TypeVar("T")
 
 _NUM_COMPARED = 8
-_NOT_AGAIN = "StatefulDistributedSampler"  # by name, because importing it would import torchdata's loader
-_BEGUN = Field(("begun",))
+_UNSUPPORTED_SAMPLER = "StatefulDistributedSampler"  # by name, because importing it would import torchdata's loader
+_STATUS_FIELD = Field(("begun",))
 _UNBATCHER_KEYS = {Unbatcher.SOURCE_KEY, Unbatcher.BATCH_IDX_KEY}
 _AS_BUILT, _AT_BEGINNING, _WITHIN = range(3)
 
 
 class Foreign(Node[T]):
-    """A torchdata node that is not ours: its row is its `state_dict()`, taken after every sample.
+    """Wraps a torchdata node that this package does not define; its position is its `state_dict()` after every sample.
 
     Epochs end and begin as under torchdata's `Loader`: at `StopIteration` the node and all nodes below it are reset. A `Node`
     below it then goes on with its next epoch. A row whose slot ``begun`` is 0 stands for the state in which the node was
@@ -48,22 +48,22 @@ class Foreign(Node[T]):
         self.node = node
         self._samplers = [below for below in _all_below(node) if isinstance(below, SamplerWrapper)]
         self._first = node.state_dict()
-        self.FIELDS = (_BEGUN, *(field_of(path, value) for path, value in flatten(self._first)))
+        self.FIELDS = (_STATUS_FIELD, *(field_of(path, value) for path, value in flatten(self._first)))
         super().__init__()
 
     def seek(self) -> None:
         self._reset(self.position)
 
     def next(self) -> T:
-        begun = _WITHIN
+        status = _WITHIN
         try:
             return next(self.node)
         except StopIteration:
-            begun = _AT_BEGINNING
+            status = _AT_BEGINNING
             self._begin()
             raise
         finally:
-            self._keep(self.position, begun)
+            self._keep(self.position, status)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         if is_drawn or position[0] == _WITHIN:
@@ -84,24 +84,26 @@ class Foreign(Node[T]):
 
     def _reset(self, position: View) -> None:
         kept = state_of(self.fields, position)
-        as_built = kept.pop(_BEGUN.key) == _AS_BUILT
+        as_built = kept.pop(_STATUS_FIELD.key) == _AS_BUILT
         # the node may go on writing into the state that it receives
-        self.node.reset(_apart(copy.deepcopy(self._first) if as_built else kept))
+        self.node.reset(_with_unbatcher_copies(copy.deepcopy(self._first) if as_built else kept))
 
-    def _keep(self, position: View, begun: int) -> None:
-        position[:] = row_of(self.fields, {_BEGUN.key: begun, **self.node.state_dict()}, type(self.node).__name__)
+    def _keep(self, position: View, status: int) -> None:
+        position[:] = row_of(
+            self.fields, {_STATUS_FIELD.key: status, **self.node.state_dict()}, type(self.node).__name__
+        )
 
     def parameters(self) -> dict[str, Any]:
         return _parameters(self.node)
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
         yield path, self
-        for found, node in _own_below(self.node, path):
-            yield from node.walk(found)
+        for below_path, node in _nodes_below(self.node, path):
+            yield from node.walk(below_path)
 
 
-class _OfUnbatcher(dict[str, Any]):
-    """The state of an `Unbatcher`, of which each value is read as a copy.
+class _UnbatcherState(dict[str, Any]):
+    """State of a torchdata `Unbatcher`; reading a value returns a copy.
 
     An `Unbatcher` resets its source to a dict, keeps this same dict and saves it later. A `MultiNodeWeightedSampler` as the
     source goes on writing into the dict which of its sources are exhausted.
@@ -111,14 +113,14 @@ class _OfUnbatcher(dict[str, Any]):
         return copy.deepcopy(super().__getitem__(key))
 
 
-def _apart(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the same state, for a reset of a node: an `Unbatcher` in it gets copies, into which no other node writes."""
-    inside = {key: _apart(value) if type(value) is dict else value for key, value in state.items()}
-    return _OfUnbatcher(inside) if inside.keys() == _UNBATCHER_KEYS else inside
+def _with_unbatcher_copies(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state to reset a node with, in which `Unbatcher` states return copies that no other node can modify."""
+    inside = {key: _with_unbatcher_copies(value) if type(value) is dict else value for key, value in state.items()}
+    return _UnbatcherState(inside) if inside.keys() == _UNBATCHER_KEYS else inside
 
 
-class Mapped(Node[Any]):
-    """A torchdata `Mapper` without threads: one sample for each sample of its source, so its position is the source's."""
+class MappedNode(Node[Any]):
+    """Wraps a torchdata `Mapper` without threads: it yields one sample per sample of its source and has the same position."""
 
     def __init__(self, mapper: ParallelMapper[Any]) -> None:
         super().__init__(source=mapper.source)
@@ -131,20 +133,20 @@ class Mapped(Node[Any]):
         try:
             return self._map(sample)
         except Exception as error:
-            self._guard.caught(error, self.locate(), 0)
+            self._guard.handle(error, self.locate(), 0)
 
 
 @as_node.register(BaseNode)
 def _wrapped(node: BaseNode[Any]) -> Node[Any]:
     for below in _all_below(node):
         _refuse_threads(below)
-        _refuse_once(below)
+        _refuse_one_pass(below)
         _refuse_nested(below)
-    return Mapped(node) if isinstance(node, ParallelMapper) else Foreign(node)
+    return MappedNode(node) if isinstance(node, ParallelMapper) else Foreign(node)
 
 
 def refuse_ranks(root: Node[Any], shard: Shard) -> None:
-    """Raise ``TypeError`` if a part of the pipeline reads the rows of a rank, in place of a logical shard's."""
+    """Raise ``TypeError`` if a part of the pipeline reads the rows of a rank instead of the rows of a logical shard."""
     for _, node in root.walk():
         for part in _with_ranks(node.node) if isinstance(node, Foreign) else ():
             rank, world_size = _ranks_of(part)
@@ -157,7 +159,7 @@ def refuse_ranks(root: Node[Any], shard: Shard) -> None:
 
 
 def _refuse_threads(node: BaseNode[Any]) -> None:
-    """Raise ``TypeError`` if a node owns threads or processes, or maps in batches for their sake."""
+    """Raise ``TypeError`` if a node uses threads or processes, or maps samples in batches for its threads."""
     if isinstance(node, ParallelMapper) and not node.num_workers:
         if node.prebatch is not None:
             raise TypeError(
@@ -171,10 +173,10 @@ def _refuse_threads(node: BaseNode[Any]) -> None:
         )
 
 
-def _refuse_once(node: BaseNode[Any]) -> None:
-    """Raise ``TypeError`` if the iterable or sampler in a node can be read only once, or has another order each time."""
+def _refuse_one_pass(node: BaseNode[Any]) -> None:
+    """Raise ``TypeError`` if the iterable or sampler of a node can be read only once, or changes its order each time."""
     wrapped = _wrapped_by(node)
-    if any(kind.__name__ == _NOT_AGAIN for kind in type(wrapped).__mro__):
+    if any(kind.__name__ == _UNSUPPORTED_SAMPLER for kind in type(wrapped).__mro__):
         raise TypeError(
             f"The {type(wrapped).__name__} of {type(node).__name__} yields nothing in its second epoch, and forgets its place "
             f"when it is saved before the first row that follows a resume. Use torch.utils.data.DistributedSampler(dataset, "
@@ -198,7 +200,7 @@ def _refuse_once(node: BaseNode[Any]) -> None:
 
 
 def _refuse_nested(node: BaseNode[Any]) -> None:
-    """Raise ``TypeError`` if a mixture of torchdata's reads another one.
+    """Raise ``TypeError`` if a `MultiNodeWeightedSampler` of torchdata reads another one.
 
     The inner one would not begin its next epoch after some resumes.
     """
@@ -219,18 +221,18 @@ def _wrapped_by(node: BaseNode[Any]) -> Any:
 
 
 def _with_ranks(node: BaseNode[Any]) -> Iterator[Any]:
-    """Yield each object with a rank and a number of ranks: ``node``, the nodes below it and the samplers they wrap."""
+    """Yield each object that has a rank and a number of ranks: ``node``, the nodes below it and the samplers they wrap."""
     for below in _all_below(node):
         yield from (part for part in (below, _wrapped_by(below)) if all(value is not None for value in _ranks_of(part)))
 
 
 def _ranks_of(part: Any) -> tuple[Any, Any]:
-    """Return the rank and the number of ranks, by torchdata's names or by the names in torch's `DistributedSampler`."""
+    """Return the rank and the number of ranks of an object, by torchdata's attribute names or `DistributedSampler`'s."""
     return getattr(part, "rank", None), getattr(part, "world_size", getattr(part, "num_replicas", None))
 
 
 def _parameters(node: BaseNode[Any]) -> dict[str, Any]:
-    """Return the arguments of a node, and of the foreign nodes below it, that JSON can hold."""
+    """Return the public attributes of a torchdata node, and of torchdata nodes below it, that JSON can hold."""
     public = {k: v.item() if isinstance(v, np.generic) else v for k, v in vars(node).items() if not k.startswith("_")}
     below = {
         name: {"node": type(child).__name__, **_parameters(child)}
@@ -246,13 +248,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | int | float | bool)
 
 
-def _own_below(node: BaseNode[Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
-    """Yield each `Node` that a foreign node reads, directly or through other foreign nodes, after its path."""
+def _nodes_below(node: BaseNode[Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
+    """Yield ``(path, node)`` for each `Node` that a torchdata node reads, directly or through other torchdata nodes."""
     for name, child in _children(node):
         if isinstance(child, Node):
             yield (*path, name), child
         else:
-            yield from _own_below(child, (*path, name))
+            yield from _nodes_below(child, (*path, name))
 
 
 def _all_below(node: BaseNode[Any]) -> Iterator[BaseNode[Any]]:

@@ -1,4 +1,4 @@
-"""Forms of samples in earlier segments of a run: a few numbers alongside the state, for counting tokens over the whole run.
+"""Sample formats (such as `seq_len`) of earlier segments, saved in states so that tokens of the whole run can be counted.
 
 A packer of windows may be within a window that was packed in other forms before. One integer holds how many of its samples were
 yielded in each form: the lowest 21 bits are for the present form, the higher ones for up to two earlier forms.
@@ -12,27 +12,27 @@ from typing import Any, NamedTuple, TypeAlias
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 
-BEFORE = "earlier"
+EARLIER_KEY = "earlier"
 """Key in a state, next to the parameters of a node, for the earlier parameters that the node still needs."""
-_DIGIT = 21
-MOST = 2**_DIGIT - 1
+_BITS = 21
+MOST = 2**_BITS - 1
 """Largest number of samples in a window."""
 
-LASTING = ("seq_len", "max_documents", "limits")
+WINDOW_PARAMETERS = ("seq_len", "max_documents", "limits")
 """Parameters on which the position of a packer depends within a window."""
 History: TypeAlias = Sequence[tuple[int, Mapping[str, Any]]]
 """``(samples, {"seq_len": ..., "tokens": ..., "shards": N, ...})``, oldest first: the sample of the run up to which a form
 held, and the tokens that all logical shards had delivered by then."""
 
 
-CHANGED = (
+STATE_DOES_NOT_FIT = (
     "The state is within a window of samples that has fewer than it says: the state was changed or damaged, or the data is not "
     "what it was when the state was saved. Load another checkpoint."
 )
 
 
 def num_tokens(history: History, samples: Ints, seq_len: int) -> float:
-    """Return the tokens, padding included, of some logical shards that have delivered ``samples``; exact for all N shards."""
+    """Return the tokens, with padding, in ``samples`` delivered by some logical shards; exact if all N shards are given."""
     if not history:
         return float(samples.sum()) * seq_len
     before, form = history[-1]
@@ -41,7 +41,7 @@ def num_tokens(history: History, samples: Ints, seq_len: int) -> float:
 
 
 class Stage(NamedTuple):
-    """A form in which a window was packed, and the number of samples yielded in it."""
+    """A sample format in which a window was packed, and the number of samples that were yielded in this format."""
 
     seq_len: int
     max_documents: int
@@ -50,22 +50,22 @@ class Stage(NamedTuple):
 
 
 def stages(emitted: int, history: History, now: Stage) -> Iterator[Stage]:
-    """Yield the earlier forms in which samples of a window were yielded, oldest first, then the present form ``now``."""
+    """Yield the earlier formats in which samples of a window were yielded, oldest first, then the present format ``now``."""
     for back in (2, 1):
-        num_emitted = emitted >> (back * _DIGIT) & MOST
+        num_emitted = emitted >> (back * _BITS) & MOST
         if num_emitted:
             if back > len(history):
-                raise DataStateError(CHANGED)
+                raise DataStateError(STATE_DOES_NOT_FIT)
             form = history[-back][1]
             yield Stage(form["seq_len"], form["max_documents"], form.get("limits", {}), num_emitted)
     yield now
 
 
 def begin_form(emitted: Ints) -> None:
-    """Assign the samples that windows have yielded so far to the previous form; ``emitted`` is changed in place."""
-    if (emitted >> (2 * _DIGIT)).any():
+    """Record the samples that windows have yielded so far under the previous sample format; ``emitted`` changes in place."""
+    if (emitted >> (2 * _BITS)).any():
         raise DataStateError(
             "A third change of seq_len, max_documents or limits within one window of a WholeDocumentPacker. Train on with the "
             "form before until the logical shards have begun their next windows."
         )
-    emitted <<= _DIGIT
+    emitted <<= _BITS

@@ -1,4 +1,4 @@
-"""Identity of a user's function in a state: a version that the user gives, or a name and a digest of the source code."""
+"""Identity of a user's function in a saved state: the user's version, or the name and a digest of the source code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def require_function(fn: object, of: str) -> None:
 
 
 def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
-    """Return the parameters of a node that calls ``fn``: its version, or its name and a digest of its source code."""
+    """Return the parameters that identify ``fn`` in a state: its version, or its name and a digest of its source code."""
     require_function(fn, "a sample")
     if version is not None:
         if not isinstance(version, str | int | np.integer):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -27,14 +27,14 @@ def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
         return {VERSION: version if isinstance(version, str) else int(version)}
     while isinstance(fn, functools.partial):
         fn = fn.func
-    made_of: Any = fn if hasattr(fn, "__qualname__") else type(fn)
-    return {CODE: {"name": made_of.__qualname__, "source": _digest(made_of)}}
+    definition: Any = fn if hasattr(fn, "__qualname__") else type(fn)
+    return {CODE: {"name": definition.__qualname__, "source": _digest(definition)}}
 
 
-def _digest(made_of: Any) -> str:
-    """Return a digest of the source code of an object, whatever its place and indentation; empty if there is no source code."""
+def _digest(definition: Any) -> str:
+    """Return a digest of an object's source code that ignores whitespace; an empty string if there is no source code."""
     try:
-        lines = inspect.getsource(made_of).split()
+        lines = inspect.getsource(definition).split()
     except (OSError, TypeError):
         return ""
     return hashlib.blake2b(" ".join(lines).encode(), digest_size=6).hexdigest()

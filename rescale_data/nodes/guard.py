@@ -1,4 +1,4 @@
-"""`Guard`: handles an error in a user's function or in reading a row, and adds the place of the sample to it."""
+"""`Guard`: handles an error in a user's function or in reading a row, and adds the sample's source and row to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("rescale_data")
 
 
 class Guard:
-    """Raises an error with the place of its sample, or logs it.
+    """Handles the error of one sample: raises it with the sample's source and row, or logs it and skips the sample.
 
     Args:
         kind: Class of the node that called the function.
@@ -43,8 +43,8 @@ class Guard:
         self._name = kind.__name__
         self._note = note or f"in the function of {self._name}, given"
 
-    def caught(self, error: Exception, where: str, num_before: int) -> Any:
-        """Raise ``error``, or return the value to use in place of the failed result.
+    def handle(self, error: Exception, where: str, num_before: int) -> Any:
+        """Raise ``error``, or return the value to use in place of the failed result; `None` skips the sample.
 
         `None` means that the sample is left out; the node then counts it.
 
@@ -56,9 +56,9 @@ class Guard:
         where = where or "a sample whose place is not known"
         if not self.skips or (self._decide == "skip" and isinstance(error, BUGS)):
             _raise(error, f"{self._note} {where}")
-        instead = self._decide(error, where) if callable(self._decide) else None
-        if instead is not None:
-            return instead
+        replacement = self._decide(error, where) if callable(self._decide) else None
+        if replacement is not None:
+            return replacement
         number = num_before + 1
         if number <= _LOGGED_IN_FULL or not number & num_before:
             _log.warning(
@@ -69,22 +69,22 @@ class Guard:
 
 
 def guard_of(node: Node[Any], on_error: OnError, note: str = "") -> Guard:
-    """Return the guard of a node. With "raise", all nodes of a class with the same note share one."""
-    return _raising(type(node), note) if on_error == "raise" else Guard(type(node), on_error, note)
+    """Return the guard of a node. Nodes of one class share a guard if they have "raise" and the same note."""
+    return _raising_guard(type(node), note) if on_error == "raise" else Guard(type(node), on_error, note)
 
 
 @lru_cache(maxsize=64)
-def _raising(kind: type[Node[Any]], note: str) -> Guard:
+def _raising_guard(kind: type[Node[Any]], note: str) -> Guard:
     return Guard(kind, "raise", note)
 
 
 def described(sample: object) -> str:
-    """Describe a sample that lacks the wanted column, for messages."""
+    """Describe a sample that lacks a column, for error messages: its keys, or its type."""
     return f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
 
 
 def add_place(error: Exception, node: str, where: str) -> None:
-    """Add a note with the place of the sample to an error; nothing if the place is not known.
+    """Add a note with the sample's source and row to an error; do nothing if these are not known.
 
     Args:
         error: An error in the content of the sample.

@@ -10,20 +10,20 @@ import numpy as np
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import num_below, place, shard_of
-from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import OnError, guard_of
-from rescale_data.nodes.provenance import carried
+from rescale_data.nodes.provenance import copy_provenance
 from rescale_data.order import generator
 from rescale_data.shard import Shard
-from rescale_data.state import COUNT, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 
-class OfEach(Node[Any]):
-    """Base class of `Map` and `RandomMap`: yields one sample, or none, for each sample of its source."""
+class PerSample(Node[Any]):
+    """Base class of `Map` and `RandomMap`: yields at most one sample for each sample of its source."""
 
-    FIELDS = (Field(("skipped",), counts=True, limits=COUNT),)
-    _beside: Any = None
+    FIELDS = (Field(("skipped",), counts=True, limits=COUNT_LIMITS),)
+    _extra_argument: Any = None
     """Makes the second argument of ``fn``, in a class whose ``fn`` has one; called before the sample is drawn."""
 
     def __init__(
@@ -33,22 +33,22 @@ class OfEach(Node[Any]):
         self._identity = identity(fn, version)
         self.fn = fn
         self._source = self.children["source"]
-        self._guard, self._bound = guard_of(self, on_error), Bound(self)
+        self._guard, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
         self.one_for_one = not self._guard.skips
 
     def next(self) -> Any:
-        misses = 0
+        num_empty = 0
         while True:
-            beside = None if self._beside is None else self._beside()
+            extra = None if self._extra_argument is None else self._extra_argument()
             sample = next(self._source)
             try:
-                return carried(sample, self.fn(sample) if beside is None else self.fn(sample, beside))
+                return copy_provenance(sample, self.fn(sample) if extra is None else self.fn(sample, extra))
             except Exception as error:
-                instead = self._guard.caught(error, self.locate(), self.position[0])
-                if instead is not None:
-                    return carried(sample, instead)
+                replacement = self._guard.handle(error, self.locate(), self.position[0])
+                if replacement is not None:
+                    return copy_provenance(sample, replacement)
                 self.position[0] += 1
-                misses = self._bound.missed(misses)
+                num_empty = self._draw_limit.count_empty(num_empty)
 
     def parameters(self) -> dict[str, Any]:
         return self._identity
@@ -57,7 +57,7 @@ class OfEach(Node[Any]):
         return {"skipped_rows": float(rows[:, 0].sum())}
 
 
-class Map(OfEach):
+class Map(PerSample):
     """Applies ``fn`` to each sample.
 
     Args:
@@ -86,8 +86,8 @@ class Map(OfEach):
         super().__init__(source, fn, on_error, version)
 
 
-class RandomMap(OfEach):
-    """Applies ``fn(sample, rng)`` to each sample: augmentation that is the same at any topology and after any resume.
+class RandomMap(PerSample):
+    """Applies ``fn(sample, rng)`` to each sample; the random numbers depend neither on the topology nor on resumes.
 
     Each sample gets a new generator. It is keyed by the seed, the logical shard and the position of the source at the sample:
     epoch and row, or over a mixture the number of the draw. Counts, such as skipped rows, do not change it. Nothing random is
@@ -130,7 +130,7 @@ class RandomMap(OfEach):
         self._key = (shard.seed, shard.index, num_below(self, RandomMap))
         self._slots_of_place = place(self._source)
 
-    def _beside(self) -> np.random.Generator:
+    def _extra_argument(self) -> np.random.Generator:
         position = self._source.position
         return generator(f"random_map/{self.label}", *self._key, *(position[slot] for slot in self._slots_of_place))
 

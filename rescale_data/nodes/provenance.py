@@ -1,4 +1,4 @@
-"""Provenance: the place that a sample comes from, as a value that travels with it.
+"""Provenance: the source, file and row of a sample, as text that the sample carries under its own key.
 
 It is text, one line a document, so that it passes through every collate function and between processes.
 """
@@ -12,7 +12,7 @@ PROVENANCE = "provenance"
 
 
 def with_provenance(sample: Any, where: str | list[str]) -> dict[str, Any]:
-    """Return the sample with its provenance as one more key; ``TypeError`` if the sample is no mapping."""
+    """Return the sample with its provenance under one more key; ``TypeError`` if the sample is no mapping."""
     if not isinstance(sample, Mapping):
         raise TypeError(
             f"Reader(provenance=True) adds the key {PROVENANCE!r} to each sample, but a sample is a {type(sample).__name__}. "
@@ -21,13 +21,13 @@ def with_provenance(sample: Any, where: str | list[str]) -> dict[str, Any]:
     return {**sample, PROVENANCE: where}
 
 
-def carried(sample: Any, result: Any) -> Any:
-    """Return a function's result with the provenance of its sample, unless the result has its own."""
+def copy_provenance(sample: Any, result: Any) -> Any:
+    """Return a function's result with the provenance of the sample added, unless the result has its own."""
     if not (isinstance(sample, Mapping) and isinstance(result, Mapping)) or PROVENANCE not in sample:
         return result
     return {PROVENANCE: sample[PROVENANCE], **result}
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Return the provenance of a sample that is made of several documents, one line each."""
+    """Return the provenance of a sample that is made of several documents: one line for each document."""
     return "\n".join(lines)

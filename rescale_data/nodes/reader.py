@@ -1,4 +1,4 @@
-"""`Reader`: yields the rows of one logical shard."""
+"""`Reader`: the node that yields the rows of one logical shard."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.blocklist import Blocklist, Excluded, blocklist_of
 from rescale_data.nodes.reading.chunks import Chunks
 from rescale_data.nodes.reading.documents import Documents, Texts
-from rescale_data.nodes.reading.epochs import View as SourceView
+from rescale_data.nodes.reading.epochs import EpochView
 from rescale_data.nodes.reading.fetching import Fetching
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
 from rescale_data.nodes.reading.proof import Proof
 from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, check_order, numbers
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.nodes.reading.spans import Moves
+from rescale_data.nodes.reading.spans import PositionUpdates
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import owner_of, room_for
-from rescale_data.sources.decoded.interest import shards_of
+from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import FiledSource, Source, TokenSource
-from rescale_data.state import COUNT, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
 
@@ -37,7 +37,7 @@ _MAY_CHANGE = frozenset({"exclude"})
 
 
 class Reader(Node[Any]):
-    """Yields the rows of one logical shard, one epoch until `StopIteration`.
+    """Yields the rows of one logical shard in their order; `StopIteration` ends each epoch.
 
     If a source has fewer rows than logical shards, a shard owns one row in some epochs and none in the others. In an endless
     stream it goes on at once to the next epoch in which it has a row, and ends when it has read all rows (a round of N epochs).
@@ -81,13 +81,13 @@ class Reader(Node[Any]):
 
     ROW: ClassVar[tuple[Field, ...]] = (
         Field(("epoch",), limits=(0, 2**62)),
-        Field(("row",), limits=COUNT),
-        Field(("skipped",), counts=True, limits=COUNT),
+        Field(("row",), limits=COUNT_LIMITS),
+        Field(("skipped",), counts=True, limits=COUNT_LIMITS),
     )
     PROOF: ClassVar[Field] = Field(("digest",), counts=True)
     """Additional field if `Shard.verify` is set: the digest of the rows read."""
     LISTED: ClassVar[tuple[Field, ...]] = (
-        Field(("blocked",), counts=True, limits=COUNT),
+        Field(("blocked",), counts=True, limits=COUNT_LIMITS),
         Field(("list",), counts=True),
     )
     """Last two fields if ``exclude`` is given: the number of rows left out, and the digest of the list."""
@@ -100,8 +100,8 @@ class Reader(Node[Any]):
     _fetching: Fetching | None = None
     _proof: Proof | None = None
     _blocklist: Blocklist | None = None
-    _views: list[SourceView] | None = None
-    _leave: Callable[[], None] | None = None
+    _views: list[EpochView] | None = None
+    _on_evict: Callable[[], None] | None = None
 
     @checks_kinds
     def __init__(
@@ -123,7 +123,7 @@ class Reader(Node[Any]):
             self.changeable = _MAY_CHANGE
         self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.LISTED)
         super().__init__()
-        self.shuffle, self.provenance, self._must_say = shuffle, provenance or shard.provenance, provenance
+        self.shuffle, self.provenance, self._adds_provenance = shuffle, provenance or shard.provenance, provenance
         self._guard = guard_of(self, on_error, "while reading")
         self._on_error: OnError = on_error
         check_order(shard, shuffle, by_global_batch)
@@ -131,9 +131,9 @@ class Reader(Node[Any]):
         self._number = next(numbers)
         self._rows: ShardRows | None = None
         self._farthest = 0
-        self._packed: str | None = None  # the only column that is used, however the rows are read
-        self._column: str | None = None  # the column that is read without its rows
-        self._over = self._cuts = False
+        self._used_column: str | None = None  # the only column that is used, however the rows are read
+        self._document_column: str | None = None  # the column that is read without its rows
+        self._is_epoch_over = self._cuts_fragments = False
         self._drawn = -1
         self._share: ShardShare | None = None
         source = self.source
@@ -147,10 +147,10 @@ class Reader(Node[Any]):
 
     @property
     def rows(self) -> ShardRows:
-        """The rows of this shard in their order, kept while the cache has room: there may be many readers."""
-        found = self._rows
-        if found is None:
-            found = ShardRows(
+        """The order of this shard's rows, created when needed and dropped when the cache needs the memory."""
+        shard_rows = self._rows
+        if shard_rows is None:
+            shard_rows = ShardRows(
                 self.source,
                 self.shard,
                 self.shuffle,
@@ -160,15 +160,15 @@ class Reader(Node[Any]):
                 self._number,
                 self._blocklist,
             )
-            self._rows = found
-        return found
+            self._rows = shard_rows
+        return shard_rows
 
     def is_like(self, other: object) -> bool:
-        """True if ``other`` differs from this reader in the shard alone. A user's subclass may differ in anything: false."""
+        """True if ``other`` is a reader that differs from this one in its shard alone; false for a user's subclass."""
         return (
             type(self) is Reader
             and isinstance(other, Reader)
-            and self._how == other._how
+            and self._settings == other._settings
             and self.source is other.source
             and self._views is other._views
             and self._chunks is None
@@ -177,52 +177,59 @@ class Reader(Node[Any]):
         )
 
     @property
-    def _how(self) -> tuple[object, ...]:
-        return type(self), type(self.shuffle), self.shuffle, self._by_global_batch, self._must_say, self._on_error
+    def _settings(self) -> tuple[object, ...]:
+        return (
+            type(self),
+            type(self.shuffle),
+            self.shuffle,
+            self._by_global_batch,
+            self._adds_provenance,
+            self._on_error,
+        )
 
-    def for_shard(self, shard: Shard, leave: Callable[[], None]) -> Reader:
-        """Return the same reader of another shard; it calls ``leave`` when the cache has no room for its plan."""
+    def for_shard(self, shard: Shard, on_evict: Callable[[], None]) -> Reader:
+        """Return a reader of another shard with the same arguments and a callback for when its row order leaves the cache."""
         made = Reader(
             self.source,
             shard,
             shuffle=self.shuffle,
             by_global_batch=self._by_global_batch,
-            provenance=self._must_say,
+            provenance=self._adds_provenance,
             on_error=self._on_error,
         )
-        made._views, made._number, made._leave = self._views, self._number, leave
+        made._views, made._number, made._on_evict = self._views, self._number, on_evict
         return made
 
     @property
     def key(self) -> tuple[int, int]:
-        """The part of cache keys that names this reader and its shard."""
+        """Part of a cache key that identifies this reader and its shard."""
         return self._number, self.shard.index
 
     @property
     def farthest(self) -> int:
-        """The last epoch that was read."""
+        """The highest epoch that has been read."""
         return self._farthest if self._rows is None else max(self._farthest, self._rows.farthest)
 
-    def leave_order(self) -> None:
+    def drop_order(self) -> None:
         self._farthest = self.farthest
         self._rows = self._share = None
-        if self._leave is not None:
-            self._leave()
+        if self._on_evict is not None:
+            self._on_evict()
 
     def begin(self, row: View) -> None:
         if self._blocklist is not None:  # also at the beginning of the first window, which a node above reads again
             row[_LIST] = self._blocklist.digest
 
     def seek(self) -> None:
-        self._over = False
+        self._is_epoch_over = False
         if not self._by_global_batch:
-            here = len(shards_of(owner_of(self.source), self.shard.num_logical_shards))
-            self._cuts = self.source.cuts_pay(here, packed=self._column is not None)
+            here = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
+            self._cuts_fragments = self.source.cuts_pay(here, packed=self._document_column is not None)
 
     def next(self) -> Any:
         position = self.position
         while True:
-            if self._over or not self.to_next_row(position):
+            if self._is_epoch_over or not self.to_next_row(position):
                 self._finish()
             epoch, row = position[0], position[1]
             plan = self.rows.kept(epoch, row) or self.plan(epoch, row)
@@ -231,7 +238,7 @@ class Reader(Node[Any]):
             try:
                 value = self._read(plan, at)
             except Exception as error:
-                value = self._guard.caught(error, self.locate(), position[2])
+                value = self._guard.handle(error, self.locate(), position[2])
                 if value is None:
                     self.advance(position, 1)
                     position[2] += 1
@@ -240,21 +247,21 @@ class Reader(Node[Any]):
                 position[1] = row + 1  # equals `advance` if the epoch goes on after this row
             else:
                 self.advance(position, 1)
-            says = self.provenance and (self._must_say or isinstance(value, Mapping))
-            return with_provenance(value, self.locate()) if says else value
+            has_provenance = self.provenance and (self._adds_provenance or isinstance(value, Mapping))
+            return with_provenance(value, self.locate()) if has_provenance else value
 
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:  # only reading shows which rows are samples
             return draw(self, num_samples)
         if self._leaves_out:
             for _ in range(num_samples):
-                if self._over or not self.to_next_row(self.position):
+                if self._is_epoch_over or not self.to_next_row(self.position):
                     self._finish()
                 self.advance(self.position, 1)
             return None
         if not num_samples:
             return None
-        if self._over or not self.to_next_row(self.position):
+        if self._is_epoch_over or not self.to_next_row(self.position):
             self._finish()
         epoch, row = self.position[0], self.position[1]
         stop = row + num_samples
@@ -274,7 +281,7 @@ class Reader(Node[Any]):
         return self._blocklist is not None and len(self._blocklist.rows) > 0
 
     def to_next_row(self, position: View) -> bool:
-        """Move a position of this reader past rows that are left out; return true if a row follows before the epoch ends."""
+        """Advance a position past rows on the blocklist; return true if another row follows in the epoch."""
         size = self.rows.size
         if self._blocklist is None:
             return position[1] < size(position[0])
@@ -285,32 +292,35 @@ class Reader(Node[Any]):
         return position[1] < size(position[0])
 
     def advance(self, position: View, num_rows: int) -> None:
-        """Move a position past ``num_rows`` rows."""
+        """Advance a position by ``num_rows`` rows."""
         if self._proof is not None:
             position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
         position[1] += num_rows
         if position[1] >= self.rows.size(position[0]) and self.rows.goes_on(position[0]):
-            self.turn(position)
+            self.begin_next_epoch(position)
 
-    def turn(self, position: View) -> None:
-        """Write the beginning of the next epoch into a position. A packer has dropped all rows left in the old epoch."""
+    def begin_next_epoch(self, position: View) -> None:
+        """Set a position to the beginning of the next epoch; with `Shard.verify`, check the rows of the old one first.
+
+        A packer has dropped all rows left in the old epoch.
+        """
         if self._proof is not None:
             self._proof.check(position[0], position[1], position[3])
             position[3] = 0
         position[0], position[1] = self.rows.next_epoch(position[0]), 0
 
-    def turn_in_blocks(self, position: View) -> None:
-        """Move as in `turn`, and on to the next row that is not left out, so that it is found again with any list."""
+    def begin_unblocked_epoch(self, position: View) -> None:
+        """Set a position to the first row of the next epoch that is not on the blocklist."""
         self.to_next_row(position)
-        self.turn(position)
+        self.begin_next_epoch(position)
         self.to_next_row(position)
 
-    def are_counted(self, epoch: int) -> bool:
-        """True if each row of an epoch only adds 1 to the second slot of a position."""
+    def advances_by_one(self, epoch: int) -> bool:
+        """True if reading any row of an epoch only adds 1 to the row number in the position."""
         return self._proof is None and not self._leaves_out and not self.rows.goes_on(epoch)
 
-    def moves(self, position: View, at: View, num_rows: int) -> tuple[Ints | None, Moves]:
-        """Return the places of the next rows that are samples, and the moves of a position by each of them.
+    def moves(self, position: View, at: View, num_rows: int) -> tuple[Ints | None, PositionUpdates]:
+        """Return the indices of the next rows that are not blocked, and the position update of each of these rows.
 
         Args:
             position: The position from which the rows are read.
@@ -324,37 +334,39 @@ class Reader(Node[Any]):
             after = copy_of(at)
             self.advance(after, num_rows)
             self.pass_blocked(after)
-            return None, Moves.between(position, after)
+            return None, PositionUpdates.between(position, after)
         ends = np.arange(1, num_rows + 1)
         if self._is_plain and at == position:
-            return None, Moves(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends + at[1])
+            return None, PositionUpdates(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends + at[1])
         plan = self.plan(at[0], at[1])
         first = at[1] - plan.first
-        free = (
+        next_unblocked = (
             np.arange(first, first + num_rows + 1)
-            if plan.free is None
-            else np.asarray(plan.free)[first:][: num_rows + 1]
+            if plan.next_unblocked is None
+            else np.asarray(plan.next_unblocked)[first:][: num_rows + 1]
         )
-        kept = np.flatnonzero(free[:-1] == np.arange(first, first + num_rows))
+        kept = np.flatnonzero(next_unblocked[:-1] == np.arange(first, first + num_rows))
         ends = np.append(kept[1:], num_rows)  # behind each sample and the rows left out after it
         values = {1: at[1] + ends}
         if self._proof is not None:
             values[3] = self._proof.after_each(at[3], at[0], at[1], num_rows)[ends - 1]
         if self._blocklist is not None:
             values[len(at) + _BLOCKED] = at[_BLOCKED] + ends - np.arange(1, len(kept) + 1)
-        moves = Moves.of([*values], np.stack([*values.values()], axis=1))
+        moves = PositionUpdates.of([*values], np.stack([*values.values()], axis=1))
         last = copy_of(at)
         moves.apply(last, len(kept))
         behind = copy_of(last)
         self.to_next_row(behind)
-        moves = Moves.join([Moves.between(position, at), moves, Moves.between(last, behind)])
-        return kept, moves.grouped(np.array([*range(2, len(kept) + 1), len(kept) + 2]))
+        moves = PositionUpdates.join(
+            [PositionUpdates.between(position, at), moves, PositionUpdates.between(last, behind)]
+        )
+        return kept, moves.merge_groups(np.array([*range(2, len(kept) + 1), len(kept) + 2]))
 
     def _num_blocked(self, position: View) -> int:
-        """Return the number of rows to leave out at a position before the next sample, within its window."""
+        """Return the number of blocked rows between a position and the next sample of its window."""
         plan = self.plan(position[0], position[1])
         at = position[1] - plan.first
-        return 0 if plan.free is None else plan.free[at] - at
+        return 0 if plan.next_unblocked is None else plan.next_unblocked[at] - at
 
     def settle(self, position: View) -> None:
         """Change nothing: `pass_blocked` writes the present list."""
@@ -368,7 +380,7 @@ class Reader(Node[Any]):
         return self.is_stale(position) and within and self._num_blocked(position) > 0
 
     def is_lost(self, position: View) -> bool:
-        """True if only the old list can identify the row that was begun: the first readable row that was not on it."""
+        """True if only the old blocklist can identify the row that was begun, because unreadable rows are skipped as well."""
         return self._guard.skips and self.is_stale(position)
 
     def is_stale(self, position: View) -> bool:
@@ -392,20 +404,20 @@ class Reader(Node[Any]):
         if len(history) > 1 and isinstance(source, FiledSource) and source.fragments is not None:
             lengths = np.diff(source.fragments)
             chosen = [source.subset(manifest) for _, manifest in history]
-            views = [SourceView(epoch, int(lengths[c].sum()), c) for (epoch, _), c in zip(history, chosen, strict=True)]
+            views = [EpochView(epoch, int(lengths[c].sum()), c) for (epoch, _), c in zip(history, chosen, strict=True)]
         if views is not self._views:
             self._views = views
-            self.leave_order()
+            self.drop_order()
             self._farthest, self._number = 0, next(numbers)
 
     def open_documents(self, column: str) -> Documents | None:
         if not isinstance(self.source, TokenSource):
             return None
-        self._packed = column
+        self._used_column = column
         if self._guard.skips or self.provenance:
             return None
-        self._column = column
-        here = len(shards_of(owner_of(self.source), self.shard.num_logical_shards))
+        self._document_column = column
+        here = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
         return FragmentDocuments(self.source, column, self, block_bytes(room_for(self.source), here))
 
     def texts(self, column: str) -> Texts | None:
@@ -422,27 +434,27 @@ class Reader(Node[Any]):
         if self._fetching is None:
             return
         self.seek()
-        if not self._cuts and not self._fetching.num_windows:
+        if not self._cuts_fragments and not self._fetching.num_windows:
             return
         for (epoch, row, *_), shard in zip(rows.tolist(), shards.tolist(), strict=True):
             if row < self.rows.order(epoch, shard).size:
-                share = self.rows.share(epoch, shard) if self._cuts else None
-                self._fetching.begin(self._column, self.rows.fragments_around(epoch, row, shard), share)
+                share = self.rows.share(epoch, shard) if self._cuts_fragments else None
+                self._fetching.begin(self._document_column, self.rows.fragments_around(epoch, row, shard), share)
 
     def epochs_at(self, rows: Ints, shards: Ints) -> npt.NDArray[np.float64]:
-        """Return ``float64[M]``, the epochs that shards have read, including the fraction of the present epoch."""
+        """Return ``float64[M]``, the number of epochs that shards have read, with the fraction of the present epoch."""
         return rows[:, 0] + rows[:, 1] / np.maximum(1, self.rows.sizes(rows[:, 0], shards))
 
     def share(self, epoch: int) -> ShardShare | None:
-        """Return the share of fragments that this shard reads in an epoch; `None` if fragments stay whole."""
-        if not self._cuts:
+        """Return the pieces of fragments that this shard reads in an epoch; `None` if it reads whole fragments."""
+        if not self._cuts_fragments:
             return None
         if self._share is None or self._share.epoch != epoch:
             self._share = self.rows.share(epoch)
         return self._share
 
     def rows_from(self, epoch: int, row: int) -> Ints:
-        """Return the rows of the source that the shard reads from ``row`` of an epoch on, up to the end of a window."""
+        """Return the row numbers of the source that follow from ``row`` of the shard's epoch to the end of the window."""
         plan = self.plan(epoch, row)
         return plan.rows[row - plan.first :]
 
@@ -460,7 +472,7 @@ class Reader(Node[Any]):
         return f"{self.source.name}: {self.source.locate(self._drawn)}" if self._drawn >= 0 else ""
 
     def parameters(self) -> dict[str, Any]:
-        columns = [self._packed] if self._packed is not None else self.source.columns
+        columns = [self._used_column] if self._used_column is not None else self.source.columns
         return {
             "shuffle": "full" if self.rows.is_full else self.rows.window,
             **({"columns": columns} if columns is not None else {}),
@@ -479,27 +491,27 @@ class Reader(Node[Any]):
         }
 
     def plan(self, epoch: int, row: int) -> Plan:
-        """Return the plan with the rows around ``row``. If it is new, begin to fetch the fragments of the next windows."""
+        """Return the order of rows in the window around ``row``. If it is new, start to fetch the next windows' fragments."""
         plan, is_new = self.rows.plan(epoch, row)
         if is_new and self._fetching is not None:
             self._fetch_ahead(self._fetching, epoch, row)
         return plan
 
     def _fetch_ahead(self, fetching: Fetching, epoch: int, row: int) -> None:
-        """Begin to fetch the fragments that the windows behind the one at ``row`` need."""
-        for _ in range(1 if self._cuts else fetching.num_windows - 1):
+        """Start to fetch the fragments that the windows after the window of ``row`` need."""
+        for _ in range(1 if self._cuts_fragments else fetching.num_windows - 1):
             epoch, row = self.rows.after(epoch, row)
-            share = self.rows.share(epoch) if self._cuts else None
-            fetching.begin(self._column, self.rows.fragments_around(epoch, row), share)
+            share = self.rows.share(epoch) if self._cuts_fragments else None
+            fetching.begin(self._document_column, self.rows.fragments_around(epoch, row), share)
 
     def _read(self, plan: Plan, at: int) -> Any:
         if self._chunks is not None:
             return self._chunks.take(plan.rows, at)
-        share = self.share(plan.epoch) if self._cuts else None
+        share = self.share(plan.epoch) if self._cuts_fragments else None
         return self.source.row(self._drawn) if share is None else self.source.row_of(self._drawn, share)
 
     def _finish(self) -> None:
-        if not self._over:
-            self._over = True
-            self.turn(self.position)
+        if not self._is_epoch_over:
+            self._is_epoch_over = True
+            self.begin_next_epoch(self.position)
         raise StopIteration

@@ -1,4 +1,4 @@
-"""`Room`: warns if samples that a node makes ahead do not fit the cache, and so are made again and again."""
+"""`CacheRoom`: warns if samples that a node makes in advance do not fit the cache, and so are made repeatedly."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from rescale_data.nodes.base import Node
 from rescale_data.sources.decoded.cache import cache, num_processes, owner_of
-from rescale_data.sources.decoded.interest import shards_of
+from rescale_data.sources.decoded.interest import served_shards
 
-_ALLOWED = 2  # drops at which it warns: one drop may be a cleared cache or a large fragment
+_DROPS_BEFORE_WARNING = 2  # drops at which it warns: one drop may be a cleared cache or a large fragment
 _log = logging.getLogger("rescale_data")
 _warned: set[tuple[str, int]] = set()
 
 
-class Room:
-    """Counts how often the cache dropped samples of a node before they were used up.
+class CacheRoom:
+    """Counts how often the cache evicted samples of a node before they were used, and warns about it.
 
     Args:
         node: The node.
@@ -28,29 +28,30 @@ class Room:
     def __init__(self, node: Node[Any], argument: str, num_samples: int) -> None:
         self._node, self._argument, self._num_samples, self._num_dropped = node, argument, num_samples, 0
 
-    def expect(self, nbytes: int) -> None:
-        """Warn once if samples of ``nbytes`` each cannot fit the cache; called before any is made."""
+    def check_size(self, nbytes: int) -> None:
+        """Warn once if the cache is too small for samples of ``nbytes`` bytes each; called before any is made."""
         num_shards = self._num_shards()
         if nbytes * self._num_samples * num_shards > cache().budget:
             self._warn(nbytes * self._num_samples * num_shards, num_shards)
 
-    def dropped(self, nbytes: int, num_samples: int) -> None:
-        """Count one drop of samples, which had to be made again; warn once if drops go on.
+    def count_drop(self, nbytes: int, num_samples: int) -> None:
+        """Count one eviction of samples, which had to be made again; warn once if evictions continue.
 
         Args:
             nbytes: Bytes of all the samples.
             num_samples: Number of the samples.
         """
         self._num_dropped += 1
-        if self._num_dropped >= _ALLOWED:
+        if self._num_dropped >= _DROPS_BEFORE_WARNING:
             num_shards = self._num_shards()
             self._warn(nbytes * self._num_samples // max(1, num_samples) * num_shards, num_shards)
 
     def _num_shards(self) -> int:
-        """Return the number of this process's logical shards, at the source that most of them read."""
+        """Return the number of logical shards of this process that read a source of the node, for the source with the most."""
         below = [(node.reads, node.of_shard) for _, node in self._node.walk() if node.reads is not None]
         counts = [
-            len(shards_of(owner_of(read), 1 if shard is None else shard.num_logical_shards)) for read, shard in below
+            len(served_shards(owner_of(read), 1 if shard is None else shard.num_logical_shards))
+            for read, shard in below
         ]
         return max(counts, default=1)
 

@@ -1,4 +1,4 @@
-"""`StreamReader`: yields the rows of one logical shard's streams."""
+"""`StreamReader`: the node that yields the rows of one logical shard's streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.iterable import IterableSource, Stateful, stateful
-from rescale_data.state import COUNT, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 _log = logging.getLogger("rescale_data")
 _warned: set[str] = set()
@@ -23,7 +23,7 @@ _EPOCH, _STREAM, _COUNT, _LENGTH, _STATE = range(5)
 
 
 class StreamReader(Node[Any]):
-    """Yields the rows of one logical shard's streams, one stream after the other, one epoch until `StopIteration`.
+    """Yields the rows of one logical shard's streams, one stream after the other; `StopIteration` ends each epoch.
 
     Logical shard i of N reads the streams i, i + N, i + 2N, ... of the source. Nothing is shuffled.
 
@@ -46,22 +46,22 @@ class StreamReader(Node[Any]):
 
     ROW: ClassVar[tuple[Field, ...]] = (
         Field(("epoch",), limits=(0, 2**62)),
-        Field(("stream",), limits=COUNT),
-        Field(("count",), limits=COUNT),
+        Field(("stream",), limits=COUNT_LIMITS),
+        Field(("count",), limits=COUNT_LIMITS),
     )
 
     def __init__(self, source: IterableSource, shard: Shard) -> None:
         require_shard(shard, self)
         require(IterableSource, "an rd.IterableSource", source=source)
         self.source = source
-        state = Field(("length",), limits=COUNT), Field(("state",), torch.uint8, (source.state_bytes,))
+        state = Field(("length",), limits=COUNT_LIMITS), Field(("state",), torch.uint8, (source.state_bytes,))
         self.FIELDS = self.ROW + (state if source.keeps == "state" else ())
         super().__init__()
         self.reads, self.of_shard, self.provenance = source, shard, shard.provenance
         self._streams = range(shard.index, source.num_streams, shard.num_logical_shards)
         self._rows: Iterator[Any] | None = None
         self._stateful: Stateful | None = None
-        self._over = False
+        self._is_epoch_over = False
         if shard.repeat and source.num_streams < shard.num_logical_shards:
             raise ValueError(
                 f"{source.name} has {source.num_streams} streams for {shard.num_logical_shards} logical shards, so some own "
@@ -71,10 +71,10 @@ class StreamReader(Node[Any]):
         _warn(source)
 
     def seek(self) -> None:
-        self._rows, self._over = None, False
+        self._rows, self._is_epoch_over = None, False
 
     def next(self) -> Any:
-        while not self._over and self.position[_STREAM] < len(self._streams):
+        while not self._is_epoch_over and self.position[_STREAM] < len(self._streams):
             rows = self._rows or self._open()
             try:
                 row = next(rows)
@@ -84,11 +84,11 @@ class StreamReader(Node[Any]):
             self.position[_COUNT] += 1
             if self._stateful is not None:
                 self._keep(self._stateful)
-            says = self.provenance and isinstance(row, Mapping)
-            return with_provenance(row, self.locate()) if says else row
-        if not self._over:
+            has_provenance = self.provenance and isinstance(row, Mapping)
+            return with_provenance(row, self.locate()) if has_provenance else row
+        if not self._is_epoch_over:
             self._begin(self.position[_EPOCH] + 1, 0)
-            self._over = True
+            self._is_epoch_over = True
         raise StopIteration
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
@@ -106,7 +106,7 @@ class StreamReader(Node[Any]):
         return {f"epoch_min/{name}": float(rows[:, 0].min()), f"epoch_max/{name}": float(rows[:, 0].max())}
 
     def _begin(self, epoch: int, stream: int) -> None:
-        """Move to the beginning of a stream of an epoch."""
+        """Set the position to the beginning of a stream in an epoch."""
         self._rows = None
         self.position[_EPOCH], self.position[_STREAM], self.position[_COUNT] = epoch, stream, 0
         if self.source.keeps == "state":
@@ -114,7 +114,7 @@ class StreamReader(Node[Any]):
             _bytes(self.position)[:] = bytes(len(_bytes(self.position)))
 
     def _open(self) -> Iterator[Any]:
-        """Open the stream at the position, and return its remaining rows."""
+        """Open the stream at the position and return an iterator over its remaining rows."""
         epoch, number, count = self.position[_EPOCH], self.position[_STREAM], self.position[_COUNT]
         stream = self.source.stream(self._streams[number], epoch)
         if self.source.keeps == "state":

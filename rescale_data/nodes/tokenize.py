@@ -17,14 +17,14 @@ import numpy.typing as npt
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, draw, go_to
 from rescale_data.nodes.below import epoch_end_of_source, may_change, names_rows, skip, texts_of
-from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.function import require_function
 from rescale_data.nodes.guard import OnError, described, guard_of
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.room import Room
+from rescale_data.nodes.room import CacheRoom
 from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments
-from rescale_data.sources.decoded.cache import Made, cache, owner_of
-from rescale_data.state import COUNT, Field, Ints
+from rescale_data.sources.decoded.cache import Derived, cache, owner_of
+from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -33,7 +33,10 @@ _BYTES_OF_A_SAMPLE = 512
 
 _log = logging.getLogger("rescale_data")
 
-_PROBE = ["Tokens of 2 texts, to know a tokenizer by: naïve façade, 東京, x = [1.5e-3];\n\t", " 'a' \"b\" <c/> #d"]
+_FINGERPRINT_TEXTS = [
+    "Tokens of 2 texts, to know a tokenizer by: naïve façade, 東京, x = [1.5e-3];\n\t",
+    " 'a' \"b\" <c/> #d",
+]
 
 
 class _Mark(Enum):
@@ -42,8 +45,8 @@ class _Mark(Enum):
 
 
 @dataclass(frozen=True)
-class Batch(Made):
-    """Samples that were made together, or a mark in place of a missing sample, each with the source's position after it.
+class Batch(Derived):
+    """Samples that were tokenized together, each with the source's position after it; a mark replaces a missing sample.
 
     Args:
         where: The place of each sample, for messages.
@@ -90,7 +93,7 @@ class Tokenize(Node[dict[str, Any]]):
         [97, 98, 99]
     """
 
-    FIELDS = (Field(("skipped",), counts=True, limits=COUNT),)
+    FIELDS = (Field(("skipped",), counts=True, limits=COUNT_LIMITS),)
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "document"  # and never is: it has no own slot that says where it stands
     repeats_itself = True
@@ -112,25 +115,25 @@ class Tokenize(Node[dict[str, Any]]):
         super().__init__(source=source)
         self.tokenizer, self.column, self.into, self.batch_size = tokenizer, column, into, batch_size
         self._source = self.children["source"]
-        self._guard, self._bound = guard_of(self, on_error), Bound(self)
-        self._key, self._room = (owner_of(self), "batch"), Room(self, "batch_size", batch_size)
+        self._guard, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
+        self._key, self._cache_room = (owner_of(self), "batch"), CacheRoom(self, "batch_size", batch_size)
 
     def seek(self) -> None:
         self._bookmark = self.position[self._slots("source")]
         self._at = -1  # index in the cached batch; -1 before there is a batch
         self._num_texts = FIRST_TEXTS  # texts of the next batch
-        self._over = False
+        self._is_epoch_over = False
 
     def next(self) -> dict[str, Any]:
-        misses = 0
-        while not self._over:
+        num_empty = 0
+        while not self._is_epoch_over:
             sample, after = self._entry()
             self._bookmark[:] = after
             if sample is _Mark.END:
-                self._over = True
+                self._is_epoch_over = True
             elif sample is _Mark.FAILED:
                 self.position[0] += 1
-                misses = self._bound.missed(misses)
+                num_empty = self._draw_limit.count_empty(num_empty)
             else:
                 return sample
         raise StopIteration
@@ -139,14 +142,14 @@ class Tokenize(Node[dict[str, Any]]):
         if self._guard.skips:
             return draw(self, num_samples)
         bind_once(self)
-        if self._over:  # a new bind would let the source go on with its next epoch
+        if self._is_epoch_over:  # a new bind would let the source go on with its next epoch
             raise StopIteration
         go_to(self._source, self._bookmark)
         self._at = -1
         try:
             skip(self._source, num_samples)
         except StopIteration:
-            self._over = True
+            self._is_epoch_over = True
             raise
         finally:
             self._bookmark[:] = self._source.position
@@ -171,7 +174,7 @@ class Tokenize(Node[dict[str, Any]]):
             was_dropped = batch is None and self._at >= 0
             batch, self._at = self._load(), 0
             if was_dropped:
-                self._room.dropped(batch.nbytes, len(batch.entries))
+                self._cache_room.count_drop(batch.nbytes, len(batch.entries))
             cache().put(self._key, batch)
         self._at += 1
         return batch.entries[self._at - 1]
@@ -188,21 +191,21 @@ class Tokenize(Node[dict[str, Any]]):
         return None
 
     def next_texts(self, most: int) -> list[tuple[Tokens, View]]:
-        """Return the tokens of the next texts, each with this node's position behind it; none at the end of the epoch.
+        """Return the tokens of the next texts, each with this node's position after it; no texts at the end of the epoch.
 
         The node moves to the last of these positions.
         """
-        found: list[tuple[Tokens, View]] = []
+        pairs: list[tuple[Tokens, View]] = []
         for sample, after in self._load(most).entries:
-            if found and isinstance(sample, _Mark):
+            if pairs and isinstance(sample, _Mark):
                 break
             self._bookmark[:] = after
             if not isinstance(sample, _Mark):
-                found.append((sample[self.into], copy_of(self.position)))
-        return found
+                pairs.append((sample[self.into], copy_of(self.position)))
+        return pairs
 
     def _load(self, most: int = sys.maxsize) -> Batch:
-        """Make the samples behind the last yielded one, up to ``most``."""
+        """Draw and tokenize the samples after the last yielded one, up to ``most``."""
         if self._source.position != self._bookmark:
             go_to(self._source, self._bookmark)
         samples, where = list[Any](), list[str]()
@@ -220,28 +223,28 @@ class Tokenize(Node[dict[str, Any]]):
 
     def _tokenize(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
         try:
-            found = self._tokens(samples)
+            pairs = self._tokens(samples)
         except Exception:
             return self._one_by_one(samples, where)
-        return _as_many(found, len(samples))
+        return _require_count(pairs, len(samples))
 
     def _one_by_one(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
-        """Tokenize the samples one by one, to find each one that cannot be tokenized."""
-        found: list[Tokens | None] = []
+        """Tokenize samples one by one, to handle the error of each sample that cannot be tokenized."""
+        pairs: list[Tokens | None] = []
         num_failed = self.position[0]
         for sample, place in zip(samples, where, strict=True):
             try:
                 tokens = self._tokens([sample])
             except Exception as error:
-                instead = self._guard.caught(error, place, num_failed)
-                num_failed += instead is None
-                found.append(None if instead is None else _integers(instead))
+                replacement = self._guard.handle(error, place, num_failed)
+                num_failed += replacement is None
+                pairs.append(None if replacement is None else _integers(replacement))
                 continue
-            found += _as_many(tokens, 1)
-        return found
+            pairs += _require_count(tokens, 1)
+        return pairs
 
     def _tokens(self, samples: list[Any]) -> list[Tokens | None]:
-        """Return the tokens of each sample; raise an error if a sample has no text or the result is no token ids."""
+        """Return the token ids of each sample; raise an error if a sample has no text or a result is not token ids."""
         texts = [self._text(sample) for sample in samples]
         return [_integers(ids) for ids in self.tokenizer(texts)] if texts else []
 
@@ -261,18 +264,18 @@ class Tokenize(Node[dict[str, Any]]):
 
     def _fingerprint(self) -> str:
         try:
-            tokens = [_integers(ids) for ids in self.tokenizer(list(_PROBE))]
+            tokens = [_integers(ids) for ids in self.tokenizer(list(_FINGERPRINT_TEXTS))]
         except Exception as error:  # the tokenizer may take something else than text
             _log.warning(
                 "The tokenizer of Tokenize(column=%r) raises for the text that it is known by, %r (%s: %s). So "
                 "another tokenizer is not noticed when a state is loaded: keep to this one for the whole run.",
-                self.column, _PROBE, type(error).__name__, error,
+                self.column, _FINGERPRINT_TEXTS, type(error).__name__, error,
             )  # fmt: skip
             return "unknown"
         return hashlib.blake2b(repr([ids.tolist() for ids in tokens]).encode(), digest_size=8).hexdigest()
 
 
-def _as_many(tokens: list[Tokens | None], num_texts: int) -> list[Tokens | None]:
+def _require_count(tokens: list[Tokens | None], num_texts: int) -> list[Tokens | None]:
     if len(tokens) != num_texts:
         raise ValueError(
             f"The tokenizer returned {len(tokens)} values for {num_texts} texts. Give a function from a list of strings to a "

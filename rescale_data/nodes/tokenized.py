@@ -1,4 +1,4 @@
-"""`TokenizedDocuments`: reads the texts of a `Tokenize` as documents, as many at a time as it tokenizes."""
+"""`TokenizedDocuments`: reads the documents of a `Tokenize` node, as many at a time as it tokenizes together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from rescale_data.nodes.base import View, copy_of, go_to
 from rescale_data.nodes.reading.documents import Texts
-from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans, TokenArray, plain
+from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans, TokenArray, plain
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
@@ -23,7 +23,7 @@ texts needed are tokenized."""
 
 
 class TokenizedDocuments:
-    """The samples of a `Tokenize` as `Documents`.
+    """Reads the tokenized texts of a `Tokenize` node through the interface `Documents`.
 
     Args:
         node: The node.
@@ -34,74 +34,74 @@ class TokenizedDocuments:
     def __init__(self, node: Tokenize, texts: Texts | None) -> None:
         self._node, self._texts, self._ended = node, texts, False
         self._num_texts = FIRST_TEXTS
-        self._behind: View | None = None  # the position behind the texts that were read last
+        self._next_position: View | None = None  # the position behind the texts that were read last
 
     is_costly = True
 
     def read(self, position: memoryview, most: int) -> Spans:
-        found = None
+        spans = None
         if self._texts is not None:
-            if self._behind != position:
+            if self._next_position != position:
                 self._num_texts = FIRST_TEXTS
             try:
-                found = self._of_texts(self._texts, position, min(most, self._num_texts))
+                spans = self._of_texts(self._texts, position, min(most, self._num_texts))
             except Exception:
-                found = None  # the sample then raises the error, and names its row
-        return self._of_samples(position, most) if found is None else found
+                spans = None  # the sample then raises the error, and names its row
+        return self._of_samples(position, most) if spans is None else spans
 
-    def turn(self, position: memoryview) -> None:
+    def begin_next_epoch(self, position: memoryview) -> None:
         if self._texts is not None:
-            self._texts.turn(position[1:])
-            self._behind = copy_of(position)
+            self._texts.begin_next_epoch(position[1:])
+            self._next_position = copy_of(position)
         else:
             position[:] = copy_of(self._node.position)
 
     def _of_texts(self, texts: Texts, position: memoryview, most: int) -> Spans | None:
-        found, moves = texts.read(position[1:], most)
-        if not found:
+        strings, moves = texts.read(position[1:], most)
+        if not strings:
             return EMPTY
-        tokens = end_to_end(self._node.tokenizer(found))
-        if tokens is None or len(tokens[1]) != len(found):
+        tokens = end_to_end(self._node.tokenizer(strings))
+        if tokens is None or len(tokens[1]) != len(strings):
             return None
         values, length = tokens
-        spans = Spans((values,), np.zeros_like(length), np.cumsum(length) - length, length, moves.under(1), (None,))
-        self._behind = copy_of(position)
-        spans.move(self._behind, len(spans))
+        spans = Spans((values,), np.zeros_like(length), np.cumsum(length) - length, length, moves.shifted(1), (None,))
+        self._next_position = copy_of(position)
+        spans.move(self._next_position, len(spans))
         self._num_texts = min(2 * self._num_texts, self._node.batch_size)
         return spans
 
     def _of_samples(self, position: memoryview, most: int) -> Spans:
         if self._ended or self._node.position != position:
             go_to(self._node, position)
-        found = self._node.next_texts(most)
-        self._ended = not found
-        if not found:
+        samples = self._node.next_texts(most)
+        self._ended = not samples
+        if not samples:
             return EMPTY
-        arrays = tuple(plain(tokens.copy()) for tokens, _ in found)
-        number, length = np.arange(len(found)), np.array([*map(len, arrays)])
-        moves = Moves.of(np.arange(len(position)), np.array([after for _, after in found], dtype=np.int64))
-        return Spans(arrays, number, np.zeros_like(number), length, moves, (None,) * len(found))
+        arrays = tuple(plain(tokens.copy()) for tokens, _ in samples)
+        number, length = np.arange(len(samples)), np.array([*map(len, arrays)])
+        moves = PositionUpdates.of(np.arange(len(position)), np.array([after for _, after in samples], dtype=np.int64))
+        return Spans(arrays, number, np.zeros_like(number), length, moves, (None,) * len(samples))
 
 
-def end_to_end(found: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
-    """Return the token ids of all texts, end to end, and the number of ids in each text.
+def end_to_end(lists: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
+    """Return the token ids of all texts as one array, and the number of ids in each text.
 
     `None` if they are not all lists of ints, or all 1-D arrays of ints.
     """
-    kinds = {type(ids) for ids in found}
+    kinds = {type(ids) for ids in lists}
     if kinds == {list}:
-        if any(ids and ids[0].__class__ is bool for ids in found):  # a mask is no list of ids
+        if any(ids and ids[0].__class__ is bool for ids in lists):  # a mask is no list of ids
             return None
         try:
-            parts = [struct.pack(f"{len(ids)}q", *ids) for ids in found]  # takes half the time of array.array or NumPy
+            parts = [struct.pack(f"{len(ids)}q", *ids) for ids in lists]  # takes half the time of array.array or NumPy
         except struct.error:
             return None
         values = np.frombuffer(b"".join(parts), dtype=np.int64)
     elif kinds == {np.ndarray}:
-        values = np.concatenate(found)
+        values = np.concatenate(lists)
     else:
         return None
     if values.dtype.kind not in "iu" or values.ndim != 1:
         return None
-    tokens = Tokens(values, np.array([*map(len, found)])).tight()
+    tokens = Tokens(values, np.array([*map(len, lists)])).tight()
     return plain(tokens.values), tokens.offsets

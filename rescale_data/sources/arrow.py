@@ -1,4 +1,4 @@
-"""`ArrowSource`: rows of Arrow IPC files; a fragment is one or several record batches."""
+"""`ArrowSource`: reads rows of Arrow IPC files; one or several record batches make one fragment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rescale_data.sources.decoded.place import Place
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragments import Footer, cut, sums
+from rescale_data.sources.fragments import Footer, cumulative_sums, group_pieces
 from rescale_data.sources.saved_dataset import data_files
 from rescale_data.sources.source import Tokens
 from rescale_data.sources.tables import TableSource, has_dictionary, schema_kind
@@ -71,8 +71,8 @@ class ArrowSource(TableSource):
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
         rows = ipc.read_rows(ranges, blocks)
-        ends = _joints(blocks) if not has_dictionary(schema) else None
-        cuts = cut(sums(rows), sums(blocks.body), FRAGMENT_ROWS, FRAGMENT_BYTES, ends)
+        ends = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
+        cuts = group_pieces(cumulative_sums(rows), cumulative_sums(blocks.body), FRAGMENT_ROWS, FRAGMENT_BYTES, ends)
         first, last = cuts[:-1], cuts[1:] - 1
         places = {"batch": first, "batches": np.diff(cuts), "offset": blocks.offset[first]}
         places["length"] = blocks.stop[last] - places["offset"]
@@ -84,18 +84,18 @@ class ArrowSource(TableSource):
     def _open(self, file: int) -> _Opened:
         return _Opened(self._files.ranges(file))
 
-    def _extent(self, fragment: int) -> tuple[int, int] | None:
+    def _raw_byte_range(self, fragment: int) -> tuple[int, int] | None:
         file = self._index.file_of(fragment)
         if self._index.kind(file)["is_compressed"] or self._needs_reader(file, self._schema.names):
             return None
-        return self._span(fragment)
+        return self._byte_range(fragment)
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
         file = self._index.file_of(fragment)
         if self._files.filesystem is not None or self._index.kind(file)["is_compressed"]:
             return super()._load_tokens(column, fragment)
         opened: _Opened = self._handle(file)
-        data = opened.ranges.read(*self._span(fragment))
+        data = opened.ranges.read(*self._byte_range(fragment))
         if (column, fragment) not in opened.places:
             # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
             columns = self._file_schema(file).names
@@ -103,13 +103,19 @@ class ArrowSource(TableSource):
         place = opened.places[column, fragment]
         if place is None:
             return super()._load_tokens(column, fragment)
-        found = place.tokens(data)
-        opened.ranges.release_with(found, data)
-        return found
+        tokens = place.tokens(data)
+        opened.ranges.release_with(tokens, data)
+        return tokens
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        """Return columns of a fragment, checked: offsets lie within their buffers. Arrow would read beyond them, unchecked."""
-        table, known = self._columns_of(fragment, columns), self._handle(self._index.file_of(fragment)).sound
+        """Return columns of a fragment after full validation.
+
+        Arrow itself does not check that offsets lie within their buffers, and would read beyond them.
+        """
+        table, known = (
+            self._columns_of(fragment, columns),
+            self._handle(self._index.file_of(fragment)).validated_columns,
+        )
         if (fragment, *columns) not in known:
             for column in table.columns:
                 _as_bytes(column).validate(full=True)
@@ -120,9 +126,9 @@ class ArrowSource(TableSource):
         file = self._index.file_of(fragment)
         if self._needs_reader(file, columns):
             return self._read_columns(file, self._batches(fragment), columns)
-        offset, length = self._span(fragment)
+        offset, length = self._byte_range(fragment)
         data = self._bytes(fragment, (offset, length))
-        return _read_messages(data, self._file_schema(file), ipc.walk(data)).select(list(columns))
+        return _read_messages(data, self._file_schema(file), ipc.read_messages(data)).select(list(columns))
 
     def _batches(self, fragment: int) -> range:
         first = self._index.place("batch", fragment)
@@ -132,10 +138,10 @@ class ArrowSource(TableSource):
         if self._files.filesystem is not None:
             return  # the fetched bytes are a copy, freed with the decoded columns
         ranges = self._ranges(self._index.file_of(fragment))
-        ranges.release_with(decoded, ranges.read(*self._span(fragment)))
+        ranges.release_with(decoded, ranges.read(*self._byte_range(fragment)))
 
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
-        """True if columns are read through the file's footer, to decompress only some of them or to find dictionaries."""
+        """True if columns must be read through the file's footer: to decompress only some of them, or to find dictionaries."""
         schema, has_footer = self._file_schema(file), self._index.kind(file)["has_footer"]
         return has_footer and (set(columns) != set(schema.names) or has_dictionary(schema))
 
@@ -151,17 +157,17 @@ class ArrowSource(TableSource):
 
 @dataclass(frozen=True)
 class _Opened:
-    """An open file, with facts about columns of its fragments that were found so far.
+    """An open Arrow file, with cached facts about the columns of its fragments.
 
     Args:
         ranges: Byte ranges of the file.
         places: Places of token columns in fragments, by column and fragment; `None` if pyarrow must read the column.
-        sound: Fragments whose columns were checked: the fragment and the names of the columns.
+        validated_columns: Fragments whose columns were checked: the fragment and the names of the columns.
     """
 
     ranges: Ranges
     places: dict[tuple[str, int], Place | None] = field(default_factory=dict[tuple[str, int], Place | None])
-    sound: set[tuple[int | str, ...]] = field(default_factory=set[tuple[int | str, ...]])
+    validated_columns: set[tuple[int | str, ...]] = field(default_factory=set[tuple[int | str, ...]])
 
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
@@ -172,13 +178,16 @@ def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -
 
 
 def _as_bytes(column: ArrowArray) -> ArrowArray:
-    """Return a column without a copy, strings as bytes: a string that is not UTF-8 then makes its own row bad, and no other."""
+    """Return a column, not copied, with strings as bytes: full validation then accepts strings that are not UTF-8.
+
+    Such a string makes only its own row bad, when that row is read.
+    """
     kind = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(column.type)
     return column if kind is None else column.cast(kind)
 
 
-def _joints(blocks: ipc.Blocks) -> Ints:
-    """Return the record batches that do not begin where the one before them ends."""
+def _batches_after_gaps(blocks: ipc.Blocks) -> Ints:
+    """Return the indices of the record batches that do not begin where the one before them ends."""
     return np.flatnonzero(blocks.offset[1:] != blocks.stop[:-1]) + 1
 
 

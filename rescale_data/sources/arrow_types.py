@@ -1,4 +1,4 @@
-"""Names for pyarrow's classes, which have no type annotations. The names document what is meant and check nothing."""
+"""Type aliases for pyarrow's classes, which have no annotations: all of them are `Any`, so they document and check nothing."""
 
 from typing import Any, TypeAlias
 

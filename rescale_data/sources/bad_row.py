@@ -1,12 +1,12 @@
-"""Errors of one row, raised where its file and its number in the source are not known."""
+"""Errors of a single row, raised by code that does not know the row's file and number."""
 
 
 class BadRow(ValueError):
-    """Error of one row. The message has the problem and the cure; the source adds the file and the row."""
+    """Error of a single row. Its message has the problem and the remedy; the source adds the file and the number of the row."""
 
 
 class NullValueError(BadRow):
-    """A list of numbers is null or has a null in it, which an array of numbers cannot show; carries the row in the fragment."""
+    """Error for a list of numbers that is null or contains a null; ``row`` is its row in the fragment."""
 
     def __init__(self, row: int) -> None:
         super().__init__(

@@ -15,11 +15,11 @@ from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, Arrow
 from rescale_data.sources.fragments import Footer
 from rescale_data.state import Ints
 
-_MATCH = "match"
+_MATCH_COLUMN = "match"
 
 
 class Condition:
-    """A filter expression of ``pyarrow.compute``.
+    """A filter on the rows of a table: an expression of ``pyarrow.compute``.
 
     Raises:
         TypeError: It is no expression.
@@ -46,11 +46,11 @@ class Condition:
 
     @property
     def identity(self) -> str:
-        """The expression as text, which Arrow may shorten, and a digest of the whole expression as Arrow serializes it."""
+        """Text that identifies the filter: the expression, which Arrow may shorten, and a digest of its serialized form."""
         return f"{self} [{self._digest}]"
 
     def columns(self, schema: ArrowSchema) -> list[str]:
-        """Return the columns that the expression uses; ``ValueError`` if one is missing or its type does not fit."""
+        """Return the names of the columns that the expression uses; ``ValueError`` if one is missing or of the wrong type."""
         try:
             kind = self._evaluate(schema.empty_table()).type
         except pa.ArrowException as error:
@@ -62,14 +62,14 @@ class Condition:
             ) from None
         if kind != pa.bool_():
             raise ValueError(f"filter={self} is of type {kind}, not true or false: compare it with something.")
-        return [name for name in schema.names if self._asks_for(name, schema)]
+        return [name for name in schema.names if self._uses_column(name, schema)]
 
     def matches(self, table: ArrowTable) -> Ints:
-        """Return ``int64[M]``, the rows of a table for which the expression is true."""
+        """Return ``int64[M]``, the numbers of the rows of a table for which the expression is true."""
         return np.flatnonzero(self._evaluate(table).fill_null(False).to_numpy())
 
-    def _asks_for(self, name: str, schema: ArrowSchema) -> bool:
-        """True if the expression uses a column: without that column it cannot be evaluated. Arrow has no call for this."""
+    def _uses_column(self, name: str, schema: ArrowSchema) -> bool:
+        """True if the expression uses a column: it is evaluated without that column, since Arrow has no call for this."""
         try:
             self._evaluate(schema.remove(schema.get_field_index(name)).empty_table())
         except pa.ArrowInvalid:
@@ -77,19 +77,19 @@ class Condition:
         return False
 
     def _evaluate(self, table: ArrowTable) -> ArrowTable:
-        scanned = dataset.InMemoryDataset(table).scanner(columns={_MATCH: self.expression}, use_threads=False)
-        return scanned.to_table().column(_MATCH)
+        scanned = dataset.InMemoryDataset(table).scanner(columns={_MATCH_COLUMN: self.expression}, use_threads=False)
+        return scanned.to_table().column(_MATCH_COLUMN)
 
 
 def has_floats(kind: ArrowType) -> bool:
-    """True if values of a type are or hold floats."""
+    """True if a type is, or contains, a floating-point type."""
     if kinds.is_dictionary(kind):
         return has_floats(kind.value_type)
     return kinds.is_floating(kind) or any(has_floats(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def chosen(footer: Footer, matches: dict[int, Ints]) -> Footer:
-    """Return the footer of a file without the rows that do not match.
+    """Return the footer of a file, reduced to the rows that match a filter.
 
     Args:
         footer: Footer with all rows of the file.

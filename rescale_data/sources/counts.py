@@ -1,4 +1,4 @@
-"""Counters of reading in this process. A worker counts in memory that the trainer's process sees, too."""
+"""Counters of reading (bytes, requests, seconds) in each process; a worker's counters lie in memory shared with the trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FIELDS = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, READ_SECONDS, MAKE_SECONDS, MADE = range(7)
+FIELDS = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, READ_SECONDS, MAKE_SECONDS, MADE_BATCHES = range(7)
 """Indices of the counters:
 
 - READ_BYTES: bytes of fragments, as they are in memory;
@@ -21,12 +21,12 @@ FIELDS = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, READ_SECONDS, MAKE_SECOND
 - READ_SECONDS: seconds in which a batch waited for files and their decoding;
 - MAKE_SECONDS: seconds in which batches were made, READ_SECONDS included;
 - MADE: batches that a worker has made in its segment."""
-BACKGROUND = "rescale_data_"
-"""Prefix of the names of threads that read ahead: no batch waits for them."""
+BACKGROUND_PREFIX = "rescale_data_"
+"""Prefix of the names of threads that read ahead: their reading does not count as time that a batch waited."""
 
 
 class Counts:
-    """Counters, one for each of `FIELDS`, and the file that is being read: empty if none is."""
+    """The counters, one for each of `FIELDS`, and the name of the file that is being read, empty if there is none."""
 
     def __init__(self) -> None:
         self.values: npt.NDArray[np.float64] = np.zeros(len(FIELDS))
@@ -37,19 +37,19 @@ class Counts:
         with self._lock:
             self.values[field] += value
 
-    def keep_in(self, values: npt.NDArray[np.float64]) -> None:
-        """Copy the counters into other memory and go on counting there."""
+    def move_to(self, values: npt.NDArray[np.float64]) -> None:
+        """Copy the counters into other memory, and count there from then on."""
         with self._lock:
             values[:] = self.values
             self.values = values
 
     @contextmanager
     def reading(self, file: str) -> Generator[None]:
-        """Keep the name of the file that a batch waits for in this context, and count the seconds as READ_SECONDS.
+        """Context manager: store the name of the file that a batch waits for, and add the elapsed time to READ_SECONDS.
 
         Threads that read ahead do neither, nor does a context inside of another one.
         """
-        if self.file or threading.current_thread().name.startswith(BACKGROUND):
+        if self.file or threading.current_thread().name.startswith(BACKGROUND_PREFIX):
             yield
             return
         self.file, started = file, time.perf_counter()
@@ -68,27 +68,27 @@ def counts() -> Counts:
     return _counts
 
 
-def told(values: Any) -> dict[str, float]:
-    """Return the counters by name, for a logger.
+def by_name(values: Any) -> dict[str, float]:
+    """Return the counters as a dict by name, for a logger.
 
     Args:
         values: ``float64[FIELDS]``.
     """
-    reads = float(values[READ_SECONDS])
+    read_seconds = float(values[READ_SECONDS])
     return {
         "read_bytes": float(values[READ_BYTES]),
-        "read_seconds": reads,
-        "transform_seconds": max(0.0, float(values[MAKE_SECONDS]) - reads),
+        "read_seconds": read_seconds,
+        "transform_seconds": max(0.0, float(values[MAKE_SECONDS]) - read_seconds),
         "requests": float(values[REQUESTS]),
         "request_bytes": float(values[REQUEST_BYTES]),
         "retries": float(values[RETRIES]),
     }
 
 
-def _renew() -> None:
-    """Give a forked child counters of its own: another thread of the parent may have held the lock."""
+def _reset_after_fork() -> None:
+    """Replace the counters in a forked child, since another thread of the parent may have held their lock."""
     global _counts
     _counts = Counts()
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -1,4 +1,4 @@
-"""`DatasetSource`: rows of a map-style dataset."""
+"""`DatasetSource`: makes a map-style dataset a source of rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DatasetSource(Source):
     ) -> None:
         if isinstance(dataset, str | bytes | os.PathLike | Mapping):
             raise TypeError(
-                f"{_shown(dataset)} is no data set: give rd.ParquetSource(...), or the source of another format, for files, "
+                f"{_describe(dataset)} is no data set: give rd.ParquetSource(...), or the source of another format, for files, "
                 f"and one split of a dict of data sets."
             )
         if isinstance(dataset, pa.Table | pa.RecordBatch) or hasattr(dataset, "iloc"):
@@ -86,7 +86,7 @@ class DatasetSource(Source):
             raise ValueError(f"The dataset {self.name} has no rows (its len() is 0). Give one that has some.")
 
     def manifest(self) -> Mapping[str, Any]:
-        """Return the dataset's class and length, and the fingerprint that a Hugging Face dataset has of its contents."""
+        """Return the dataset's class and length and, for a Hugging Face dataset, the fingerprint of its contents."""
         fingerprint = getattr(self.dataset, "_fingerprint", None)
         known = {"fingerprint": fingerprint} if isinstance(fingerprint, str) else {}
         return {"format": "dataset", "class": type(self.dataset).__qualname__, "rows": self.num_rows, **known}
@@ -104,7 +104,10 @@ class DatasetSource(Source):
 
 
 def _warn_of_state(dataset: MapStyle) -> None:
-    """Warn, once for each class, that a dataset's own state is not saved. `StatefulDataLoader` of torchdata would save it."""
+    """Warn, once for each class, if a dataset has a state of its own, which is not saved.
+
+    `StatefulDataLoader` of torchdata would save it.
+    """
     name = type(dataset).__qualname__
     if name not in _warned and all(callable(getattr(dataset, key, None)) for key in ("state_dict", "load_state_dict")):
         _warned.add(name)
@@ -114,23 +117,23 @@ def _warn_of_state(dataset: MapStyle) -> None:
         )  # fmt: skip
 
 
-_wrapped: weakref.WeakValueDictionary[int, DatasetSource] = weakref.WeakValueDictionary()
+_source_of_dataset: weakref.WeakValueDictionary[int, DatasetSource] = weakref.WeakValueDictionary()
 
 
 def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
-    """Return ``data`` itself if it is a source, else a `DatasetSource` of it: one for each dataset object.
+    """Return ``data`` if it is a source, else a `DatasetSource` around it, always the same one for the same dataset object.
 
     Raises:
         TypeError: ``data`` is no map-style dataset, or a path, a dict or a table: these hold no rows by number.
     """
     if isinstance(data, Source):
         return data
-    source = _wrapped.get(id(data))  # the source holds its dataset, so no other object has this id
+    source = _source_of_dataset.get(id(data))  # the source holds its dataset, so no other object has this id
     if source is None:
-        source = _wrapped[id(data)] = DatasetSource(cast(MapStyle, data))
+        source = _source_of_dataset[id(data)] = DatasetSource(cast(MapStyle, data))
     return source
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     text = repr(value)
     return f"The {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

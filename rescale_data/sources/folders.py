@@ -1,4 +1,4 @@
-"""Folded manifests: a digest of each folder instead of a list of many files.
+"""Folded manifests, which hold a digest of each folder in place of a list of many files.
 
     {"format": ..., "files":   [[name, bytes, rows], ...]}                     in full
     {"format": ..., "folders": [[folder, files, digest, rows], ...]}           folded
@@ -14,31 +14,31 @@ from collections.abc import Mapping
 from typing import Any
 
 FILES, FOLDERS = "files", "folders"
-_MOST = 64
+_MAX_FOLDERS = 64
 
 
 def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a manifest with digests of folders instead of its list of files, if it has such a list."""
+    """Return a manifest with a digest of each folder in place of its list of files; unchanged if it has no such list."""
     if FILES not in manifest:
         return manifest
     by_folder: dict[str, list[Any]] = {}
     for file in manifest[FILES]:
         folder, below, _ = file[0].partition("/")
         by_folder.setdefault(folder if below else ".", []).append(file)
-    if len(by_folder) > _MOST:
+    if len(by_folder) > _MAX_FOLDERS:
         by_folder = {".": list(manifest[FILES])}
     folders = [[name, len(files), _digest(files), num_rows(files)] for name, files in sorted(by_folder.items())]
     return {**{key: value for key, value in manifest.items() if key != FILES}, FOLDERS: folders}
 
 
-def listed_in(manifest: Mapping[str, Any]) -> list[Any]:
-    """Return the files of a manifest, or its folders: lists that begin with a name and end with a number of rows."""
+def manifest_entries(manifest: Mapping[str, Any]) -> list[Any]:
+    """Return the entries of a manifest, for files or folders: lists that begin with a name and end with a number of rows."""
     return list(manifest.get(FILES) or manifest.get(FOLDERS) or ())
 
 
-def num_rows(listed: list[Any]) -> int:
-    """Return the number of rows of files or folders."""
-    return sum(int(entry[-1]) for entry in listed)
+def num_rows(entries: list[Any]) -> int:
+    """Return the total number of rows in a manifest's entries of files or folders (see `manifest_entries`)."""
+    return sum(int(entry[-1]) for entry in entries)
 
 
 def _digest(files: list[Any]) -> str:

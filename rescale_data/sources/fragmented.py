@@ -22,18 +22,18 @@ from rescale_data.sources.files.local_store import store_in
 from rescale_data.sources.files.paths import Files, Paths, find
 from rescale_data.sources.files.remote import Remote, RemoteError
 from rescale_data.sources.folders import FILES, FOLDERS, fold
-from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, gather
+from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, join_footers
 from rescale_data.sources.index import IndexFolder, digest
 from rescale_data.sources.known_files import KnownFiles
 from rescale_data.sources.source import FiledSource
 from rescale_data.state import Ints
 
-HIDDEN = ".rescale_data"
+INDEX_FOLDER = ".rescale_data"
 """Name of the folder beside local files that holds their index and copies of compressed files."""
 
 CACHE_DIR_BYTES = 2**36
 _OPENING_THREADS = 16
-_DAMAGE = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
+_DAMAGE_ERRORS = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
 
 
 class FragmentedSource(FiledSource):
@@ -71,11 +71,11 @@ class FragmentedSource(FiledSource):
         if index_dir is not None or self._must_index:
             self._known = self._mapped()
         else:
-            self._known = KnownFiles(files, gather(self._read_footers(range(len(files.names)))))
+            self._known = KnownFiles(files, join_footers(self._read_footers(range(len(files.names)))))
         self.name, self.fragments = self._known.name, self._index.starts
         self.num_rows = int(self._index.starts[-1])
         self.fragment_bytes = int(np.median(self._index.nbytes)) if len(self._index) else 0
-        self._accept()
+        self._check_files()
 
     @property
     def _files(self) -> Files:
@@ -106,16 +106,16 @@ class FragmentedSource(FiledSource):
 
     def _index_folder(self, paths: Paths) -> IndexFolder:
         root, given = self._files.root, [paths] if isinstance(paths, str | os.PathLike) else paths
-        about = {"format": self.FORMAT, **self._indexed_with()}
+        about = {"format": self.FORMAT, **self._index_arguments()}
         if self._index_dir is None:
-            folder = os.path.join(root, HIDDEN)
+            folder = os.path.join(root, INDEX_FOLDER)
             given = [os.path.relpath(os.path.expanduser(path), root) for path in given]
             return IndexFolder(folder, about, digest(given), self.FILES_A_PART)
-        stamped_by = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
-        about |= {"root": root, "filesystem": stamped_by}
+        filesystem_name = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
+        about |= {"root": root, "filesystem": filesystem_name}
         return IndexFolder(self._index_dir, about, digest([os.fspath(path) for path in given]), self.FILES_A_PART)
 
-    def _indexed_with(self) -> Mapping[str, Any]:
+    def _index_arguments(self) -> Mapping[str, Any]:
         """Return the arguments on which fragments depend, as JSON values."""
         return {}
 
@@ -138,7 +138,7 @@ class FragmentedSource(FiledSource):
     def _footer(self, file: int) -> Footer:
         """Read the footer of a file. The caller turns most errors into one that calls the file damaged."""
 
-    def _accept(self) -> None:
+    def _check_files(self) -> None:
         """Check all files together, from their footers; ``ValueError`` if they do not fit together or have no rows."""
         if not self.num_rows:
             raise ValueError(
@@ -197,13 +197,13 @@ class FragmentedSource(FiledSource):
         return f"{self._files.path(file)}, row {row}"
 
     @contextmanager
-    def _blaming(self, file: int) -> Generator[None]:
+    def _name_file_in_errors(self, file: int) -> Generator[None]:
         """Make errors of reading a file name the file. Most errors become a ``ValueError`` that calls it damaged."""
         try:
             yield
         except (FileNotFoundError, PermissionError, RemoteError, BadRow):
             raise
-        except _DAMAGE as error:
+        except _DAMAGE_ERRORS as error:
             if isinstance(error, OSError) and error.errno:  # a fault of the machine, such as a full disk
                 error.add_note(f"This was met while {self._files.path(file)} was read.")
                 raise
@@ -217,5 +217,5 @@ class FragmentedSource(FiledSource):
             return list(pool.map(self._try_footer, files))
 
     def _try_footer(self, file: int) -> Footer:
-        with self._blaming(file):
+        with self._name_file_in_errors(file):
             return self._footer(file)

@@ -1,4 +1,4 @@
-"""`Fragments`: the places of all fragments of a source's files, as plain arrays that can be mapped from one file."""
+"""`Fragments`: the places of all fragments in a source's files, as arrays that can be mapped from one index file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Footer:
 
 @dataclass(frozen=True)
 class Fragments:
-    """The fragments of all files, in memory or mapped.
+    """The fragments of all files of a source, in memory or memory-mapped.
 
     Args:
         starts: ``int64[F + 1]``, the first row of each fragment, and the number of rows.
@@ -84,7 +84,7 @@ class Fragments:
         return None if self.chosen is None else self.chosen[self.starts[fragment] : self.starts[fragment + 1]]
 
     def footer(self, file: int) -> Footer:
-        """Return the fragments of one file."""
+        """Return the fragments of one file as a `Footer`."""
         part = slice(*self.files[file : file + 2].tolist())
         rows = slice(*self.starts[[part.start, part.stop]].tolist())
         return Footer(
@@ -96,14 +96,14 @@ class Fragments:
         )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return all arrays, by name, to be written in an index; with them and ``kinds``, `of` makes the fragments again."""
+        """Return all arrays of the fragments, by name, as an index stores them; `of` reads them back."""
         own = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
         chosen = {} if self.chosen is None else {_CHOSEN: self.chosen}
         return {**own, **chosen, **{_PLACE + name: values for name, values in self.places.items()}}
 
     @staticmethod
     def of(bundle: Bundle, *, copy: bool = False) -> Fragments:
-        """Return the fragments in an index, mapped or as a copy."""
+        """Return the fragments that an index stores, as views of the mapped file or as copies."""
 
         def take(name: str) -> npt.NDArray[Any]:
             return np.array(bundle.array(name)) if copy else bundle.array(name)
@@ -114,8 +114,8 @@ class Fragments:
         return Fragments(**own, places=places, kinds=bundle.facts["kinds"], chosen=chosen)
 
 
-def gather(footers: Sequence[Footer]) -> Fragments:
-    """Return the fragments of several files, joined in the order of the files."""
+def join_footers(footers: Sequence[Footer]) -> Fragments:
+    """Join the fragments of several files, in the order of the files."""
     kinds: dict[str, int] = {}
     distinct: list[Mapping[str, Any]] = []
     kind_of: list[int] = []
@@ -125,24 +125,26 @@ def gather(footers: Sequence[Footer]) -> Fragments:
             distinct.append(footer.kind)
         kind_of.append(number)
     return Fragments(
-        sums(_joined([footer.rows for footer in footers])),
+        cumulative_sums(_joined([footer.rows for footer in footers])),
         _joined([footer.nbytes for footer in footers]),
         {name: _joined([footer.places[name] for footer in footers]) for name in footers[0].places},
-        sums(np.array([len(footer.rows) for footer in footers], dtype=np.int64)),
+        cumulative_sums(np.array([len(footer.rows) for footer in footers], dtype=np.int64)),
         distinct,
         np.array(kind_of, dtype=np.int32),
-        None if footers[0].chosen is None else np.concatenate([_of(footer.chosen) for footer in footers]),
+        None if footers[0].chosen is None else np.concatenate([_or_empty(footer.chosen) for footer in footers]),
     )
 
 
-def spans(places: Ints) -> tuple[Ints, dict[str, Ints]]:
-    """Return bytes and places of fragments that lie end to end, given the places where they begin and the last one ends."""
+def adjacent_places(places: Ints) -> tuple[Ints, dict[str, Ints]]:
+    """Return sizes and places of adjacent fragments, given the bytes at which they begin and the last one ends."""
     lengths = np.diff(places)
     return lengths, {"offset": places[:-1], "length": lengths}
 
 
-def cut(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | None = None) -> Ints:
-    """Return the first piece of each fragment, and the number of pieces. A fragment gets as many pieces as fit, at least one.
+def group_pieces(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | None = None) -> Ints:
+    """Group consecutive pieces into fragments, each with as many pieces as the limits allow, at least one.
+
+    Return the first piece of each fragment, and the number of pieces.
 
     Args:
         rows: ``int64[P + 1]``, the number of rows before each piece, and of all pieces.
@@ -160,8 +162,8 @@ def cut(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | No
     return np.array(cuts, dtype=np.int64)
 
 
-def sums(counts: Ints) -> Ints:
-    """Return ``int64[n + 1]``: the sum of the counts before each one, and the sum of all."""
+def cumulative_sums(counts: Ints) -> Ints:
+    """Return the cumulative sums of counts with a leading 0, ``int64[n + 1]``."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
@@ -169,9 +171,9 @@ def _joined(parts: Sequence[Ints]) -> Ints:
     return np.concatenate(parts).astype(np.int64)
 
 
-def _of(chosen: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:
+def _or_empty(chosen: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:
     return np.zeros(0, np.uint32) if chosen is None else chosen
 
 
-NO_FRAGMENTS = gather([Footer(np.zeros(0, np.int64), np.zeros(0, np.int64))])
+NO_FRAGMENTS = join_footers([Footer(np.zeros(0, np.int64), np.zeros(0, np.int64))])
 """The fragments of files that are not read yet."""

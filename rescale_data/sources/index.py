@@ -1,4 +1,4 @@
-"""The index of a source on disk: the places of its fragments and the list of its files, made once for all processes and runs.
+"""The index of a source on disk: places of its fragments and a list of its files, written once for all processes and runs.
 
     <folder>/<about>-<files>.rdpart      some files: their fragments, and other arrays that their format keeps
     <folder>/<about>-<files>.rdindex     all files: their fragments and their list, joined from parts
@@ -27,17 +27,17 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from rescale_data.sources.files.bundle import Bundle, Strings, string_arrays, write_bundle
-from rescale_data.sources.files.once import open_once
+from rescale_data.sources.files.once import open_or_create
 from rescale_data.sources.files.paths import Files
-from rescale_data.sources.fragments import Footer, Fragments, gather
+from rescale_data.sources.fragments import Footer, Fragments, join_footers
 
-Read: TypeAlias = Callable[[Sequence[int]], list[Footer]]
+ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
 _VERSION = 3
 _OPENING_THREADS = 16
 _SUFFIX, _PART = ".rdindex", ".rdpart"
-_PROBES, _PARTS, _PART_OF, _OWN = "probes", "parts", "part_of", "own."
-_SHOWN = 5
+_PROBES, _PARTS, _PART_OF, _FORMAT_PREFIX = "probes", "parts", "part_of", "own."
+_MAX_SHOWN = 5
 _log = logging.getLogger("rescale_data")
 
 
@@ -59,11 +59,11 @@ class IndexFolder:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """``about`` with the version of the index format: another version makes an index of its own."""
+        """The values that identify an index: ``about``, and the version of the index format."""
         return {"version": _VERSION, **self.about}
 
-    def open(self, files: Files, read: Read) -> Bundle:
-        """Return the index of these files, mapped. It is made first if it is missing or damaged.
+    def open(self, files: Files, read: ReadFooters) -> Bundle:
+        """Return the index of these files, memory-mapped; it is written first if it is missing or damaged.
 
         Args:
             files: The files, as they are now.
@@ -77,16 +77,16 @@ class IndexFolder:
             bundle = Bundle(path)
         except (FileNotFoundError, ValueError):
             bundle = self._make(path, files, read)
-        return self._checked(bundle)
+        return self._require_own_index(bundle)
 
     def all(self) -> Iterator[Bundle]:
         """Yield all indices in the folder, the newest first."""
-        for path in self._found(""):
+        for path in self._index_paths(""):
             with suppress(ValueError):
                 yield Bundle(path)
 
-    def _checked(self, bundle: Bundle) -> Bundle:
-        """Return an index; ``ValueError`` if it is not an index of this source."""
+    def _require_own_index(self, bundle: Bundle) -> Bundle:
+        """Return ``bundle``; raise ``ValueError`` if it is not an index of this source."""
         if bundle.facts.get("about") != json.loads(json.dumps(self._about)):
             raise ValueError(
                 f"{bundle.path} is an index of {bundle.facts.get('about')}, not of {self._about}. Delete it."
@@ -96,82 +96,86 @@ class IndexFolder:
         return bundle
 
     def part(self, files: Files) -> str:
-        """Return the path of the part for some files."""
+        """Return the path of the part of an index that describes these files."""
         return self._path(files, _PART)
 
-    def part_in(self, index: Bundle, file: int) -> str:
-        """Return the path of the part from which an index has a file."""
+    def part_of_file(self, index: Bundle, file: int) -> str:
+        """Return the path of the part from which an index took the fragments of a file."""
         return os.path.join(self.folder, Strings(index, _PARTS)[int(index.array(_PART_OF)[file])])
 
     def _path(self, files: Files, suffix: str) -> str:
         return os.path.join(self.folder, f"{digest(self._about)}-{_listing_digest(files)}{suffix}")
 
-    def _found(self, begin: str) -> Iterator[str]:
+    def _index_paths(self, begin: str) -> Iterator[str]:
         try:
             entries = [entry for entry in os.scandir(self.folder) if entry.name.startswith(begin)]
         except OSError:
             return
-        found = [entry for entry in entries if entry.name.endswith(_SUFFIX)]  # a temporary file may be gone now
-        for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
+        indices = [entry for entry in entries if entry.name.endswith(_SUFFIX)]  # a temporary file may be gone now
+        for entry in sorted(indices, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
             yield entry.path
 
-    def _make(self, path: str, files: Files, read: Read) -> Bundle:
+    def _make(self, path: str, files: Files, read: ReadFooters) -> Bundle:
         known = self._known(files)
         os.makedirs(self.folder, exist_ok=True)
         todo = [file for file, name in enumerate(files.names) if name not in known]
         _log.info("%s: %d of %d files are read for its index, %s", files.root, len(todo), len(files.names), path)
         chunks = [todo[at : at + self.files_a_part] for at in range(0, len(todo), self.files_a_part)]
-        parts = {self.part(files.some(chunk)): chunk for chunk in chunks}
+        parts = {self.part(files.select(chunk)): chunk for chunk in chunks}
         self._make_parts(parts, read)
         for part, chunk in parts.items():
             index = Fragments.of(Bundle(part), copy=True)  # a copy: there may be too many parts to map them all
             known |= {files.names[file]: (index.footer(i), os.path.basename(part)) for i, file in enumerate(chunk)}
-        return cast(Bundle, open_once(path, Bundle, lambda aside: self._write(aside, files, known)))
+        return cast(Bundle, open_or_create(path, Bundle, lambda temporary: self._write(temporary, files, known)))
 
-    def _make_parts(self, parts: Mapping[str, Sequence[int]], read: Read) -> None:
-        """Make the missing parts: first all that no other process is making, then all that another has not finished."""
-        mixed = random.sample(list(parts), len(parts))
+    def _make_parts(self, parts: Mapping[str, Sequence[int]], read: ReadFooters) -> None:
+        """Write the missing parts: first all that no other process is writing, then all that another has not finished."""
+        shuffled_parts = random.sample(list(parts), len(parts))
         with ThreadPoolExecutor(max(1, _OPENING_THREADS // self.files_a_part)) as pool:
             for wait in (False, True):
 
                 def make(part: str, wait: bool = wait) -> None:
                     make_part(part, parts[part], read, wait=wait)
 
-                list(pool.map(make, mixed))
+                list(pool.map(make, shuffled_parts))
 
     def _known(self, files: Files) -> dict[str, tuple[Footer, str]]:
-        """Return, by name, the footer of each unchanged file and the name of its part, from earlier indices.
+        """Return the footer and the part's name for each unchanged file, by file name, from earlier indices.
 
         Warnings name files that have changed and files that are gone.
         """
         known, changed = dict[str, tuple[Footer, str]](), set[str]()
         warns_of_gone = True
-        for path in self._found(f"{digest(self._about)}-"):
+        for path in self._index_paths(f"{digest(self._about)}-"):
             try:
-                bundle = self._checked(Bundle(path))
+                bundle = self._require_own_index(Bundle(path))
             except ValueError:  # it is damaged
                 continue
-            then, index, probes = listed(bundle, files), Fragments.of(bundle), Strings(bundle, _PROBES)
-            old = {name: file for file, name in enumerate(then.names)}
+            earlier_files, index, probes = listed(bundle, files), Fragments.of(bundle), Strings(bundle, _PROBES)
+            old = {name: file for file, name in enumerate(earlier_files.names)}
             if warns_of_gone and bundle.facts["given"] == self.given:
                 warns_of_gone = False
                 if gone := sorted(old.keys() - {*files.names}):
-                    _log.warning("%s: %s are in its index, and no longer there.", files.root, _some(gone))
+                    _log.warning("%s: %s are in its index, and no longer there.", files.root, _first_few(gone))
             for file, name in enumerate(files.names):
                 if name not in old or name in known:
                     continue
-                if _is_same(files, file, then, old[name], probes):
-                    known[name] = index.footer(old[name]), os.path.basename(self.part_in(bundle, old[name]))
+                if _is_same(files, file, earlier_files, old[name], probes):
+                    known[name] = index.footer(old[name]), os.path.basename(self.part_of_file(bundle, old[name]))
                 else:
                     changed.add(name)
             if len(known) == len(files.names):
                 break
-        if anew := sorted(changed - known.keys()):
-            _log.warning("%s: %s changed since an index of them was made, and are read anew.", files.root, _some(anew))
+        if changed_names := sorted(changed - known.keys()):
+            _log.warning(
+                "%s: %s changed since an index of them was made, and are read anew.",
+                files.root,
+                _first_few(changed_names),
+            )
         return known
 
     def _write(self, path: str, files: Files, known: Mapping[str, tuple[Footer, str]]) -> None:
-        index = gather([known[name][0] for name in files.names])
+        index = join_footers([known[name][0] for name in files.names])
         parts = {part: number for number, part in enumerate(dict.fromkeys(known[name][1] for name in files.names))}
         part_of = np.array([parts[known[name][1]] for name in files.names], dtype=np.int32)
         facts: dict[str, Any] = {"about": self._about, "given": self.given}
@@ -180,8 +184,8 @@ class IndexFolder:
         write_bundle(path, facts, {**index.arrays(), **_listing(files), **of_files})
 
 
-def make_part(part: str, files: Sequence[int], read: Read, *, wait: bool = True) -> Bundle | None:
-    """Return a part, mapped. It is written first if it is missing or damaged.
+def make_part(part: str, files: Sequence[int], read: ReadFooters, *, wait: bool = True) -> Bundle | None:
+    """Return a part of an index, memory-mapped; it is written first if it is missing or damaged.
 
     Args:
         part: Path of the part.
@@ -190,22 +194,22 @@ def make_part(part: str, files: Sequence[int], read: Read, *, wait: bool = True)
         wait: Whether to wait for a process that is making the part. If not, return `None` in that case.
     """
 
-    def write(aside: str) -> None:
+    def write(temporary: str) -> None:
         footers = read(files)
-        index = gather(footers)
-        own = {_OWN + name: array for footer in footers for name, array in footer.arrays.items()}
-        write_bundle(aside, {"kinds": list(index.kinds)}, {**index.arrays(), **own})
+        index = join_footers(footers)
+        own = {_FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
+        write_bundle(temporary, {"kinds": list(index.kinds)}, {**index.arrays(), **own})
 
-    return open_once(part, Bundle, write, wait=wait)
+    return open_or_create(part, Bundle, write, wait=wait)
 
 
-def own_array(part: Bundle, name: str) -> Any:
-    """Return an array that a format keeps of the only file in a part, mapped. See `Footer.arrays`."""
-    return part.array(_OWN + name)
+def format_array(part: Bundle, name: str) -> Any:
+    """Return an array that a format stores for the only file in a part, memory-mapped. See `Footer.arrays`."""
+    return part.array(_FORMAT_PREFIX + name)
 
 
 def listed(bundle: Bundle, files: Files) -> Files:
-    """Return ``files`` with the names, sizes and stamps that an index has."""
+    """Return ``files`` with the names, sizes and stamps that an index lists."""
     return files.listed(Strings(bundle, "names"), bundle.array("sizes"), Strings(bundle, "stamps"))
 
 
@@ -214,14 +218,14 @@ def _listing(files: Files) -> dict[str, Any]:
     return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
 
 
-def _is_same(files: Files, file: int, then: Files, old: int, probes: Sequence[str]) -> bool:
-    """True if a file is unchanged since an index was made: the same size, and the same stamp or probe."""
-    same_size = int(files.sizes[file]) == int(then.sizes[old])
-    return same_size and (files.stamps[file] == then.stamps[old] or files.is_copy(file, probes[old]))
+def _is_same(files: Files, file: int, earlier_files: Files, old: int, probes: Sequence[str]) -> bool:
+    """True if a file is unchanged since an index was made: same size, and same time stamp, ETag or digest of sampled bytes."""
+    same_size = int(files.sizes[file]) == int(earlier_files.sizes[old])
+    return same_size and (files.stamps[file] == earlier_files.stamps[old] or files.is_unchanged_copy(file, probes[old]))
 
 
 def count_parts(folder: str) -> int:
-    """Return the number of finished parts in a folder, for all of its indices."""
+    """Count the finished parts of all indices in a folder."""
     try:
         return sum(entry.name.endswith(_PART) for entry in os.scandir(folder))
     except FileNotFoundError:  # no process has begun
@@ -237,6 +241,6 @@ def digest(*values: Any) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _first_few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more

@@ -1,4 +1,4 @@
-"""`IndexedSource`: files without an index of their own. Each file is scanned once, for all processes and runs."""
+"""`IndexedSource`: base class for formats without a footer; each file is scanned once, for all processes and runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rescale_data.sources.decoded.columns import chosen_columns
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.blocks import BlockRanges, codec_of, decompressed, write_blocks
 from rescale_data.sources.files.bundle import Bundle
-from rescale_data.sources.files.once import open_once
+from rescale_data.sources.files.once import open_or_create
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragmented import CACHE_DIR_BYTES
-from rescale_data.sources.fragments import Arrays, Footer, cut, spans
-from rescale_data.sources.index import make_part, own_array
+from rescale_data.sources.fragments import Arrays, Footer, adjacent_places, group_pieces
+from rescale_data.sources.index import format_array, make_part
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -42,24 +42,27 @@ def scanned(starts: Ints, arrays: Arrays, facts: Mapping[str, Any] | None = None
         arrays: Other arrays that the format keeps, by name.
         facts: Other facts that the format keeps, as JSON values.
     """
-    cuts = cut(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-    return Footer(np.diff(cuts), *spans(starts[cuts]), facts or {}, arrays={"starts": starts, **arrays})
+    cuts = group_pieces(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
+    return Footer(np.diff(cuts), *adjacent_places(starts[cuts]), facts or {}, arrays={"starts": starts, **arrays})
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An open file, and the part of the index that holds this file alone."""
+    """An open file, and the part of the index that describes only this file."""
 
     ranges: Ranges
     part: Bundle
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return an array that the format keeps, mapped."""
-        return own_array(self.part, name)
+        return format_array(self.part, name)
 
 
 class IndexedSource(FileSource):
-    """Rows of files that are scanned once. A subclass for each format scans files and cuts fragments into rows."""
+    """Base class of sources whose files are scanned once.
+
+    A subclass for each format scans files, and cuts fragments into rows.
+    """
 
     FILES_A_PART: ClassVar[int] = 1
 
@@ -90,14 +93,15 @@ class IndexedSource(FileSource):
 
     @abstractmethod
     def _scan(self, ranges: Ranges) -> Footer:
-        """Find the rows of a file by reading all of it; ``ValueError`` if the file is damaged."""
+        """Find the rows of a file by reading all of it; raise ``ValueError`` if the file is damaged."""
 
     def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
         files = super()._find(paths, storage_options, remote)
-        packed = next((name for name in files.names if codec_of(name) is not None), None)
-        if packed is not None and not self._transcode:
+        compressed_name = next((name for name in files.names if codec_of(name) is not None), None)
+        if compressed_name is not None and not self._transcode:
             raise ValueError(
-                f"{posixpath.join(files.root, packed)} is compressed as a whole, so that none of its rows can be read without "
+                f"{posixpath.join(files.root, compressed_name)} is compressed as a whole, so that none of its rows can be read "
+                f"without "
                 f"all before it. Allow transcode=True, which writes a copy in blocks once beside the index, or decompress it."
             )
         return files
@@ -107,33 +111,38 @@ class IndexedSource(FileSource):
         return True
 
     def _footer(self, file: int) -> Footer:
-        return self._scan(self._opened(file, self._folder.part(self._files.some([file]))))
+        return self._scan(self._open_ranges(file, self._folder.part(self._files.select([file]))))
 
     def _open(self, file: int) -> Opened:
-        path = self._folder.part_in(cast(Bundle, self._known.bundle), file)
+        path = self._folder.part_of_file(cast(Bundle, self._known.bundle), file)
         part = make_part(path, [file], self._read_footers)  # again, if it was deleted or damaged
-        return Opened(self._opened(file, path), cast(Bundle, part))
+        return Opened(self._open_ranges(file, path), cast(Bundle, part))
 
-    def _extent(self, fragment: int) -> tuple[int, int]:
-        return self._span(fragment)
+    def _raw_byte_range(self, fragment: int) -> tuple[int, int]:
+        return self._byte_range(fragment)
 
-    def _part(self, fragment: int) -> tuple[Opened, slice, Ints]:
-        """Return the open file of a fragment, its rows in the file, and the byte at which each begins and the last ends."""
+    def _fragment_rows(self, fragment: int) -> tuple[Opened, slice, Ints]:
+        """Return the open file of a fragment, its range of rows in the file, and the bytes at which these begin and end."""
         file = self._index.file_of(fragment)
         opened: Opened = self._handle(file)
         first, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         return opened, slice(first, stop), np.array(opened.array("starts")[first : stop + 1])
 
-    def _opened(self, file: int, part: str) -> Ranges:
-        """Return the byte ranges of a file. If it is compressed, they are read from a copy in blocks, made first if missing."""
+    def _open_ranges(self, file: int, part: str) -> Ranges:
+        """Return an object that reads byte ranges of a file.
+
+        A compressed file is first copied, if there is no copy yet, into blocks for random access.
+        """
         codec = codec_of(self._files.names[file])
         if codec is None:
             return self._files.ranges(file)
         copy = os.path.splitext(part)[0] + ".rdblocks"
         opened = partial(BlockRanges, store=self._files.store)
-        return cast(Ranges, open_once(copy, opened, lambda aside: self._write_copy(file, codec, copy, aside)))
+        return cast(
+            Ranges, open_or_create(copy, opened, lambda temporary: self._write_copy(file, codec, copy, temporary))
+        )
 
-    def _write_copy(self, file: int, codec: str, copy: str, aside: str) -> None:
+    def _write_copy(self, file: int, codec: str, copy: str, temporary: str) -> None:
         if not self._files.sizes[file]:
             raise ValueError("it has no bytes, not even those of a compressed file that holds nothing")
         _log.warning(
@@ -141,4 +150,4 @@ class IndexedSource(FileSource):
             "written once, to %s.", self._files.path(file), self._files.sizes[file], copy,
         )  # fmt: skip
         with self._files.open(file) as stream:
-            write_blocks(decompressed(stream, codec), aside)
+            write_blocks(decompressed(stream, codec), temporary)

@@ -1,4 +1,4 @@
-"""Places and row counts of the record batches of an Arrow IPC file, without reading their data.
+"""Reads places and row counts of the record batches of an Arrow IPC file from its metadata, without their data.
 
 pyarrow has no call for either. A footer holds the places of the batches but not their row counts, and a reader reads and
 decompresses a whole batch to count its rows. So this module reads the metadata itself, which is in the format of FlatBuffers:
@@ -28,12 +28,12 @@ _MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY = 1, 2, 3
 _BATCH_ROWS, _BATCH_COMPRESSION = 0, 3
 _RECORD_BATCH = 3
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
-_INT, _TWO, _LONG, _SLOTS = (struct.Struct(form) for form in ("<i", "<ii", "<q", "<6H"))
+_INT32, _TWO_INT32, _INT64, _VTABLE_ENTRIES = (struct.Struct(form) for form in ("<i", "<ii", "<q", "<6H"))
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The record batches of a file, as ``int64[B]``: the place of each message, and the bytes of its metadata and its body."""
+    """The record batches of a file: offset of each message, bytes of its metadata, and bytes of its body, each ``int64[B]``."""
 
     offset: Ints
     metadata: Ints
@@ -53,7 +53,7 @@ def is_file_format(file: Ranges) -> bool:
 
 
 def read_blocks(file: Ranges) -> Blocks:
-    """Return the record batches of a file in either format; ``ValueError`` if the file was cut off."""
+    """Return the places of the record batches of a file in either format; ``ValueError`` if the file was cut off."""
     blocks = _footer_blocks(file) if is_file_format(file) else _stream_blocks(file)
     if len(blocks) and int(blocks.stop.max()) > file.size:
         raise ValueError(f"it ends before its record batches do, at byte {file.size} of {int(blocks.stop.max())}")
@@ -61,18 +61,18 @@ def read_blocks(file: Ranges) -> Blocks:
 
 
 def read_schema(file: Ranges, blocks: Blocks) -> ArrowSchema:
-    """Return the schema, which is before the first record batch."""
+    """Return the schema of a file, which is stored before the first record batch."""
     start = 8 if is_file_format(file) else 0
     stop = int(blocks.offset[0]) if len(blocks) else file.size
     return pa.ipc.read_schema(file.read(start, stop - start))
 
 
 def read_rows(file: Ranges, blocks: Blocks) -> Ints:
-    """Return ``int64[B]``, the number of rows of each record batch. Only the metadata is read."""
+    """Return ``int64[B]``, the number of rows of each record batch, read from the metadata alone."""
     headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata.tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
     starts = np.cumsum(blocks.metadata) - blocks.metadata
-    return _value(data, _field(data, record_batches(data, starts), _BATCH_ROWS), "<i8")
+    return _read_fields(data, _field_positions(data, record_batches(data, starts), _BATCH_ROWS), "<i8")
 
 
 def starts_compressed(file: Ranges, blocks: Blocks) -> bool:
@@ -80,17 +80,17 @@ def starts_compressed(file: Ranges, blocks: Blocks) -> bool:
     if not len(blocks):
         return False
     data = np.frombuffer(file.read(int(blocks.offset[0]), int(blocks.metadata[0])), dtype=np.uint8)
-    return bool(_field(data, record_batches(data, np.zeros(1, np.int64)), _BATCH_COMPRESSION).any())
+    return bool(_field_positions(data, record_batches(data, np.zeros(1, np.int64)), _BATCH_COMPRESSION).any())
 
 
 def record_batches(data: Bytes, starts: Ints) -> Ints:
-    """Return the place of the RecordBatch table in each of the messages at ``starts``."""
-    marked = _number(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
+    """Return the position of the RecordBatch table, which describes a batch, in each of the messages at ``starts``."""
+    marked = _read_numbers(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
     root = starts + np.where(marked, 8, 4)
-    message = root + _number(data, root, "<i4")
-    if (_value(data, _field(data, message, _MESSAGE_TYPE), "<u1") != _RECORD_BATCH).any():
+    message = root + _read_numbers(data, root, "<i4")
+    if (_read_fields(data, _field_positions(data, message, _MESSAGE_TYPE), "<u1") != _RECORD_BATCH).any():
         raise ValueError("a block of its footer is not a record batch")
-    return _follow(data, _field(data, message, _MESSAGE_HEADER))
+    return _dereference(data, _field_positions(data, message, _MESSAGE_HEADER))
 
 
 def _footer_blocks(file: Ranges) -> Blocks:
@@ -100,31 +100,31 @@ def _footer_blocks(file: Ranges) -> Blocks:
     if magic != MAGIC or not 0 < length < size:
         raise ValueError("it has no footer at its end")
     data = np.frombuffer(file.read(size - 10 - length, length), dtype=np.uint8)
-    footer = _number(data, np.zeros(1, np.int64), "<i4")
-    vector = _follow(data, _field(data, footer, _FOOTER_RECORD_BATCHES))
-    first, count = int(vector[0]) + 4, int(_number(data, vector, "<i4")[0])
+    footer = _read_numbers(data, np.zeros(1, np.int64), "<i4")
+    vector = _dereference(data, _field_positions(data, footer, _FOOTER_RECORD_BATCHES))
+    first, count = int(vector[0]) + 4, int(_read_numbers(data, vector, "<i4")[0])
     table = np.frombuffer(data, dtype=_BLOCK, count=count, offset=first)
     return Blocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
 
 
-def walk(data: ArrowBuffer) -> Blocks:
+def read_messages(data: ArrowBuffer) -> Blocks:
     """Return the record batches in some bytes that begin with a message."""
     view, at = memoryview(data), 0
-    found: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
     while at < len(view):
-        prefix, length = _prefix(*_TWO.unpack_from(view, at))
+        prefix, length = _message_lengths(*_TWO_INT32.unpack_from(view, at))
         kind, body = _message(view, at + prefix)
         if kind == _RECORD_BATCH:
-            found.append((at, prefix + length, body))
+            blocks.append((at, prefix + length, body))
         at += prefix + length + body
-    return Blocks(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
+    return Blocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
 
 
 def _stream_blocks(file: Ranges) -> Blocks:
     at, size = 0, file.size
-    found: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
     while at + 8 <= size:
-        prefix, length = _prefix(*_TWO.unpack(file.read(at, 8)))
+        prefix, length = _message_lengths(*_TWO_INT32.unpack(file.read(at, 8)))
         if length == 0:
             break
         data = memoryview(file.read(at + prefix, max(0, length)))
@@ -132,44 +132,44 @@ def _stream_blocks(file: Ranges) -> Blocks:
             raise ValueError(f"it ends in the middle of a message, or is no Arrow IPC stream, at byte {at}")
         kind, body = _message(data, 0)
         if kind == _RECORD_BATCH:
-            found.append((at, prefix + length, body))
+            blocks.append((at, prefix + length, body))
         at += prefix + length + body
-    return Blocks(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
+    return Blocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
 
 
-def _prefix(mark: int, length: int) -> tuple[int, int]:
-    """Return the bytes before a message's metadata, and the bytes of the metadata, from its first two numbers."""
+def _message_lengths(mark: int, length: int) -> tuple[int, int]:
+    """Return the bytes of a message's prefix and of its metadata, given the first two numbers of the message."""
     return (8, length) if mark == -1 else (4, mark)
 
 
 def _message(view: memoryview, at: int) -> tuple[int, int]:
-    """Return the type and the bytes of the body of a message whose metadata begins at ``at``."""
-    table = at + _INT.unpack_from(view, at)[0]
-    vtable = table - _INT.unpack_from(view, table)[0]
-    size, *slots = _SLOTS.unpack_from(view, vtable)
+    """Return the type of a message and the bytes of its body; its metadata begins at ``at``."""
+    table = at + _INT32.unpack_from(view, at)[0]
+    vtable = table - _INT32.unpack_from(view, table)[0]
+    size, *slots = _VTABLE_ENTRIES.unpack_from(view, vtable)
     kind, body = (slots[1 + slot] if 4 + 2 * slot < size else 0 for slot in (_MESSAGE_TYPE, _MESSAGE_BODY))
-    return view[table + kind] if kind else 0, _LONG.unpack_from(view, table + body)[0] if body else 0
+    return view[table + kind] if kind else 0, _INT64.unpack_from(view, table + body)[0] if body else 0
 
 
-def _number(data: Bytes, at: Ints, kind: str) -> Ints:
-    """Return the numbers at some places, of the dtype ``kind``."""
+def _read_numbers(data: Bytes, at: Ints, kind: str) -> Ints:
+    """Return the numbers of dtype ``kind`` at some positions, as int64."""
     width = np.dtype(kind).itemsize
     raw = data[np.minimum(at[:, None] + np.arange(width), len(data) - 1)]
     return np.ascontiguousarray(raw).view(kind)[:, 0].astype(np.int64)
 
 
-def _value(data: Bytes, field: Ints, kind: str) -> Ints:
-    """Return the numbers in some fields; 0 for a field that was left out."""
-    return np.where(field > 0, _number(data, field, kind), 0)
+def _read_fields(data: Bytes, field: Ints, kind: str) -> Ints:
+    """Return the numbers in fields of FlatBuffers tables; 0 for a field that was left out."""
+    return np.where(field > 0, _read_numbers(data, field, kind), 0)
 
 
-def _field(data: Bytes, table: Ints, slot: int) -> Ints:
-    """Return the place of a field in each table; 0 if the table leaves the field out."""
-    vtable = table - _number(data, table, "<i4")
-    inside = 4 + 2 * slot < _number(data, vtable, "<u2")
-    offset = np.where(inside, _number(data, vtable + 4 + 2 * slot, "<u2"), 0)
+def _field_positions(data: Bytes, table: Ints, slot: int) -> Ints:
+    """Return the position of a field in each FlatBuffers table; 0 if the table leaves the field out."""
+    vtable = table - _read_numbers(data, table, "<i4")
+    inside = 4 + 2 * slot < _read_numbers(data, vtable, "<u2")
+    offset = np.where(inside, _read_numbers(data, vtable + 4 + 2 * slot, "<u2"), 0)
     return np.where(offset > 0, table + offset, 0)
 
 
-def _follow(data: Bytes, at: Ints) -> Ints:
-    return at + _number(data, at, "<i4")
+def _dereference(data: Bytes, at: Ints) -> Ints:
+    return at + _read_numbers(data, at, "<i4")

@@ -1,4 +1,4 @@
-"""`IterableSource`: streams that cannot be indexed. Each stream belongs to one logical shard."""
+"""`IterableSource`: streams without random access, each of which belongs to one logical shard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Keeps: TypeAlias = Literal["state", "count", "nothing"]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A stream that can save and restore its position: Hugging Face's ``IterableDataset``, an iterator of torchdata, yours."""
+    """A stream that can save and restore its position, such as an ``IterableDataset`` of Hugging Face."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state_dict: Any, /) -> None: ...
@@ -24,7 +24,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Shardable(Protocol):
-    """A stream that can split itself, as Hugging Face's ``IterableDataset`` does."""
+    """A stream that can split itself into shards, as Hugging Face's ``IterableDataset`` does."""
 
     @property
     def num_shards(self) -> int: ...
@@ -32,8 +32,8 @@ class Shardable(Protocol):
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Factory of the parts of a stream that splits itself."""
+class _PartFactory:
+    """Factory that returns one part of a stream that splits itself, given the part's number."""
 
     whole: Shardable
 
@@ -42,8 +42,8 @@ class _Parts:
 
 
 @dataclass(frozen=True)
-class _Listed:
-    """Factory of streams that were given as a list."""
+class _ListFactory:
+    """Factory that returns one stream of a list, given its number."""
 
     streams: Sequence[Iterable[Any]]
 
@@ -53,7 +53,7 @@ class _Listed:
 
 
 class IterableSource(Described):
-    """Streams that can only be read from their beginning to their end; each belongs to one logical shard.
+    """Streams without random access, read from their beginning to their end; each belongs to one logical shard.
 
     A stream is resumed with ``state_dict`` and ``load_state_dict`` if its iterator, or the stream itself, has them. Its state
     is kept in the loader's state, as JSON in a row of fixed width. Any other stream is read again, up to the number of rows
@@ -89,7 +89,7 @@ class IterableSource(Described):
         name: str = "stream",
         state_bytes: int = 1024,
     ) -> None:
-        self._make, self.num_streams = _resolve(streams, num_streams)
+        self._make, self.num_streams = _to_factory(streams, num_streams)
         self.name, self.state_bytes = name, state_bytes
         if self.num_streams < 1 or state_bytes < 0:
             raise ValueError(
@@ -101,7 +101,7 @@ class IterableSource(Described):
         return {"format": "streams", "name": self.name, "streams": self.num_streams}
 
     def stream(self, index: int, epoch: int) -> Iterable[Any]:
-        """Return a stream at its beginning, set to an epoch if it has ``set_epoch``."""
+        """Return a stream at its beginning, after a call of ``set_epoch`` if the stream has that method."""
         stream = self._make(index)
         set_epoch = getattr(stream, "set_epoch", None)
         if set_epoch is not None:
@@ -119,9 +119,9 @@ class IterableSource(Described):
 
 
 def stateful(stream: Iterable[Any], iterator: Iterator[Any]) -> Stateful | None:
-    """Return the iterator if it has a state, else the stream if that has one, else `None`."""
-    found = [each for each in (iterator, stream) if isinstance(each, Stateful)]
-    return found[0] if found else None
+    """Return the object that saves a stream's position: the iterator if it has a state, else the stream, else `None`."""
+    candidates = [each for each in (iterator, stream) if isinstance(each, Stateful)]
+    return candidates[0] if candidates else None
 
 
 def _kept(make: Factory, state_bytes: int) -> Keeps:
@@ -137,21 +137,21 @@ def _kept(make: Factory, state_bytes: int) -> Keeps:
 
 
 def _has_buffer(part: Any) -> bool:
-    """True if a part of Hugging Face's ``IterableDataset`` shuffles in a buffer, which ``state_dict`` leaves out."""
+    """True if a part of Hugging Face's ``IterableDataset`` shuffles in a buffer, which its ``state_dict`` does not save."""
     below = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
     return "BufferShuffled" in type(part).__name__ or any(_has_buffer(each) for each in below if each is not None)
 
 
-def _resolve(streams: Any, num_streams: int | None) -> tuple[Factory, int]:
+def _to_factory(streams: Any, num_streams: int | None) -> tuple[Factory, int]:
     if isinstance(streams, Shardable):
-        return _Parts(streams), int(streams.num_shards)
+        return _PartFactory(streams), int(streams.num_shards)
     if isinstance(streams, Sequence) and not isinstance(streams, str | bytes):
         require(
             Iterable,
             "an iterable",
             **{f"streams[{i}]": stream for i, stream in enumerate(cast(Sequence[object], streams))},
         )
-        return _Listed(streams), len(streams)
+        return _ListFactory(streams), len(streams)
     if not callable(streams) or num_streams is None:
         raise TypeError(
             f"IterableSource was given a {type(streams).__name__} and num_streams={num_streams}. Give a list of iterables, an "

@@ -20,10 +20,10 @@ from rescale_data.sources.indexed import IndexedSource, scanned
 from rescale_data.state import Ints
 
 _CHUNK_BYTES = 2**24
-_SHORT = 8
+_MAX_EMPTY_BYTES = 8
 _NEWLINE = 10
 _NUMBERS = frozenset((int, float))
-_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _scan = cast(Any, json.JSONDecoder()).scan_once
 
 
@@ -72,39 +72,41 @@ class JsonlSource(IndexedSource):
         places, at = (rows - self._index.starts[fragments]).tolist(), fragments.tolist()
         lines = {fragment: cast(_Lines, self._rows(fragment)) for fragment in {*at}}
         parsed = (parse(lines[fragment].line(place)) for fragment, place in zip(at, places, strict=True))
-        found = [chosen(row, self.columns)[column] for row in parsed]
-        if {*map(type, found)} - {str}:
+        values = [select_columns(row, self.columns)[column] for row in parsed]
+        if {*map(type, values)} - {str}:
             raise BadRow(f"{column!r} is not a string in each of these rows.")
-        return found
+        return values
 
     def _scan(self, ranges: Ranges) -> Footer:
         starts, empty = find_lines(ranges)
         return scanned(starts, {"empty": empty})
 
     def _load(self, fragment: int) -> Rows:
-        data = self._bytes(fragment, self._extent(fragment))
-        opened, _, starts = self._part(fragment)
+        data = self._bytes(fragment, self._raw_byte_range(fragment))
+        opened, _, starts = self._fragment_rows(fragment)
         lines = _Lines(data, starts - starts[0], self.columns)
         opened.ranges.release_with(lines, data)
         return lines
 
 
 class _Lines:
-    """Rows of one fragment: its lines, each parsed when its row is read."""
+    """The lines of one fragment, each parsed when its row is read."""
 
     def __init__(self, data: ArrowBuffer, starts: Ints, columns: Sequence[str] | None) -> None:
         self._data, self._starts, self._columns = memoryview(data), starts.data, columns
         self.nbytes: int = data.size
 
     def row(self, index: int) -> dict[str, Any]:
-        return {name: _value(value) for name, value in chosen(parse(self.line(index)), self._columns).items()}
+        return {
+            name: _to_array(value) for name, value in select_columns(parse(self.line(index)), self._columns).items()
+        }
 
     def line(self, index: int) -> memoryview:
         return self._data[self._starts[index] : self._starts[index + 1]]
 
 
-def chosen(row: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
-    """Return some columns of a row, or all; `BadRow` if one is missing."""
+def select_columns(row: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
+    """Return the chosen columns of a row, or all of them; raise `BadRow` if one is missing."""
     if columns is None:
         return row
     missing = [name for name in columns if name not in row]
@@ -114,7 +116,7 @@ def chosen(row: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]
 
 
 def parse(line: memoryview) -> dict[str, Any]:
-    """Return the JSON object in a line; `BadRow` if there is none."""
+    """Parse the JSON object in a line; raise `BadRow` if the line contains anything else."""
     value, text, end = None, "", 0
     with suppress(
         ValueError, StopIteration, RecursionError
@@ -122,13 +124,13 @@ def parse(line: memoryview) -> dict[str, Any]:
         text = str(line, "utf-8", "surrogatepass")
         value, end = _scan(text, 0)
     if value is None or text[end:].strip(whitespace):
-        value = _loaded(bytes(line).strip())
+        value = _parse_slowly(bytes(line).strip())
     if not isinstance(value, dict):
         raise BadRow(f"it is a JSON {type(value).__name__}, not an object. Write each row as {{column: value}}.")
     return value
 
 
-def _loaded(line: bytes) -> Any:
+def _parse_slowly(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:  # RecursionError: lists are nested too deeply
@@ -136,8 +138,8 @@ def _loaded(line: bytes) -> Any:
         raise BadRow(f"it is not JSON: {error}. It begins with {shown!r}. Fix it, or leave such rows out.") from None
 
 
-def _value(value: Any) -> Any:
-    """Return a list of numbers as an array, int64 or float64, and any other value as it is."""
+def _to_array(value: Any) -> Any:
+    """Return a list of numbers as an int64 or float64 array, and any other value unchanged."""
     if not isinstance(value, list) or not _NUMBERS.issuperset(map(type, value)):
         return value
     array = np.array(value, dtype=None if value else np.int64)
@@ -146,24 +148,24 @@ def _value(value: Any) -> Any:
 
 
 def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
-    """Return the places of lines and of empty lines in a file.
+    """Find the places of the lines in a file, and of its empty lines.
 
     Returns:
         ``int64[R + 1]``, the byte at which each line that is not empty begins, and the end of the file; and for each empty
         line, the number of lines before it that are not empty.
     """
-    begin = 3 if ranges.size and ranges.read(0, 3).to_pybytes() == _MARK else 0
+    begin = 3 if ranges.size and ranges.read(0, 3).to_pybytes() == _BYTE_ORDER_MARK else 0
     edges = [np.array([begin], dtype=np.int64)]
     for at in range(0, ranges.size, _CHUNK_BYTES):
         chunk = np.frombuffer(ranges.read(at, _CHUNK_BYTES), dtype=np.uint8)
         edges.append(np.flatnonzero(chunk == _NEWLINE) + (at + 1))
-    found = np.concatenate(edges)
-    if found[-1] < ranges.size:
-        found = np.append(found, ranges.size)
-    short = np.flatnonzero(np.diff(found) <= _SHORT)
+    bounds = np.concatenate(edges)
+    if bounds[-1] < ranges.size:
+        bounds = np.append(bounds, ranges.size)
+    short = np.flatnonzero(np.diff(bounds) <= _MAX_EMPTY_BYTES)
     is_empty = [
-        not ranges.read(int(found[i]), int(found[i + 1] - found[i])).to_pybytes().strip() for i in short.tolist()
+        not ranges.read(int(bounds[i]), int(bounds[i + 1] - bounds[i])).to_pybytes().strip() for i in short.tolist()
     ]
     empty = short[np.array(is_empty, dtype=bool)]
-    starts = np.append(np.delete(found[:-1], empty), found[-1])
+    starts = np.append(np.delete(bounds[:-1], empty), bounds[-1])
     return starts, empty - np.arange(len(empty))

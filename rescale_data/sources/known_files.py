@@ -47,7 +47,7 @@ class KnownFiles:
         return self.files.root.rstrip("/").rpartition("/")[2] or self.files.root
 
     def entries(self) -> list[list[Any]]:
-        """Return ``[name, bytes, rows]`` for each file."""
+        """Return ``[name, bytes, rows]`` for each file, as in a manifest."""
         files = zip(self.files.names, map(int, self.files.sizes), self.index.file_rows, strict=True)
         return [list(file) for file in files]
 
@@ -66,7 +66,7 @@ class KnownFiles:
         return range(self.index.first_row(file), self.index.first_row(file + 1))
 
     def kept_rows(self, file: int) -> Ints:
-        """Return ``int64[n]``, the rows of a file that the filter kept, as the file numbers them."""
+        """Return ``int64[n]``, the numbers within a file of its rows that the filter kept."""
         index, kept = self.index, [np.zeros(0, dtype=np.int64)]
         for fragment in range(*index.files[file : file + 2].tolist()):
             kept.append(index.place("base", fragment) + np.asarray(index.chosen_of(fragment), dtype=np.int64))
@@ -77,7 +77,7 @@ class KnownFiles:
         return bisect_right(self.index.starts.data, row) - 1
 
     def in_file(self, row: int) -> tuple[int, int]:
-        """Return the file of a row, and the row's number in that file."""
+        """Return the number of the file that holds a row, and the row's number in that file."""
         fragment = self.fragment_at(row)
         file, chosen = self.index.file_of(fragment), self.index.chosen_of(fragment)
         if chosen is None:

@@ -1,4 +1,4 @@
-"""`MegatronSource`: documents of Megatron-LM's indexed datasets: tokens in a ``.bin``, their places in an ``.idx`` beside it.
+"""`MegatronSource`: documents of Megatron-LM's indexed datasets: tokens in a ``.bin`` file, their places in an ``.idx`` file.
 
 Layout of the index: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-LM.
 
@@ -19,7 +19,7 @@ from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Files
 from rescale_data.sources.files.ranges import Ranges
-from rescale_data.sources.fragments import Footer, cut, spans
+from rescale_data.sources.fragments import Footer, adjacent_places, group_pieces
 from rescale_data.sources.source import Tokens, TokenSource
 from rescale_data.state import Ints
 
@@ -60,14 +60,14 @@ class MegatronSource(FileSource, TokenSource):
     FORMAT: ClassVar[str] = "megatron"
     SUFFIXES: ClassVar[tuple[str, ...]] = (".bin",)
 
-    def _accept(self) -> None:
+    def _check_files(self) -> None:
         dtypes = [kind["dtype"] for kind in self._index.kinds]
         if len(dtypes) > 1:
             raise ValueError(
                 f"The files differ in their dtype: {dtypes[0]} in {self._files.path(0)}, {dtypes[1]} in "
                 f"{self._files.path(int(np.argmax(self._index.kind_of)))}. Give a source for each kind of file."
             )
-        super()._accept()
+        super()._check_files()
 
     def token_dtype(self, column: str) -> np.dtype[Any]:
         if column != COLUMN:
@@ -81,14 +81,18 @@ class MegatronSource(FileSource, TokenSource):
     def tokens(self, column: str, fragment: int) -> Tokens:
         del column  # there is only one
         key = self._key(fragment)
-        found: _Documents = cache().get(key) or self._read(key, fragment, self._load, stays=self._stays(fragment))
-        return found.tokens
+        documents: _Documents = cache().get(key) or self._read(
+            key, fragment, self._load, cached=self._may_stay(fragment)
+        )
+        return documents.tokens
 
     def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
         super().prepare(None, fragment, share)
 
     def _footer(self, file: int) -> Footer:
-        index = _Index(self._brought("index", file, lambda: open_index(self._files, file), soon=False))
+        index = _DocumentIndex(
+            self._footer_bytes("index", file, lambda: open_index(self._files, file), read_soon=False)
+        )
         starts = index.starts(0, index.num_documents)
         if int(starts[-1]) != self._files.sizes[file]:
             raise ValueError(
@@ -96,19 +100,19 @@ class MegatronSource(FileSource, TokenSource):
             )
         if index.dtype.kind not in "iu":
             raise ValueError(f"it holds numbers of type {index.dtype}, not tokens")
-        cuts = cut(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-        return Footer(np.diff(cuts), *spans(starts[cuts]), {"dtype": index.dtype.str})
+        cuts = group_pieces(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
+        return Footer(np.diff(cuts), *adjacent_places(starts[cuts]), {"dtype": index.dtype.str})
 
     def _open(self, file: int) -> _Opened:
-        index = self._brought("index", file, lambda: open_index(self._files, file))
-        return _Opened(self._files.ranges(file), _Index(index))
+        index = self._footer_bytes("index", file, lambda: open_index(self._files, file))
+        return _Opened(self._files.ranges(file), _DocumentIndex(index))
 
-    def _extent(self, fragment: int) -> tuple[int, int]:
-        return self._span(fragment)
+    def _raw_byte_range(self, fragment: int) -> tuple[int, int]:
+        return self._byte_range(fragment)
 
     def _load(self, fragment: int) -> _Documents:
         file = self._index.file_of(fragment)
-        data = self._bytes(fragment, self._extent(fragment))
+        data = self._bytes(fragment, self._raw_byte_range(fragment))
         opened: _Opened = self._handle(file)
         first, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         starts, dtype = opened.index.starts(first, stop), opened.index.dtype
@@ -120,11 +124,11 @@ class MegatronSource(FileSource, TokenSource):
 @dataclass(frozen=True)
 class _Opened:
     ranges: Ranges
-    index: _Index
+    index: _DocumentIndex
 
 
 class _Documents:
-    """Rows of one fragment: its documents."""
+    """The documents of one fragment."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -135,8 +139,8 @@ class _Documents:
         return {COLUMN: self.tokens.values[start:stop].copy()}
 
 
-class _Index:
-    """An open ``.idx``; ``ValueError`` if it is damaged, or if documents do not lie end to end in the ``.bin``."""
+class _DocumentIndex:
+    """An open ``.idx`` file; ``ValueError`` if it is damaged, or if documents are not adjacent in the ``.bin`` file."""
 
     def __init__(self, data: ArrowBuffer) -> None:
         raw = np.frombuffer(data, dtype=np.uint8)
@@ -149,32 +153,32 @@ class _Index:
             raise ValueError(f"its .idx ends at byte {len(raw)} of {ends[-1]}, or has an unknown dtype ({code})")
         self.dtype = np.dtype(_DTYPES[code])
         self.num_documents = documents - 1
-        self._sound: set[tuple[int, int]] = set()  # ranges of documents that were checked: they lie end to end
+        self._checked_ranges: set[tuple[int, int]] = set()  # ranges of documents that were checked: they lie end to end
         self._lengths = raw[ends[0] : ends[1]].view("<i4")
         self._places = raw[ends[1] : ends[2]].view("<i8")
         self._first = raw[ends[2] : ends[3]].view("<i8")
 
     def starts(self, first: int, stop: int) -> Ints:
-        """Return the bytes at which documents ``first .. stop - 1`` begin in the ``.bin``, and at which the last one ends."""
+        """Return the bytes of the ``.bin`` at which documents ``first .. stop - 1`` begin, and at which the last one ends."""
         sequences = np.array(self._first[first : stop + 1], dtype=np.int64)
         begin, end = int(sequences[0]), int(sequences[-1])
-        whole = np.zeros(max(0, end - begin) + 1, dtype=np.int64)
+        sequence_starts = np.zeros(max(0, end - begin) + 1, dtype=np.int64)
         if end > begin:
-            whole[:-1] = self._places[begin:end]
-            whole[-1] = whole[-2] + int(self._lengths[end - 1]) * self.dtype.itemsize
-        if (first, stop) not in self._sound:
+            sequence_starts[:-1] = self._places[begin:end]
+            sequence_starts[-1] = sequence_starts[-2] + int(self._lengths[end - 1]) * self.dtype.itemsize
+        if (first, stop) not in self._checked_ranges:
             nbytes = self._lengths[begin:end].astype(np.int64) * self.dtype.itemsize
-            if (np.diff(whole) != nbytes).any() or (np.diff(sequences) < 0).any():
+            if (np.diff(sequence_starts) != nbytes).any() or (np.diff(sequences) < 0).any():
                 raise ValueError("its sequences do not lie end to end in the order of the index; write them anew")
-            self._sound.add((first, stop))
-        return whole[sequences - begin]
+            self._checked_ranges.add((first, stop))
+        return sequence_starts[sequences - begin]
 
 
 def open_index(files: Files, file: int) -> ArrowBuffer:
-    """Return the bytes of the ``.idx`` beside a ``.bin``."""
+    """Return the content of the ``.idx`` file that belongs to a ``.bin`` file."""
     path = files.path(file).removesuffix(".bin") + ".idx"
     try:
-        ranges = files.beside(path)
+        ranges = files.other_file(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{files.path(file)} has no index: there is no {path}.") from error
     return ranges.read(0, ranges.size)

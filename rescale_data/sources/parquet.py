@@ -72,7 +72,7 @@ class ParquetSource(TableSource):
 
     def _footer(self, file: int) -> Footer:
         local = self._files.filesystem is None
-        with self._files.open(file) if local else pa.BufferReader(self._tail(file, soon=False)) as handle:
+        with self._files.open(file) if local else pa.BufferReader(self._tail(file, read_soon=False)) as handle:
             metadata = pq.read_metadata(handle)
         groups = np.arange(metadata.num_row_groups)
         rows = np.array([metadata.row_group(i).num_rows for i in groups.tolist()], dtype=np.int64)
@@ -81,14 +81,14 @@ class ParquetSource(TableSource):
         return Footer(rows, (rows * width).astype(np.int64), {"number": groups}, kind)
 
     def _may_match(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
-        """Return the row groups that may match by their statistics; all row groups for floats, whose bounds leave NaN out."""
+        """Return the row groups in which rows may match by their statistics; all for floats, whose bounds ignore NaN."""
         schema = self._file_schema(0)
         if any(has_floats(schema.field(name).type) for name in columns):
             return super()._may_match(footer, condition, columns)
         with self._files.open(0) as handle:
             parts = dataset.ParquetFileFormat().make_fragment(handle).split_by_row_group(filter=condition)
-        found = {group.id for part in parts for group in part.row_groups}
-        return [i for i, number in enumerate(footer.places["number"].tolist()) if number in found]
+        numbers = {group.id for part in parts for group in part.row_groups}
+        return [i for i, number in enumerate(footer.places["number"].tolist()) if number in numbers]
 
     def _open(self, file: int) -> Any:
         if self._files.filesystem is not None:
@@ -96,27 +96,25 @@ class ParquetSource(TableSource):
         # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
         return _Opened(pq.ParquetFile(self._files.open(file), pre_buffer=False), threading.Lock())
 
-    def _tail(self, file: int, *, soon: bool = True) -> ArrowBuffer:
+    def _tail(self, file: int, *, read_soon: bool = True) -> ArrowBuffer:
         """Return the footer of a file behind a URL. The cache keeps it after the file is closed.
 
         Args:
             file: Number of the file.
-            soon: See `_brought`.
+            read_soon: See `_footer_bytes`.
         """
-        return self._brought("footer", file, lambda: _tail_of(self._files.ranges(file)), soon=soon)
+        return self._footer_bytes("footer", file, lambda: _tail_of(self._files.ranges(file)), read_soon=read_soon)
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         file, number = self._index.file_of(fragment), self._index.place("number", fragment)
         opened = self._handle(file)
         if isinstance(opened, _Opened):
-            with (
-                opened.lock
-            ):  # one column is decoded in this thread: memory of other threads would be new to the process
-                found = opened.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
+            with opened.lock:  # one column is decoded in this thread: other threads would have to allocate anew
+                table = opened.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
         else:  # one request for adjacent columns, by any number of threads at once
             remote = pq.ParquetFile(self._files.open(file), metadata=opened, pre_buffer=True)
-            found = remote.read_row_group(number, columns=list(columns), use_threads=False)
-        return found.select(columns)  # Arrow takes the name "a.b" for the field b of a column a, too
+            table = remote.read_row_group(number, columns=list(columns), use_threads=False)
+        return table.select(columns)  # Arrow takes the name "a.b" for the field b of a column a, too
 
     def decode_ahead(self, column: str, fragment: int) -> None:
         key = self._key(fragment, column)
@@ -124,7 +122,7 @@ class ParquetSource(TableSource):
             ahead().begin(key, partial(self.tokens, column, fragment))
 
     def pass_by(self, column: str, fragment: int) -> None:
-        cache().give_up(self._key(fragment, column))
+        cache().evict_next(self._key(fragment, column))
 
 
 class _Opened(NamedTuple):
@@ -135,7 +133,7 @@ class _Opened(NamedTuple):
 
 
 def _tail_of(ranges: Ranges) -> ArrowBuffer:
-    """Return the footer of a Parquet file and the bytes after it: metadata, ``int32`` its length, "PAR1"."""
+    """Return the end of a Parquet file: its metadata, their length as ``int32``, and the mark PAR1."""
     tail = ranges.read(max(0, ranges.size - _TAIL), _TAIL)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if tail.size < length <= ranges.size:
@@ -144,6 +142,6 @@ def _tail_of(ranges: Ranges) -> ArrowBuffer:
 
 
 def _decoded_bytes(group: Any) -> int:
-    """Return about how many bytes a row group takes in memory. Dictionaries and runs make numbers smaller in the file."""
+    """Return the approximate bytes of a decoded row group; dictionaries and run lengths make numbers smaller in the file."""
     columns = [group.column(i) for i in range(group.num_columns)]
     return sum(max(c.total_uncompressed_size, c.num_values * _WIDTHS.get(c.physical_type, 0)) for c in columns)

@@ -1,4 +1,4 @@
-"""Finds the data files in a folder that Hugging Face ``datasets`` wrote with ``save_to_disk``."""
+"""Finds the data files of a dataset that Hugging Face ``datasets`` wrote with ``save_to_disk``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
-from rescale_data.sources.files.paths import Paths, read_if_there
+from rescale_data.sources.files.paths import Paths, read_if_exists
 from rescale_data.sources.files.remote import Remote
 
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
 
 
 def data_files(paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Paths:
-    """Return the data files of a saved dataset. Its folder may hold other files, which transformations cached.
+    """Return the data files of a saved Hugging Face dataset. Its folder may hold other files, which transformations cached.
 
     Any other ``paths`` are returned as they are.
 
@@ -26,14 +26,14 @@ def data_files(paths: Paths, storage_options: Mapping[str, Any] | None, remote: 
     if not isinstance(paths, str | os.PathLike) or glob.has_magic(os.fspath(paths)):
         return paths
     folder = os.fspath(paths)
-    held = read_if_there(posixpath.join(folder, _SPLITS), storage_options, remote)
+    held = read_if_exists(posixpath.join(folder, _SPLITS), storage_options, remote)
     if held is not None:
         splits: list[str] = json.loads(held)["splits"]
         raise ValueError(
             f"{folder} is a dataset that was saved with the splits {splits}. Give one of them, for example "
             f"{posixpath.join(folder, splits[0])!r}."
         )
-    state = read_if_there(posixpath.join(folder, _STATE), storage_options, remote)
+    state = read_if_exists(posixpath.join(folder, _STATE), storage_options, remote)
     if state is None:
         return paths
     names = [item["filename"] for item in json.loads(state).get("_data_files") or ()]

@@ -1,4 +1,6 @@
-"""`Source`, `TokenSource` and `FiledSource`: rows at rest. A source of your own may be as short as this:
+"""`Source`, `TokenSource` and `FiledSource`: base classes for data that is read by row number.
+
+A source of your own may be as short as this:
 
     class LogLines(rd.Source):
         '''The lines of one log file.'''
@@ -54,14 +56,14 @@ class Described(ABC):
 
     @abstractmethod
     def manifest(self) -> Mapping[str, Any]:
-        """Return the JSON values that identify the data: paths relative to the root, sizes, row counts."""
+        """Return JSON values that identify the data: paths below the root, sizes, row counts."""
 
     def require_saveable(self) -> None:  # noqa: B027
         """Raise `DataStateError` if the position in this data cannot be saved."""
 
 
 class Source(Described):
-    """Rows at rest, numbered ``0 .. num_rows - 1`` in file order (files by path), the same on every machine.
+    """Rows with random access, numbered ``0 .. num_rows - 1`` in the order of their files' paths, the same on every machine.
 
     A source holds no position. It pickles with its index and without its data. A subclass defines ``name``, ``num_rows``,
     `manifest`, `row` and `locate`. All other members have defaults.
@@ -79,39 +81,39 @@ class Source(Described):
 
     `None` if any row can be read as cheaply as the next: then a full permutation shuffles the rows."""
     columns: list[str] | None = None
-    """The columns of each row, if the source can choose some; `None` if each row has its own."""
+    """Names of the columns that are read, if the source can choose; `None` if each row has columns of its own."""
     cache_bytes: int = DEFAULT_BYTES
     """Byte budget of the cache of a rank, which all its sources share, and all its processes in equal parts."""
     cache_dir_bytes: int = 0
-    """Byte budget of a folder on a local disk, in addition to the cache; 0 if there is none."""
+    """Byte budget of a folder on a local disk, used in addition to the cache; 0 if there is none."""
     fragment_bytes: int = 0
     """Decoded bytes of a typical fragment; 0 if not known."""
     batch_rows: int = 1
-    """Number of rows that are worth fetching together."""
+    """Number of rows that are best fetched together."""
     has_texts: ClassVar[bool] = False
     """True if `texts` reads many strings at a time."""
 
     @abstractmethod
     def row(self, index: int) -> Any:
-        """Return one row, ``{column: value}`` of arrays, bytes, strings or numbers: copies that the caller owns.
+        """Return one row, ``{column: value}``; its arrays, bytes, strings or numbers are copies that the caller owns.
 
         A map-style dataset returns its own samples, of any kind.
         """
 
     @abstractmethod
     def locate(self, index: int) -> str:
-        """Return where a row is, for messages: ``"part-3.parquet, row 17"``."""
+        """Return a description of the place of a row, for messages: ``"part-3.parquet, row 17"``."""
 
     def rows(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Return ``[row(i) for i in indices]``, in one read if that costs less than row by row."""
+        """Return ``[row(i) for i in indices]``, in one read if that costs less than reading row by row."""
         return [self.row(index) for index in indices]
 
     def texts(self, column: str, rows: Ints) -> list[str]:
-        """Return the strings of a column in some rows, without their other columns. Raises if `row` would."""
+        """Return the strings of one column in the given rows, without the other columns. Raises if `row` would."""
         raise NotImplementedError
 
     def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int | None:
-        """Return the number of tokens of a column; `None` if they must be read to be counted.
+        """Return the number of tokens in a column; `None` if they must be read to be counted.
 
         Args:
             column: The column; `None` if the source has one.
@@ -122,11 +124,11 @@ class Source(Described):
 
     @property
     def reads_ahead(self) -> bool:
-        """True if `prepare` fetches fragments ahead."""
+        """True if `prepare` fetches fragments in the background."""
         return False
 
     def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
-        """Begin to fetch a fragment that will be needed soon. Returns at once, and raises nothing.
+        """Start to fetch a fragment that will be needed soon; return at once, and raise nothing.
 
         Args:
             column: The column of tokens to fetch; `None` for rows.
@@ -135,7 +137,7 @@ class Source(Described):
         """
 
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
-        """True if it pays to keep pieces of fragments in the cache instead of whole fragments.
+        """True if the cache should keep the pieces of fragments that each logical shard reads, in place of whole fragments.
 
         Args:
             num_shards: Number of logical shards that take turns in this process.
@@ -145,7 +147,10 @@ class Source(Described):
         return False
 
     def row_of(self, index: int, share: Share) -> Any:
-        """Return the same as `row`, read from the piece of a share. Called only if `cuts_pay`."""
+        """Return the same row as `row` does, read from the piece of the fragment that one logical shard keeps.
+
+        Called only if `cuts_pay`.
+        """
         del share
         return self.row(index)
 
@@ -169,7 +174,7 @@ class Tokens:
         return self.offsets.nbytes + self.values.nbytes
 
     def tight(self) -> Tokens:
-        """Return a copy with ``values`` in the smallest of uint8, uint16 and int32 that holds them; else in their own dtype.
+        """Return a copy with values in the smallest of uint8, uint16 and int32 that holds them all; else in the present dtype.
 
         The memory that Arrow decodes into is up to three times as large, and memory that is new to the process costs more time
         than decoding.
@@ -180,14 +185,14 @@ class Tokens:
 
 
 class TokenSource(Source):
-    """Source whose token columns can also be read a fragment at a time, without a Python object for each row or token."""
+    """Source whose token columns can be read as arrays, a fragment at a time, without a Python object for each row."""
 
     decodes_ahead: ClassVar[bool] = False
-    """True if decoding a fragment takes so long that another thread should begin before it is needed (`decode_ahead`)."""
+    """True if decoding a fragment takes so long that another thread should begin it before it is needed (`decode_ahead`)."""
 
     @abstractmethod
     def token_dtype(self, column: str) -> np.dtype[Any]:
-        """Return the dtype that a token column has in each row.
+        """Return the dtype of a token column in the rows of the source.
 
         Raises:
             ValueError: There is no such column.
@@ -196,22 +201,22 @@ class TokenSource(Source):
 
     @abstractmethod
     def tokens(self, column: str, fragment: int) -> Tokens:
-        """Return a token column of the fragment that begins at row ``fragments[fragment]``. Nobody changes its arrays."""
+        """Return a token column of fragment number ``fragment``; the caller must not change its arrays."""
 
     def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
-        """Return the tokens in the piece of a share. Called only if `cuts_pay`."""
+        """Return the tokens in the piece of a fragment that one logical shard reads. Called only if `cuts_pay`."""
         del share
         return self.tokens(column, fragment)
 
     def decode_ahead(self, column: str, fragment: int) -> None:
-        """Begin to decode the tokens of a fragment that will be needed soon. Returns at once, and raises nothing."""
+        """Start to decode the tokens of a fragment that will be needed soon; return at once, and raise nothing."""
 
     def pass_by(self, column: str, fragment: int) -> None:
-        """Let the cache evict the tokens of a fragment before anything else: they have been copied."""
+        """Allow the cache to evict the tokens of a fragment before anything else, because they have been copied."""
 
 
 class FiledSource(Source):
-    """Source of files; files may be added in the course of a run.
+    """Source that reads files, to which more files may be added in the course of a run.
 
     Its manifest describes the files under ``"files": [[name, ...], ...]`` and nowhere else. A folded manifest describes folders
     instead, see `unfold`.
@@ -219,15 +224,15 @@ class FiledSource(Source):
 
     @abstractmethod
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        """Return ``int64[G]``, the fragments of the files that a manifest names, as far as the source still has these files."""
+        """Return ``int64[G]``, the fragments of the files that a manifest lists, as far as the source still has them."""
 
     def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return a manifest, current or earlier, with its list of files; `None` if it is folded and the list is lost."""
+        """Return a manifest with its list of files; `None` if it holds digests of folders instead, and the list is lost."""
         return manifest
 
     @abstractmethod
     def rows_of_file(self, name: str) -> range:
-        """Return the rows of a file, given its path or the end of its path.
+        """Return the range of the source's rows that come from one file, given its path or the end of its path.
 
         Raises:
             ValueError: There is no such file, or there are several.
@@ -247,7 +252,7 @@ class FiledSource(Source):
 
     @abstractmethod
     def file_row(self, index: int) -> tuple[str, int]:
-        """Return the name of a row's file, below the root, and the row's number in that file, from 0.
+        """Return the name, below the root, of the file that holds a row, and the row's number in that file, from 0.
 
         Rows of the file that a filter left out count, too.
         """

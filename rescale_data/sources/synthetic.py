@@ -1,4 +1,4 @@
-"""`SyntheticSource`: rows computed from their number, for smoke tests and benchmarks without files."""
+"""`SyntheticSource`: random tokens computed from the row number, for smoke tests and benchmarks without files."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ class SyntheticSource(TokenSource):
         seed: int = 0,
         cache_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        range_of: Any = length if isinstance(length, tuple | list) else (length, length)
-        ends = require_int(**{f"length[{i}]": value for i, value in enumerate(range_of)})
-        if num_rows < 1 or vocab_size < 1 or len(ends) != 2 or not 0 <= ends[0] <= ends[1]:
+        length_range: Any = length if isinstance(length, tuple | list) else (length, length)
+        length_limits = require_int(**{f"length[{i}]": value for i, value in enumerate(length_range)})
+        if num_rows < 1 or vocab_size < 1 or len(length_limits) != 2 or not 0 <= length_limits[0] <= length_limits[1]:
             raise ValueError(
                 f"SyntheticSource({num_rows=}, {length=}, {vocab_size=}): give at least one row and one token of the "
                 f"vocabulary, and a length of at least 0 or a range of lengths."
             )
         self.num_rows, self.vocab_size, self.seed, self.cache_bytes = num_rows, vocab_size, seed, cache_bytes
-        self._least, self._most = ends
+        self._min_length, self._max_length = length_limits
         self.fragments = np.append(np.arange(0, num_rows, FRAGMENT_ROWS, dtype=np.int64), num_rows)
-        self.fragment_bytes = min(FRAGMENT_ROWS, num_rows) * (2 * (self._least + self._most) + 8)
+        self.fragment_bytes = min(FRAGMENT_ROWS, num_rows) * (2 * (self._min_length + self._max_length) + 8)
 
     def manifest(self) -> Mapping[str, Any]:
         return {
             "format": "synthetic",
             "rows": self.num_rows,
-            "length": [self._least, self._most],
+            "length": [self._min_length, self._max_length],
             "vocab_size": self.vocab_size,
             "seed": self.seed,
         }
@@ -89,7 +89,7 @@ class SyntheticSource(TokenSource):
     def _compute(self, fragment: int) -> Tokens:
         num_rows = min(FRAGMENT_ROWS, self.num_rows - fragment * FRAGMENT_ROWS)
         words = random_words(num_rows, "synthetic lengths", self.seed, fragment)
-        lengths = self._least + (words % np.uint64(self._most - self._least + 1)).astype(np.int64)
+        lengths = self._min_length + (words % np.uint64(self._max_length - self._min_length + 1)).astype(np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         values = random_words(int(offsets[-1]), "synthetic tokens", self.seed, fragment) % np.uint64(self.vocab_size)
         return Tokens(values.astype(np.int32), offsets)

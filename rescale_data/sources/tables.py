@@ -1,4 +1,4 @@
-"""`TableSource`: base class of Parquet and Arrow sources: one schema, rows of columns, and columns of tokens."""
+"""`TableSource`: base class of Parquet and Arrow sources, which have one schema, rows of columns, and columns of tokens."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from rescale_data.sources.condition import Condition, chosen
 from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of, room_for
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
-from rescale_data.sources.decoded.interest import needed_with, room_for_block
-from rescale_data.sources.decoded.pieces import Cut, Piece, Share, cut_out
+from rescale_data.sources.decoded.interest import bytes_needed, room_for_block
+from rescale_data.sources.decoded.pieces import Piece, RowRange, Share, copy_as_stream
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragmented import CACHE_DIR_BYTES
-from rescale_data.sources.fragments import Footer, gather
+from rescale_data.sources.fragments import Footer, join_footers
 from rescale_data.sources.known_files import KnownFiles
 from rescale_data.sources.source import Tokens, TokenSource
 
 
 class TableSource(FileSource, TokenSource):
-    """Rows of files that have a schema. A subclass for each format reads footers, and columns of fragments."""
+    """Base class of sources of files with a schema. A subclass for each format reads footers, and columns of fragments."""
 
     @checks_kinds
     def __init__(
@@ -65,10 +65,10 @@ class TableSource(FileSource, TokenSource):
 
     @abstractmethod
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        """Return columns of a fragment, decoded."""
+        """Decode some columns of a fragment, and return them as a table."""
 
     def _release_with(self, decoded: object, fragment: int) -> None:
-        """Free the mapped memory of a fragment as soon as ``decoded``, which was made from it, is collected."""
+        """Free the mapped memory of a fragment when ``decoded``, an object made from it, is garbage-collected."""
         del decoded, fragment
 
     def token_dtype(self, column: str) -> np.dtype[Any]:
@@ -84,11 +84,11 @@ class TableSource(FileSource, TokenSource):
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         key, load = self._key(fragment, column), partial(self._load_tokens, column)
-        found: Tokens | None = cache().get(key)
-        if found is not None:
-            return found
+        kept: Tokens | None = cache().get(key)
+        if kept is not None:
+            return kept
         with self._naming_nulls(fragment):
-            return self._read(key, fragment, load, stays=self.decoding_costs or self._stays(fragment))
+            return self._read(key, fragment, load, cached=self.decoding_costs or self._may_stay(fragment))
 
     @contextmanager
     def _naming_nulls(self, fragment: int, first: int = 0) -> Generator[None]:
@@ -96,24 +96,24 @@ class TableSource(FileSource, TokenSource):
         try:
             yield
         except NullValueError as null:
-            raise self._bad(int(self._index.starts[fragment]) + first + null.row, null) from None
+            raise self._bad_row_error(int(self._index.starts[fragment]) + first + null.row, null) from None
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
-        found = token_lists(self._decode(fragment, [column]).column(column))
-        self._release_with(found, fragment)
-        return found.tight() if self.decoding_costs else found
+        tokens = token_lists(self._decode(fragment, [column]).column(column))
+        self._release_with(tokens, fragment)
+        return tokens.tight() if self.decoding_costs else tokens
 
-    def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
+    def _fill_cache(self, column: str | None, fragment: int, share: Share | None) -> None:
         if share is not None:
             self._piece(fragment, share, column)
         elif column is not None:
-            self._once(self._key(fragment, column), partial(self._load_tokens, column, fragment))
+            self._get_or_make(self._key(fragment, column), partial(self._load_tokens, column, fragment))
         else:
-            super()._fill(column, fragment, share)
+            super()._fill_cache(column, fragment, share)
 
     @property
     def decoding_costs(self) -> bool:
-        """True if reading a fragment again costs more than the page cache does, because it is decoded or fetched again."""
+        """True if reading a fragment again means decoding or fetching it again, not only touching memory-mapped pages."""
         return True
 
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
@@ -121,7 +121,7 @@ class TableSource(FileSource, TokenSource):
             return False
         own, room = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, room_for(self)
         # with many sources, a shard reads one row of each at a visit: then pieces pay only if a disk keeps them
-        return own > room or (self.cache_dir_bytes > 0 and needed_with(self, num_shards) > room)
+        return own > room or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
         at = self._known.fragment_at(index)
@@ -129,7 +129,7 @@ class TableSource(FileSource, TokenSource):
         try:
             return piece.rows.row(index - int(self._index.starts[at]) - piece.start)
         except BadRow as bad:
-            raise self._bad(index, bad) from None
+            raise self._bad_row_error(index, bad) from None
 
     def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
         piece = self._piece(fragment, share, column)
@@ -137,72 +137,72 @@ class TableSource(FileSource, TokenSource):
             return piece.tokens
 
     def _piece(self, fragment: int, share: Share, column: str | None = None) -> Piece:
-        """Return one shard's rows of a fragment: from the cache, from disk, or cut now together with other shards' rows."""
+        """Return one shard's rows of a fragment, from the cache or from disk, or after cutting the fragment for all shards."""
         key = self._key(fragment, column, share)
-        found: Piece | None = cache().get(key)
-        if found is not None:
-            return found
+        kept: Piece | None = cache().get(key)
+        if kept is not None:
+            return kept
         with self._reading(fragment):
-            return self._stored(fragment, share, column) or self._cut(fragment, share, column)
+            return self._read_stored(fragment, share, column) or self._cut(fragment, share, column)
 
     def _cut(self, fragment: int, share: Share, column: str | None) -> Piece:
         with cache().alone((owner_of(self), "cutting", fragment)):
             key = self._key(fragment, column, share)
-            found = cache().get(key) or self._stored(
+            kept = cache().get(key) or self._read_stored(
                 fragment, share, column
             )  # another thread may have cut it in the meantime
-            return found or self._cut_all(fragment, share, column)
+            return kept or self._cut_pieces(fragment, share, column)
 
-    def _cut_all(self, fragment: int, share: Share, column: str | None) -> Piece:
+    def _cut_pieces(self, fragment: int, share: Share, column: str | None) -> Piece:
         table = self._decode(fragment, self._schema.names if column is None else [column])
         counts().add(READ_BYTES, table.nbytes)
         cache().register(self)
-        mine: Piece | None = None
-        where = self._key(fragment, column)
+        own_piece: Piece | None = None
+        base_key = self._key(fragment, column)
         for cut in share.cuts(fragment):
-            key = (*where, "piece", cut.key)
-            leave = partial(self._store, fragment, self._piece_name(fragment, column, cut))
-            piece = Piece(cut_out(table, cut.start, cut.stop), cut.start, leave)
-            mine = piece if cut.key == share.key else mine
+            key = (*base_key, "piece", cut.key)
+            on_evict = partial(self._store_piece, fragment, self._piece_name(fragment, column, cut))
+            piece = Piece(copy_as_stream(table, cut.start, cut.stop), cut.start, on_evict)
+            own_piece = piece if cut.key == share.key else own_piece
             if cache().get(key) is None:
                 cache().put(key, piece)
-        if mine is None:
+        if own_piece is None:
             raise RuntimeError(f"{share.key} reads no row of fragment {fragment}")
-        return mine
+        return own_piece
 
     def _local_store(self, fragment: int) -> LocalStore | None:
-        """Return the store for a fragment's pieces; `None` if there is none, or if the file has no stamp to show a change."""
+        """Return the local store for pieces of a fragment; `None` if there is none, or if nothing shows changes of the file."""
         return self._files.store if self._files.stamps[self._index.file_of(fragment)] else None
 
-    def _store(self, fragment: int, name: str, data: ArrowBuffer) -> None:
+    def _store_piece(self, fragment: int, name: str, data: ArrowBuffer) -> None:
         if (store := self._local_store(fragment)) is not None:
             store.put(name, data)
 
-    def _stored(self, fragment: int, share: Share, column: str | None) -> Piece | None:
+    def _read_stored(self, fragment: int, share: Share, column: str | None) -> Piece | None:
         if (store := self._local_store(fragment)) is None:
             return None
         cut = share.cut(fragment)
         data = store.get(self._piece_name(fragment, column, cut))
-        return None if data is None else Piece(data, cut.start, _stay)
+        return None if data is None else Piece(data, cut.start, _ignore_eviction)
 
-    def _piece_name(self, fragment: int, column: str | None, cut: Cut) -> str:
-        """Return the name of a piece, the same in all processes that read these rows and columns of this file."""
+    def _piece_name(self, fragment: int, column: str | None, cut: RowRange) -> str:
+        """Return the name of a piece in the local store, the same in all processes that read these rows and columns."""
         files, file = self._files, self._index.file_of(fragment)
-        of_file = (self.FORMAT, files.path(file), int(files.sizes[file]), files.stamps[file], self._indexed_with())
+        of_file = (self.FORMAT, files.path(file), int(files.sizes[file]), files.stamps[file], self._index_arguments())
         columns = self._schema.names if column is None else [column]
         return repr(("piece", of_file, fragment - int(self._index.files[file]), columns, cut.start, cut.stop))
 
     def manifest(self) -> Mapping[str, Any]:
-        return {**super().manifest(), **self._indexed_with()}
+        return {**super().manifest(), **self._index_arguments()}
 
-    def _indexed_with(self) -> Mapping[str, Any]:
+    def _index_arguments(self) -> Mapping[str, Any]:
         return {} if self._condition is None else {"filter": self._condition.identity}
 
     @property
     def _must_index(self) -> bool:
         return self._condition is not None
 
-    def _accept(self) -> None:
+    def _check_files(self) -> None:
         self._schemas = [_schema_of(kind) for kind in self._index.kinds]
         self._schema = self._one_schema(self.columns)
         self.columns = list(self._schema.names)
@@ -211,27 +211,30 @@ class TableSource(FileSource, TokenSource):
                 f"{self.name}: no row of {len(self._files.names)} files below {self._files.root} matches filter="
                 f"{self._condition}. Give another filter, or leave the source out."
             )
-        super()._accept()
+        super()._check_files()
 
     def _try_footer(self, file: int) -> Footer:
         footer = super()._try_footer(file)
-        return footer if self._condition is None else self._filtered(self._condition, file, footer)
+        return footer if self._condition is None else self._filter_footer(self._condition, file, footer)
 
-    def _filtered(self, condition: Condition, file: int, footer: Footer) -> Footer:
-        """Return a footer with the rows of a file that match. Fragments in which no row can match are not read."""
+    def _filter_footer(self, condition: Condition, file: int, footer: Footer) -> Footer:
+        """Return a footer, reduced to the rows of the file that match a filter.
+
+        Fragments in which no row can match are not read.
+        """
         try:
             used = condition.columns(_schema_of(footer.kind))
         except ValueError as error:
             raise ValueError(f"{self._files.path(file)}: {error}") from None
-        with self._blaming(file):
+        with self._name_file_in_errors(file):
             alone = copy.copy(self)
-            alone._condition, alone._known = None, KnownFiles(self._files.some([file]), gather([footer]))
+            alone._condition, alone._known = None, KnownFiles(self._files.select([file]), join_footers([footer]))
             alone._schemas = [_schema_of(footer.kind)]
-            found = alone._may_match(footer, condition.expression, used)
-            return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in found})
+            fragments = alone._may_match(footer, condition.expression, used)
+            return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in fragments})
 
     def _may_match(self, footer: Footer, condition: ArrowExpression, columns: Sequence[str]) -> Iterable[int]:
-        """Return the fragments in which rows may match a condition on these columns. The source has one file here."""
+        """Return the fragments in which rows may match a filter on these columns; the source has one file here."""
         del condition, columns
         return range(len(footer.rows))
 
@@ -251,12 +254,12 @@ class TableSource(FileSource, TokenSource):
         return self._schemas[int(self._index.kind_of[file])]
 
     def _one_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
-        """Return the schema of the columns that are read; ``ValueError`` names two files that differ, and the column."""
+        """Return the schema of the columns that are read; ``ValueError`` with two files and a column if files differ."""
         first = self._schemas[0]
         wanted = list(first.names if columns is None else columns)
         check_columns(first, wanted, self._files.path(0))
         for kind, schema in enumerate(self._schemas):
-            if not schema.equals(first) and (field := _difference(first, schema, wanted, columns is None)):
+            if not schema.equals(first) and (field := _differing_column(first, schema, wanted, columns is None)):
                 other = self._files.path(int(np.argmax(self._index.kind_of == kind)))
                 raise ValueError(
                     f"The files differ in {field!r}: {_type(first, field)} in {self._files.path(0)}, {_type(schema, field)} in "
@@ -274,7 +277,7 @@ def _is_dictionary(kind: ArrowType) -> bool:
 
 
 def schema_kind(schema: ArrowSchema) -> dict[str, Any]:
-    """Return a file's schema as a JSON value, without its metadata, such as an index of pandas."""
+    """Return a schema as a JSON value, without its metadata, such as an index of pandas."""
     return {"schema": base64.b64encode(schema.remove_metadata().serialize()).decode()}
 
 
@@ -282,7 +285,7 @@ def _schema_of(kind: Mapping[str, Any]) -> ArrowSchema:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(kind["schema"])))
 
 
-def _difference(first: ArrowSchema, other: ArrowSchema, wanted: Sequence[str], whole: bool) -> str | None:
+def _differing_column(first: ArrowSchema, other: ArrowSchema, wanted: Sequence[str], whole: bool) -> str | None:
     names = [*wanted, *(name for name in other.names if whole and name not in wanted)]
     return next((name for name in names if _type(first, name) != _type(other, name)), None)
 
@@ -291,5 +294,5 @@ def _type(schema: ArrowSchema, name: str) -> str:
     return " and ".join(str(schema.field(i).type) for i in schema.get_all_field_indices(name)) or "missing"
 
 
-def _stay(data: ArrowBuffer) -> None:
+def _ignore_eviction(data: ArrowBuffer) -> None:
     del data  # the piece is on disk

@@ -1,4 +1,4 @@
-"""`WebDatasetSource`: rows of tar files; the members with the same key make one row."""
+"""`WebDatasetSource`: rows of tar files; members with the same key (file name up to its first dot) make one row."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import Rows
 from rescale_data.sources.files.blocks import CODECS
-from rescale_data.sources.files.ranges import AsFile, Ranges
+from rescale_data.sources.files.ranges import Ranges, RangesFile
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.indexed import IndexedSource, scanned
 from rescale_data.state import Ints
 
 KEY = "__key__"
-_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_MEMBER_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _READ_BYTES = 2**22
 _log = logging.getLogger("rescale_data")
 
@@ -61,16 +61,16 @@ class WebDatasetSource(IndexedSource):
     FORMAT: ClassVar[str] = "tar"
     SUFFIXES: ClassVar[tuple[str, ...]] = tuple(f".tar{packed}" for packed in ("", *CODECS))
 
-    def _accept(self) -> None:
-        found = list(dict.fromkeys(name for kind in self._index.kinds for name in kind["counts"]))
-        self.columns = self.columns or found
-        missing = [name for name in self.columns if name not in found]
+    def _check_files(self) -> None:
+        names = list(dict.fromkeys(name for kind in self._index.kinds for name in kind["counts"]))
+        self.columns = self.columns or names
+        missing = [name for name in self.columns if name not in names]
         if missing:
-            raise ValueError(f"The files below {self._files.root} have no column {missing[0]!r}. They have {found}.")
-        super()._accept()
-        self._warn_of_holes()
+            raise ValueError(f"The files below {self._files.root} have no column {missing[0]!r}. They have {names}.")
+        super()._check_files()
+        self._warn_of_missing()
 
-    def _warn_of_holes(self) -> None:
+    def _warn_of_missing(self) -> None:
         for file, rows in enumerate(self._index.file_rows):
             counts, links = self._index.kind(file)["counts"], self._index.kind(file).get("links", 0)
             if links:
@@ -78,19 +78,21 @@ class WebDatasetSource(IndexedSource):
                     "%s: %d members are links and are left out. Write it with tar --dereference --hard-dereference.",
                     self._files.path(file), links,
                 )  # fmt: skip
-            lacking = {name: rows - counts.get(name, 0) for name in self.columns or () if counts.get(name, 0) < rows}
-            if lacking:
+            num_missing = {
+                name: rows - counts.get(name, 0) for name in self.columns or () if counts.get(name, 0) < rows
+            }
+            if num_missing:
                 _log.warning(
                     "%s: of %d rows, %s have no such member. They are errors when they are read: give columns=[...] that all "
-                    "rows have, or rd.Reader(..., on_error='skip').", self._files.path(file), rows, lacking,
+                    "rows have, or rd.Reader(..., on_error='skip').", self._files.path(file), rows, num_missing,
                 )  # fmt: skip
 
     def _scan(self, ranges: Ranges) -> Footer:
-        return _group(members(ranges))
+        return _group_members(members(ranges))
 
     def _load(self, fragment: int) -> Rows:
-        data = self._bytes(fragment, self._extent(fragment))
-        opened, rows, starts = self._part(fragment)
+        data = self._bytes(fragment, self._raw_byte_range(fragment))
+        opened, rows, starts = self._fragment_rows(fragment)
         names = list(self._index.kind(self._index.file_of(fragment))["counts"])
         first = np.array(opened.array("first")[rows.start : rows.stop + 1])
         part = slice(int(first[0]), int(first[-1]))
@@ -105,7 +107,7 @@ class WebDatasetSource(IndexedSource):
 
 
 class _Samples:
-    """Rows of one fragment: its samples, each copied when its row is read."""
+    """The samples of one fragment, each copied when its row is read."""
 
     def __init__(
         self,
@@ -124,28 +126,28 @@ class _Samples:
     def row(self, index: int) -> dict[str, Any]:
         key = self._keys[slice(*self._key_ends[index : index + 2].tolist())].decode()
         members = self._places[:, slice(*self._first[index : index + 2].tolist())].T.tolist()
-        found = {self._names[column]: (offset, size) for column, offset, size in members}
-        missing = [name for name in self._columns if name not in found]
+        places = {self._names[column]: (offset, size) for column, offset, size in members}
+        missing = [name for name in self._columns if name not in places]
         if missing:
-            raise BadRow(f"the sample {key!r} has no member {missing}; it has {list(found)}. Add it, or leave it out.")
-        return {KEY: key, **{name: self._data.slice(*found[name]).to_pybytes() for name in self._columns}}
+            raise BadRow(f"the sample {key!r} has no member {missing}; it has {list(places)}. Add it, or leave it out.")
+        return {KEY: key, **{name: self._data.slice(*places[name]).to_pybytes() for name in self._columns}}
 
 
 def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
-    """Yield key, column, place of the header, place of the data, and size of each file in a tar. The size of a link is -1.
+    """Yield ``(key, column, header offset, data offset, size)`` for each file in a tar; the size of a link is -1.
 
     Raises:
         ValueError: The tar is cut off, or there are bytes after its end mark.
     """
     try:
-        with tarfile.open(fileobj=cast(Any, io.BufferedReader(AsFile(ranges), _READ_BYTES)), mode="r:") as tar:
+        with tarfile.open(fileobj=cast(Any, io.BufferedReader(RangesFile(ranges), _READ_BYTES)), mode="r:") as tar:
             for member in tar:
-                named = _NAME.match(member.name)
+                name_match = _MEMBER_NAME.match(member.name)
                 if member.issparse():
                     raise ValueError(f"its member {member.name!r} is stored with holes; write it without --sparse")
-                if not member.isdir() and named and not member.name.rpartition("/")[2].startswith("__"):
+                if not member.isdir() and name_match and not member.name.rpartition("/")[2].startswith("__"):
                     size = member.size if member.isreg() else -1
-                    yield named[1], named[2].lower(), member.offset, member.offset_data, size
+                    yield name_match[1], name_match[2].lower(), member.offset, member.offset_data, size
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # else tarfile keeps all members
             end = tar.offset
     except tarfile.TarError as error:
@@ -160,14 +162,14 @@ def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
             )
 
 
-def _group(found: Iterator[tuple[str, str, int, int, int]]) -> Footer:
+def _group_members(parts: Iterator[tuple[str, str, int, int, int]]) -> Footer:
     counts: dict[str, int] = {}
     keys: list[str] = []
     starts, first, last = [], [0], 0
     places: list[tuple[int, int, int]] = []
     seen: set[str] = set()
     links = 0
-    for key, column, header, offset, size in found:
+    for key, column, header, offset, size in parts:
         if size < 0:
             links += 1
             continue

@@ -1,4 +1,4 @@
-"""For your own tests: many ranks in one process, the promise that a pipeline rescales, and the contract of a source.
+"""Helpers for your own tests: several ranks in one process, checks that a pipeline rescales and a source is valid.
 
 Example:
     >>> import rescale_data as rd

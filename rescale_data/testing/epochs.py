@@ -1,4 +1,4 @@
-"""A check that each epoch of a pipeline holds the rows of its sources, where its samples are such rows."""
+"""Check that each epoch of a pipeline yields every row of its sources once."""
 
 from __future__ import annotations
 
@@ -18,75 +18,75 @@ from rescale_data.sources.source import Source
 from rescale_data.state import flatten
 
 _EPOCHS = 3
-_READ_WHOLE = 2000
-_COUNTED = ("filtered", "skipped", "blocked")
+_MAX_ROWS = 2000
+_LEFT_OUT = ("filtered", "skipped", "blocked")
 
 
-class _Other(Exception):
-    """A sample is no row of a source, and no list of rows."""
+class _NotARow(Exception):
+    """Error raised because a sample is neither a row of a source nor a list of rows."""
 
 
 def check_epochs(recipe: Recipe) -> None:
-    """``AssertionError`` where an epoch lacks rows that are not counted as filtered, skipped or blocked, or has some twice.
+    """Raise ``AssertionError`` if an epoch repeats a row, or lacks one that is not counted as left out.
 
     Nothing is checked of other samples, of mixtures without an end, of more than 2,000 rows, and of sources with fewer rows
     than logical shards: there a shard without a row goes on to its next epoch.
     """
     nodes = [replace(recipe, repeat=False, verify=False).build(shard) for shard in range(recipe.num_logical_shards)]
     sources = [node.reads for _, node in nodes[0].walk() if isinstance(node.reads, Source)]
-    if not 0 < sum(source.num_rows for source in sources) <= _READ_WHOLE:
+    if not 0 < sum(source.num_rows for source in sources) <= _MAX_ROWS:
         return
     if any(source.num_rows < recipe.num_logical_shards for source in sources):
         return
-    rows = Counter(key for source in sources for key in _readable(source))
+    rows = Counter(key for source in sources for key in _readable_keys(source))
     for epoch in range(_EPOCHS):
-        counted, served = -_counted(nodes), Counter[Hashable]()
+        num_left_out, served = -_num_left_out(nodes), Counter[Hashable]()
         try:
             for node in nodes:
-                served.update(key for sample in islice(node, 2 * rows.total()) for key in _rows_in(sample, rows))
+                served.update(key for sample in islice(node, 2 * rows.total()) for key in _keys_in(sample, rows))
                 if next(node, None) is not None:
                     return
                 node.reset(None)
-        except _Other:
+        except _NotARow:
             return
-        _compare(epoch, rows, served, counted + _counted(nodes))
+        _compare(epoch, rows, served, num_left_out + _num_left_out(nodes))
 
 
-def _compare(epoch: int, rows: Counter[Hashable], served: Counter[Hashable], counted: int) -> None:
+def _compare(epoch: int, rows: Counter[Hashable], served: Counter[Hashable], num_left_out: int) -> None:
     missing, extra = rows - served, served - rows
-    if extra or missing.total() > counted:
+    if extra or missing.total() > num_left_out:
         raise AssertionError(
             f"Epoch {epoch} of the pipeline is not that of its sources: of {rows.total()} rows {missing.total()} do not come, "
-            f"where {counted} are counted as filtered, skipped or blocked, and {extra.total()} come too often (the first: "
+            f"where {num_left_out} are counted as filtered, skipped or blocked, and {extra.total()} come too often (the first: "
             f"{next(iter(extra or missing))}). Give whole_epochs=False if that is meant, as with Batcher(drop_last=True)."
         )
 
 
-def _readable(source: Source) -> Iterator[Hashable]:
-    """The rows that `Reader(on_error="skip")` would not leave out."""
+def _readable_keys(source: Source) -> Iterator[Hashable]:
+    """Yield keys of the rows that `Reader(on_error="skip")` would not leave out."""
     for index in range(source.num_rows):
         with suppress(Exception):
             yield _key(source.row(index))
 
 
-def _rows_in(sample: Any, rows: Counter[Hashable]) -> Iterator[Hashable]:
+def _keys_in(sample: Any, rows: Counter[Hashable]) -> Iterator[Hashable]:
     key = _key(sample)
     if key in rows:
         yield key
     elif isinstance(sample, list | tuple):
         for part in cast(list[Any], sample):
-            yield from _rows_in(part, rows)
+            yield from _keys_in(part, rows)
     else:
-        raise _Other
+        raise _NotARow
 
 
-def _counted(nodes: list[Node[Any]]) -> int:
+def _num_left_out(nodes: list[Node[Any]]) -> int:
     states = (flatten(node.get_state()) for node in nodes)
-    return sum(int(value) for state in states for path, value in state if path[-1] in _COUNTED)
+    return sum(int(value) for state in states for path, value in state if path[-1] in _LEFT_OUT)
 
 
 def _key(value: Any) -> Hashable:
-    """A row as something that compares."""
+    """Return a hashable key of a row; equal rows have equal keys."""
     if isinstance(value, Mapping):
         given = cast(Mapping[Any, Any], value)
         return tuple((str(name), _key(given[name])) for name in sorted(given, key=str))

@@ -1,4 +1,4 @@
-"""For your own tests: many ranks in one process, and the promise that a pipeline rescales."""
+"""Simulate several ranks in one process, and check that a pipeline rescales."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeLoader: TypeAlias = Callable[[int, int, int, int], DataLoader]
 
 
 def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, Any]:
-    """The state that the loaders of all dp ranks would save together, with all N rows.
+    """Return the state of all N logical shards that the loaders of all dp ranks would save together.
 
     Args:
         loaders: One of each simulated rank, in any order, all at the same batch.
@@ -50,20 +50,20 @@ def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, 
 def assert_rescalable(
     make_loader: MakeLoader, topologies: Iterable[Topology], *, steps: int = 3, whole_epochs: bool = True
 ) -> None:
-    """Run a chain of topologies, each from the state of the one before, and compare every batch with an uninterrupted run.
+    """Run a chain of topologies, each from the last state, and compare every batch with an uninterrupted run.
 
-    In each leg ``steps`` global batches and one more micro batch are taken on every rank. Each sample must be the next one of
-    its logical shard, as the pipeline of that shard yields it when nothing interrupts it. Where these samples are rows of the
-    sources, or lists of rows, three epochs must have each row once, but for those counted as filtered, skipped or blocked.
+    In each segment ``steps`` global batches and one more micro batch are taken on every rank. Each sample must be the next one
+    of its logical shard, as the pipeline of that shard yields it when nothing interrupts it. Where these samples are rows of
+    the sources, or lists of rows, three epochs must have each row once, but for those counted as filtered, skipped or blocked.
 
     Args:
         make_loader: ``(dp_rank, dp_world_size, micro_batch_size, num_workers) -> DataLoader``, all of one run.
-        topologies: ``(dp_world_size, micro_batch_size, num_workers)`` of each leg.
-        steps: Global batches of a leg.
+        topologies: ``(dp_world_size, micro_batch_size, num_workers)`` of each segment.
+        steps: Global batches of a segment.
         whole_epochs: False for a pipeline that leaves out or repeats rows on purpose, without counting them.
 
     Raises:
-        AssertionError: A batch differs; the message names leg, rank, micro batch and column. Or an epoch has not its rows.
+        AssertionError: A batch differs; the message names segment, rank, micro batch and column. Or an epoch has not its rows.
         ValueError: There is no topology.
 
     Example:
@@ -76,7 +76,7 @@ def assert_rescalable(
     """
     reference: _Reference | None = None
     state: dict[str, Any] | None = None
-    for leg, (dp_world_size, micro_batch_size, num_workers) in enumerate(topologies):
+    for segment, (dp_world_size, micro_batch_size, num_workers) in enumerate(topologies):
         loaders = [make_loader(r, dp_world_size, micro_batch_size, num_workers) for r in range(dp_world_size)]
         if state is not None:
             for loader in loaders:
@@ -86,7 +86,7 @@ def assert_rescalable(
             reference = _Reference(recipe)
             if whole_epochs:
                 check_epochs(recipe)
-        where = f"leg {leg} (W={dp_world_size}, b={micro_batch_size}, K={num_workers})"
+        where = f"segment {segment} (W={dp_world_size}, b={micro_batch_size}, K={num_workers})"
         for u in range(steps * loaders[0].gradient_accumulation_steps + 1):
             reference.check(loaders, f"{where}, micro batch {u}")
         state = full_state_dict(loaders)
@@ -105,7 +105,7 @@ class _Reference:
         self._epoch = 0
 
     def check(self, loaders: Sequence[DataLoader], where: str) -> None:
-        """Take one micro batch on every rank and compare."""
+        """Take one micro batch on every rank, and compare its samples with the uninterrupted run."""
         self._begin_epoch(loaders)
         for rank, loader in enumerate(loaders):
             micro_batch = stream_of(loader).take()
@@ -124,7 +124,7 @@ class _Reference:
         while self._epoch < stream_of(loaders[0]).clock.epoch:
             self._epoch += 1
             for node in self._nodes:
-                _drain(node)
+                _finish_epoch(node)
 
     def _next(self, shard: int) -> Any:
         node = self._nodes[shard]
@@ -138,29 +138,29 @@ class _Reference:
         raise AssertionError(f"logical shard {shard} yields no samples")
 
 
-def _drain(node: Node[Any]) -> None:
-    """Leave out what a shard has left of its epoch and begin the next."""
+def _finish_epoch(node: Node[Any]) -> None:
+    """Consume the samples that a shard has left in its epoch, and begin the next epoch."""
     for _ in node:
         pass
     node.reset(node.get_state())
 
 
-def _compare(got: Any, expected: Any, where: str) -> None:
+def _compare(actual: Any, expected: Any, where: str) -> None:
     if isinstance(expected, dict):
-        if not isinstance(got, dict) or got.keys() != expected.keys():
-            raise AssertionError(f"{where}: the batch is {_kind(got)}, expected {_kind(expected)}")
+        if not isinstance(actual, dict) or actual.keys() != expected.keys():
+            raise AssertionError(f"{where}: the batch is {_describe(actual)}, expected {_describe(expected)}")
         for key, value in expected.items():
-            _compare(got[key], value, f"{where}, {key!r}")
+            _compare(actual[key], value, f"{where}, {key!r}")
     elif isinstance(expected, list | tuple):
-        if len(got) != len(expected):
-            raise AssertionError(f"{where}: {len(got)} values, expected {len(expected)}")
+        if len(actual) != len(expected):
+            raise AssertionError(f"{where}: {len(actual)} values, expected {len(expected)}")
         for i, value in enumerate(expected):
-            _compare(got[i], value, f"{where}[{i}]")
-    elif not same(got, expected):
+            _compare(actual[i], value, f"{where}[{i}]")
+    elif not same(actual, expected):
         raise AssertionError(
-            f"{where}: the batch is not the one of an uninterrupted run: got {got}, expected {expected}"
+            f"{where}: the batch is not the one of an uninterrupted run: got {actual}, expected {expected}"
         )
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a dict of {sorted(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""The promises of a source, as checks: see `rescale_data.testing.assert_source`."""
+"""Checks of the contract of a source, used by `rescale_data.testing.assert_source`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rescale_data.sources.dataset import DatasetSource
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.source import Source, TokenSource
 
-_SHARDS = 3
-_READ_WHOLE = 2000
+_NUM_SHARDS = 3
+_MAX_ROWS = 2000
 
 
 @checks_kinds
 def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str] = ()) -> None:
-    """Check that a source keeps its contract: what follows is then true of every pipeline that reads it.
+    """Check that a source keeps its contract, on which all pipelines that read it rely.
 
     Args:
         source: Yours.
@@ -46,15 +46,15 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
         raise AssertionError(
             f"A {type(source).__name__} is no source: it is no subclass of rd.Source, or lacks {missing}"
         )
-    _check_shape(source)
+    _check_attributes(source)
     rows = sorted({int(i) for i in np.linspace(0, source.num_rows - 1, num_rows)})
     first = {index: copy.deepcopy(source.row(index)) for index in rows}
-    _check_repeats(source, first)
+    _check_repeated_reads(source, first)
     _check_pickles(source, first)
-    _check_places(source, rows)
+    _check_locations(source, rows)
     for column in columns:
         _check_tokens(source, column, first)
-    if source.num_rows <= _READ_WHOLE:
+    if source.num_rows <= _MAX_ROWS:
         _check_readers(source)
 
 
@@ -63,13 +63,13 @@ def _require(holds: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _check_shape(source: Source) -> None:
+def _check_attributes(source: Source) -> None:
     _require(type(source.num_rows) is int and source.num_rows > 0, f"num_rows is {source.num_rows!r}: an int above 0")
     _require(isinstance(source.name, str) and bool(source.name), f"name is {source.name!r}: a short text")  # pyright: ignore[reportUnnecessaryIsInstance]
     fragments = source.fragments
     if fragments is not None:
-        whole = isinstance(fragments, np.ndarray) and fragments.dtype == np.int64 and len(fragments) >= 2  # pyright: ignore[reportUnnecessaryIsInstance]
-        _require(whole, "fragments is None, or int64[F + 1]")
+        is_offsets = isinstance(fragments, np.ndarray) and fragments.dtype == np.int64 and len(fragments) >= 2  # pyright: ignore[reportUnnecessaryIsInstance]
+        _require(is_offsets, "fragments is None, or int64[F + 1]")
         ends = int(fragments[0]) == 0 and int(fragments[-1]) == source.num_rows
         _require(ends and bool((np.diff(fragments) >= 0).all()), "fragments go up from 0 to num_rows")
     try:
@@ -79,15 +79,15 @@ def _check_shape(source: Source) -> None:
     _require(text == json.dumps(dict(source.manifest()), sort_keys=True), "manifest() is the same at every call")
 
 
-def _check_repeats(source: Source, first: Mapping[int, Any]) -> None:
-    """Rows do not depend on what was read before them, nor on what callers do to the ones they got."""
+def _check_repeated_reads(source: Source, first: Mapping[int, Any]) -> None:
+    """Check that rows depend neither on the order of reads nor on changes that a caller makes to them."""
     indices = np.array(list(first))
     for seed in range(2):
         for index in indices[permutation(len(indices), "contract", seed)].tolist():
             row = source.row(index)
             _require(same(row, first[index]), f"row({index}) is {row!r} now and was {first[index]!r}")
             if not isinstance(source, DatasetSource):
-                _spoil(row)
+                _overwrite(row)
         cache().clear()
 
 
@@ -101,7 +101,7 @@ def _check_pickles(source: Source, first: Mapping[int, Any]) -> None:
     _require(same(other.row(index), first[index]), f"row({index}) is another after pickling")
 
 
-def _check_places(source: Source, rows: list[int]) -> None:
+def _check_locations(source: Source, rows: list[int]) -> None:
     places = [source.locate(index) for index in rows]
     _require(len(set(places)) == len(places), "locate() says the same of two rows")
 
@@ -112,8 +112,8 @@ def _check_tokens(source: Source, column: str, first: Mapping[int, Any]) -> None
     dtype = source.token_dtype(column)
     for index, row in first.items():
         fragment = int(np.searchsorted(source.fragments, index, side="right")) - 1
-        tokens, at = source.tokens(column, fragment), index - int(source.fragments[fragment])
-        part = tokens.values[tokens.offsets[at] : tokens.offsets[at + 1]]
+        tokens, row_in_fragment = source.tokens(column, fragment), index - int(source.fragments[fragment])
+        part = tokens.values[tokens.offsets[row_in_fragment] : tokens.offsets[row_in_fragment + 1]]
         same = part.tolist() == row[column].tolist()
         _require(same, f"tokens({column!r}, {fragment}) are not those of row({index})")
         _require(
@@ -122,13 +122,13 @@ def _check_tokens(source: Source, column: str, first: Mapping[int, Any]) -> None
 
 
 def _check_readers(source: Source) -> None:
-    readers = [Reader(source, Shard(i, _SHARDS)) for i in range(_SHARDS)]
+    readers = [Reader(source, Shard(i, _NUM_SHARDS)) for i in range(_NUM_SHARDS)]
     drawn = sum(1 for reader in readers for _ in reader)
-    _require(drawn == source.num_rows, f"{_SHARDS} readers drew {drawn} rows of {source.num_rows}")
+    _require(drawn == source.num_rows, f"{_NUM_SHARDS} readers drew {drawn} rows of {source.num_rows}")
 
 
-def _spoil(row: Any) -> None:
-    """Write over a row, which is its caller's own."""
+def _overwrite(row: Any) -> None:
+    """Overwrite the values of a row in place, as any caller may do."""
     for value in row.values() if isinstance(row, dict) else ():
         if isinstance(value, np.ndarray) and value.flags.writeable and value.dtype.kind in "iuf":
             value[...] = 0

@@ -1,4 +1,4 @@
-"""torch_xla (SPMD) beside the core: which ranks the loader has, batches on devices, checkpoints of sharded models.
+"""Support for torch_xla (SPMD): ranks of the loader, batches on devices, checkpoints of sharded models.
 
 Nothing else of the package imports this one; `rescale_data.checkpoint` does when a state holds XLA tensors.
 """

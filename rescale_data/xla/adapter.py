@@ -1,4 +1,4 @@
-"""The adapter by which `rescale_data.checkpoint` saves and loads XLA tensors, with torch_xla's own planners.
+"""Adapter with which `rescale_data.checkpoint` saves and loads XLA tensors, through torch_xla's own planners.
 
 XLAShardedTensor  [ piece | piece | piece | pad ]      one process a host, a piece a device
                       SHARD items, without padding ──►  the same entries that FSDP2 writes
@@ -27,19 +27,19 @@ from rescale_data.checkpoint.storage.dcp import Metadata, Pieces
 class XlaAdapter:
     """The adapter of `rescale_data.checkpoint.devices` for torch_xla in SPMD mode."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         require_spmd()
         torch_xla.sync()
         xla_model.wait_device_ops()
 
     def to_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not _is_cut(tensor):
+        if not _is_sharded(tensor):
             return _unwrapped(tensor)
         planner: Any = SPMDSavePlanner()
         planner.set_up_planner({"": tensor}, is_coordinator=False)
         pieces = Pieces.of(tensor, planner.create_local_plan().items)
-        places = pieces.distinct
-        pieces.find = lambda index: planner.resolve_data(places[index.offset])
+        items_by_offset = pieces.distinct
+        pieces.find = lambda index: planner.resolve_data(items_by_offset[index.offset])
         return pieces
 
     def to_load(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,32 +55,32 @@ class XlaAdapter:
         return pieces
 
     def first_state(self, optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """Make the first state by torch_xla's ``prime_optimizer``, a step with zero gradients: only a step shards the state.
+        """Make an optimizer's first state by a step with zero gradients: only a step shards the state.
 
         A copy of the optimizer without its hooks takes the step, on copies of the parameters: it may change them, by its weight
         decay or 0 / 0.
         """
         copies = {parameter: _copy(parameter) for parameter in _parameters(optimizer)}
-        stepped = _without_hooks(optimizer)
-        stepped.state = defaultdict(dict)
-        stepped.param_groups = [
+        primed_copy = _without_hooks(optimizer)
+        primed_copy.state = defaultdict(dict)
+        primed_copy.param_groups = [
             {**group, "params": [copies[parameter] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ]
         try:
-            prime_optimizer(stepped)
+            prime_optimizer(primed_copy)
         except TypeError as error:
             name = type(optimizer).__name__
             raise TypeError(
                 f"{name}.step() cannot be called by itself to make the state that a checkpoint is loaded into: {error}. Run "
                 f"one step of your own before the load, and load the model together with it."
             ) from error
-        return {parameter: stepped.state[copied] for parameter, copied in copies.items()}
+        return {parameter: primed_copy.state[copied] for parameter, copied in copies.items()}
 
 
-def _is_cut(tensor: torch.Tensor) -> bool:
+def _is_sharded(tensor: torch.Tensor) -> bool:
     wrapped = wrap_if_sharded(tensor)  # torch_xla's planners leave out what has no elements
-    return tensor.numel() > 0 and isinstance(wrapped, XLAShardedTensor) and wrapped.sharding_type in _CUT
+    return tensor.numel() > 0 and isinstance(wrapped, XLAShardedTensor) and wrapped.sharding_type in _SHARDED_TYPES
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,12 +88,12 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(parameter: torch.Tensor) -> torch.Tensor:
-    """XLA cuts what a computation makes of a tensor, here a copy, as it has cut the tensor."""
+    """Return a copy of a parameter; XLA shards the copy as it has sharded the parameter."""
     return _unwrapped(parameter).detach().clone().requires_grad_(parameter.requires_grad)
 
 
 def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A shallow copy that steps as the optimizer does; torch leaves hooks out of copies, and attributes of subclasses too."""
+    """Return a shallow copy of an optimizer without hooks, with the attributes that torch's own copy leaves out."""
     copied = copy.copy(optimizer)
     for name, value in vars(optimizer).items():
         if name != "step":  # a scheduler's, that steps the optimizer itself
@@ -102,7 +102,7 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def require_spmd() -> None:
-    """``ValueError`` where tensors live on single devices."""
+    """Raise ``ValueError`` if torch_xla is not in SPMD mode."""
     if not xr.is_spmd():
         raise ValueError(
             "torch_xla is not in SPMD mode, in which one process drives all devices of its host. Call "
@@ -114,5 +114,5 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-_CUT = (ShardingType.TILED, ShardingType.PARTIAL)  # all others are whole on each device
+_SHARDED_TYPES = (ShardingType.TILED, ShardingType.PARTIAL)  # all others are whole on each device
 adapter = XlaAdapter()

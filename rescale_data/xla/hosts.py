@@ -1,4 +1,4 @@
-"""The loader's ranks are the hosts: in SPMD mode one process feeds all devices of its host.
+"""Ranks of a loader in SPMD mode: each host is a dp rank, whose process feeds all devices of the host.
 
 host 0  process_index 0  devices 0 1 2 3  ◄── dp rank 0
 host 1  process_index 1  devices 4 5 6 7  ◄── dp rank 1
@@ -50,7 +50,7 @@ def warn_if_hosts_share_samples(num_ranks: int) -> None:
 
 
 def ranks_in_order(process_indices: list[int], num_hosts: int) -> list[int]:
-    """The ranks of the process group in the order of the hosts.
+    """Return the ranks of the process group in the order of their hosts.
 
     Args:
         process_indices: The host of each rank, in rank order.

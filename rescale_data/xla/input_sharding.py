@@ -1,4 +1,4 @@
-"""A check that batches can lie on the devices as asked: torch_xla reports it from a thread, or not at all."""
+"""Check that batches fit their input sharding, which torch_xla reports from a thread or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ InputSharding: TypeAlias = ShardingSpec | Mapping[str, ShardingSpec | None]
 
 
 def check_input_sharding(batch: Any, input_sharding: InputSharding | None, num_hosts: int, host: int = 0) -> None:
-    """``ValueError`` where something in a batch would not come to the devices, or not as it is asked to.
+    """Raise ``ValueError`` if a value of a batch cannot be placed on the devices as ``input_sharding`` says.
 
     Args:
         num_hosts: Hosts that read rows of their own, the dp world size.
@@ -50,10 +50,10 @@ def _check_columns(batch: Any, input_sharding: Mapping[str, ShardingSpec | None]
             f"The batch is {given}, input_sharding is for {sorted(input_sharding)}. Name every column, None for those that "
             f"are replicated."
         )
-    others = [column for column, value in batch.items() if type(value) is not torch.Tensor]
-    if others:
+    non_tensors = [column for column, value in batch.items() if type(value) is not torch.Tensor]
+    if non_tensors:
         raise ValueError(
-            f"The columns {others} are no tensors, which input_sharding by column cannot place. Leave them out in "
+            f"The columns {non_tensors} are no tensors, which input_sharding by column cannot place. Leave them out in "
             f"collate_fn, or give one ShardingSpec for all."
         )
 
@@ -64,7 +64,7 @@ def _check_value(name: str, value: Any) -> None:
             f"{name} is a {type(value).__name__}, which torch_xla leaves on the host. Return a plain torch.Tensor from "
             f"collate_fn."
         )
-    if isinstance(value, torch.Tensor) and value.dtype in _NOT_ON_XLA:
+    if isinstance(value, torch.Tensor) and value.dtype in _UNSUPPORTED_DTYPES:
         raise ValueError(
             f"{name} is {value.dtype}, which XLA tensors have not: torch_xla would take its bits for a signed integer. Return "
             f"it from collate_fn as .to(torch.int64)."
@@ -72,7 +72,7 @@ def _check_value(name: str, value: Any) -> None:
 
 
 def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, num_hosts: int, host: int) -> None:
-    """With ``minibatch`` each host gives its own rows: they must be cut alike on all, and without padding."""
+    """Raise ``ValueError`` if the rows of a tensor cannot be divided over the devices of this host."""
     if sharding is None or not sharding.minibatch:
         if num_hosts > 1:
             raise ValueError(
@@ -96,23 +96,27 @@ def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, n
 
 
 def _check_mesh(sharding: ShardingSpec, num_hosts: int, host: int) -> None:
-    """With ``minibatch`` rows go over all devices, and a host's rows to its own devices in their order."""
+    """Raise ``ValueError`` if the mesh does not put the rows of a host on its own devices, in their order."""
     mesh, spec = sharding.mesh, sharding.partition_spec
     axes = [_axis(sharding, axis) for axis in (spec[0] if isinstance(spec[0], tuple) else spec[:1])]
-    rest = [axis for axis in range(len(mesh.mesh_shape)) if axis not in axes]
-    if None in axes or any(dim is not None for dim in spec[1:]) or any(mesh.mesh_shape[axis] > 1 for axis in rest):
-        every = tuple(mesh.axis_names or range(len(mesh.mesh_shape)))
+    other_axes = [axis for axis in range(len(mesh.mesh_shape)) if axis not in axes]
+    if (
+        None in axes
+        or any(dim is not None for dim in spec[1:])
+        or any(mesh.mesh_shape[axis] > 1 for axis in other_axes)
+    ):
+        all_axes = tuple(mesh.axis_names or range(len(mesh.mesh_shape)))
         raise ValueError(
             f"The ShardingSpec has minibatch=True and the partition spec {spec} on a mesh of shape {tuple(mesh.mesh_shape)}: "
-            f"torch_xla cuts the rows of the hosts over all devices. Give {(every, *(None,) * (len(spec) - 1))}."
+            f"torch_xla cuts the rows of the hosts over all devices. Give {(all_axes, *(None,) * (len(spec) - 1))}."
         )
-    devices = mesh.get_logical_mesh().transpose([*axes, *rest]).ravel().tolist()
-    own = [int(name.rpartition(":")[2]) for name in torch_xla.real_devices()]
-    blocks = [devices[start : start + len(own)] for start in range(0, len(devices), len(own))]
-    if own not in (blocks[host : host + 1] if len(blocks) == num_hosts else blocks):
+    devices = mesh.get_logical_mesh().transpose([*axes, *other_axes]).ravel().tolist()
+    local = [int(name.rpartition(":")[2]) for name in torch_xla.real_devices()]
+    blocks = [devices[start : start + len(local)] for start in range(0, len(devices), len(local))]
+    if local not in (blocks[host : host + 1] if len(blocks) == num_hosts else blocks):
         raise ValueError(
             f"The ShardingSpec has minibatch=True and cuts rows over the devices {devices}. The rows of this host, dp rank "
-            f"{host} of {num_hosts}, go to its devices {own} in this order, so they would come out in another. Make the mesh "
+            f"{host} of {num_hosts}, go to its devices {local} in this order, so they would come out in another. Make the mesh "
             f"of the hosts' devices host after host, in the order of the dp ranks, and name its axes in their order."
         )
 
@@ -121,4 +125,4 @@ def _axis(sharding: ShardingSpec, axis: Any) -> Any:
     return (sharding.mesh.axis_names or ()).index(axis) if isinstance(axis, str) else axis
 
 
-_NOT_ON_XLA = (torch.uint16, torch.uint32, torch.uint64)
+_UNSUPPORTED_DTYPES = (torch.uint16, torch.uint32, torch.uint64)

@@ -1,4 +1,4 @@
-"""Batches on XLA devices.
+"""`Transfer`: sends batches to XLA devices.
 
 torch_xla's ``MpDeviceLoader`` reads some 30 batches ahead from a thread of its own: a loader that it reads directly
 would say in a checkpoint that they were all trained on. It also takes an error of the loader for the end of the data. Here the

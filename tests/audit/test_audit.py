@@ -67,7 +67,7 @@ PIPELINES = {pipeline.__name__: pipeline for pipeline in (rows, numbers, cut, mi
 Seen = dict[tuple[int, int], list[str]]
 
 
-class Leg(NamedTuple):
+class Segment(NamedTuple):
     w: int
     b: int
     a: int
@@ -80,15 +80,20 @@ class Recorded:
     def __init__(self, folder: Any, **arguments: Any) -> None:
         self.folder, self.arguments, self.seen, self.state = folder, arguments, Seen(), None
 
-    def leg(self, pipeline: Any, leg: Leg, change: Callable[[rd.DataLoader], None] | None = None) -> None:
-        sizes = {"global_batch_size": leg.w * leg.b * leg.a, "micro_batch_size": leg.b, "num_logical_shards": N}
+    def segment(self, pipeline: Any, segment: Segment, change: Callable[[rd.DataLoader], None] | None = None) -> None:
+        sizes = {
+            "global_batch_size": segment.w * segment.b * segment.a,
+            "micro_batch_size": segment.b,
+            "num_logical_shards": N,
+        }
         loaders = [
-            rd.DataLoader(pipeline, dp_rank=r, dp_world_size=leg.w, **sizes, **self.arguments) for r in range(leg.w)
+            rd.DataLoader(pipeline, dp_rank=r, dp_world_size=segment.w, **sizes, **self.arguments)
+            for r in range(segment.w)
         ]
         for loader in loaders:
             if self.state is not None:
                 loader.load_state_dict(self.state)
-        for _ in range(leg.steps):
+        for _ in range(segment.steps):
             self._step(loaders)
             for loader in loaders if change is not None else ():
                 change(loader)
@@ -121,10 +126,10 @@ def check(run: Recorded, audit: rd.audit.Audit, documents: list[int]) -> None:
 
 
 @st.composite
-def legs(draw: st.DrawFn, most: int) -> list[Leg]:
+def segments(draw: st.DrawFn, most: int) -> list[Segment]:
     return draw(
         st.lists(
-            st.builds(Leg, st.integers(1, most), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.integers(1, 9)),
+            st.builds(Segment, st.integers(1, most), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.integers(1, 9)),
             min_size=1, max_size=4,
         )
     )  # fmt: skip
@@ -133,15 +138,15 @@ def legs(draw: st.DrawFn, most: int) -> list[Leg]:
 few = settings(max_examples=max(6, settings().max_examples // 16))
 
 
-@given(st.sampled_from(sorted(PIPELINES)), legs(3), st.sets(st.integers(0, 69), max_size=20))
+@given(st.sampled_from(sorted(PIPELINES)), segments(3), st.sets(st.integers(0, 69), max_size=20))
 @few
-def test_it_says_what_a_run_has_seen(kind: str, parts: list[Leg], blocked: set[int]) -> None:
+def test_it_says_what_a_run_has_seen(kind: str, parts: list[Segment], blocked: set[int]) -> None:
     """Other ranks, micro and global batches in each leg, aligned or not, and a blocklist that is new in the last."""
     with TemporaryDirectory() as folder:
         run = Recorded(folder, repeat=True)
         pipelines = [PIPELINES[kind], partial(PIPELINES[kind], blocked=sorted(blocked))]
-        for number, leg in enumerate(parts):
-            run.leg(pipelines[0 < number == len(parts) - 1], leg)
+        for number, segment in enumerate(parts):
+            run.segment(pipelines[0 < number == len(parts) - 1], segment)
         check(
             run,
             rd.audit.Audit(folder, *pipelines, repeat=True),
@@ -149,13 +154,13 @@ def test_it_says_what_a_run_has_seen(kind: str, parts: list[Leg], blocked: set[i
         )
 
 
-@given(st.sampled_from(sorted(PIPELINES)), legs(1), st.sampled_from(["drop", "pad"]))
+@given(st.sampled_from(sorted(PIPELINES)), segments(1), st.sampled_from(["drop", "pad"]))
 @few
-def test_over_ends_of_epochs(kind: str, parts: list[Leg], tail: Any) -> None:
+def test_over_ends_of_epochs(kind: str, parts: list[Segment], tail: Any) -> None:
     with TemporaryDirectory() as folder:
         run = Recorded(folder, repeat=False, tail=tail)
-        for leg in parts:
-            run.leg(PIPELINES[kind], leg)
+        for segment in parts:
+            run.segment(PIPELINES[kind], segment)
         check(run, rd.audit.Audit(folder, PIPELINES[kind], tail=tail), [1, 30, 70])
 
 
@@ -168,7 +173,7 @@ def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_
                 loader.skip(2 * 4)
 
         for steps in (2, 3, 2, 3):
-            run.leg(partial(rows, blocked=blocked), Leg(1, 1, 4, steps), leave_out)
+            run.segment(partial(rows, blocked=blocked), Segment(1, 1, 4, steps), leave_out)
         audit = rd.audit.Audit(folder, partial(rows, blocked=blocked), tail="pad")
         check(run, audit, [1, 30, 70])
         assert {step for step, _ in run.seen} == {*range(12)} - {5, 6}
@@ -189,10 +194,10 @@ def test_a_ramp_in_the_same_process_and_another_form_after_it() -> None:
             if loader.step == 6:
                 loader.reopen(global_batch_size=12)
 
-        run.leg(cut, Leg(2, 1, 3, 4))
-        run.leg(cut, Leg(1, 2, 3, 5), ramp)
+        run.segment(cut, Segment(2, 1, 3, 4))
+        run.segment(cut, Segment(1, 2, 3, 5), ramp)
         longer = partial(cut, seq_len=40)
-        run.leg(longer, Leg(2, 1, 6, 3))
+        run.segment(longer, Segment(2, 1, 6, 3))
         check(run, rd.audit.Audit(folder, cut, longer, repeat=True), [1, 2, 30, 70])
         with pytest.raises(
             rd.DataStateError, match=r"step 12 the run had another pipeline: root: seq_len.*Give that one"
@@ -241,7 +246,7 @@ def test_of_a_source_that_the_run_has_no_more() -> None:
     with TemporaryDirectory() as folder:
         run = Recorded(folder, repeat=True)
         for pipeline in (mixture, few_left_out):
-            run.leg(pipeline, Leg(1, 2, 3, 4))
+            run.segment(pipeline, Segment(1, 2, 3, 4))
         audit = rd.audit.Audit(folder, mixture, few_left_out, repeat=True)
         check(run, audit, [1, 1005, 2001, 2002, 2003])
         assert sum(len(audit.find(f"few:{row}").served) for row in range(SIZES["few"])) > 0
@@ -298,7 +303,7 @@ def test_sources_of_one_name(tmp_path: Path) -> None:
 )
 def test_what_is_not_there_is_an_error(ask: Any, message: str, tmp_path: Path) -> None:
     run = Recorded(tmp_path / "run", repeat=True)
-    run.leg(cut, Leg(1, 1, 3, 4))
+    run.segment(cut, Segment(1, 1, 3, 4))
     with pytest.raises(ValueError, match=message):
         ask(rd.audit.Audit(tmp_path / "run", cut, repeat=True))
 

@@ -72,7 +72,7 @@ def test_metadata_that_is_made_anew_is_what_dcp_wrote(tmp_path: Path) -> None:
     assert weight is not None
     assert (weight.shape, weight.dtype, weight.device.type) == ((3, 4), torch.float32, "meta")
     assert saved.values["step"] is None
-    assert not saved.unplaced
+    assert not saved.without_path
 
 
 def test_names_are_those_that_dcp_gives() -> None:

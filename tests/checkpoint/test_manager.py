@@ -236,7 +236,7 @@ def test_a_manager_that_is_dropped_frees_its_copies(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run")
     manager.save(1, training.state)
     manager.wait()
-    manager._idle()  # the thread that deletes old ones holds the manager until it has done so
+    manager._wait_until_idle()  # the thread that deletes old ones holds the manager until it has done so
     stager = weakref.ref(manager._stager)
     del manager
     gc.collect()
@@ -472,7 +472,7 @@ def test_a_metric_that_no_checkpoint_has_is_said(tmp_path: Path, caplog: pytest.
     rules: dict[str, Any] = {"keep_latest": 1, "keep_best": ("val_los", "min", 2), "async_mode": "disabled"}
     with CheckpointManager(tmp_path / "run", **rules) as manager:
         manager.save(0, {"a": 0})
-        manager._idle()
+        manager._wait_until_idle()
         assert "val_los" not in caplog.text, "nothing is deleted yet"
         for step in (1, 2, 3):
             manager.save(step, {"a": step}, metrics={"val_loss": step})
@@ -509,14 +509,14 @@ def test_whatever_reads_a_checkpoint_keeps_it_from_retention(
     path, opened = tmp_path / "run" / "step-1", []
     with CheckpointManager(tmp_path / "run", keep_latest=1, async_mode="disabled") as manager:
         manager.save(1, {"a": torch.ones(3), "loader": StandInLoader()})
-        manager._idle()
+        manager._wait_until_idle()
         open_read = LocalStore.open_read
 
         def noted(store: LocalStore, name: str) -> BinaryIO:
             if "step-1/" in name and not opened:
                 opened.append(name)
                 manager.save(2, {"a": torch.ones(3)})
-                manager._idle()
+                manager._wait_until_idle()
             return open_read(store, name)
 
         monkeypatch.setattr(LocalStore, "open_read", noted)
@@ -525,7 +525,7 @@ def test_whatever_reads_a_checkpoint_keeps_it_from_retention(
         assert manager.steps() == [1, 2]
         assert len(os.listdir(tmp_path / "run" / ".leases")) == 1, "the owner's own"
         manager.save(3, {"a": torch.ones(3)})
-        manager._idle()
+        manager._wait_until_idle()
         assert manager.steps() == [3]
 
 
@@ -536,11 +536,11 @@ def test_what_was_saved_last_stays_though_later_steps_are_there(
     with CheckpointManager(tmp_path / "run", keep_latest=2, async_mode="disabled") as manager:
         for step in (5, 8, 9):
             manager.save(step, {"a": step})
-        manager._idle()
+        manager._wait_until_idle()
         assert "later steps" not in caplog.text
         for step in (6, 7):
             manager.save(step, {"a": step})
-        manager._idle()
+        manager._wait_until_idle()
         assert manager.steps() == [7, 8, 9]
     assert "holds the later steps [8, 9]: load_latest loads the last of them" in caplog.text
 

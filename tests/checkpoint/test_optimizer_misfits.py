@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint.optimizer.named import named_state
-from rescale_data.checkpoint.optimizer.room import room
+from rescale_data.checkpoint.optimizer.room import allocate
 from tests.checkpoint.models import wrap
 from tests.checkpoint.processes import run
 
@@ -75,7 +75,7 @@ def test_another_head(saved: Path) -> None:
 def test_a_misfit_takes_no_memory() -> None:
     state = state_of((4, 2))
     huge = torch.empty(2**40, 2**10, device="meta")
-    tensors, misfits = room(state["opt"], state["m"][0].weight, {}, {"exp_avg": huge})
+    tensors, misfits = allocate(state["opt"], state["m"][0].weight, {}, {"exp_avg": huge})
     assert tensors == {"exp_avg": None}
     assert "exp_avg" in misfits
 

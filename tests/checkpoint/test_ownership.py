@@ -17,7 +17,7 @@ from rescale_data import checkpoint
 from rescale_data import lease as leases
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import claims, commit
-from rescale_data.checkpoint.storage.claims import LONE, Claims, Owner, Save, counted
+from rescale_data.checkpoint.storage.claims import LONE, Claims, Owner, Save, valid_save
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import Manifest
 from rescale_data.checkpoint.storage.open import open_store
@@ -328,7 +328,7 @@ def test_what_counts() -> None:
     claims = Claims(known=[old, new], newest=new, accepts={"step-1": Save(old, 1).folder})
 
     def of(*found: Save) -> Save | None:
-        return counted([save.manifest for save in found], (claims, "step-1"))
+        return valid_save([save.manifest for save in found], (claims, "step-1"))
 
     assert of(*saves) == Save(new, 1), "the newest owner's own stands above all"
     assert of(*saves[:2]) == Save(old, 1), "what a zombie did later does not count"
@@ -336,7 +336,7 @@ def test_what_counts() -> None:
     assert of(*saves[:2], saves[3]) == Save(stranger, 1)
     deletion = Save(new, 2, is_deletion=True)
     assert of(*saves, deletion) == deletion
-    assert counted([save.manifest for save in saves]) == Save(stranger, 1), "without any claim the highest"
+    assert valid_save([save.manifest for save in saves]) == Save(stranger, 1), "without any claim the highest"
     for save in (*saves, deletion):
         assert Save.of_manifest(save.manifest) == save
         assert Save.of_folder(save.folder) == save._replace(is_deletion=False)

@@ -125,7 +125,7 @@ def test_a_link_is_never_entered(forked: tuple[Path, Path], how: str) -> None:
             manager.save(99, {"w": torch.zeros(3)})
         else:
             manager.save(101, STATE)
-            manager._idle()
+            manager._wait_until_idle()
             assert manager.steps() == [101]
     assert checkpoint.verify(foreign) == []
     assert sorted(os.listdir(data(foreign))) == [".metadata", "__0_0.distcp"]

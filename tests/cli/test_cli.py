@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import rescale_data as rd
 from rescale_data.checkpoint import CheckpointManager, load, save
 from rescale_data.cli.commands import app
-from rescale_data.cli.render import picture, size
+from rescale_data.cli.render import format_size, progress_bar
 
 
 def call(*arguments: Any, code: int = 0) -> str:
@@ -202,11 +202,11 @@ def test_without_the_extra() -> None:
 
 
 def test_picture_and_size() -> None:
-    assert picture([0, 4, 8], 10) == " ▄█"
-    assert picture(list(range(100)), 10)[-1] == "█"
-    assert len(picture(list(range(100)), 10)) == 10
-    assert picture([], 10) == ""
-    assert [size(n) for n in (0, 999, 123456, 5e12)] == ["0 B", "999 B", "123 kB", "5 TB"]
+    assert progress_bar([0, 4, 8], 10) == " ▄█"
+    assert progress_bar(list(range(100)), 10)[-1] == "█"
+    assert len(progress_bar(list(range(100)), 10)) == 10
+    assert progress_bar([], 10) == ""
+    assert [format_size(n) for n in (0, 999, 123456, 5e12)] == ["0 B", "999 B", "123 kB", "5 TB"]
 
 
 def test_verify_of_a_checkpoint_without_checksums_says_so(tmp_path: Path) -> None:

@@ -98,10 +98,10 @@ def global_batches(ranks: ByRank, o: int) -> list[list[Any]]:
     return [[sample for rank in step for taken in rank for sample in taken.samples] for step in steps]
 
 
-def check_exactly_once(data: Data, *legs: ByRank) -> None:
+def check_exactly_once(data: Data, *segments: ByRank) -> None:
     """R1: each shard has delivered its next sample and no other, over all legs; and the ranks of a leg end epochs together."""
     delivered: dict[tuple[int, int], list[Any]] = defaultdict(list)
-    for ranks in legs:
+    for ranks in segments:
         for at_once in zip(*ranks, strict=True):
             assert len({taken.epoch for taken in at_once}) == 1
             for taken in at_once:
@@ -112,9 +112,9 @@ def check_exactly_once(data: Data, *legs: ByRank) -> None:
         assert samples == data.stream(shard, epoch, len(samples)), f"shard {shard} in epoch {epoch}"
 
 
-def num_real(*legs: ByRank, epoch: int) -> int:
+def num_real(*segments: ByRank, epoch: int) -> int:
     """Real samples that were delivered in an epoch."""
-    return sum(taken.num_real for ranks in legs for rank in ranks for taken in rank if taken.epoch == epoch)
+    return sum(taken.num_real for ranks in segments for rank in ranks for taken in rank if taken.epoch == epoch)
 
 
 class Logged(logging.Handler):

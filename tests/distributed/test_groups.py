@@ -81,7 +81,7 @@ def on_4_ranks() -> dict[str, Any]:
 
 def _in_threads() -> bool:
     """Two threads of each process, that come to their exchanges in another order on each rank."""
-    ranks = [find_ranks(None, None, None, 60.0).built({}) for _ in range(2)]
+    ranks = [find_ranks(None, None, None, 60.0).with_new_loader({}) for _ in range(2)]
     owner = np.arange(4)
     merged: list[list[Any]] = [[], []]
 

@@ -12,7 +12,7 @@ from tests.distributed.ranks import run_ranks
 from tests.states import opened
 
 GLOBAL_BATCH_SIZE, STEPS = 24, 15
-LEGS = [(4, 3, 5), (3, 4, 10), (4, 6, STEPS)]
+SEGMENTS = [(4, 3, 5), (3, 4, 10), (4, 6, STEPS)]
 """Ranks, micro batch, and the step at which they stop."""
 SOURCE = rd.DatasetSource(range(430), "numbers")
 """About ten steps are left of the filter, so an epoch ends within the legs, in the deal of what its shards still have."""
@@ -62,9 +62,9 @@ def live(k: int, other_k: int) -> dict[str, Any]:
     found: dict[str, Any] = {"rows": {}, "refused": ""}
     meshes = {w: DeviceMesh("cpu", list(range(w))) for w in (4, 3)}
     loader: rd.DataLoader | None = loader_of(k, mesh=meshes[4], micro_batch_size=3)
-    for number, (w, b, stop) in enumerate(LEGS):
+    for number, (w, b, stop) in enumerate(SEGMENTS):
         if number:
-            loader = go_on(loader, other_k if number == 1 else k, w, b, LEGS[number - 1][0], meshes[w])
+            loader = go_on(loader, other_k if number == 1 else k, w, b, SEGMENTS[number - 1][0], meshes[w])
         batches = iter(())
         while loader is not None and loader.step < stop:
             rows: list[int] = []

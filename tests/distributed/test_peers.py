@@ -219,7 +219,7 @@ def after_a_death(dead: int) -> list[str]:
     next(batches)
     if dist.get_rank() == dead:
         del batches, loader
-        groups._made[dist.group.WORLD].pop(("peers", 0, 1, dead))
+        groups._cached[dist.group.WORLD].pop(("peers", 0, 1, dead))
         gc.collect()
         return []
     heard: list[str] = []

@@ -17,7 +17,7 @@ RANKS, SEEDS = 3, range(16)
 KINDS = {"packed": 130, "every": 200, "skewed": 300}
 
 
-class Leg(NamedTuple):
+class Segment(NamedTuple):
     w: int
     b: int
     o: int
@@ -27,7 +27,7 @@ class Leg(NamedTuple):
 
 class Chain(NamedTuple):
     data: Data
-    legs: list[Leg]
+    segments: list[Segment]
     aligned: bool
 
 
@@ -37,7 +37,7 @@ def chain_of(seed: int) -> Chain:
     aligned = seed % 2 == 0
     o = rng.choice([6, 12]) if aligned else 0
     n = o * rng.choice([1, 2]) if aligned else rng.choice([7, 12, 20])
-    legs = []
+    segments = []
     for _ in range(4):
         w, b, a = rng.choice([1, 2, 3]), rng.randint(1, 3), rng.randint(1, 2)
         if aligned:
@@ -45,30 +45,32 @@ def chain_of(seed: int) -> Chain:
             a = o // (w * b)
         k = rng.choice([k for k in (0, 0, 0, 1, 2) if not (aligned and k) or n // o * a % k == 0])
         steps = rng.randint(0, 12)
-        legs.append(Leg(w, b, w * b * a, k, steps * a if aligned else rng.randint(0, 25)))
+        segments.append(Segment(w, b, w * b * a, k, steps * a if aligned else rng.randint(0, 25)))
     kind = rng.choice(sorted(KINDS))
     data = Data(kind, KINDS[kind] + rng.randint(0, 9), n, repeat=False, tail=rng.choice(["drop", "pad"]))
-    return Chain(data, legs, aligned)
+    return Chain(data, segments, aligned)
 
 
 def play(chain: Chain, groups: list[Any]) -> tuple[list[list[Taken]], int, float]:
     """What this rank took in each leg, the last of them to the end of an epoch; epochs that have ended, samples dropped."""
-    legs: list[list[Taken]] = []
+    segments: list[list[Taken]] = []
     state, dropped, epoch = None, 0.0, 0
-    for leg in chain.legs:
-        legs.append([])
-        if dist.get_rank() < leg.w:
-            workers = {"num_workers": leg.k, "multiprocessing_context": "fork"}  # which import nothing anew
-            loader = chain.data.loader(leg.o, leg.b, mesh=groups[leg.w], **workers)
+    for segment in chain.segments:
+        segments.append([])
+        if dist.get_rank() < segment.w:
+            workers = {"num_workers": segment.k, "multiprocessing_context": "fork"}  # which import nothing anew
+            loader = chain.data.loader(segment.o, segment.b, mesh=groups[segment.w], **workers)
             if state is not None:
                 loader.load_state_dict(state)
-            legs[-1] += take(loader, leg.micro_batches) if len(legs) < len(chain.legs) else take_epoch(loader)
+            segments[-1] += (
+                take(loader, segment.micro_batches) if len(segments) < len(chain.segments) else take_epoch(loader)
+            )
             state, dropped, epoch = loader.state_dict(), loader.progress()["dropped_samples"], loader.epoch
             loader.close()
         box = [state, dropped, epoch]
         dist.broadcast_object_list(box)
         state, dropped, epoch = box
-    return legs, epoch, dropped
+    return segments, epoch, dropped
 
 
 def on_ranks(seeds: range) -> list[Any]:
@@ -84,22 +86,27 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_sample_comes_once_and_the_batches_are_those_of_one_rank(played: list[list[Any]], seed: int) -> None:
     chain, (_, epochs, dropped) = chain_of(seed), played[0][seed]
-    legs: list[ByRank] = [[rank[seed][0][i] for rank in played[: leg.w]] for i, leg in enumerate(chain.legs)]
-    check_exactly_once(chain.data, *(leg for leg in legs))
-    found = sum(num_real(*legs, epoch=epoch) for epoch in range(epochs))
+    segments: list[ByRank] = [
+        [rank[seed][0][i] for rank in played[: segment.w]] for i, segment in enumerate(chain.segments)
+    ]
+    check_exactly_once(chain.data, *(segment for segment in segments))
+    found = sum(num_real(*segments, epoch=epoch) for epoch in range(epochs))
     assert found + dropped == sum(map(chain.data.num_samples, range(epochs)))
     assert chain.data.tail == "drop" or not dropped
     if chain.aligned:
         steps = [
-            step for leg, ranks in zip(chain.legs, legs, strict=True) if ranks[0] for step in by_step(ranks, leg.o)
+            step
+            for segment, ranks in zip(chain.segments, segments, strict=True)
+            if ranks[0]
+            for step in by_step(ranks, segment.o)
         ]
-        o = chain.legs[0].o
+        o = chain.segments[0].o
         alone = chain.data.loader(o, o)
         assert steps == by_step([take(alone, len(steps))], o)
 
 
 def by_step(ranks: ByRank, o: int) -> list[Any]:
-    """Global batches, real samples and others; of several samples of one shard, their order is left open (see `Deal`)."""
+    """Global batches, real samples and others; of several samples of one shard, their order is left open (see `Remainder`)."""
     marked = [
         [Taken(t.epoch, [(s, i < t.num_real) for i, s in enumerate(t.samples)], t.num_real) for t in rank]
         for rank in ranks

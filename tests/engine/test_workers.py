@@ -25,11 +25,11 @@ from torchdata.nodes import Mapper
 
 import rescale_data as rd
 from rescale_data.engine.board import Board
-from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import MOST_PARTS, Inbox, Packed, Slabs
-from rescale_data.engine.processes import Segment
+from rescale_data.engine.processes import Work
 from rescale_data.engine.recipe import SAMPLES, Recipe
 from rescale_data.engine.schema import Schema
+from rescale_data.engine.segment import Segment
 from rescale_data.engine.workers import Begin, Worker
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
 from tests.simulate import same_state
@@ -73,12 +73,12 @@ class TestSameAsWithout:
                 return rd.WeightedSampler(nodes, dict.fromkeys(nodes, 1.0))
 
             with loader_of(repeat=True) as loader:
-                leg = Leg(loader._stream.layout, 0, None)
+                segment = Segment(loader._stream.layout, 0, None)
             worker = Worker(Recipe(pipeline, 24, 0, True), as_samples, 10.0)
             worker.attach(0, Board(1))
             table = Schema(pipeline(rd.Shard(0, 24))).fresh_table(24)
             inbox, size = Inbox(False), 0
-            messages = worker.messages(Begin.of(0, leg, table, 0, 2), lambda: None)
+            messages = worker.messages(Begin.of(0, segment, table, 0, 2), lambda: None)
             parts = (part for message in messages for part in inbox.open(message))
             for part in itertools.islice(parts, 9):
                 micro_batch = inbox.unpack(*part)
@@ -92,7 +92,7 @@ class TestSameAsWithout:
     def test_a_worker_is_told_the_rows_of_its_rank_alone(self) -> None:
         layout = loader_of(repeat=True, dp_rank=1, dp_world_size=3)._stream.layout
         table = np.arange(48).reshape(24, 2)
-        begin = Begin.of(0, Leg(layout, 1, None), table, 0, 2)
+        begin = Begin.of(0, Segment(layout, 1, None), table, 0, 2)
         assert begin.rows.tolist() == table[8:16].tolist()
         assert begin.table[8:16].tolist() == table[8:16].tolist()
 
@@ -193,7 +193,7 @@ class Slow(Rows):
         return super().__getitem__(index)
 
 
-class Held(Rows):
+class Pinned(Rows):
     """Rows that are not read while a file is there."""
 
     def __init__(self, num_rows: int, flag: Path) -> None:
@@ -277,7 +277,7 @@ class TestFailures:
         flag = tmp_path / "held"
         make = functools.partial(rd.DataLoader, global_batch_size=12, num_logical_shards=24, repeat=True)
         whole = [batch["row"].tolist() for batch in itertools.islice(make(Rows(96)), 90)]
-        with make(Held(96, flag), num_workers=1) as loader:
+        with make(Pinned(96, flag), num_workers=1) as loader:
             batches = iter(loader)
             found = [next(batches)["row"].tolist()]
             flag.touch()
@@ -398,11 +398,11 @@ def only(samples: list[Any]) -> Any:
 def test_a_pipe_carries_less_than_4_kb_each_way() -> None:
     """However much there is to say: else the sender of one side waits for the other, which waits for it."""
     loader = loader_of(k=2)
-    leg = Leg(loader._stream.layout, 0, None)
-    begin = Begin.of(2**40, leg, np.zeros((24, 20_000), dtype=np.int64), 2**40, 3)
+    segment = Segment(loader._stream.layout, 0, None)
+    begin = Begin.of(2**40, segment, np.zeros((24, 20_000), dtype=np.int64), 2**40, 3)
     text = "x" * 100_000
     message = Slabs().pack(3, [Packed((torch.zeros(10_000), text))] * MOST_PARTS)
-    assert len(ForkingPickler.dumps(Segment(begin, 2).command)) < 4096
+    assert len(ForkingPickler.dumps(Work(begin, 2).command)) < 4096
     assert len(ForkingPickler.dumps((2**40, message))) < 4096
 
 
@@ -432,7 +432,7 @@ def test_many_loads_while_a_worker_is_within_a_read(tmp_path: Path) -> None:
     flag = tmp_path / "held"
     make = functools.partial(rd.DataLoader, global_batch_size=12, num_logical_shards=24)
     expected = next(iter(make(Rows(96))))["row"].tolist()
-    with make(Held(96, flag), num_workers=1) as loader:
+    with make(Pinned(96, flag), num_workers=1) as loader:
         state = loader.state_dict()
         next(iter(loader))
         flag.touch()

@@ -22,10 +22,10 @@ import rescale_data.engine.pool as pool_module
 import rescale_data.engine.setup as setup_module
 from rescale_data.engine.board import Board
 from rescale_data.engine.message import from_bytes
-from rescale_data.engine.processes import Segment
-from rescale_data.engine.ranks.circle import Call
+from rescale_data.engine.processes import Work
+from rescale_data.engine.ranks.communicator import Call
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.states.codec import is_dealt
+from rescale_data.engine.states.codec import has_remainder
 from rescale_data.engine.stream import Stream
 
 
@@ -90,8 +90,8 @@ class InThread:
         self.hub, self.me, self.turns, self.num_loaders = hub, me, Counter[Any](), 0
 
     def _put(self, call: Call, value: Any) -> Any:
-        self.turns[call.name, call.leg] += 1
-        key = call.name, call.leg, self.turns[call.name, call.leg]
+        self.turns[call.name, call.segment] += 1
+        key = call.name, call.segment, self.turns[call.name, call.segment]
         self.hub.put(key, self.me, value)
         return key
 
@@ -122,7 +122,7 @@ class InOneProcess:
         for number, copied in enumerate(self.workers):
             copied.attach(number, self.board)
 
-    def begin(self, segment: Segment) -> None:
+    def begin(self, segment: Work) -> None:
         begin = from_bytes(*segment.command)
         self.board.wanted = segment.number
         segment.messages = [Messages(worker, begin) for worker in self.workers]
@@ -220,7 +220,7 @@ def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, timeout: float) -> 
 
 def _take(self: Stream) -> Any:
     self.peek()
-    dealt = is_dealt(self.table)
+    dealt = has_remainder(self.table)
     micro_batch = _real_take(self)
     if hasattr(self, "taken"):
         self.taken.append((micro_batch, self.clock.epoch, dealt))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import rescale_data as rd
-from rescale_data.engine.recipe import DEALT, ENDED, UNDEALT
+from rescale_data.engine.recipe import ENDED, NO_REMAINDER, REMAINDER
 from rescale_data.sources.dataset import DatasetSource
 from rescale_data.testing.epochs import check_epochs
 from tests.histories.books import Books, Failure, Reference, check_blocked, comparable, require, same_state
@@ -160,10 +160,10 @@ class History:
         )
         self.books, self.saves = Books(), list[Any]()
         num_legs = r.randint(1, 5)
-        for leg in range(num_legs):
+        for segment in range(num_legs):
             self.pipeline = Pipeline(self.plan, self.files, self.lists[-1], self.first_files)
             self.prefetch = 0 if self.faults else r.choice([0, 0, 0, 1, 3])
-            if self.aligned and leg and r.random() < 0.2:
+            if self.aligned and segment and r.random() < 0.2:
                 self.o = r.choice([o for o in (2, 4, 6, 8, 12, 16, 24) if self.aligned_tops(o)])
             self.now = self.top()
             self.say(
@@ -175,13 +175,13 @@ class History:
             )
             self.seats = Seats(self.make, self.now)
             self.seats.steps = self.steps is not None
-            if leg == 0 and r.random() < 0.4 and not any(word in repr(self.plan) for word in LOSSY):
+            if segment == 0 and r.random() < 0.4 and not any(word in repr(self.plan) for word in LOSSY):
                 check_epochs(self.seats.lead.loader._stream.setup.recipe)
                 self.ops["rows of sources"] += 1
             self.begin(state, form)
             for _ in range(r.randint(0, 6)):
                 self.act()
-            if leg == num_legs - 1 and not self.repeat and not self.steps and r.random() < 0.7:
+            if segment == num_legs - 1 and not self.repeat and not self.steps and r.random() < 0.7:
                 self.to_the_end()
             _fails_in[0] = 0
             form = r.choice(["plain", "pickle", "torch", "local"])
@@ -262,7 +262,7 @@ class History:
             require(loaded["origin"] == loaded["samples"] == saved["samples"], "origin after a load")
             self.books.open = []
             if not (saved["shards"]["remainder"] == ENDED).all():
-                saved["shards"]["remainder"].fill_(UNDEALT)
+                saved["shards"]["remainder"].fill_(NO_REMAINDER)
             difference = same_state(saved, loaded, (*besides, "origin", "in_step"))
         require(not difference, f"a load changed {difference}")
         if loaded["origin"] != saved["origin"] or self.changes or was[0] != top.o:
@@ -494,7 +494,7 @@ class History:
 
     def check(self) -> None:
         books, at = self.books, self.seats.lead.stream
-        books.ended = at.clock.epoch + bool((at.table[:, DEALT] == ENDED).all())
+        books.ended = at.clock.epoch + bool((at.table[:, REMAINDER] == ENDED).all())
         if self.packs_blocked:
             self._check_tokens()
         elif self.blocks:

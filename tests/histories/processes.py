@@ -26,13 +26,13 @@ def play(seed: int, folder: Path) -> str:
     h, books, rank, saved, recipe = History(random.Random(seed)), Books(), dist.get_rank(), "", None
     if h.blocks:
         return "with a blocklist"
-    for leg in range(h.r.randint(2, 4)):
+    for segment in range(h.r.randint(2, 4)):
         top = h.top()._replace(k=0)
         group, taken, found = dist.new_group(list(range(top.w))), [], [""]
-        num, name = h.r.choice([1, 5, 12, 40]), f"{folder}/{seed} {leg}"
+        num, name = h.r.choice([1, 5, 12, 40]), f"{folder}/{seed} {segment}"
         if rank < top.w:
             try:
-                found, recipe = [_leg(h, top, group, num, saved, name, taken)], h.recipe  # type: ignore[attr-defined]
+                found, recipe = [_segment(h, top, group, num, saved, name, taken)], h.recipe  # type: ignore[attr-defined]
             except ValueError as error:
                 if not accepts(error):
                     raise
@@ -52,7 +52,7 @@ def play(seed: int, folder: Path) -> str:
     return f"passed, {each[0][0]}"
 
 
-def _leg(h: History, top: Top, group: Any, num: int, saved: str, name: str, taken: list[Any]) -> str:
+def _segment(h: History, top: Top, group: Any, num: int, saved: str, name: str, taken: list[Any]) -> str:
     """What kind of state was saved at its end."""
     h.pipeline, h.prefetch = Pipeline(h.plan, h.files), 0
     loader = h.make(top, mesh=group)

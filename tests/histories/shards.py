@@ -67,12 +67,12 @@ class UnderTorchdata(History):
             self.say("leg", top, "" if state is None else opened(_shards_in(state))["samples"])
             if state is not None:
                 crew.all(lambda i, of, saved: of[i].load(saved), pairs, state)
-            state = self._leg(crew, pairs, above)
+            state = self._segment(crew, pairs, above)
             crew.all(lambda i, of: of[i].mirror.close(), pairs)
             crew.close()
             self.change()
 
-    def _leg(self, crew: Crew, pairs: list[Pair], above: str) -> Any:
+    def _segment(self, crew: Crew, pairs: list[Pair], above: str) -> Any:
         r, begun = self.r, False
         for _ in range(r.randint(1, 4)):
             num = r.choice([1, 2, 5, 12, 60])

@@ -66,7 +66,7 @@ NAMES += [torch.Tensor, torch.nn.Parameter, torch.Size, torch.device, torch.floa
 NAMES += [collections.OrderedDict, collections.Counter, set, bytes, bytearray, complex]
 
 
-class Made:
+class Derived:
     """An object of a pickle that is none of a class."""
 
     def __init__(self, *reduced: Any) -> None:
@@ -140,8 +140,8 @@ ATOMS = st.one_of(st.none(), st.booleans(), INTS, DATA, CODES, SHAPES, st.floats
 def dtypes(draw: Any, inner: Any) -> Any:
     """A dtype of any code and state; or one with a field, in place, of 16 bytes."""
     if draw(st.booleans()):
-        field = draw(st.one_of(inner, st.builds(Made, st.just(np.dtype), st.tuples(CODES))))
-        return Made(np.dtype, ("V16", False, True), (3, "|", None, ("a",), {"a": (field, 0)}, 16, 1, draw(INTS)))
+        field = draw(st.one_of(inner, st.builds(Derived, st.just(np.dtype), st.tuples(CODES))))
+        return Derived(np.dtype, ("V16", False, True), (3, "|", None, ("a",), {"a": (field, 0)}, 16, 1, draw(INTS)))
     fields = draw(st.dictionaries(st.sampled_from("ab"), st.tuples(inner, INTS), max_size=2))
     unit = ({}, draw(st.tuples(st.sampled_from([b"s", b"D", b"ns", b"x", "s"]), INTS, INTS, INTS)))
     state = (
@@ -151,7 +151,7 @@ def dtypes(draw: Any, inner: Any) -> Any:
         *(draw(st.sampled_from([None, fields])), draw(INTS), draw(INTS), draw(INTS)),
         *([unit] if draw(st.booleans()) else []),
     )
-    return Made(np.dtype, (draw(CODES), False, True), *([state] if draw(st.booleans()) else []))
+    return Derived(np.dtype, (draw(CODES), False, True), *([state] if draw(st.booleans()) else []))
 
 
 def extended(inner: Any) -> Any:
@@ -159,15 +159,15 @@ def extended(inner: Any) -> Any:
     kinds = dtypes(inner)
     data = st.one_of(DATA, st.lists(inner, max_size=3))
     array = st.tuples(st.one_of(SHAPES, st.sampled_from([(), (1,), (2,), (0, 3)])), kinds, st.booleans(), data).map(
-        lambda state: Made(NAMES[2], (np.ndarray, (0,), b"b"), (1, *state))
+        lambda state: Derived(NAMES[2], (np.ndarray, (0,), b"b"), (1, *state))
     )
-    scalar = st.tuples(kinds, data).map(lambda args: Made(NAMES[3], args))
+    scalar = st.tuples(kinds, data).map(lambda args: Derived(NAMES[3], args))
     storage = st.tuples(CLASSES, KEYS, INTS).map(lambda of: Stored(("storage", *of[:2], "cpu", of[2])))
     good = st.just(Stored(("storage", torch.FloatStorage, "0", "cpu", 6)))
     args = st.tuples(st.one_of(good, good, storage, inner), INTS, SHAPES, SHAPES, st.booleans(), inner)
-    tensor = args.map(lambda args: Made(torch._utils._rebuild_tensor_v2, args))
+    tensor = args.map(lambda args: Derived(torch._utils._rebuild_tensor_v2, args))
     anything = st.tuples(st.sampled_from(NAMES), st.lists(inner, max_size=3).map(tuple), inner).map(
-        lambda of: Made(*of)
+        lambda of: Derived(*of)
     )
     return st.one_of(
         *(array, scalar, tensor, kinds, anything, storage),
@@ -197,8 +197,8 @@ LIES: list[tuple[Any, tuple[Any, ...] | None, Any]] = [
 
 
 def of_lie(code: Any, state: tuple[Any, ...] | None, data: Any) -> bytes:
-    kind = Made(np.dtype, (code, False, True), *([state] if state else []))
-    return of_objects(Made(NAMES[2], (np.ndarray, (0,), b"b"), (1, (2,), kind, False, data)))
+    kind = Derived(np.dtype, (code, False, True), *([state] if state else []))
+    return of_objects(Derived(NAMES[2], (np.ndarray, (0,), b"b"), (1, (2,), kind, False, data)))
 
 
 def of_objects(value: Any) -> bytes:

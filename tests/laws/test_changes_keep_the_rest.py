@@ -131,11 +131,11 @@ class Legs:
             parquet(folder, self.rows["web"])
         self.use(0)
 
-    def use(self, leg: int) -> None:
+    def use(self, segment: int) -> None:
         """Be what the pipeline is in a leg."""
-        self.leg = leg
+        self.segment = segment
         if self.case["change"] == "files":
-            if leg:
+            if segment:
                 (self.folder / "b").mkdir(exist_ok=True)
                 parquet(self.folder / "b", rows_of([5, 0, 3], 5000))
             elif (self.folder / "b").exists():
@@ -145,20 +145,20 @@ class Legs:
     def below(self, shard: rd.Shard, name: str) -> rd.Node[Any]:
         exclude = None
         if self.case["change"] == "blocklist":
-            exclude = excluded(self.sources[name], [5, 11, 13] if self.leg and name == self.case["source"] else [])
+            exclude = excluded(self.sources[name], [5, 11, 13] if self.segment and name == self.case["source"] else [])
         node: Any = rd.Reader(self.sources[name], shard, shuffle=False, exclude=exclude)
         return {**ROWS, **RANDOM}[self.case["rows"]](node)
 
     def pipeline(self, shard: rd.Shard) -> rd.Node[Any]:
-        weights, mixed_by = self.weights[self.leg], MIXED[self.case["mixture"]]
-        if self.case["change"] == "max_epochs" and self.leg:
+        weights, mixed_by = self.weights[self.segment], MIXED[self.case["mixture"]]
+        if self.case["change"] == "max_epochs" and self.segment:
             mixed_by = partial(mixed_by, max_epochs={self.case["source"]: 1})
         if isinstance(weights, rd.Schedule):
             mixed_by = partial(scheduled, schedule=weights, **mixed_by.keywords)
             weights = WEIGHTS
         mixed = mixed_by(partial(self.below, shard), weights)
         over = {**OVER, **RANDOM}[self.case["over"]](mixed)
-        form = {"seq_len": 7} if self.case["change"] == "seq_len" and self.leg else {}
+        form = {"seq_len": 7} if self.case["change"] == "seq_len" and self.segment else {}
         return TOPS_WITHOUT_REST[self.case["top"]](over, **form)
 
     def tokens(self, name: str) -> list[set[int]]:
@@ -166,9 +166,9 @@ class Legs:
         nodes = [{**OVER, **RANDOM}[self.case["over"]](self.below(rd.Shard(i, N), name)) for i in range(N)]
         return [{int(token) for sample in node for token in sample["tokens"]} for node in nodes]
 
-    def ranks(self, leg: int, state: Any = None) -> list[rd.DataLoader]:
-        self.use(leg)
-        w, b, k, o = TOPOLOGIES[self.case["then"] if leg else "same"]
+    def ranks(self, segment: int, state: Any = None) -> list[rd.DataLoader]:
+        self.use(segment)
+        w, b, k, o = TOPOLOGIES[self.case["then"] if segment else "same"]
         ranks = [
             rd.DataLoader(
                 self.pipeline,
@@ -214,19 +214,19 @@ def close(ranks: list[rd.DataLoader]) -> None:
         loader.close()
 
 
-def saves(legs: Legs, most: int) -> list[tuple[list[int], Any]]:
+def saves(segments: Legs, most: int) -> list[tuple[list[int], Any]]:
     """What was delivered, and the state, at several points behind each of the legs but the last."""
     found: list[tuple[list[int], Any]] = [([], None)]
-    for leg in range(len(legs.weights) - 1):
-        before, found = found[-1] if leg == 0 else found[len(found) // 2], []
-        ranks = legs.ranks(leg, before[1])
+    for segment in range(len(segments.weights) - 1):
+        before, found = found[-1] if segment == 0 else found[len(found) // 2], []
+        ranks = segments.ranks(segment, before[1])
         delivered = list(before[0])
-        for step in itertools.islice(steps(ranks), 30 if legs.endless else None):
+        for step in itertools.islice(steps(ranks), 30 if segments.endless else None):
             delivered += step
             found.append((list(delivered), full_state_dict(ranks)))
         close(ranks)
         every = max(1, len(found) // most)
-        found = found[leg % every :: every]
+        found = found[segment % every :: every]
     return found
 
 
@@ -242,35 +242,35 @@ def test_a_change_keeps_what_it_does_not_name(
     case: Case, most: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "rescale_data")
-    legs, last = Legs(case, tmp_path), len(CHANGES[case["change"]](case["source"])) - 1
-    saved = saves(legs, most)
-    legs.use(0)
-    before = {name: legs.tokens(name) for name in LENGTHS}
-    legs.use(last)
-    after = {name: legs.tokens(name) for name in LENGTHS}
-    named = {"web"} if case["mixture"] == "one source" else {*legs.weights[last]}
+    segments, last = Legs(case, tmp_path), len(CHANGES[case["change"]](case["source"])) - 1
+    saved = saves(segments, most)
+    segments.use(0)
+    before = {name: segments.tokens(name) for name in LENGTHS}
+    segments.use(last)
+    after = {name: segments.tokens(name) for name in LENGTHS}
+    named = {"web"} if case["mixture"] == "one source" else {*segments.weights[last]}
     for delivered, state in saved:
         caplog.clear()
-        ranks = legs.ranks(last, state)
+        ranks = segments.ranks(last, state)
         begun_again = sum(int(n) for n in re.findall(r"(\d+) of \d+ logical shards were within a", caplog.text))
-        rest = [t for step in itertools.islice(steps(ranks), 30 if legs.endless else None) for t in step]
+        rest = [t for step in itertools.islice(steps(ranks), 30 if segments.endless else None) for t in step]
         counts = Counter(delivered + rest)
         shards_with_repeats = set()
         for name in named:
             rests = case["change"] in ("schedule", "schedule, left out", "max_epochs") or (
-                case["mixture"] != "one source" and not all(weights.get(name) for weights in legs.weights)
+                case["mixture"] != "one source" and not all(weights.get(name) for weights in segments.weights)
             )
             for shard, (one, other) in enumerate(zip(before[name], after[name], strict=True)):
                 stays = one if case["change"] == "files" else one & other
                 if any(counts[token] > 1 for token in stays):
                     shards_with_repeats.add(shard)
                 due = stays
-                if legs.endless or rests:  # what is left of a window below the mixture waits for its source
+                if segments.endless or rests:  # what is left of a window below the mixture waits for its source
                     window = 60 if case["rows"] == "Shuffle" else 0
                     due = {t for t in stays if t <= max(one.intersection(delivered), default=0) - window}
                 assert due <= counts.keys(), f"{name}: never {sorted(due - counts.keys())}"
         assert len(shards_with_repeats) <= begun_again
         if case["change"] == "files":
             counts = Counter(t for step in steps(ranks) for t in step)
-            assert counts == Counter(t for name in named for tokens in legs.tokens(name) for t in tokens)
+            assert counts == Counter(t for name in named for tokens in segments.tokens(name) for t in tokens)
         close(ranks)

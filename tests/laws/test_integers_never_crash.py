@@ -164,7 +164,7 @@ def test_c_refuses_what_it_is_given_or_does_it(call: tuple[str, tuple[Any, ...]]
             getattr(kernel, name)(*given)
             return
         position, eos, parts = given
-        stretch = kernel.Stretch(position.data, position[1:].copy().data, -1, eos)
+        stretch = kernel.TokenQueue(position.data, position[1:].copy().data, -1, eos)
         stretch.append(*parts)
         rows = np.zeros((1, 3), dtype=np.int64)
         kernel.fill([stretch], 0, rows, rows.copy(), None)

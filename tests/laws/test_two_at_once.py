@@ -21,7 +21,7 @@ from rescale_data.checkpoint.storage import commit
 from rescale_data.checkpoint.storage.claims import LONE, Save, find
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import Manifest, read_manifest
-from rescale_data.checkpoint.storage.readers import reading
+from rescale_data.checkpoint.storage.readers import leased
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, join
 from tests.laws.scheduler import current, play, request
@@ -168,7 +168,7 @@ class World:
         owner.clean()
 
     def delete(self, owner: Ownership, step: str) -> None:
-        self.deleted.append(Told(self.place.path(step), Save(owner.owner, owner._count + 1), None))
+        self.deleted.append(Told(self.place.path(step), Save(owner.owner, owner._num_saves + 1), None))
         owner.delete(f"step-{step}")
 
     def zombie(self, owner: Ownership) -> Callable[[], None]:
@@ -217,7 +217,7 @@ class World:
     def _read(self, path: str) -> bool:
         """Read as a load does, file by file; nothing may be missing."""
         store, was_there = self.place.store, any(told.path == path for told in self.told)
-        with reading(store, path) as (_, save):
+        with leased(store, path) as (_, save):
             if save is None:
                 assert not was_there or any(gone.path == path for gone in self.deleted), (
                     "a step that is there is not found"

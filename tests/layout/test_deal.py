@@ -8,20 +8,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.layout.deal import Deal
 from rescale_data.layout.layout import Layout
+from rescale_data.layout.remainder import Remainder
 from tests.layout.test_layout import assert_visits, layout_of, layouts
 
 Row = tuple[int, int, bool]  # shard, number of its sample, whether it is real
 
 
 @st.composite
-def deals(draw: st.DrawFn) -> Deal:
+def deals(draw: st.DrawFn) -> Remainder:
     layout = draw(layouts())
     n = layout.num_logical_shards
     left = draw(st.lists(st.integers(0, 7), min_size=n, max_size=n).filter(any))
     samples = draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
-    return Deal(layout, np.array(left), np.array(samples), draw(st.booleans()))
+    return Remainder(layout, np.array(left), np.array(samples), draw(st.booleans()))
 
 
 def most_left_first(left: np.ndarray) -> list[int]:
@@ -37,11 +37,11 @@ def most_left_first(left: np.ndarray) -> list[int]:
     return order
 
 
-def rows_of(deal: Deal) -> list[list[list[Row]]]:
+def rows_of(remainder: Remainder) -> list[list[list[Row]]]:
     """``[u][rank]`` -> rows of the micro batch."""
-    turns = [partial(deal.turn, rank) for rank in range(deal.layout.dp_world_size)]
+    turns = [partial(remainder.turn, rank) for rank in range(remainder.layout.dp_world_size)]
     found = []
-    for u in range(deal.num_micro_batches):
+    for u in range(remainder.num_micro_batches):
         found.append([])
         for rank in turns:
             turn = rank(u)
@@ -57,56 +57,56 @@ def in_rank_order(layout: Layout, micro_batches: list[list[list[Row]]]) -> list[
 
 
 @given(deals())
-def test_every_sample_is_served_once_or_counted(deal: Deal) -> None:
-    real = Counter((s, i) for part in rows_of(deal) for rank in part for s, i, is_real in rank if is_real)
-    first = {(s, deal.samples[s] + j) for s, count in enumerate(deal.left.tolist()) for j in range(count)}
+def test_every_sample_is_served_once_or_counted(remainder: Remainder) -> None:
+    real = Counter((s, i) for part in rows_of(remainder) for rank in part for s, i, is_real in rank if is_real)
+    first = {(s, remainder.samples[s] + j) for s, count in enumerate(remainder.left.tolist()) for j in range(count)}
     assert set(real.values()) <= {1}
     assert real.keys() <= first
-    dropped = deal.num_samples - int(deal.delivered(deal.num_micro_batches).sum())
-    assert sum(real.values()) + dropped == deal.num_samples
-    assert dropped < deal.layout.global_batch_size
-    assert not deal.pad or (real.keys() == first and dropped == 0)
+    dropped = remainder.num_samples - int(remainder.delivered(remainder.num_micro_batches).sum())
+    assert sum(real.values()) + dropped == remainder.num_samples
+    assert dropped < remainder.layout.global_batch_size
+    assert not remainder.pad or (real.keys() == first and dropped == 0)
 
 
 @given(deals())
-def test_padding_fills_the_last_step_with_shards_of_its_own(deal: Deal) -> None:
-    steps = in_rank_order(deal.layout, rows_of(deal))
+def test_padding_fills_the_last_step_with_shards_of_its_own(remainder: Remainder) -> None:
+    steps = in_rank_order(remainder.layout, rows_of(remainder))
     padded = [[row[:2] for row in step if not row[2]] for step in steps]
     assert [len(rows) for rows in padded[:-1]] == [0] * len(padded[:-1])
-    assert sum(map(len, padded)) == deal.num_padded < deal.layout.global_batch_size
+    assert sum(map(len, padded)) == remainder.num_padded < remainder.layout.global_batch_size
     if steps:
         assert set(padded[-1]) <= {(shard, 0) for shard, _, is_real in steps[-1] if is_real}
 
 
 @given(deals())
-def test_a_step_takes_the_shards_that_have_the_most_left(deal: Deal) -> None:
-    order, o = most_left_first(deal.left), deal.layout.global_batch_size
-    for t, rows in enumerate(in_rank_order(deal.layout, rows_of(deal))):
+def test_a_step_takes_the_shards_that_have_the_most_left(remainder: Remainder) -> None:
+    order, o = most_left_first(remainder.left), remainder.layout.global_batch_size
+    for t, rows in enumerate(in_rank_order(remainder.layout, rows_of(remainder))):
         assert [shard for shard, _, is_real in rows if is_real] == sorted(order[t * o : (t + 1) * o])
 
 
 @given(deals())
-def test_at_every_micro_batch_a_shard_has_delivered_a_prefix(deal: Deal) -> None:
-    served: dict[int, list[int]] = {shard: [] for shard in range(len(deal.left))}
-    for u, part in enumerate(rows_of(deal)):
-        assert deal.delivered(u).tolist() == [len(numbers) for numbers in served.values()]
+def test_at_every_micro_batch_a_shard_has_delivered_a_prefix(remainder: Remainder) -> None:
+    served: dict[int, list[int]] = {shard: [] for shard in range(len(remainder.left))}
+    for u, part in enumerate(rows_of(remainder)):
+        assert remainder.delivered(u).tolist() == [len(numbers) for numbers in served.values()]
         for rank in part:
             for shard, number, is_real in rank:
                 if is_real:
                     served[shard].append(number)
         for shard, numbers in served.items():
-            assert sorted(numbers) == list(range(deal.samples[shard], deal.samples[shard] + len(numbers)))
-    assert deal.delivered(deal.num_micro_batches).tolist() == [len(numbers) for numbers in served.values()]
+            assert sorted(numbers) == list(range(remainder.samples[shard], remainder.samples[shard] + len(numbers)))
+    assert remainder.delivered(remainder.num_micro_batches).tolist() == [len(numbers) for numbers in served.values()]
 
 
 @given(deals())
-def test_a_turn_says_which_rows_of_the_table_it_visits(deal: Deal) -> None:
-    for rank in range(deal.layout.dp_world_size):
-        for u in range(deal.num_micro_batches):
-            turn = deal.turn(rank, u)
+def test_a_turn_says_which_rows_of_the_table_it_visits(remainder: Remainder) -> None:
+    for rank in range(remainder.layout.dp_world_size):
+        for u in range(remainder.num_micro_batches):
+            turn = remainder.turn(rank, u)
             real = [shard for shard, is_real in zip(turn.shards, turn.is_real, strict=True) if is_real]
             turn.shards[:] = real
-            assert_visits(turn, len(deal.left))
+            assert_visits(turn, len(remainder.left))
 
 
 TOPOLOGIES = [(1, 12), (1, 1), (2, 2), (3, 4), (4, 3), (4, 1), (6, 2), (12, 1)]
@@ -114,7 +114,7 @@ TOPOLOGIES = [(1, 12), (1, 1), (2, 2), (3, 4), (4, 3), (4, 1), (6, 2), (12, 1)]
 
 def steps_of(w: int, b: int, left: list[int], pad: bool) -> list[list[Row]]:
     layout = layout_of(24, 12, w, b)
-    return in_rank_order(layout, rows_of(Deal(layout, np.array(left), np.arange(24), pad)))
+    return in_rank_order(layout, rows_of(Remainder(layout, np.array(left), np.arange(24), pad)))
 
 
 @given(st.lists(st.integers(0, 5), min_size=24, max_size=24).filter(any), st.booleans())

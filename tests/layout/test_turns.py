@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.layout.balance import Fewest, feasible_picks, water_fill
+from rescale_data.layout.balance import FewestFirst, feasible_picks, water_fill
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns
 from tests.layout.test_layout import assert_visits, layouts
@@ -26,7 +26,7 @@ def picked(samples: list[int], num_picks: int) -> list[int]:
 
 @given(counts, st.integers(0, 60), st.integers(0, 100))
 def test_fewest_first(samples: list[int], num_picks: int, first: int) -> None:
-    fewest = Fewest(samples, first)
+    fewest = FewestFirst(samples, first)
     assert [fewest.pick() for _ in range(num_picks)] == [first + shard for shard in picked(samples, num_picks)]
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rescale_data.nodes.reading import gather
-from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
+from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans
 from rescale_data.order import ShardOrder
 from tests.corpus import fragment_order
 
@@ -41,7 +41,7 @@ def built() -> Any:
 
 
 KERNEL = built()
-_PLAIN = gather.Around(None, None, np.dtype("i8"))
+_PLAIN = gather.SpecialTokens(None, None, np.dtype("i8"))
 WAYS = [None, KERNEL] if KERNEL is not None else [None]
 
 
@@ -65,31 +65,33 @@ def documents(draw: Any) -> tuple[Spans, list[list[int]]]:
     ends = np.cumsum([0, *map(len, moves)])
     slot, value = np.array([move for each in moves for move in each], dtype=np.int64).reshape(-1, 2).T
     array, begin, length = np.array(places, dtype=np.int64).T
-    return Spans(tuple(arrays), array, begin, length, Moves(ends, slot, value), (None,) * len(arrays)), tokens
+    return Spans(tuple(arrays), array, begin, length, PositionUpdates(ends, slot, value), (None,) * len(arrays)), tokens
 
 
-def ready(spans: Spans, around: gather.Around, position: np.ndarray) -> Any:
-    stretch = gather.stretch(around, position.data)
-    stretch.append(spans)
-    return stretch
+def ready(spans: Spans, around: gather.SpecialTokens, position: np.ndarray) -> Any:
+    token_queue = gather.token_queue(around, position.data)
+    token_queue.append(spans)
+    return token_queue
 
 
 def places(spans: Spans) -> list[Any]:
     return [np.asarray(view).tolist() for view in spans.views()]
 
 
-def drawn(way: Any, spans: Spans, around: gather.Around, size: int, offset: int, labels: bool, cut: int) -> list[Any]:
+def drawn(
+    way: Any, spans: Spans, around: gather.SpecialTokens, size: int, offset: int, labels: bool, cut: int
+) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "kernel", way)
         position = np.array([offset, 0, 0, 0, 0])
-        stretch, found, parts = gather.stretch(around, position.data), [], [spans[:cut], spans[cut:]]
+        token_queue, found, parts = gather.token_queue(around, position.data), [], [spans[:cut], spans[cut:]]
         while True:
             if not found or found[-1][0] < 3:  # drawn from until a sample lacks tokens, or its last document has ended
-                stretch.append(parts.pop(0))
+                token_queue.append(parts.pop(0))
             columns = [np.full((3, size), -7, around.dtype) for _ in range(3)]
-            first = gather.fill([stretch] * 3, 0, columns[0], columns[1] if labels else None, columns[2])
+            first = gather.fill([token_queue] * 3, 0, columns[0], columns[1] if labels else None, columns[2])
             found.append(
-                (first, [c.tolist() for c in columns], position.tolist(), stretch.left, places(stretch.rest()))
+                (first, [c.tolist() for c in columns], position.tolist(), token_queue.left, places(token_queue.rest()))
             )
             if first < 3 and not parts:
                 return found
@@ -108,7 +110,7 @@ def drawn(way: Any, spans: Spans, around: gather.Around, size: int, offset: int,
 @settings(max_examples=400, deadline=None)
 def test_samples_and_positions(spans, size, eos, bos, dtype, labels, offset, cut) -> None:
     made, tokens = spans
-    around = gather.Around(eos, bos, np.dtype(dtype))
+    around = gather.SpecialTokens(eos, bos, np.dtype(dtype))
     offset = min(offset, int(around.lengths(made)[0]))
     results = [drawn(way, made, around, size, offset, labels, cut) for way in WAYS]
     assert results.count(results[0]) == len(results)
@@ -154,13 +156,13 @@ class TestBothWays:
     @pytest.mark.parametrize(("start", "length"), [(-1, 2), (3, 4), (0, 2**62), (2, -1)])
     def test_nothing_beyond_an_array_is_read(self, start: int, length: int) -> None:
         numbers = (np.array([0]), np.array([start]), np.array([length]))
-        spans = Spans((np.arange(6),), *numbers, Moves.of([0], np.array([[1]])), (None,))
+        spans = Spans((np.arange(6),), *numbers, PositionUpdates.of([0], np.array([[1]])), (None,))
         for use in (lambda: ready(spans, _PLAIN, np.array([0, 0])), lambda: gather.joined(spans, _PLAIN), spans.views):
             with pytest.raises(IndexError, match="beyond its array"):
                 use()
 
     def test_a_position_that_is_no_longer_one(self) -> None:
-        spans = Spans.of(np.arange(3), Moves.of([0], np.array([[1]])))
+        spans = Spans.of(np.arange(3), PositionUpdates.of([0], np.array([[1]])))
         with pytest.raises(ValueError, match="the data is not what it was"):
             ready(spans, _PLAIN, np.array([4, 0]))
 
@@ -169,8 +171,8 @@ class TestBothWays:
         [("u4", 2**31, "i4"), ("i8", -(2**31) - 1, "i4"), ("u8", 2**63, "i8"), ("u8", 2**31, "i4")],
     )
     def test_a_token_that_does_not_fit(self, kind: str, token: int, dtype: str) -> None:
-        around, position = gather.Around(None, None, np.dtype(dtype)), np.array([0, 0])
-        spans = Spans.of(np.array([5, token], dtype=kind), Moves.of([0], np.array([[1]])))
+        around, position = gather.SpecialTokens(None, None, np.dtype(dtype)), np.array([0, 0])
+        spans = Spans.of(np.array([5, token], dtype=kind), PositionUpdates.of([0], np.array([[1]])))
         with pytest.raises(ValueError, match=rf"{token}.* do not fit int"):
             gather.fill([ready(spans, around, position)], 0, np.empty((1, 2), dtype), None, None)
         assert position.tolist() == [0, 0]
@@ -182,7 +184,7 @@ class TestBothWays:
 
     def test_where_there_is_none_it_stops(self) -> None:
         around, position = _PLAIN, np.array([0, 0])
-        full = ready(Spans.of(np.arange(9), Moves.of([0], np.array([[1]]))), around, position)
+        full = ready(Spans.of(np.arange(9), PositionUpdates.of([0], np.array([[1]]))), around, position)
         rows = np.zeros((3, 4), np.int64)
         assert gather.fill([full, None, full], 0, rows, None, None) == 1
         assert gather.fill([full, None, full], 2, rows, None, None) == 3
@@ -194,14 +196,14 @@ def test_two_threads_that_draw_from_one_stretch_have_no_token_twice(monkeypatch:
     monkeypatch.setattr(gather, "kernel", KERNEL)
     size, num = 512, 1 << 21
     tokens = np.arange(num, dtype=np.int32)
-    stretch = ready(Spans.of(tokens, Moves.of([0], np.array([[1]]))), _PLAIN, np.array([0, 0]))
+    token_queue = ready(Spans.of(tokens, PositionUpdates.of([0], np.array([[1]]))), _PLAIN, np.array([0, 0]))
 
     def draw() -> list[int]:
         firsts: list[int] = []
         rows = np.zeros((64, size), dtype=np.int64)
-        while stretch.left >= size:
+        while token_queue.left >= size:
             with suppress(ValueError):  # drawn from in two threads
-                done = gather.fill([stretch] * 64, 0, rows, None, None)
+                done = gather.fill([token_queue] * 64, 0, rows, None, None)
                 assert (np.diff(rows[:done]) == 1).all()
                 firsts += rows[:done, 0].tolist()
         return firsts
@@ -219,39 +221,41 @@ def test_what_parts_keep_together_is_counted_once() -> None:
 
 
 def test_moves() -> None:
-    moves = Moves.of([0, 2], np.array([[1, 5], [2, 6], [3, 7]]))
+    moves = PositionUpdates.of([0, 2], np.array([[1, 5], [2, 6], [3, 7]]))
     position = np.zeros(4, np.int64)
     moves[1:].apply(position.data, 1)
     assert position.tolist() == [2, 0, 6, 0]
-    moves.take(np.array([2, 0])).under(1).apply(position.data, 2)
+    moves.take(np.array([2, 0])).shifted(1).apply(position.data, 2)
     assert position.tolist() == [2, 1, 6, 5]
-    both = moves.then(Moves.of([3], np.array([[8], [9], [10]])))
+    both = moves.combined_with(PositionUpdates.of([3], np.array([[8], [9], [10]])))
     assert (both.ends.tolist(), both.slot.tolist(), both.value.tolist()) == (
         [0, 3, 6, 9], [0, 2, 3] * 3, [1, 5, 8, 2, 6, 9, 3, 7, 10],
     )  # fmt: skip
-    assert moves.grouped(np.array([1, 1, 3])).ends.tolist() == [0, 2, 2, 6]
+    assert moves.merge_groups(np.array([1, 1, 3])).ends.tolist() == [0, 2, 2, 6]
     assert len(Spans.join([EMPTY, EMPTY])) == 0
 
 
 def test_numpy_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(gather, "kernel", None)
-    gather._say.cache_clear()
+    gather._log_no_kernel.cache_clear()
     with caplog.at_level(logging.INFO, "rescale_data"):
-        gather.say_without_kernel(), gather.say_without_kernel()
+        gather.log_if_no_kernel(), gather.log_if_no_kernel()
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 def test_an_extension_of_another_version_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [gather.fitting(found) for found in (SimpleNamespace(fill=None), SimpleNamespace(VERSION=1))] == [None] * 2
-    assert KERNEL is None or gather.fitting(KERNEL) is KERNEL
+    assert [gather.if_current_version(found) for found in (SimpleNamespace(fill=None), SimpleNamespace(VERSION=1))] == [
+        None
+    ] * 2
+    assert KERNEL is None or gather.if_current_version(KERNEL) is KERNEL
     monkeypatch.setattr(gather, "kernel", None)
     monkeypatch.setattr(gather, "_is_old", True)
-    gather._say.cache_clear()
-    gather.say_without_kernel()
+    gather._log_no_kernel.cache_clear()
+    gather.log_if_no_kernel()
     assert [(record.levelname, "Rebuild" in record.message) for record in caplog.records] == [("WARNING", True)]
-    gather._say.cache_clear()
+    gather._log_no_kernel.cache_clear()
 
 
 @settings(max_examples=60, deadline=None)

@@ -46,7 +46,7 @@ def test_windows_hold_what_the_node_yields() -> None:
     st.lists(st.tuples(st.integers(0, 30), st.sampled_from([0.2, 1.0, 5.0])), min_size=2, max_size=5), st.integers(1, 9)
 )
 @settings(max_examples=60, deadline=None)
-def test_weights_change_below_a_packer(legs: list[tuple[int, float]], window: int) -> None:
+def test_weights_change_below_a_packer(segments: list[tuple[int, float]], window: int) -> None:
     """In the middle of windows and documents: every token once, and the last weights are soon in use."""
     state: Any = None
     tokens: Counter[int] = Counter()
@@ -55,7 +55,7 @@ def test_weights_change_below_a_packer(legs: list[tuple[int, float]], window: in
         for batch in itertools.islice(loader, num):
             tokens.update(batch["tokens"].flatten().tolist())
 
-    for num, weight in legs:
+    for num, weight in segments:
         loader = rd.DataLoader(
             lambda shard, w=weight: packed(shard, w, window), global_batch_size=1, num_logical_shards=1, repeat=True
         )

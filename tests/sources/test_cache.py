@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 import rescale_data as rd
 from rescale_data.sources.decoded import cache as decoded_cache
-from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, Held, cache, owner_of
+from rescale_data.sources.decoded.cache import Cache, Handles, OnEvict, Pinned, cache, owner_of
 from rescale_data.sources.decoded.interest import beside, warn_if_thrashing
 from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.sources.source import Source
@@ -71,7 +71,7 @@ def test_what_is_kept_beside_the_entries_is_true_of_them(puts: list[tuple[int, i
     assert lru.nbytes == sum(sizes.values())
     assert lru.nbytes <= max(40, max(sizes.values()) * 9 // 8) or len(sizes) == 1
     assert lru._large == {key: size for key, size in sizes.items() if size > 20}
-    assert {key: None for keys in lru._of_owner.values() for key in keys} == dict.fromkeys(sizes)
+    assert {key: None for keys in lru._keys_of_owner.values() for key in keys} == dict.fromkeys(sizes)
 
 
 def test_reading_keeps_an_entry() -> None:
@@ -136,7 +136,7 @@ def test_two_threads_that_ask_at_once_get_one_owner(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_value_is_told_that_there_was_no_room() -> None:
-    class Leaving(Sized, Evicted):
+    class Leaving(Sized, OnEvict):
         def evicted(self) -> None:
             left.append(self.nbytes)
 
@@ -149,7 +149,7 @@ def test_a_value_is_told_that_there_was_no_room() -> None:
     assert left == [11, 12]
 
 
-class Used(Sized, Held):
+class Used(Sized, Pinned):
     """Held by somebody who never says that he used it."""
 
     def __init__(self, nbytes: int) -> None:
@@ -181,7 +181,7 @@ def test_what_passes_through_leaves_what_is_held(puts: list[tuple[bool, int, int
             is_held or held == before or sum(v.nbytes for v in before.values()) > 40
         )  # 50, and less beside a large one
         assert lru.nbytes == sum(lru._entries.values()) <= 100
-        assert lru._made_bytes == sum(v.nbytes for v in held.values())
+        assert lru._derived_bytes == sum(v.nbytes for v in held.values())
         assert key in lru._entries
 
 

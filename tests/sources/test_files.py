@@ -23,8 +23,8 @@ from rescale_data.shard import Shard
 from rescale_data.sources import arrow, file_source, ipc, megatron, parquet
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.decoded.cache import cache, handles
-from rescale_data.sources.files.ranges import Mapped
-from rescale_data.sources.fragments import cut, sums
+from rescale_data.sources.files.ranges import MappedFile
+from rescale_data.sources.fragments import cumulative_sums, group_pieces
 from rescale_data.sources.jsonl import JsonlSource
 from rescale_data.sources.megatron import MegatronSource
 from rescale_data.sources.parquet import ParquetSource
@@ -206,8 +206,8 @@ class TestFragments:
     @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 60))
     @settings(max_examples=60)
     def test_are_batches_that_fit(self, rows: list[int], limit: int) -> None:
-        before = sums(np.array(rows, dtype=np.int64))
-        cuts = cut(before, before * 10, limit, 400).tolist()
+        before = cumulative_sums(np.array(rows, dtype=np.int64))
+        cuts = group_pieces(before, before * 10, limit, 400).tolist()
         assert cuts[0] == 0
         assert cuts[-1] == len(rows)
         for a, b in itertools.pairwise(cuts):
@@ -226,7 +226,7 @@ class TestFragments:
                 writer.write_batch(
                     table.slice(start, start // 10).combine_chunks().to_batches()[0] if start > 9 else _none()
                 )
-        file = Mapped(str(path))
+        file = MappedFile(str(path))
         blocks = ipc.read_blocks(file)
         rows = ipc.read_rows(file, blocks).tolist()
         batches = list(pa.ipc.open_stream(path)) if stream else _batches(pa.ipc.open_file(path))

@@ -53,7 +53,7 @@ def make_loader(source: Any, rank: int, world: int, micro: int, workers: int = 0
     )
 
 
-def leg(
+def segment(
     source: Any, state: Any, steps: int, world: int = 1, **kwargs: Any
 ) -> tuple[Counter[int], dict[str, Any], list[int]]:
     """What some steps deliver, the state after them, and the loader's epochs at each."""
@@ -89,19 +89,19 @@ def test_added_files_join_at_the_next_epoch(
     kind: str, data: Path, repeat: bool, world: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """60 rows, then 84: the epoch that has begun ends without the new ones, and the next has them all."""
-    first, state, _ = leg(source_of(data, kind), None, 4, repeat=repeat)
+    first, state, _ = segment(source_of(data, kind), None, 4, repeat=repeat)
     write(data, kind, "a", range(100, 112))
     write(data, kind, "c", range(200, 212))
     source = source_of(data, kind)
     with caplog.at_level(logging.WARNING, "rescale_data"):
-        rest, state, _ = leg(source, state, 6, world, repeat=repeat)
+        rest, state, _ = segment(source, state, 6, world, repeat=repeat)
     assert "2 files were added" in caplog.text
     assert "they join at epoch 1" in caplog.text
     assert first + rest == Counter(range(60))
-    second, state, _ = leg(source, state, 14, repeat=repeat)
+    second, state, _ = segment(source, state, 14, repeat=repeat)
     assert second == Counter([*range(60), *range(100, 112), *range(200, 212)])
     write(data, kind, "e", range(300, 312))
-    third, state, _ = leg(source_of(data, kind), state, 16 if not repeat else 14, repeat=repeat)
+    third, state, _ = segment(source_of(data, kind), state, 16 if not repeat else 14, repeat=repeat)
     if repeat:  # the shards stand in the second epoch's last position, so a third may have begun for none
         assert sum(third.values()) == 14 * BATCH
     else:  # an epoch had just ended, so that the next had not begun
@@ -183,7 +183,7 @@ class TestDigests:
         return tmp_path / "data"
 
     def state(self, folder: Path) -> dict[str, Any]:
-        return leg(source_of(folder, "parquet"), None, 4, repeat=True)[1]
+        return segment(source_of(folder, "parquet"), None, 4, repeat=True)[1]
 
     def test_a_state_has_no_list(self, folder: Path) -> None:
         (saved,) = opened(self.state(folder))["sources"].values()
@@ -191,19 +191,24 @@ class TestDigests:
         assert "files" not in saved
 
     def test_with_and_without_an_index_it_is_the_same_data(self, folder: Path) -> None:
-        plain = leg(rd.ParquetSource(folder), None, 4, repeat=True)[1]
-        assert leg(source_of(folder, "parquet"), plain, 5)[0] == leg(rd.ParquetSource(folder), self.state(folder), 5)[0]
+        plain = segment(rd.ParquetSource(folder), None, 4, repeat=True)[1]
+        assert (
+            segment(source_of(folder, "parquet"), plain, 5)[0]
+            == segment(rd.ParquetSource(folder), self.state(folder), 5)[0]
+        )
 
     @pytest.mark.parametrize("saved_with", ["list", "digests"])
     def test_what_was_added_is_found(self, folder: Path, saved_with: str, caplog: pytest.LogCaptureFixture) -> None:
-        state = leg(rd.ParquetSource(folder), None, 4, repeat=True)[1] if saved_with == "list" else self.state(folder)
+        state = (
+            segment(rd.ParquetSource(folder), None, 4, repeat=True)[1] if saved_with == "list" else self.state(folder)
+        )
         write(folder / "x", "parquet", "c", range(200, 212))
         with caplog.at_level(logging.WARNING, "rescale_data"):
-            seen, state, _ = leg(source_of(folder, "parquet"), state, 16, repeat=True)
+            seen, state, _ = segment(source_of(folder, "parquet"), state, 16, repeat=True)
         assert "1 files were added" in caplog.text
         assert "x/c.parquet" in caplog.text
         assert not {*range(200, 212)} & {*seen}
-        seen = leg(source_of(folder, "parquet"), state, 22, repeat=True)[0]
+        seen = segment(source_of(folder, "parquet"), state, 22, repeat=True)[0]
         assert seen == Counter([*range(120), *range(200, 212)])
 
     @pytest.mark.parametrize("now_with_index", [True, False])
@@ -214,21 +219,21 @@ class TestDigests:
         source = source_of(folder, "parquet") if now_with_index else rd.ParquetSource(folder)
         said = r"folders: y: saved \[2, .*, now \[1, .*the index that lists the files of then is no longer in.*restore"
         with pytest.raises(rd.DataStateError, match=said) as error:
-            leg(source, state, 1)
+            segment(source, state, 1)
         assert "folders: x" not in str(error.value)
 
     @pytest.mark.parametrize("steps", [6, 17])
     def test_the_index_of_then_is_needed_until_all_shards_are_past_it(self, folder: Path, steps: int) -> None:
         state = self.state(folder)
         write(folder / "x", "parquet", "c", range(200, 212))
-        state = leg(source_of(folder, "parquet"), state, steps, repeat=True)[1]
-        expected = leg(source_of(folder, "parquet"), state, 20, repeat=True)[0]
+        state = segment(source_of(folder, "parquet"), state, steps, repeat=True)[1]
+        expected = segment(source_of(folder, "parquet"), state, 20, repeat=True)[0]
         shutil.rmtree(index_of(folder))
         if steps == 6:
             with pytest.raises(rd.DataStateError, match="the index that lists those is no longer in index_dir"):
-                leg(source_of(folder, "parquet"), state, 1, repeat=True)
+                segment(source_of(folder, "parquet"), state, 1, repeat=True)
         else:
-            found, state, _ = leg(source_of(folder, "parquet"), state, 20, repeat=True)
+            found, state, _ = segment(source_of(folder, "parquet"), state, 20, repeat=True)
             assert found == expected
             assert "by_epoch" not in opened(state)["sources"]
 
@@ -291,20 +296,20 @@ def test_what_is_skipped_counted_and_proved_is_of_the_epoch_that_has_begun(
 
 
 def test_verify_proves_the_grown_epochs(kind: str, data: Path) -> None:
-    state = leg(source_of(data, kind), None, 7, repeat=True, verify=True)[1]
+    state = segment(source_of(data, kind), None, 7, repeat=True, verify=True)[1]
     write(data, kind, "a", range(100, 112))
-    leg(source_of(data, kind), state, 40, repeat=True, verify=True)
+    segment(source_of(data, kind), state, 40, repeat=True, verify=True)
 
 
 def test_before_anything_was_drawn_they_join_at_once(kind: str, data: Path) -> None:
-    state = leg(source_of(data, kind), None, 0)[1]
+    state = segment(source_of(data, kind), None, 0)[1]
     write(data, kind, "a", range(100, 112))
-    seen = leg(source_of(data, kind), state, 12)[0]
+    seen = segment(source_of(data, kind), state, 12)[0]
     assert seen == Counter([*range(60), *range(100, 112)])
 
 
 def test_reset_begins_with_the_data_of_now(kind: str, data: Path) -> None:
-    state = leg(source_of(data, kind), None, 3)[1]
+    state = segment(source_of(data, kind), None, 3)[1]
     write(data, kind, "a", range(100, 112))
     loader = make_loader(source_of(data, kind), 0, 1, 6)
     loader.load_state_dict(state)
@@ -313,19 +318,19 @@ def test_reset_begins_with_the_data_of_now(kind: str, data: Path) -> None:
 
 
 def test_a_moved_folder(kind: str, data: Path, tmp_path: Path) -> None:
-    first, state, _ = leg(source_of(data, kind), None, 4)
+    first, state, _ = segment(source_of(data, kind), None, 4)
     shutil.copytree(data, tmp_path / "elsewhere" / "data")
     shutil.rmtree(data)
-    assert first + leg(source_of(tmp_path / "elsewhere" / "data", kind), state, 6)[0] == Counter(range(60))
+    assert first + segment(source_of(tmp_path / "elsewhere" / "data", kind), state, 6)[0] == Counter(range(60))
 
 
 class TestChanges:
     @pytest.mark.parametrize("change", ["removed", "changed"])
     def test_are_errors(self, kind: str, data: Path, change: str) -> None:
-        state = leg(source_of(data, kind), None, 4)[1]
+        state = segment(source_of(data, kind), None, 4)[1]
         self.make(change, kind, data)
         with pytest.raises(rd.DataStateError, match=rf"d\.{kind}.*restore the files, or begin a new run"):
-            leg(source_of(data, kind), state, 1)
+            segment(source_of(data, kind), state, 1)
 
     def make(self, change: str, kind: str, data: Path) -> None:
         file = data / f"d.{kind}"
@@ -337,7 +342,7 @@ class TestChanges:
 
 
 def test_another_source_is_an_error(kind: str, data: Path) -> None:
-    state = leg(source_of(data, kind), None, 4)[1]
+    state = segment(source_of(data, kind), None, 4)[1]
     with pytest.raises(rd.DataStateError, match="sources differ"):
         make_loader(rd.SyntheticSource(60), 0, 1, 6).load_state_dict(state)
 

@@ -310,7 +310,7 @@ def test_a_file_that_another_process_makes_before_the_lease_is_not_made_again(
 
     path, make = tmp_path / "file", Mock(side_effect=lambda aside: Path(aside).write_text("whole"))
     path.write_text("cut")
-    assert (once.open_once(str(path), opened, make), make.call_count) == ("whole", 1)  # a damaged one is made anew
+    assert (once.open_or_create(str(path), opened, make), make.call_count) == ("whole", 1)  # a damaged one is made anew
     path.write_text("cut")
     monkeypatch.setattr(once, "Lease", AfterAnother)
-    assert (once.open_once(str(path), opened, make), make.call_count) == ("whole", 1)
+    assert (once.open_or_create(str(path), opened, make), make.call_count) == ("whole", 1)

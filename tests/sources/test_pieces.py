@@ -19,7 +19,7 @@ import rescale_data as rd
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded.cache import Cache, cache, owner_of
-from rescale_data.sources.decoded.interest import beside, needed_with, room_for_block, serve, shards_of
+from rescale_data.sources.decoded.interest import beside, bytes_needed, room_for_block, serve, served_shards
 from rescale_data.sources.files import local_store
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.parquet import ParquetSource
@@ -157,19 +157,19 @@ def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     """Neither overwrites what the other has said, and with a loader its interest goes."""
     sources, loaders = [ParquetSource(corpus), ParquetSource(corpus)], [Loader(), Loader()]
     owner, needed = owner_of(sources[0]), sources[0].fragment_bytes
-    assert (beside(owner), list(shards_of(owner, 3))) == ((1, 1), [0, 1, 2])
+    assert (beside(owner), list(served_shards(owner, 3))) == ((1, 1), [0, 1, 2])
     serve(loaders[0], sources[:1], range(4))
     serve(loaders[1], sources, range(2))
-    assert (beside(owner), sorted(shards_of(owner, 9))) == ((2, 6), [0, 0, 1, 1, 2, 3])
-    assert needed_with(sources[0], 1) == (4 + 2 * 2) * needed
+    assert (beside(owner), sorted(served_shards(owner, 9))) == ((2, 6), [0, 0, 1, 1, 2, 3])
+    assert bytes_needed(sources[0], 1) == (4 + 2 * 2) * needed
     serve(loaders[0], sources[:1], [7])
-    assert (beside(owner), sorted(shards_of(owner, 9))) == ((2, 3), [0, 1, 7])
+    assert (beside(owner), sorted(served_shards(owner, 9))) == ((2, 3), [0, 1, 7])
     del loaders[1]
     gc.collect()
-    assert (beside(owner), list(shards_of(owner, 9))) == ((1, 1), [7])
+    assert (beside(owner), list(served_shards(owner, 9))) == ((1, 1), [7])
     # Other ranks have the rest of an epoch, and this one's batch is padding.
     serve(loaders[0], sources[:1], [])
-    assert (beside(owner), list(shards_of(owner, 2))) == ((1, 1), [0, 1])
+    assert (beside(owner), list(served_shards(owner, 2))) == ((1, 1), [0, 1])
     assert room_for_block(small(corpus)) == room_for_block(sources[0]) == 0
 
 

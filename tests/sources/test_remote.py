@@ -26,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 import rescale_data as rd
 from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.sources.decoded import cache as decoded
-from rescale_data.sources.decoded.ahead import far_ahead
+from rescale_data.sources.decoded.ahead import fetch_ahead
 from rescale_data.sources.decoded.cache import Cache, Handles, cache
 from rescale_data.sources.files import local_store, remote
 from rescale_data.sources.files.local_store import LocalStore
@@ -71,7 +71,7 @@ class Flaky(LocalFileSystem):
 def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     monkeypatch.setattr(remote, "_PAUSE", 0.001)
-    remote._slots.cache_clear()
+    remote._request_limit.cache_clear()
     Flaky.together, Flaky.failures, Flaky.requests, Flaky.most_at_once = 1, [], 0, 0
     yield
     Flaky.together, Flaky.failures = 1, []
@@ -346,7 +346,7 @@ class TestOnce:
         with monkeypatch.context() as patch:  # whoever prepares looked before it came
             patch.setattr(Cache, "get", lambda *_: patch.setattr(Cache, "get", get))
             source.prepare(column, 0)
-        far_ahead().wait(source._key(0, column))
+        fetch_ahead().wait(source._key(0, column))
         read()
         assert Flaky.requests == 1
 

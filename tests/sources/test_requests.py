@@ -21,17 +21,17 @@ import rescale_data as rd
 from rescale_data.sources.counts import REQUESTS, RETRIES, counts
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.remote import Pace, RemoteError, Slots, attempt
+from rescale_data.sources.files.remote import RemoteError, RequestLimit, RequestTimes, attempt
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between attempts, and nothing known of how long answers take but that they are soon there."""
-    pace = Pace()
-    pace._took.extend([1e-9] * 100)
+    pace = RequestTimes()
+    pace._seconds_per_byte.extend([1e-9] * 100)
     monkeypatch.setattr(remote, "_pace", pace)
     monkeypatch.setattr(remote, "_PAUSE", 0.001)
-    remote._slots.cache_clear()
+    remote._request_limit.cache_clear()
 
 
 class Stalls:
@@ -105,7 +105,7 @@ def test_no_batch_of_a_source_waits_for_a_request_that_stalls(tmp_path: Path, mo
 
 
 def test_it_is_late_when_nearly_all_others_were_far_faster() -> None:
-    pace, mb = Pace(), 2**20
+    pace, mb = RequestTimes(), 2**20
     assert pace.limit(0) == 5.0
     assert pace.limit(60 * mb) == 65.0
     for _ in range(995):
@@ -158,7 +158,7 @@ def test_a_slow_answer_that_comes_after_all_is_taken() -> None:
     assert attempt(rd.Remote(timeout=30.0, retries=1), "s3://bucket/x", request, 0) == 0
     never.set()
     assert len(made) == 2
-    assert max(remote._pace._took) >= 0.05 / 2**20  # as long as the first took, not the second
+    assert max(remote._pace._seconds_per_byte) >= 0.05 / 2**20  # as long as the first took, not the second
 
 
 def test_an_attempt_that_was_given_up_and_fails_is_not_counted() -> None:
@@ -187,11 +187,11 @@ def test_what_does_not_pass_is_raised_at_once_and_names_the_file(kind: type[Exce
 
 
 def test_a_process_makes_so_many_at_once() -> None:
-    slots, most, at_once, lock = Slots(3), 0, 0, threading.Lock()
+    request_limit, most, at_once, lock = RequestLimit(3), 0, 0, threading.Lock()
 
     def work(_: int) -> None:
         nonlocal most, at_once
-        with slots.one():
+        with request_limit.one():
             with lock:
                 at_once += 1
                 most = max(most, at_once)
@@ -207,22 +207,22 @@ def test_a_process_makes_so_many_at_once() -> None:
 def test_fewer_after_slow_down_and_more_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
-    slots = Slots(64)
-    assert slots.limit == 64
-    slots.slow_down(now[0])
-    assert slots.limit == 32
-    slots.slow_down(now[0] - 1)  # it was under way when that happened, and counts with it
-    assert slots.limit == 32
-    slots.slow_down(now[0])
-    assert slots.limit == 16
+    request_limit = RequestLimit(64)
+    assert request_limit.limit == 64
+    request_limit.slow_down(now[0])
+    assert request_limit.limit == 32
+    request_limit.slow_down(now[0] - 1)  # it was under way when that happened, and counts with it
+    assert request_limit.limit == 32
+    request_limit.slow_down(now[0])
+    assert request_limit.limit == 16
     limits = []
     for seconds in (30, 15, 15, 10**9):
         now[0] += seconds
-        limits.append(slots.limit)
+        limits.append(request_limit.limit)
     assert limits == [32, 45, 64, 64]
     for _ in range(20):
-        slots.slow_down(now[0])
-    assert slots.limit == 1
+        request_limit.slow_down(now[0])
+    assert request_limit.limit == 1
 
 
 def test_an_answer_that_asks_to_slow_down_is_heard() -> None:
@@ -235,8 +235,8 @@ def test_an_answer_that_asks_to_slow_down_is_heard() -> None:
         return 3
 
     assert attempt(rd.Remote(max_requests=8), "s3://bucket/x", work, 0) == 3
-    assert remote._slots(8, "s3://bucket").limit == 4
-    assert remote._slots(8, "s3://other").limit == 8
+    assert remote._request_limit(8, "s3://bucket").limit == 4
+    assert remote._request_limit(8, "s3://other").limit == 8
 
 
 def test_nothing_is_held_over_a_fork() -> None:
@@ -298,7 +298,7 @@ def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
         os.close(reader)
         go_on.set()
         assert answer.result() == pa.py_buffer(b"abc")
-    with cache._alone(cache._path("range")):  # the child would hold it
+    with cache._hold_lock(cache._path("range")):  # the child would hold it
         pass
     os.close(writer)
     os.waitpid(child, 0)
@@ -312,16 +312,16 @@ def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote.random, "uniform", lambda low, high: high)
     monkeypatch.setenv("WORLD_SIZE", "2000")
     for _ in range(60):
-        remote.spread_out("listing")
+        remote.wait_random_time("listing")
     assert 4.5 < waits[0] <= 5.0
     monkeypatch.setattr(remote.time, "monotonic", lambda: 10**9)  # later
-    remote.spread_out("listing")
+    remote.wait_random_time("listing")
     assert waits[-1] == 0.0
     monkeypatch.setenv("WORLD_SIZE", "1000000")
-    remote.spread_out("reading")
+    remote.wait_random_time("reading")
     assert waits[-1] == 10.0
     monkeypatch.delenv("WORLD_SIZE")
-    remote.spread_out("another")
+    remote.wait_random_time("another")
     assert waits[-1] == 0.0
 
 

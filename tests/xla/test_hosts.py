@@ -93,13 +93,13 @@ def _host(rank: int, world_size: int, folder: Path) -> None:
 
     mesh = xs.Mesh(list(range(2)), (2,))
     transfer = Transfer(input_sharding=xs.ShardingSpec(mesh, (0, None), minibatch=True))
-    leg = training.xla_run("(4,)", shape=(2,), micro_batch_size=6, mesh=host_mesh(), transfer=transfer)
-    batches = iter(leg.loader)
+    segment = training.xla_run("(4,)", shape=(2,), micro_batch_size=6, mesh=host_mesh(), transfer=transfer)
+    batches = iter(segment.loader)
     torch.save([next(batches)["x"].cpu() for _ in range(2)], folder / f"host-{1 - rank}")
-    checkpoint.save(folder / "c", leg.state)
+    checkpoint.save(folder / "c", segment.state)
     fresh = training.xla_run("(4,)", seed=1, shape=(2,), micro_batch_size=6, mesh=host_mesh())
     checkpoint.load(folder / "c", fresh.state)
-    training.assert_equal(training.tensors(fresh), training.tensors(leg))
+    training.assert_equal(training.tensors(fresh), training.tensors(segment))
     assert fresh.loader.step == 2
 
 

@@ -90,7 +90,7 @@ def test_padding_and_copies_of_a_piece_never_reach_the_checkpoint(tmp_path: Path
 def test_a_coarser_mesh_reads_what_overlaps_and_no_more(tmp_path: Path) -> None:
     import torch_xla.distributed.spmd as xs
 
-    from rescale_data.checkpoint.devices import cut
+    from rescale_data.checkpoint.devices import adapt_tensors
 
     def sharded(shape: tuple[int, ...], spec: tuple[Any, ...]) -> torch.Tensor:
         tensor = torch.arange(64.0).reshape(16, 4).to("xla")
@@ -99,7 +99,9 @@ def test_a_coarser_mesh_reads_what_overlaps_and_no_more(tmp_path: Path) -> None:
 
     def num_reads(tensor: torch.Tensor) -> int:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(cut({"t": tensor}, "to_load"), dcp.FileSystemReader(tmp_path / "c").read_metadata())
+        planner.set_up_planner(
+            adapt_tensors({"t": tensor}, "to_load"), dcp.FileSystemReader(tmp_path / "c").read_metadata()
+        )
         return len(planner.create_local_plan().items)
 
     checkpoint.save(tmp_path / "c", {"t": sharded((4,), (0, None))})  # rows 0-3, 4-7, 8-11, 12-15
@@ -115,8 +117,8 @@ def test_a_coarser_mesh_reads_what_overlaps_and_no_more(tmp_path: Path) -> None:
 def test_another_number_of_devices(tmp_path: Path) -> None:
     """One checkpoint from 4 devices goes to 3, from there to 1, to 2 and back to 4."""
     expected, previous = run(_save, devices=4, path=tmp_path / "0"), tmp_path / "0"
-    for leg, devices in enumerate((3, 1, 2, 4), start=1):
-        path = tmp_path / str(leg)
+    for segment, devices in enumerate((3, 1, 2, 4), start=1):
+        path = tmp_path / str(segment)
         got = run(_load_and_save, devices=devices, path=previous, to=path, shape=(devices,))
         np.testing.assert_allclose(got, expected, rtol=1e-5)
         previous = path
@@ -154,19 +156,19 @@ def _fsdp2(rank: int, world_size: int, load_from: Path | None, save_to: Path, st
 
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     net = fully_shard(training.model(seed=0 if load_from is None else 1), mesh=mesh)
-    leg = training.Run(net, adamw(net), loader(mesh=mesh, micro_batch_size=12 // world_size))
+    segment = training.Run(net, adamw(net), loader(mesh=mesh, micro_batch_size=12 // world_size))
     if load_from is not None:
-        checkpoint.load(load_from, leg.state)
-    leg.train(steps)
-    model_state, optimizer_state = get_model_state_dict(net), get_optimizer_state_dict(net, leg.optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "loader": leg.loader}, checkpoint_id=save_to)
+        checkpoint.load(load_from, segment.state)
+    segment.train(steps)
+    model_state, optimizer_state = get_model_state_dict(net), get_optimizer_state_dict(net, segment.optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "loader": segment.loader}, checkpoint_id=save_to)
 
 
 def _xla(load_from: Path, save_to: Path, steps: int) -> None:
-    leg = training.xla_run("(2,2)", seed=1)
-    checkpoint.load(load_from, leg.state)
-    leg.train(steps)
-    checkpoint.save(save_to, leg.state)
+    segment = training.xla_run("(2,2)", seed=1)
+    checkpoint.load(load_from, segment.state)
+    segment.train(steps)
+    checkpoint.save(save_to, segment.state)
 
 
 def _uninterrupted(rank: int, world_size: int, checkpoint_path: Path, steps: int) -> None:

@@ -147,8 +147,8 @@ def test_making_the_state_of_an_optimizer_runs_no_hook_and_changes_no_parameter(
     kinds = {"zero eps": lambda p: torch.optim.AdamW(p, lr=0.1, eps=0.0), "own": Scaled}
     for name, make in kinds.items():
         source, target = training.xla_run("(2,2)"), training.xla_run("(2,2)", seed=1)
-        for leg in (source, target):
-            leg.optimizer = make(leg.model.parameters())
+        for segment in (source, target):
+            segment.optimizer = make(segment.model.parameters())
         source.train(1)
         checkpoint.save(tmp_path / name, source.state)
         before, called = training.tensors(target), []
@@ -232,9 +232,9 @@ def test_optimizers_of_every_kind_are_given_what_they_lack(tmp_path: Path) -> No
     }
     for name, make in kinds.items():
         source, target = training.xla_run("(2,2)"), training.xla_run("(4,)", seed=1)
-        for leg in (source, target):
-            next(iter(leg.model.parameters())).requires_grad_(False)  # frozen: it never has state
-            leg.optimizer = make(list(leg.model.parameters()))
+        for segment in (source, target):
+            next(iter(segment.model.parameters())).requires_grad_(False)  # frozen: it never has state
+            segment.optimizer = make(list(segment.model.parameters()))
         source.train(2)
         checkpoint.save(tmp_path / name, source.state)
         checkpoint.load(tmp_path / name, target.state)

@@ -1,4 +1,4 @@
-"""A dataset whose rows know their number, and what each leg of a run trained, compared with one rank that never stopped."""
+"""A dataset whose rows know their number, and what each segment of a run trained, compared with one rank that never stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import rescale_data as rd
 VOCABULARY = 64
 NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 240, 24, 2  # ten steps an epoch
 EPOCHS, STEPS = 2, 20
-LEGS = ((4, 0, 8), (2, 6, 12), (3, 10, STEPS))
+SEGMENTS = ((4, 0, 8), (2, 6, 12), (3, 10, STEPS))
 """Ranks, the step of the checkpoint that they begin with (6 is within an epoch, 10 ends one), the step that they stop at."""
 
 Batches = dict[int, list[int]]
@@ -64,7 +64,7 @@ class Record:
 
 
 def read(folder: Path, world_size: int) -> Batches:
-    """Return what the ranks of a leg have recorded."""
+    """Return what the ranks of a segment have recorded."""
     batches: Batches = {}
     for rank in range(world_size):
         for line in (folder / f"rank{rank}").read_text().splitlines():
@@ -81,22 +81,24 @@ def torchrun(script: str, world_size: int, *arguments: object) -> None:
 
 
 def run_legs(script: str, *arguments: object) -> int:
-    """Run ``script folder resume stop *arguments`` on the ranks of each leg, compare, and return the exit code."""
+    """Run ``script folder resume stop *arguments`` on the ranks of each segment, compare, and return the exit code."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        for world_size, resume, stop in LEGS:
+        for world_size, resume, stop in SEGMENTS:
             torchrun(script, world_size, folder, resume, stop, *arguments)
-        legs = [(world_size, read(Path(folder) / f"from {resume}", world_size)) for world_size, resume, _ in LEGS]
-    return 0 if compare(legs, NUM_ROWS, STEPS, global_batch_size=GLOBAL_BATCH_SIZE, seed=0) else 1
+        segments = [
+            (world_size, read(Path(folder) / f"from {resume}", world_size)) for world_size, resume, _ in SEGMENTS
+        ]
+    return 0 if compare(segments, NUM_ROWS, STEPS, global_batch_size=GLOBAL_BATCH_SIZE, seed=0) else 1
 
 
-def compare(legs: list[tuple[int, Batches]], num_rows: int, num_steps: int, **loader: Any) -> bool:
-    """Print the steps of each leg, with its number of ranks, and return True if all have trained what one rank trains."""
+def compare(segments: list[tuple[int, Batches]], num_rows: int, num_steps: int, **loader: Any) -> bool:
+    """Print the steps of each segment, with its number of ranks, and return True if all have trained what one rank trains."""
     trained: Batches = {}
-    for world_size, leg in legs:
-        again = len(trained.keys() & leg.keys())
+    for world_size, segment in segments:
+        again = len(trained.keys() & segment.keys())
         repeats = f", {again} of them again: the checkpoint lies before them" if again else ""
-        print(f"{world_size} ranks: steps {min(leg)} to {max(leg)}{repeats}")
-        trained.update(leg)
+        print(f"{world_size} ranks: steps {min(segment)} to {max(segment)}{repeats}")
+        trained.update(segment)
     alone, expected = rd.DataLoader(Rows(num_rows), dp_rank=0, dp_world_size=1, **loader), []
     while len(expected) < num_steps:
         expected += [batch["row"].tolist() for batch in alone]

@@ -1,4 +1,4 @@
-"""Between DCP folders and safetensors, the format of https://github.com/huggingface/safetensors.
+"""Convert between DCP folders and safetensors, the format of https://github.com/huggingface/safetensors.
 
 Beside the tensors' files lie ``model.safetensors.index.json`` where there are several, and what is no tensor in
 ``non_tensors.pt``, with the names' paths in the nested state. The package maps files; they are written here, since it
@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
+from rescale_data.checkpoint.convert.stored import DEFAULT_BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_save import as_buffer, map_file
-from rescale_data.checkpoint.devices import inside
+from rescale_data.checkpoint.devices import nested_values
 from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.open import CheckpointReader, mapped_path, open_store, read_checkpoint
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"
-_RESERVED = "__metadata__"  # of a file's header: what is said of the file as a whole
-_OF = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+_FILE_METADATA = "__metadata__"  # of a file's header: what is said of the file as a whole
+_SET_MEMBER = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 
 @checks_kinds
@@ -44,7 +44,7 @@ def to_safetensors(
     *,
     max_shard_size: int = 5 * 10**9,
     name: str | None = None,
-    budget: int = BUDGET,
+    budget: int = DEFAULT_BUDGET,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write a DCP folder as safetensors files, and return their names. Call it on one rank.
@@ -85,10 +85,12 @@ def to_safetensors(
 
     def write(reader: CheckpointReader) -> list[str]:
         stored = StoredCheckpoint(reader, name)
-        values, files = stored.values(), _files(stored, max_shard_size)
+        values, files = stored.values(), _tensors_by_file(stored, max_shard_size)
         with new_folder(store, final) as working:
             _write_files(store, working, stored, values, files, budget)
-        hidden = [key for key, value in values.items() if any(isinstance(of, torch.Tensor) for of in inside(value))]
+        hidden = [
+            key for key, value in values.items() if any(isinstance(part, torch.Tensor) for part in nested_values(value))
+        ]
         if hidden:
             names = ", ".join(hidden)
             logger.warning("Tensors within tuples are in %s, and in no safetensors: %s.", NON_TENSORS, names)
@@ -101,7 +103,7 @@ def to_safetensors(
 def from_safetensors(
     folder: StrPath, path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Write safetensors files as a DCP folder, with their tensors mapped and not loaded. Call it on one rank.
+    """Convert safetensors files to a DCP folder; their tensors are mapped, not loaded. Call it on one rank.
 
     Args:
         folder: Local, with ``*.safetensors``, of ``to_safetensors`` or of another tool; or one such file. Where there is an
@@ -127,9 +129,11 @@ def from_safetensors(
         tensor([1., 1.])
     """
     source = Path(mapped_path(folder))
-    leaves = _mapped([source]) if source.is_file() else _mapped_by_index(source)
-    rest = source / NON_TENSORS
-    extra: dict[str, Any] = map_file(os.fspath(rest)) if rest.exists() else {"values": {}, "paths": {}}
+    leaves = _map_files([source]) if source.is_file() else _mapped_by_index(source)
+    non_tensors_file = source / NON_TENSORS
+    extra: dict[str, Any] = (
+        map_file(os.fspath(non_tensors_file)) if non_tensors_file.exists() else {"values": {}, "paths": {}}
+    )
     leaves |= extra["values"]
     content = tree_of({key: tuple(extra["paths"].get(key, (key,))) for key in leaves}, leaves, extra.get("lost", ()))
     save_alone(path, content if name is None else {name: content}, storage_options)
@@ -144,25 +148,25 @@ def _library() -> Any:
 
 
 def _mapped_by_index(source: Path) -> dict[str, Any]:
-    """Return the tensors of a folder's files, all that belong together."""
+    """Return the memory-mapped tensors of a folder by name: of the files in its index, or of all files without one."""
     indices = sorted(source.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise ValueError(f"{source} holds {len(indices)} indices, {indices[0].name} and others. Give a folder of each.")
     weight_map = _weight_map(indices[0]) if indices else None
     files = {file.name for file in source.glob("*.safetensors")}
     wanted = files if weight_map is None else set(weight_map.values())
-    wanted = wanted | {name for file in wanted for name in _others(file)}
+    wanted = wanted | {name for file in wanted for name in _files_of_set(file)}
     if not wanted:
-        raise FileNotFoundError(f"No *.safetensors in {source}.{_what_is_there(source)}")
+        raise FileNotFoundError(f"No *.safetensors in {source}.{_contents_of(source)}")
     if missing := sorted(name for name in wanted if not (source / name).is_file()):
         raise FileNotFoundError(
             f"{source} holds only a part of a conversion: {missing[:3]}{' ...' if len(missing) > 3 else ''} "
             f"{'is' if len(missing) == 1 else 'are'} missing. Copy all files, or convert again into another folder."
         )
-    leaves = _mapped([source / name for name in sorted(wanted)])
-    if lacking := sorted((weight_map or {}).keys() - leaves.keys()):
+    leaves = _map_files([source / name for name in sorted(wanted)])
+    if missing_tensors := sorted((weight_map or {}).keys() - leaves.keys()):
         raise ValueError(
-            f"{indices[0]} names {lacking[:3]}, which its files do not hold: they are of another conversion."
+            f"{indices[0]} names {missing_tensors[:3]}, which its files do not hold: they are of another conversion."
         )
     return leaves
 
@@ -174,28 +178,28 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{index} is no index of safetensors, or is damaged: {error}") from error
 
 
-def _others(file: str) -> list[str]:
-    """Return the names of the files that ``model-00001-of-00003.safetensors`` belongs to."""
-    match = _OF.fullmatch(file)
+def _files_of_set(file: str) -> list[str]:
+    """Return the names of all files of a set, given one of them, such as ``model-00001-of-00003.safetensors``."""
+    match = _SET_MEMBER.fullmatch(file)
     if match is None:
         return []
     return [f"{match[1]}-{n:0{len(match[2])}}-of-{match[3]}.safetensors" for n in range(1, int(match[3]) + 1)]
 
 
-def _mapped(files: list[Path]) -> dict[str, Any]:
+def _map_files(files: list[Path]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for file in files:
         try:
             mapped = _library().torch.load_file(file)
         except (_library().SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error
-        if twice := leaves.keys() & mapped.keys():
-            raise ValueError(f"{file}: {sorted(twice)[:3]} are in another file of {file.parent}, too.")
+        if duplicates := leaves.keys() & mapped.keys():
+            raise ValueError(f"{file}: {sorted(duplicates)[:3]} are in another file of {file.parent}, too.")
         leaves |= mapped
     return leaves
 
 
-def _what_is_there(source: Path) -> str:
+def _contents_of(source: Path) -> str:
     if not source.exists():
         return " There is nothing at this path."
     dcp = (source / METADATA).exists()
@@ -203,7 +207,7 @@ def _what_is_there(source: Path) -> str:
 
 
 def _refuse_used(store: Store, folder: str) -> None:
-    """``ValueError`` for a folder that is not empty: the files of two conversions look alike."""
+    """Raise ``ValueError`` if the target folder is not empty, or has the name of a safetensors file."""
     if folder.endswith(".safetensors"):
         raise ValueError(
             f"{folder} is the name of a file. Give a folder (and --to safetensors): its files are named model*.safetensors."
@@ -212,8 +216,8 @@ def _refuse_used(store: Store, folder: str) -> None:
         raise ValueError(f"{folder} holds {used[0]} already. Give another folder, or remove the files first.")
 
 
-def _files(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
-    """Return the tensors' names by file."""
+def _tensors_by_file(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
+    """Return the names of the safetensors files to write, each with the names of its tensors."""
     shards = list(stored.batches(stored.tensors, limit))
     if len(shards) < 2:
         return {"model.safetensors": [*stored.tensors]}
@@ -228,7 +232,7 @@ def _write_files(
     files: Mapping[str, list[str]],
     budget: int,
 ) -> None:
-    """Write everything, the index last."""
+    """Write the other values, then the safetensors files, and last the index, if there are several files."""
     headers = {file: _header(stored, names) for file, names in files.items()}
     content = {"values": values, "paths": stored.paths, "lost": stored.lost}
     store.put(join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
@@ -243,15 +247,15 @@ def _write_files(
 
 
 def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
-    """Return the length of the header (8 bytes, little endian), and the header: dtype, shape and place of each tensor."""
-    header: dict[str, Any] = {_RESERVED: {"format": "pt"}}
+    """Return a safetensors header: its length (8 bytes, little endian), then dtype, shape and place of each tensor."""
+    header: dict[str, Any] = {_FILE_METADATA: {"format": "pt"}}
     offset = 0
     for key in names:
-        if key == _RESERVED:
+        if key == _FILE_METADATA:
             raise ValueError(f"safetensors keeps the name {key} for itself. Use to_torch_save.")
         meta, end = stored.tensors[key], offset + stored.num_bytes(key)
         header[key] = {
-            "dtype": _name_of(key, meta.dtype),
+            "dtype": _dtype_name(key, meta.dtype),
             "shape": list(meta.shape),
             "data_offsets": [offset, end],
         }
@@ -261,8 +265,8 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _name_of(key: str, dtype: torch.dtype) -> str:
-    """Return the package's own name of a dtype."""
+def _dtype_name(key: str, dtype: torch.dtype) -> str:
+    """Return the name of a dtype in the safetensors format, such as ``"F32"``."""
     try:
         return json.loads(_library().torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})[8:])["x"]["dtype"]
     except (_library().SafetensorError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""A checkpoint as a stream of whole tensors, a bounded number of bytes at a time."""
+"""`StoredCheckpoint`: reads whole tensors of a checkpoint, a bounded number of bytes at a time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from rescale_data.checkpoint.storage.open import CheckpointReader
-from rescale_data.checkpoint.tree import Lost
+from rescale_data.checkpoint.tree import LostStructure
 
-BUDGET = 256 << 20
+DEFAULT_BUDGET = 256 << 20
 
 
 class StoredCheckpoint:
@@ -33,20 +33,22 @@ class StoredCheckpoint:
         self._reader, saved = reader, reader.contents.under(root)
         self._keys = {".".join(map(str, path)): key for key, path in saved.paths.items()}
         if not self._keys:
-            tops = sorted({str(path[0]) for path in reader.contents.paths.values()})
-            raise ValueError(f"The checkpoint {reader.path} holds nothing named {name!r}. It holds {tops}.")
+            top_names = sorted({str(path[0]) for path in reader.contents.paths.values()})
+            raise ValueError(f"The checkpoint {reader.path} holds nothing named {name!r}. It holds {top_names}.")
         self.paths = {short: saved.paths[key] for short, key in self._keys.items()}
         values = {short: saved.values[key] for short, key in self._keys.items()}
         self.tensors = {short: tensor for short, tensor in values.items() if tensor is not None}
         lost = reader.manifest.lost if reader.manifest else ()
-        self.lost: Lost = [(path[len(root) :], key) for path, key in lost if (*path[:-1][: len(root)],) == root]
+        self.lost: LostStructure = [
+            (path[len(root) :], key) for path, key in lost if (*path[:-1][: len(root)],) == root
+        ]
 
     def values(self) -> dict[str, Any]:
         """Return all plain values, by flattened name."""
         return self._read([name for name in self.paths if name not in self.tensors])
 
-    def stream(self, names: list[str], budget: int = BUDGET) -> Iterator[torch.Tensor]:
-        """Yield the tensors of ``names`` in order, read in batches of at most ``budget`` bytes, or of one tensor."""
+    def stream(self, names: list[str], budget: int = DEFAULT_BUDGET) -> Iterator[torch.Tensor]:
+        """Yield the named tensors in order, read in batches of at most ``budget`` bytes (or one larger tensor)."""
         for batch in self.batches(names, budget):
             read = self._read(batch)
             for name in batch:
@@ -56,7 +58,7 @@ class StoredCheckpoint:
         return self.tensors[name].nbytes
 
     def batches(self, names: Iterable[str], budget: int) -> Iterator[list[str]]:
-        """Yield ``names`` in their order, each batch of at most ``budget`` bytes, or of one tensor."""
+        """Yield ``names`` in order, in batches of tensors with at most ``budget`` bytes (or one larger tensor)."""
         batch: list[str] = []
         size = 0
         for name in names:

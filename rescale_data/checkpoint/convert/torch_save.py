@@ -1,4 +1,4 @@
-"""Between DCP folders and files of ``torch.save``, a bounded number of bytes at a time.
+"""Convert between DCP folders and files of ``torch.save``, a bounded number of bytes at a time.
 
 A file is mapped, not loaded: every rank that loads it copies its own rows out of it. The pages are read from disk once a host,
 however many ranks it has; there is no communication, so nothing hangs where ranks ask for different names.
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch.serialization import skip_data
 
-from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
+from rescale_data.checkpoint.convert.stored import DEFAULT_BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.open import CheckpointReader, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
@@ -40,7 +40,7 @@ def to_torch_save(
     file: StrPath,
     *,
     name: str | None = None,
-    budget: int = BUDGET,
+    budget: int = DEFAULT_BUDGET,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a DCP folder as one file that ``torch.load(file, mmap=True, weights_only=True)`` reads.
@@ -72,7 +72,7 @@ def to_torch_save(
 
     def write(reader: CheckpointReader) -> None:
         stored = StoredCheckpoint(reader, name)
-        content = TorchFile({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
+        content = TorchFileWriter({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
         tree = tree_of(stored.paths, stored.values() | content.tensors, stored.lost)
         store.put(final, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
 
@@ -83,7 +83,7 @@ def to_torch_save(
 def from_torch_save(
     file: StrPath, path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a file of ``torch.save`` as a DCP folder, with its tensors mapped and not loaded. Call it on one rank.
+    """Convert a file of ``torch.save`` to a DCP folder; its tensors are mapped, not loaded. Call it on one rank.
 
     Args:
         file: Local, in the zip format, with tensors and plain values only.
@@ -111,7 +111,7 @@ def from_torch_save(
 
 
 def map_file(file: str) -> dict[str, Any]:
-    """Return what ``torch.save`` wrote, with tensors that are read when they are used.
+    """Return the dict in a file of ``torch.save``; its tensors are memory-mapped, and read when they are used.
 
     Raises:
         ValueError: it is no such file, holds code, or is not a dict.
@@ -130,8 +130,8 @@ def map_file(file: str) -> dict[str, Any]:
     return dict(cast(Mapping[str, Any], content))
 
 
-class TorchFile:
-    """A file of ``torch.save`` whose tensors are written one by one.
+class TorchFileWriter:
+    """Writer of a ``torch.save`` file that receives its tensors one by one.
 
     Args:
         sizes: Shape and dtype of those that come later, by name.
@@ -148,15 +148,15 @@ class TorchFile:
         self.tensors = {name: _without_memory(size, dtype, pages[dtype]) for name, (size, dtype) in sizes.items()}
 
     def write(self, stream: BinaryIO, tree: Any, read: Callable[[list[str]], Iterable[torch.Tensor]]) -> None:
-        """Write ``tree``, which has ``tensors`` in it, others, and plain values.
+        """Write ``tree`` as a ``torch.save`` file, with real tensors in place of the placeholders ``tensors``.
 
         Args:
             read: Gives the tensors for these names, in their order.
         """
         names = {id(tensor): name for name, tensor in self.tensors.items()}
-        tensors = _Tensors.of(tree, set(names))
-        following = iter(read([names[id(tensor)] for tensor in tensors if id(tensor) in names]))
-        contents = (next(following) if id(tensor) in names else _storage(tensor) for tensor in tensors)
+        tensors = _TensorCollector.of(tree, set(names))
+        new_tensors = iter(read([names[id(tensor)] for tensor in tensors if id(tensor) in names]))
+        contents = (next(new_tensors) if id(tensor) in names else _storage(tensor) for tensor in tensors)
         with tempfile.TemporaryFile() as skeleton:
             with skip_data():
                 torch.save(tree, skeleton)
@@ -173,30 +173,30 @@ def as_buffer(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-class _Tensors(pickle.Pickler):
-    """Finds tensors, one a storage, in the order in which ``torch.save`` meets them."""
+class _TensorCollector(pickle.Pickler):
+    """Pickler that collects the tensors of a value, one for each storage, in the order of ``torch.save``."""
 
-    def __init__(self, pending: set[int]) -> None:
+    def __init__(self, placeholder_ids: set[int]) -> None:
         super().__init__(io.BytesIO(), protocol=2)
-        self.pending = pending
+        self.placeholder_ids = placeholder_ids
         self.tensors: dict[tuple[str, int], torch.Tensor] = {}
 
     @classmethod
-    def of(cls, tree: Any, pending: set[int]) -> list[torch.Tensor]:
-        pickler = cls(pending)
+    def of(cls, tree: Any, placeholder_ids: set[int]) -> list[torch.Tensor]:
+        pickler = cls(placeholder_ids)
         pickler.dump(tree)
         return list(pickler.tensors.values())
 
     def persistent_id(self, obj: Any, /) -> Any:
         if not isinstance(obj, torch.Tensor):
             return None
-        address = 0 if id(obj) in self.pending else obj.untyped_storage().data_ptr()
+        address = 0 if id(obj) in self.placeholder_ids else obj.untyped_storage().data_ptr()
         self.tensors.setdefault(("memory", address) if address else ("object", id(obj)), obj)
         return "tensor"
 
 
 def _without_memory(size: torch.Size, dtype: torch.dtype, page: mmap.mmap) -> torch.Tensor:
-    """Return a tensor with a storage of its own over pages that nobody reads or writes."""
+    """Return a placeholder tensor with its own storage, over mapped pages that are never touched."""
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes == 0:
         return torch.empty(size, dtype=dtype, device="cpu")
@@ -207,10 +207,10 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
-def _write_record(archive: zipfile.ZipFile, stream: BinaryIO, torchs: zipfile.ZipInfo, content: Any) -> None:
-    if len(content) != torchs.file_size:
-        raise ValueError(f"{len(content)} bytes for the record {torchs.filename}, which has {torchs.file_size}")
-    info = zipfile.ZipInfo(torchs.filename, date_time=(1980, 1, 1, 0, 0, 0))
+def _write_record(archive: zipfile.ZipFile, stream: BinaryIO, torch_info: zipfile.ZipInfo, content: Any) -> None:
+    if len(content) != torch_info.file_size:
+        raise ValueError(f"{len(content)} bytes for the record {torch_info.filename}, which has {torch_info.file_size}")
+    info = zipfile.ZipInfo(torch_info.filename, date_time=(1980, 1, 1, 0, 0, 0))
     header = stream.tell() + _LOCAL_HEADER + len(info.filename) + _ZIP64 + 4
     padding = -header % _ALIGNMENT
     info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding

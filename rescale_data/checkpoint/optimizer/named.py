@@ -17,15 +17,17 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 GROUPS = "param_groups"
 
 
-def owner(name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple[str, ...], nn.Module]]) -> nn.Module:
-    """Return the module of the state that has all of the optimizer's parameters, or the modules that have them together."""
+def owning_module(
+    name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple[str, ...], nn.Module]]
+) -> nn.Module:
+    """Return the module that has all parameters of the optimizer, or several modules combined into one."""
     wanted = {id(parameter) for parameter in parameters_of(optimizer)}
     owned = [(path, module, wanted & {id(p) for p in module.parameters()}) for path, module in modules]
     for _, module, parameters in owned:
         if parameters == wanted:
             return module
     if wanted <= {parameter for _, _, parameters in owned for parameter in parameters}:
-        return _together({"/".join(path): module for path, module, parameters in owned if parameters})
+        return _combined({"/".join(path): module for path, module, parameters in owned if parameters})
     raise ValueError(
         f"The parameters of the optimizer {name!r} are not those of a module in the state "
         f"({[p for p, _ in modules] or 'there is none'}), so they have no names. "
@@ -33,8 +35,8 @@ def owner(name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple
     )
 
 
-def _together(modules: dict[str, nn.Module]) -> nn.Module:
-    """Return one module with these. A name that a module cannot have (a dot, an attribute) has a slash in it instead."""
+def _combined(modules: dict[str, nn.Module]) -> nn.Module:
+    """Combine modules into one, by name. A character that a module name cannot have becomes a slash."""
     root = nn.Module()
     for name, module in modules.items():
         plain = name.replace(".", "/")
@@ -56,7 +58,7 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 @contextmanager
 def _no_first_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Keep torch from stepping an optimizer that has no state yet: to it, one with empty entries has."""
+    """Keep torch from stepping an optimizer without state: give its parameters empty entries for a while."""
     marked = [parameter for parameter in parameters_of(optimizer) if parameter not in optimizer.state]
     for parameter in marked:
         optimizer.state[parameter] = {}
@@ -68,6 +70,6 @@ def _no_first_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
 
 
 def named_parameters(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return an optimizer's parameters by their names in its ``named_state``, in the order of its groups."""
+    """Return an optimizer's parameters by name, in the order of its groups, from its ``named_state``."""
     names = [name for group in state[GROUPS] for name in group["params"]]
     return dict(zip(names, parameters_of(optimizer), strict=True))

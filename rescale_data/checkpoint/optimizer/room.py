@@ -1,4 +1,4 @@
-"""Room for the saved state of an optimizer: tensors sharded like its parameters, and saved state that cannot be theirs."""
+"""Allocate the tensors that an optimizer's saved state is loaded into, and reject saved tensors that do not fit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
 
-from rescale_data.checkpoint.tree import mapped
+from rescale_data.checkpoint.tree import map_leaves
 
 
-def room(
+def allocate(
     optimizer: optim.Optimizer, parameter: torch.Tensor, live: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return tensors for the saved entries of a parameter, sharded like it and live where they can be.
+    """Return tensors to load a parameter's saved state into: the live ones if they fit, else new ones sharded like it.
 
     Args:
         live: The entries that it has.
@@ -26,34 +26,34 @@ def room(
     """
     misfits: dict[str, str] = {}
 
-    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+    def allocate_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        old = live.get(path[0])
-        if text := misfit(optimizer, parameter, old, leaf.shape):
+        live_value = live.get(path[0])
+        if text := misfit(optimizer, parameter, live_value, leaf.shape):
             misfits[".".join(map(str, path))] = text
-        return old if text else empty_like_saved(parameter, old, leaf)
+        return live_value if text else empty_like_saved(parameter, live_value, leaf)
 
-    return mapped(saved, place), misfits
+    return map_leaves(saved, allocate_leaf), misfits
 
 
-def is_like_parameters(optimizer: optim.Optimizer) -> bool:
-    """True for torch's optimizers whose tensors are of the shape and dtype of their parameter, or without dimension."""
+def has_parameter_shapes(optimizer: optim.Optimizer) -> bool:
+    """True for optimizers of torch whose tensors have the shape and dtype of their parameter, or no dimension."""
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     return is_torchs and not isinstance(optimizer, optim.Adafactor | optim.LBFGS)
 
 
 def misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live: Any, shape: torch.Size) -> str:
-    """Return in words why a saved tensor of this shape is not the parameter's; else nothing.
+    """Return the reason why a saved tensor of this shape cannot be state of the parameter; else an empty text.
 
     Args:
         live: The same entry of the optimizer as it is, or None.
     """
-    known = live.shape if isinstance(live, torch.Tensor) else None
-    if len(shape) == 0 or shape in (parameter.shape, known):
+    live_shape = live.shape if isinstance(live, torch.Tensor) else None
+    if len(shape) == 0 or shape in (parameter.shape, live_shape):
         return ""
     text = f"has the shape {list(shape)} and its parameter {list(parameter.shape)}"
-    if is_like_parameters(optimizer) or known == parameter.shape:
+    if has_parameter_shapes(optimizer) or live_shape == parameter.shape:
         return f"{text}; they are to be the same"
     if isinstance(parameter, DTensor):
         return (
@@ -64,7 +64,7 @@ def misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live: Any, shape
 
 
 def empty_like_saved(parameter: torch.Tensor, live: Any, saved: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the saved shape and dtype, sharded like its parameter; the live one where it is of the same."""
+    """Return a tensor of the saved shape and dtype, sharded like its parameter; the live tensor if it is the same."""
     if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype == saved.dtype:
         return live
     if parameter.shape == saved.shape:
@@ -73,7 +73,7 @@ def empty_like_saved(parameter: torch.Tensor, live: Any, saved: torch.Tensor) ->
 
 
 def as_saved(current: Any, saved: Any) -> Any:
-    """Return ``current``, which torch has cast to the parameter's dtype, with the values in the dtype that was saved."""
+    """Return ``current``, which torch has cast to the parameter's dtype, in the dtype that was saved."""
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
         return current if current.dtype == saved.dtype else saved.to(current.device)
     if isinstance(current, dict) and isinstance(saved, Mapping):
@@ -84,8 +84,8 @@ def as_saved(current: Any, saved: Any) -> Any:
     return current
 
 
-def lacking(optimizer: optim.Optimizer, keys: set[str]) -> list[str]:
-    """Return the numbers that the optimizer is built with and a group with these keys lacks: it is another optimizer's.
+def missing_settings(optimizer: optim.Optimizer, keys: set[str]) -> list[str]:
+    """Return the numeric settings of the optimizer, such as ``lr``, that are not among a saved group's keys.
 
     Flags do not count: torch adds some from release to release.
     """

@@ -1,4 +1,4 @@
-"""Claims: who owns a folder of checkpoints, and which of the manifests in it count.
+"""Claims: files that record which process owns a folder of checkpoints, and which manifests there are valid.
 
     .claims/<n>-<id>.json                        a claim: its holder, and of each step the save that it accepts
     step-100/<n>-<id>-<k>/                       the data of the k-th save of the owner (n, id)
@@ -24,16 +24,16 @@ from rescale_data.errors import DamagedCheckpointError
 CLAIMS = ".claims"
 STEP = re.compile(r"step-(\d+)")
 LONE = "."
-"""The name of the only step of a folder that is a checkpoint itself."""
+"""Name of the only step of a folder that is a checkpoint itself, not a run."""
 UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.tmp$")
-"""The end of the name under which a disk keeps a small file until it is whole."""
+"""Suffix of a small file's temporary name on a disk, until the file is complete."""
 _CLAIM = re.compile(r"(\d+)-([0-9a-f]{8})\.json")
 _FOLDER = re.compile(r"(\d+)-([0-9a-f]{8})-(\d+)")
 _MANIFEST = re.compile(r"rescale_data-(\d+)-([0-9a-f]{8})-(\d+)(-deleted)?\.json")
 
 
 class Owner(NamedTuple):
-    """An opening of a folder for writing: a number above all that were there, and a random id."""
+    """Identity of one opening of a folder for writing: a number above all earlier ones, and a random id."""
 
     number: int
     id: str
@@ -43,27 +43,27 @@ class Owner(NamedTuple):
 
 
 class Save(NamedTuple):
-    """One save or deletion of one owner; of two saves of an owner the later one is greater."""
+    """Identity of one save or deletion by an owner; a later one of the same owner compares greater."""
 
     owner: Owner
-    turn: int
+    serial: int
     is_deletion: bool = False
 
     @classmethod
     def of_folder(cls, name: str) -> Save | None:
-        """The save whose data are in a folder of this name; None for any other name."""
+        """Return the save whose data lie in a folder of this name; None for any other name."""
         match = _FOLDER.fullmatch(name)
         return cls(Owner(int(match[1]), match[2]), int(match[3])) if match else None
 
     @classmethod
     def of_manifest(cls, name: str) -> Save | None:
-        """The save whose manifest has this name; None for any other name."""
+        """Return the save whose manifest has this name; None for any other name."""
         match = _MANIFEST.fullmatch(name)
         return cls(Owner(int(match[1]), match[2]), int(match[3]), match[4] is not None) if match else None
 
     @property
     def folder(self) -> str:
-        return f"{self.owner}-{self.turn}"
+        return f"{self.owner}-{self.serial}"
 
     @property
     def manifest(self) -> str:
@@ -71,13 +71,13 @@ class Save(NamedTuple):
 
 
 def save_of(name: str) -> Save | None:
-    """The save that a file or folder in a step's folder belongs to; None for any other name."""
+    """Return the save that a file or folder of a step belongs to, by its name; None for any other name."""
     return Save.of_folder(name) or Save.of_manifest(UNFINISHED.sub("", name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """The claims of one folder, as far as they decide what counts.
+    """All owners of a folder so far, and the saves that the newest finished claim accepts.
 
     Args:
         known: All owners, in order.
@@ -100,7 +100,7 @@ class Claims:
 
 
 def owners(store: Store, folder: str) -> list[Owner]:
-    """Return the owners that have a claim in `folder`, in order."""
+    """Return the owners that have a claim in `folder`, the oldest first."""
     matches = map(_CLAIM.fullmatch, store.names(join(folder, CLAIMS)))
     return sorted(Owner(int(match[1]), match[2]) for match in matches if match)
 
@@ -111,10 +111,10 @@ def put_claim(store: Store, folder: str, owner: Owner, content: Mapping[str, Any
 
 
 def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
-    """Return what a claim says.
+    """Return the content of an owner's claim file.
 
     Returns:
-        ``holder``, ``url``, ``closed``, the last turn that was told as ``saved``, and ``accepts``: None until it is finished.
+        ``holder``, ``url``, ``closed``, the last save that was told as ``saved``, and ``accepts``: None until it is finished.
     """
     path = _path(folder, owner)
     text = store.read(path)
@@ -130,8 +130,8 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
         ) from error
 
 
-def counted(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
-    """Return the save that is the checkpoint of a step, or the deletion of it; None where there is none.
+def valid_save(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
+    """Return the save that is the valid checkpoint of a step, or its deletion, according to the claims; else None.
 
     Args:
         names: In the folder of the step.
@@ -147,31 +147,31 @@ def counted(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
             or (save.folder == claims.accepts.get(step) and not save.is_deletion)
         ]
     for claims, _ in views:
-        if own := [save for save in saves if save.owner == claims.newest]:
-            return max(own)
+        if newest_saves := [save for save in saves if save.owner == claims.newest]:
+            return max(newest_saves)
     return max(saves, default=None)
 
 
-def home(path: str) -> tuple[str, str]:
-    """Return the folder of a checkpoint's run, and the step's name in there; a checkpoint alone is a run of its own."""
+def run_and_step(path: str) -> tuple[str, str]:
+    """Return the run's folder and the step's name for a checkpoint's path; outside a run its own path and ``"."``."""
     folder, name = split(path)
     return (folder, name) if STEP.fullmatch(name) else (path, LONE)
 
 
 def find(store: Store, path: str, run: Claims | None = None) -> Save | None:
-    """Return the save that is the checkpoint at `path`; None where there is none, or it is deleted.
+    """Return the save that is the valid checkpoint at `path`; None if there is none, or it is deleted.
 
     Args:
         run: The claims of its run, where they are known already.
     """
     names, before = store.names(path), list[str]()
-    folder, step = home(path)
+    folder, step = run_and_step(path)
     # Again, since an owner may have replaced all that was listed, and another one opened the run, before its claims were read.
     while any(map(Save.of_manifest, names)) and names != before:
         views = [(run or Claims.read(store, folder), step)] if step != LONE else []
         if CLAIMS in names:
             views.append((Claims.read(store, path), LONE))
-        if (save := counted(names, *views)) is not None:
+        if (save := valid_save(names, *views)) is not None:
             return None if save.is_deletion else save
         names, before = store.names(path), names
     return None

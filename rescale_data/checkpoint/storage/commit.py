@@ -1,4 +1,4 @@
-"""Saving and removing checkpoints: one owner a folder, puts and listings alone, on disks and in buckets alike.
+"""Commit and remove checkpoints, on disks and in buckets: a folder has one owner at a time, known by its claim.
 
     open     put a claim ── list the run ── put what it accepts ── look at the claims
     save     data into a folder of the save's own ── put the manifest ── put the claim ── look at the claims ── copy .metadata
@@ -28,32 +28,32 @@ from rescale_data.checkpoint.storage.claims import (
     Claims,
     Owner,
     Save,
-    counted,
     find,
-    home,
     owners,
     put_claim,
     read_claim,
+    run_and_step,
     save_of,
+    valid_save,
 )
 from rescale_data.checkpoint.storage.manifest import METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.open import wrong_sizes
-from rescale_data.checkpoint.storage.readers import LEASES, Readers, covering
+from rescale_data.checkpoint.storage.readers import LEASES, ReaderLeases, lease_state
 from rescale_data.checkpoint.storage.store import Store, join, split
-from rescale_data.lease import RENEW_SECONDS, Lease, Seen, is_running, this_process
+from rescale_data.lease import RENEW_SECONDS, HolderState, Lease, is_running, this_process
 
 logger = logging.getLogger(__name__)
 
 _owned_here = set[Owner]()
-"""Owners of this process that have not ended, whatever their claims say: the last put of one may have failed."""
+"""Owners of this process that have not ended; their claims may be out of date, if the last write failed."""
 
 
 class SupersededError(ValueError):
-    """Somebody has opened the folder after this owner, who may neither save nor remove anything in it any more."""
+    """Error raised because another process has opened the folder since: this one may not save or remove there."""
 
 
 class Ownership:
-    """The right to save and remove checkpoints in a folder: of a run, or with ``lone`` of one checkpoint alone.
+    """The right to save and remove checkpoints in a run's folder, or with ``lone`` a single checkpoint.
 
     Args:
         wait: For who is no trainer, and does not supersede an owner that is still there: True looks twice, False once.
@@ -66,18 +66,18 @@ class Ownership:
 
     def __init__(self, store: Store, path: str, *, lone: bool = False, wait: bool | None = None) -> None:
         self.store, self.path, self._lone = store, path, lone
-        self._readers = Readers(store, home(path)[0] if lone else path)
-        self._count, self._lease = 0, list[Lease]()
-        self._put_begun: Save | None = None
+        self._readers = ReaderLeases(store, run_and_step(path)[0] if lone else path)
+        self._num_saves, self._leases = 0, list[Lease]()
+        self._committing: Save | None = None
         self._claims_read: dict[Owner, dict[str, Any]] = {}
         self._metrics: dict[Save, dict[str, float]] = {}
         saves = [save for save in map(Save.of_manifest, store.names(path)) if save]
         if saves and not lone:
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
-        if saves and home(path)[1] != LONE:
-            newest = Claims.read(store, home(path)[0]).newest
+        if saves and run_and_step(path)[1] != LONE:
+            newest = Claims.read(store, run_and_step(path)[0]).newest
             if any(save.owner == newest for save in saves):
-                raise _of_manager(path)
+                raise _manager_error(path)
         known = owners(store, path)
         self._supersede(known, wait)
         numbers = [owner.number for owner in known] + [save.owner.number for save in saves]
@@ -89,7 +89,7 @@ class Ownership:
             "accepts": None,
             "saved": 0,
         }
-        self.close = weakref.finalize(self, _close, store, path, self.owner, self._claim, self._lease)
+        self.close = weakref.finalize(self, _close, store, path, self.owner, self._claim, self._leases)
         self.close.atexit = False
         _owned_here.add(self.owner)
         try:
@@ -103,26 +103,28 @@ class Ownership:
         self._put_claim()
         self._claims = Claims.read(self.store, self.path, without=self.owner)
         steps = [LONE] if self._lone else filter(STEP.fullmatch, self.store.names(self.path))
-        names = {name: self.store.names(self._place(name)) for name in steps}
+        names = {name: self.store.names(self._step_folder(name)) for name in steps}
         self.saves = {
-            name: save for name, of in names.items() if (save := self._counted(name, of) or self._deletion(of))
+            name: save
+            for name, listed in names.items()
+            if (save := self._valid_save(name, listed) or self._deletion(listed))
         }
-        """The save or deletion that counts, by the name of the step."""
-        self._to_sweep = {name for name, of in names.items() if self._obsolete(of, self.saves.get(name))}
-        self._to_mend = {name for name, save in self.saves.items() if not save.is_deletion}
-        self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._to_mend)}
+        """The valid save or deletion of each step, by the step's name."""
+        self._to_sweep = {name for name, listed in names.items() if self._obsolete(listed, self.saves.get(name))}
+        self._to_restore = {name for name, save in self.saves.items() if not save.is_deletion}
+        self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._to_restore)}
         self._put_claim()
         self.look()
         self._claims = Claims(known=self._claims.known, newest=self.owner, accepts=self._claim["accepts"])
         if not self._lone:
             self.store.mkdir(join(self.path, LEASES))
-            self._lease.append(Lease(self.store.files, self._lease_of(self.owner), {"owner": str(self.owner)}))
+            self._leases.append(Lease(self.store.files, self._lease_of(self.owner), {"owner": str(self.owner)}))
 
     def look(self) -> None:
         """Raise `SupersededError` if there is a newer claim."""
         newest = max(owners(self.store, self.path), default=self.owner)
         if newest > self.owner:
-            who = _name(read_claim(self.store, self.path, newest)["holder"])
+            who = _holder_name(read_claim(self.store, self.path, newest)["holder"])
             raise SupersededError(
                 f"{self.path} was opened for writing by {who} after this process had opened it (claim {newest} after "
                 f"{self.owner}): this process may not save there any more. End the job that should not run, or give it "
@@ -130,24 +132,24 @@ class Ownership:
             )
 
     def begin(self, name: str) -> Save:
-        """Make the folder for the data of a new save of a step, which is named after the save.
+        """Begin a save of a step: make a folder for its data, named after the save, and return the save.
 
         Raises:
             SupersededError: Somebody else owns the folder, who would find the data there.
         """
         self.look()
-        save = self._next()
-        self.store.mkdir(join(self._place(name), save.folder))
+        save = self._new_save()
+        self.store.mkdir(join(self._step_folder(name), save.folder))
         return save
 
     def commit(self, name: str, save: Save, manifest: Manifest) -> None:
-        """Make a save the checkpoint of its step. All other files are written.
+        """Commit a save, whose data are written, as the checkpoint of its step: write its manifest.
 
         Raises:
             SupersededError: Somebody else owns the folder; the save does not count, or will not for long.
             ValueError: Files that the manifest lists are not there.
         """
-        store, final = self.store, self._place(name)
+        store, final = self.store, self._step_folder(name)
         if wrong := wrong_sizes(store, final, manifest.files):
             self.look()  # a newer owner has removed them
             listed = "\n  ".join(wrong.values())
@@ -157,94 +159,94 @@ class Ownership:
             )
         for folder in (join(final, save.folder), final, split(final)[0]):
             store.sync_folder(folder)
-        self._put_begun = save
+        self._committing = save
         _put_twice(store, join(final, save.manifest), manifest.to_json())
         self._claim["closed"] = self._lone  # by the same request
         self._put_claim()
         self.look()
         if self._lone and find(store, final) != save:
-            raise _of_manager(final)
-        self._done(name, save)
+            raise _manager_error(final)
+        self._record_save(name, save)
         with _logged(f"{final} is saved, and stock DCP's copy of its metadata is not"):
             store.put(join(final, METADATA), store.read(join(final, save.folder, METADATA)))
 
     def abandon(self, name: str, save: Save | None) -> None:
-        """Remove the data of a save, if it has begun, unless its manifest may have been put: an answer may be lost."""
+        """Remove the data of a failed save, unless its manifest may have been written."""
         self._claim["closed"] = False  # the put that says so may have failed
         try:
-            if save is not None and save != self._put_begun:
-                self.store.remove_folder(join(self._place(name), save.folder))
-                self.store.remove_empty(self._place(name))
+            if save is not None and save != self._committing:
+                self.store.remove_folder(join(self._step_folder(name), save.folder))
+                self.store.remove_empty(self._step_folder(name))
         finally:
             if self._lone:
                 self.close()
 
-    def delete(self, name: str) -> Seen:
-        """Delete a step; of a link the link alone goes.
+    def delete(self, name: str) -> HolderState:
+        """Delete the checkpoint of a step; if the step is a link, remove only the link.
 
         Returns:
             "gone" if it is deleted; "alive" or "undecided" if somebody reads it, or may do so, and it is left.
         """
-        final = self._place(name)
+        final = self._step_folder(name)
         if self.store.is_link(final):
             self.look()
             self.store.rm_file(final)
             self.saves.pop(name, None)
             return "gone"
-        if (seen := covering(self._readers.look(), self._covered(name))) != "gone":
+        if (seen := lease_state(self._readers.look(), self._leased_step(name))) != "gone":
             return seen
-        save = self._next()._replace(is_deletion=True)
+        save = self._new_save()._replace(is_deletion=True)
         _put_twice(self.store, join(final, save.manifest), Manifest(save_id=save.folder).to_json())
         self._claim["accepts"].pop(name, None)
         self._put_claim()
         self.look()
-        self._done(name, save)
+        self._record_save(name, save)
         self.clean()
         return "gone"
 
-    def _done(self, name: str, save: Save) -> None:
+    def _record_save(self, name: str, save: Save) -> None:
         self.saves[name] = save
-        self._claim["saved"] = save.turn  # put with the next claim: nobody who is superseded before says so
+        self._claim["saved"] = save.serial  # put with the next claim: nobody who is superseded before says so
         self._to_sweep.add(name)
 
     def clean(self) -> None:
-        """Remove what does not count, but for what somebody reads, and give stock DCP its copies. Never raises."""
-        for name in sorted(self._to_mend):
-            with _logged(f"Stock DCP's copy of the metadata of {self._place(name)} was not looked at"):
-                self._mend_metadata(name)
-                self._to_mend.discard(name)
+        """Remove data that are no longer valid and that nobody reads, and restore copies of ``.metadata``. Never raises."""
+        for name in sorted(self._to_restore):
+            with _logged(f"Stock DCP's copy of the metadata of {self._step_folder(name)} was not looked at"):
+                self._restore_metadata(name)
+                self._to_restore.discard(name)
         for name in sorted(self._to_sweep):
-            with _logged(f"What does not count in {self._place(name)} was not removed"):
+            with _logged(f"What does not count in {self._step_folder(name)} was not removed"):
                 if self._sweep(name):
                     self._to_sweep.discard(name)
 
     def steps(self, named: Iterable[int]) -> list[int]:
-        """Return the steps that have a checkpoint, also one that was copied here since the folder was opened."""
+        """Return the given steps that have a checkpoint, also one that was copied here since the folder was opened."""
         steps: list[int] = []
         for name, step in ((f"step-{step}", step) for step in named):
-            if name not in self.saves and (save := self._counted(name, self.store.names(self._place(name)))):
+            if name not in self.saves and (save := self._valid_save(name, self.store.names(self._step_folder(name)))):
                 self.saves[name] = save
             if name in self.saves and not self.saves[name].is_deletion:
                 steps.append(step)
         return steps
 
     def metrics(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
-        """Return the metrics of these ``steps()``; a damaged manifest counts as one without metrics."""
+        """Return the metrics of the given steps, from their manifests; none for a damaged manifest."""
         saves = {step: self.saves[f"step-{step}"] for step in steps}
         for step, save in saves.items():
             if save not in self._metrics:
-                self._metrics[save] = metrics_of(self.store, self._place(f"step-{step}"), save)
+                self._metrics[save] = metrics_of(self.store, self._step_folder(f"step-{step}"), save)
         self._metrics = {save: self._metrics[save] for save in saves.values()}
         return {step: self._metrics[save] for step, save in saves.items()}
 
     def _sweep(self, name: str) -> bool:
-        """Return True if nothing is left that does not count."""
-        final, save, step = self._place(name), self.saves.get(name), self._covered(name)
+        """Remove obsolete files of a step that nobody reads; True if none are left."""
+        final, save, step = self._step_folder(name), self.saves.get(name), self._leased_step(name)
         deletion = save if save is not None and save.is_deletion else None
         obsolete = self._obsolete(self.store.names(final), save)
         self.look()
         leases = self._readers.look()
-        unread = [entry for entry in obsolete if covering(leases, step, save_of(entry)) == "gone"]
+        unread = [entry for entry in obsolete if lease_state(leases, step, save_of(entry)) == "gone"]
         if deletion and len(unread) < len(obsolete):
             return False
         # Stock DCP's copy first, so that it names nothing that is gone; the deletion last.
@@ -260,37 +262,37 @@ class Ownership:
         return len(unread) == len(obsolete)
 
     def _obsolete(self, names: list[str], save: Save | None) -> list[str]:
-        """Return the names in a step's folder that may be removed, if `save` is its checkpoint; all if that is a deletion."""
+        """Return the entries of a step's folder that belong to obsolete saves; all entries if `save` is a deletion."""
         if save is not None and save.is_deletion:
             return list(names)
         return [name for name in names if (other := save_of(name)) and self._is_obsolete(other, save, names)]
 
     def _is_obsolete(self, other: Save, save: Save | None, names: list[str]) -> bool:
         if other.owner == self.owner:  # the manifest of a save that failed may still come, below a later one
-            return save is not None and save.owner == self.owner and other.turn < save.turn
+            return save is not None and save.owner == self.owner and other.serial < save.serial
         claim = self._claim_of(other.owner)
         if claim.get("url") != self.path:
             return False
         if save is not None:
             return other.folder != save.folder
         # Nobody's but where its owner was told of it: then somebody has taken the step away and put it back.
-        return other.manifest not in names or other.turn > claim["saved"]
+        return other.manifest not in names or other.serial > claim["saved"]
 
     def _deletion(self, names: list[str]) -> Save | None:
-        """Return the deletion that an earlier owner began in the folder of a step where nothing counts."""
+        """Return the deletion that an earlier owner began in a step's folder without a valid checkpoint, or None."""
         for save in map(Save.of_manifest, names):
             if save and save.is_deletion and self._claim_of(save.owner).get("url") == self.path:
                 return save
         return None
 
     def _claim_of(self, owner: Owner) -> dict[str, Any]:
-        """Return the claim of an owner, or nothing; its URL is another one where this folder is a copy."""
+        """Return the claim of an owner, read once; empty if there is none. In a copied folder its URL is the original's."""
         if owner not in self._claims_read and owner in self._claims.known:
             self._claims_read[owner] = read_claim(self.store, self.path, owner)
         return self._claims_read.get(owner, {})
 
-    def _mend_metadata(self, name: str) -> None:
-        final, save = self._place(name), self.saves.get(name)
+    def _restore_metadata(self, name: str) -> None:
+        final, save = self._step_folder(name), self.saves.get(name)
         if save is None or save.is_deletion or self._claim_of(save.owner).get("url") != self.path:
             return
         own, copy = self.store.read(join(final, save.folder, METADATA)), join(final, METADATA)
@@ -300,18 +302,18 @@ class Ownership:
         self.store.put(copy, own)
 
     def _supersede(self, known: list[Owner], wait: bool | None) -> None:
-        """Refuse to take the folder from a process of this host; warn of any other that has not closed it."""
+        """Raise ``ValueError`` if the last owner still runs; warn if it did not close the folder and may still run."""
         if not known:
             return
         last = known[-1]
         claim = read_claim(self.store, self.path, last)
-        is_own, holder = claim["holder"] == this_process(), _name(claim["holder"])
+        is_own, holder = claim["holder"] == this_process(), _holder_name(claim["holder"])
         if is_own and last in _owned_here:
             gc.collect()  # a manager that was dropped may wait for that
             holder = "this process"
         running = not claim["closed"] and (last in _owned_here if is_own else is_running(claim["holder"]))
         if running is None and wait is not None:
-            running = self._is_there(last, wait=wait)
+            running = self._is_owner_alive(last, wait=wait)
         if running and wait is None and claim["url"] != self.path:  # this is a copy of its folder, or another mount
             running, holder = None, f"{holder} as {claim['url']}"
         if running:
@@ -326,7 +328,7 @@ class Ownership:
                 holder,
             )
 
-    def _is_there(self, owner: Owner, *, wait: bool) -> bool:
+    def _is_owner_alive(self, owner: Owner, *, wait: bool) -> bool:
         while (seen := self._readers.watch.look(self._lease_of(owner))[0]) == "undecided":
             if not wait:
                 raise ValueError(
@@ -339,24 +341,24 @@ class Ownership:
     def _put_claim(self) -> None:
         put_claim(self.store, self.path, self.owner, self._claim)
 
-    def _counted(self, name: str, names: list[str]) -> Save | None:
+    def _valid_save(self, name: str, names: list[str]) -> Save | None:
         views = [(self._claims, name)]
         if not self._lone and CLAIMS in names:
-            views.append((Claims.read(self.store, self._place(name)), LONE))
-        return counted(names, *views)
+            views.append((Claims.read(self.store, self._step_folder(name)), LONE))
+        return valid_save(names, *views)
 
-    def _place(self, name: str) -> str:
+    def _step_folder(self, name: str) -> str:
         return self.path if self._lone else join(self.path, name)
 
-    def _covered(self, name: str) -> str:
-        return home(self.path)[1] if self._lone else name
+    def _leased_step(self, name: str) -> str:
+        return run_and_step(self.path)[1] if self._lone else name
 
     def _lease_of(self, owner: Owner) -> str:
         return join(self.path, LEASES, f"{owner}.json")
 
-    def _next(self) -> Save:
-        self._count += 1
-        return Save(self.owner, self._count)
+    def _new_save(self) -> Save:
+        self._num_saves += 1
+        return Save(self.owner, self._num_saves)
 
 
 def prepare(store: Store, final: str, *, overwrite: bool) -> None:
@@ -370,35 +372,35 @@ def prepare(store: Store, final: str, *, overwrite: bool) -> None:
                 raise ValueError(
                     f"{final} already holds a checkpoint. Give another path, or overwrite=True to replace it."
                 )
-        elif others := [name for name in names if not _is_own(name)]:
+        elif others := [name for name in names if not _is_ours(name)]:
             raise ValueError(f"{final} holds {others[:3]} and is no checkpoint; it is not replaced. Give another path.")
     if store.is_link(final):
-        _unlink(store, final)
+        _link_files(store, final)
 
 
-def _is_own(name: str) -> bool:
+def _is_ours(name: str) -> bool:
     return save_of(name) is not None or name in (CLAIMS, LEASES) or UNFINISHED.search(name) is not None
 
 
 def metrics_of(store: Store, path: str, save: Save) -> dict[str, float]:
-    """Return the metrics in the manifest of a save; none where it is damaged."""
+    """Return the metrics in the manifest of a save; empty if it is damaged."""
     with contextlib.suppress(ValueError):
         return dict(read_manifest(store, path, save).metrics)
     return {}
 
 
-def _unlink(store: Store, link: str) -> None:
-    target, aside = os.path.realpath(link), f"{link}.{uuid.uuid4().hex[:12]}.tmp"
-    store.mkdir(aside)
+def _link_files(store: Store, link: str) -> None:
+    target, temporary = os.path.realpath(link), f"{link}.{uuid.uuid4().hex[:12]}.tmp"
+    store.mkdir(temporary)
     for name in store.names(target):
         if name not in (CLAIMS, LEASES):
-            os.symlink(join(target, name), join(aside, name))
+            os.symlink(join(target, name), join(temporary, name))
     store.rm_file(link)
-    store.rename(aside, link)
+    store.rename(temporary, link)
 
 
 def _put_twice(store: Store, path: str, content: bytes) -> None:
-    """Put a file with a name of its own; again if that fails, since only the answer may be lost."""
+    """Write a file with a unique name; on an error write it again, since only the response may have been lost."""
     try:
         store.put(path, content)
     except Exception as error:
@@ -406,18 +408,18 @@ def _put_twice(store: Store, path: str, content: bytes) -> None:
         store.put(path, content)
 
 
-def _of_manager(path: str) -> SupersededError:
+def _manager_error(path: str) -> SupersededError:
     return SupersededError(
         f"{path} is a step that the manager of its run has saved: another save of it does not count. Give another path."
     )
 
 
-def _name(holder: dict[str, Any]) -> str:
+def _holder_name(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid')} on {holder.get('host')}"
 
 
 def _close(store: Store, path: str, owner: Owner, claim: dict[str, Any], leases: list[Lease]) -> None:
-    """Say in a claim that its owner has ended, which spares the next one a question."""
+    """Record in a claim that its owner has ended, and release its leases."""
     if claim["holder"]["pid"] != os.getpid():
         return  # a forked child
     _owned_here.discard(owner)

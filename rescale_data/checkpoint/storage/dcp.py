@@ -1,4 +1,4 @@
-"""DCP where torch keeps it half public: its metadata, its planners, and its reader and writer of files. All of that is here.
+"""The half-public parts of DCP that the package uses: its metadata, planners, and readers and writers of files.
 
 No other module imports it (``tests/test_api.py``). A new torch that changes it is seen by ``tests/checkpoint/test_dcp.py``.
 
@@ -36,30 +36,30 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorW
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import WriteResult
 
-from rescale_data.checkpoint.ranks import Ranks, clear_error
+from rescale_data.checkpoint.ranks import Ranks, error_with_cure
 from rescale_data.checkpoint.storage.values import Memory, load_safely
 from rescale_data.errors import DamagedCheckpointError
 
 __all__ = ["FileSystemBase", "Metadata", "MetadataIndex", "ReadItem", "WriteItem"]
 UNFINISHED = ".tmp"
-"""What DCP puts after the name of the metadata's file until it is written."""
+"""Suffix that DCP adds to the name of the metadata file until it is written."""
 _ALIGNED = 64
 """Records in a file of torch.save begin at multiples of this."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Names, tensors and paths of a checkpoint.
+    """Names, shapes, dtypes and paths of the values in a checkpoint.
 
     Attributes:
         values: By flattened name a tensor on the meta device, or None for a plain value.
         paths: In the nested state, by flattened name.
-        unplaced: Names whose paths another tool did not save; such a name stands for its path.
+        without_path: Names whose paths another tool did not save; such a name stands for its path.
     """
 
     values: dict[str, torch.Tensor | None]
     paths: dict[str, tuple[Any, ...]]
-    unplaced: frozenset[str]
+    without_path: frozenset[str]
 
     @classmethod
     def of(cls, metadata: Metadata) -> Contents:
@@ -68,11 +68,11 @@ class Contents:
         return cls({name: _meta(value) for name, value in saved.items()}, paths, frozenset(saved.keys() - known.keys()))
 
     def under(self, root: tuple[str, ...]) -> Contents:
-        """Return the contents below a path, with the rest of each value's own."""
+        """Return the contents below a path; their paths are relative to it."""
         start = len(root)
         inner = {name: path for name, path in self.paths.items() if (*map(str, path[:start]),) == root}
         paths = {name: path[start:] for name, path in inner.items() if len(path) > start}
-        return Contents({name: self.values[name] for name in paths}, paths, self.unplaced)
+        return Contents({name: self.values[name] for name in paths}, paths, self.without_path)
 
 
 def _meta(saved: Any) -> torch.Tensor | None:
@@ -84,8 +84,8 @@ def save_id_of(metadata: Metadata) -> str:
     return (metadata.storage_meta and metadata.storage_meta.save_id) or ""
 
 
-def ends_of(metadata: Metadata) -> dict[str, int]:
-    """Return the least number of bytes of each file."""
+def minimum_sizes(metadata: Metadata) -> dict[str, int]:
+    """Return the minimum size of each file in bytes: the end of its last piece."""
     ends: dict[str, int] = {}
     for place in cast(dict[Any, Any], metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -93,7 +93,7 @@ def ends_of(metadata: Metadata) -> dict[str, int]:
 
 
 class Pieces(torch.Tensor):
-    """Pieces in this process of a tensor that a device has cut, by the protocol through which DCP looks at a DTensor, too.
+    """The pieces in this process of a tensor that a device has sharded, in the protocol that DTensor has for DCP.
 
     It has the shape and the dtype of the whole, and no memory for it.
 
@@ -115,14 +115,14 @@ class Pieces(torch.Tensor):
 
     @property
     def distinct(self) -> dict[Any, WriteItem]:
-        """Each piece that holds something once, by its place, however many devices of this host have it.
+        """Non-empty pieces by offset, each once, even if several devices of this host hold the same one.
 
         A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
         """
         return {item.index.offset: item for item in self.items if _chunk(item).sizes.numel()}
 
-    def copied(self) -> Self:
-        """Put copies in place of the live pieces."""
+    def detached_copy(self) -> Self:
+        """Replace the live pieces by copies; return `self`."""
         copies = {place: self.find(item.index) for place, item in self.distinct.items()}
         self.find = lambda index: copies[index.offset]
         return self
@@ -143,14 +143,14 @@ def _chunk(item: WriteItem) -> ChunkStorageMetadata:
 
 
 def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return values by flattened name, and each name's path, by DCP's own rule."""
+    """Flatten a nested state as DCP does: return values by flattened name, and paths by flattened name."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tree))
     return dict(planner.state_dict), dict(planner.mappings)
 
 
 class Reader(ABC):
-    """A checkpoint that is read, on this process alone.
+    """Base of readers: loads values of a checkpoint on this process alone.
 
     Args:
         name: Of the checkpoint, for errors.
@@ -165,7 +165,7 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
-        """Yield each item with its plain value, or with the tensor or piece of one that it asks for a part of; in any order."""
+        """Yield each item with its plain value, or the stored tensor (or piece) that contains it, in any order."""
 
     @functools.cached_property
     def metadata(self) -> Metadata:
@@ -174,11 +174,11 @@ class Reader(ABC):
 
     @functools.cached_property
     def contents(self) -> Contents:
-        """Names, tensors and paths of the checkpoint."""
+        """Names, shapes, dtypes and paths of the values in the checkpoint."""
         return Contents.of(self.metadata)
 
     def load(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Load into tensors and replace plain values, by flattened name; return `values`.
+        """Load values by flattened name, tensors in place, and return `values`.
 
         The plan is DCP's own. A tensor of a device with an adapter is `Pieces`.
         """
@@ -196,7 +196,7 @@ class Reader(ABC):
                 if isinstance(target, Pieces):
                     target.commit(item, part)
         except OSError as error:
-            raise clear_error(error, f"Loading {self.name}") from error
+            raise error_with_cure(error, f"Loading {self.name}") from error
         return values
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class Reader(ABC):
 
 
 def _copy(item: ReadItem, whole: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy the part of a saved tensor, or piece of one, that an item asks for."""
+    """Copy the part that a read item requests from a stored tensor (or piece) into a tensor."""
     part = whole[tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))]
     if (part.shape, part.dtype) != (target.shape, target.dtype):
         stored, declared = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (part, target))
@@ -217,7 +217,7 @@ def _copy(item: ReadItem, whole: torch.Tensor, target: torch.Tensor) -> None:
 
 
 class FilesReader(Reader):
-    """Reads DCP's files from a folder of a file system, each piece once, and checked; a subclass reads the metadata.
+    """Reads DCP's files in a folder, each piece once and with its checksum; a subclass reads the metadata.
 
     Attributes:
         path: Of the folder.
@@ -231,11 +231,11 @@ class FilesReader(Reader):
 
     @abstractmethod
     def crc32s(self, name: str) -> str:
-        """Return the checksums of the pieces of a file, as `FileRecord` has them; empty where there are none."""
+        """Return the checksums of a file's pieces, in hexadecimal as in `FileRecord`; empty if there are none."""
 
     @functools.cached_property
     def pieces(self) -> dict[str, dict[tuple[int, int], int | None]]:
-        """The checksum of each piece, by file and then by (offset, size), in the order of offsets."""
+        """Checksum of each piece, by file name and then by (offset, size), in the order of offsets."""
         places_of: dict[str, list[tuple[int, int]]] = {}
         for place in cast(dict[Any, Any], self.metadata.storage_data).values():
             places_of.setdefault(place.relative_path, []).append((place.offset, place.length))
@@ -248,18 +248,18 @@ class FilesReader(Reader):
                 f"{self.name} was compressed when it was saved. Load it with DCP's own load, and save it anew."
             )
         wanted = sorted((place.relative_path, place.offset, place.length, n) for n, place in enumerate(places))
-        room = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
+        buffer = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
         for name, of_file in itertools.groupby(wanted, operator.itemgetter(0)):
             self.check()
             with self._files.create_stream(self._files.concat_path(self.path, name), "rb") as stream:
                 for (start, size), same in itertools.groupby(of_file, operator.itemgetter(1, 2)):
-                    asked = [items[n] for *_, n in same]
-                    is_kept = asked[0].type is LoadItemType.BYTE_IO
-                    memory = Memory.empty(size) if is_kept else _room(room, size)
-                    room = room if is_kept else memory
+                    requests = [items[n] for *_, n in same]
+                    is_kept = requests[0].type is LoadItemType.BYTE_IO
+                    memory = Memory.empty(size) if is_kept else _buffer_for(buffer, size)
+                    buffer = buffer if is_kept else memory
                     read_piece(stream, name, start, size, self.pieces[name][start, size], memory)
-                    value = _value_in(memory, asked[0].storage_index.fqn)
-                    yield from ((item, value) for item in asked)
+                    value = _value_in(memory, requests[0].storage_index.fqn)
+                    yield from ((item, value) for item in requests)
 
 
 def _value_in(memory: Memory, name: str) -> Any:
@@ -271,13 +271,13 @@ def _value_in(memory: Memory, name: str) -> Any:
         ) from error
 
 
-def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None, room: Memory) -> None:
-    """Read a piece of a file; ``DamagedCheckpointError`` where it is not what was saved.
+def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None, buffer: Memory) -> None:
+    """Read a piece of a file; raise ``DamagedCheckpointError`` if it is too short or its checksum is wrong.
 
     Args:
-        room: Memory that it is read into, at its end: there an archive is found, whatever lies before it.
+        buffer: Memory that it is read into, at its end: there an archive is found, whatever lies before it.
     """
-    piece = memoryview(room)[len(room) - size :]
+    piece = memoryview(buffer)[len(buffer) - size :]
     stream.seek(start)
     if (got := stream.readinto(piece)) != size:
         raise DamagedCheckpointError(f"{name} ends {size - got} bytes too early, at {start + got}")
@@ -287,8 +287,8 @@ def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None,
         )
 
 
-def _room(used: Memory, size: int) -> Memory:
-    """Return memory at whose end a piece is aligned as it is in its file: what was used before, or other."""
+def _buffer_for(used: Memory, size: int) -> Memory:
+    """Return a buffer whose end fits a piece with its alignment: the used buffer if possible, else a new one."""
     return used if len(used) >= size and (len(used) - size) % _ALIGNED == 0 else Memory.empty(size)
 
 
@@ -304,7 +304,7 @@ def _with_checksums(name: str, places: list[tuple[int, int]], crc32s: str) -> di
 
 
 class ValuesReader(Reader):
-    """Reads from values in memory, by flattened name, in place of files.
+    """Reader of a nested state in memory instead of files, by flattened name.
 
     Tensors may be views of anything, and are copied row by row where they are asked for.
     """
@@ -314,14 +314,14 @@ class ValuesReader(Reader):
         self._values, self._paths = flatten(tree)
 
     def read_metadata(self) -> Metadata:
-        whole = {key: _whole(value) for key, value in self._values.items()}
+        whole = {key: _whole_metadata(value) for key, value in self._values.items()}
         return Metadata(whole, planner_data=self._paths, storage_data={})
 
     def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
         return ((item, self._values[item.storage_index.fqn]) for item in items)
 
 
-def _whole(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _whole_metadata(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if not isinstance(value, torch.Tensor):
         return BytesStorageMetadata()
     chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())

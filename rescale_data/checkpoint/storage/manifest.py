@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of. It is written last, so a checkpoint that has one is whole."""
+"""The manifest of a checkpoint lists its files. It is written last, so a checkpoint that has one is complete."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 
 from rescale_data.checkpoint.storage.claims import Save, find
 from rescale_data.checkpoint.storage.store import FileRecord, Store, join
-from rescale_data.checkpoint.tree import Lost
+from rescale_data.checkpoint.tree import LostStructure
 from rescale_data.errors import DamagedCheckpointError
 
 METADATA = ".metadata"
 FORMAT = "rescale_data checkpoint"
 SAVE_ID_PREFIX = "rescale_data-"
-"""DCP keeps a save id in its metadata: ours says that a folder without a manifest is not whole."""
+"""Prefix of the save id in DCP's metadata: a folder that has it but no manifest is incomplete."""
 VERSION = 1
 
 
 class NewerError(ValueError):
-    """A manifest of a newer rescale_data, which is not damaged."""
+    """Error raised for a manifest that a newer rescale_data wrote; it is not damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Every file of a checkpoint with its size and checksum, and what the trainer said about it.
+    """The files of a checkpoint with their sizes and checksums, and its step, metrics and versions.
 
     Args:
         save_id: Identifies one call of save, so that files of two saves are never taken for one.
         files: Records by name, relative to the checkpoint's folder, without the manifest's own.
         created: Seconds since the epoch.
-        lost: What the names of the values do not tell of the state's form: see ``tree.Lost``.
+        lost: What the names of the values do not tell of the state's form: see ``tree.LostStructure``.
     """
 
     save_id: str
@@ -42,11 +42,11 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     created: float = 0.0
     torch: str = ""
-    lost: Lost = ()
+    lost: LostStructure = ()
 
     @property
     def metadata(self) -> str:
-        """The name of the file of DCP's metadata."""
+        """Name of the file with DCP's metadata, relative to the checkpoint's folder."""
         return f"{self.save_id}/{METADATA}"
 
     def to_json(self) -> bytes:
@@ -56,7 +56,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """``ValueError`` where the text is no manifest, or not the one that was written."""
+        """Parse a manifest; raise ``ValueError`` if it is none, or its checksum is wrong."""
         content = json.loads(text)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError("not a manifest of rescale_data")
@@ -69,20 +69,20 @@ class Manifest:
         files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
         manifest = cls(files=files, **content)
         for name in (*files, manifest.metadata):
-            refuse_to_leave(name)
+            refuse_outside_path(name)
         if files and manifest.metadata not in files:  # that of a deletion has no files
             raise ValueError(f"it lacks its file {manifest.metadata!r}")
         return manifest
 
 
-def refuse_to_leave(name: str) -> None:
-    """``ValueError`` where the name of a file, relative to a checkpoint's folder, is of one outside of it."""
+def refuse_outside_path(name: str) -> None:
+    """Raise ``ValueError`` if a file name, relative to a checkpoint's folder, leads out of this folder."""
     if name.startswith("/") or "\\" in name or ".." in name.split("/"):
         raise ValueError(f"it names the file {name!r}, outside of the folder")
 
 
 def read_manifest(store: Store, path: str, save: Save) -> Manifest:
-    """Return the manifest of a save in the checkpoint at ``path``; ``ValueError`` where it is damaged or too new."""
+    """Return the manifest of a save in the checkpoint at ``path``; raise ``ValueError`` if it is damaged or too new."""
     name = join(path, save.manifest)
     text = store.read(name)
     try:
@@ -96,13 +96,13 @@ def read_manifest(store: Store, path: str, save: Save) -> Manifest:
 
 
 def manifest_at(store: Store, path: str) -> Manifest | None:
-    """Return the manifest of the checkpoint at ``path``; None where there is none."""
+    """Return the manifest of the checkpoint at ``path``, or None if there is no checkpoint."""
     save = find(store, path)
     return None if save is None else read_manifest(store, path, save)
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as plain floats; ``TypeError`` where one is no number. nan is allowed, and the worst."""
+    """Return metrics as floats; raise ``TypeError`` for a value that is no number. nan is allowed."""
     checked: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         try:

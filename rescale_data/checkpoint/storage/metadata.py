@@ -1,4 +1,4 @@
-"""DCP's metadata, from anyone: nothing that it names is ever run, and what a load uses of it is made anew from it.
+"""Read DCP's metadata from untrusted files: nothing named there is run, and every object is built anew.
 
 The pickle becomes records, which hold what was given to them and do nothing. Of these DCP's own classes are built here. So
 the classes of any torch are read, also those of 2.1, and no byte of the file reaches an object that is shared.
@@ -14,19 +14,19 @@ from typing import Any, cast
 import torch
 
 from rescale_data.checkpoint.storage import dcp
-from rescale_data.checkpoint.storage.manifest import refuse_to_leave
+from rescale_data.checkpoint.storage.manifest import refuse_outside_path
 from rescale_data.checkpoint.storage.records import (
-    Kind,
     Record,
+    RecordType,
     RecordUnpickler,
     UnknownClassError,
     allowed_by_user,
     checked,
-    counts,
+    checked_sizes,
     dtype_of,
 )
 
-_KNOWN = re.compile(
+_ALLOWED_NAMES = re.compile(
     r"torch\.distributed\.(checkpoint\.metadata|checkpoint\.filesystem|_shard\.sharded_tensor\.metadata)\.\w+|"
     r"pathlib\.(_local\.)?\w*Path|torch\.(device|serialization\._get_layout)|"
     r"builtins\.getattr"  # members of enums, where Python 3.11.0 to 3.11.3 wrote them
@@ -34,39 +34,39 @@ _KNOWN = re.compile(
 
 
 def read_metadata(content: bytes) -> dcp.Metadata:
-    """Return DCP's metadata; classes that ``torch.serialization.add_safe_globals`` was given are read as records, too."""
+    """Return DCP's metadata from the bytes of its file, without running code that the file names."""
     try:
         return _metadata(_Unpickler(content, _is_known).load())
     except UnknownClassError as error:
-        raise UnknownClassError(_UNKNOWN.format(error, str(error).rpartition(".")[2])) from error
+        raise UnknownClassError(_UNKNOWN_CLASS.format(error, str(error).rpartition(".")[2])) from error
     except Exception as error:  # what a changed byte makes of a pickle is not to be foreseen
         raise ValueError(f"its DCP metadata is damaged: {type(error).__name__}: {error}") from error
 
 
-_UNKNOWN = (
+_UNKNOWN_CLASS = (
     "the metadata names {0}, which DCP's metadata does not need, and is refused: it could run code. If it is a class of "
     "yours, allow it by torch.serialization.add_safe_globals([{1}])."
 )
 
 
 def _is_known(name: str) -> bool:
-    return bool(_KNOWN.fullmatch(name)) or dtype_of(name) is not None or name in allowed_by_user()
+    return bool(_ALLOWED_NAMES.fullmatch(name)) or dtype_of(name) is not None or name in allowed_by_user()
 
 
 class _Unpickler(RecordUnpickler):
-    """Makes of what there are many, without a step of Python each, what has no other state than a dict."""
+    """Unpickler that makes the most frequent records without a Python call for each."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if f"{module_name}.{global_name}" in _PLAIN:
-            return _PLAIN[f"{module_name}.{global_name}"]
+        if f"{module_name}.{global_name}" in _FREQUENT:
+            return _FREQUENT[f"{module_name}.{global_name}"]
         return super().find_class(module_name, global_name)
 
 
-_PLAIN: dict[str, Any] = {
+_FREQUENT: dict[str, Any] = {
     "torch.Size": torch.Size,
     "collections.OrderedDict": dict,
     **{
-        f"torch.distributed.checkpoint.{module}.{name}": Kind(name, (), {})
+        f"torch.distributed.checkpoint.{module}.{name}": RecordType(name, (), {})
         for module, name in (
             ("metadata", "ChunkStorageMetadata"),
             ("metadata", "MetadataIndex"),
@@ -80,20 +80,22 @@ def _metadata(read: Any) -> dcp.Metadata:
     given = _fields(read)
     meta = _fields(given.get("storage_meta"))
     return dcp.Metadata(
-        {checked(name, str): _saved(value) for name, value in given["state_dict_metadata"].items()},
+        {checked(name, str): _value_metadata(value) for name, value in given["state_dict_metadata"].items()},
         planner_data=_paths(given.get("planner_data")),
-        storage_data={_index(vars(key)): _place(vars(place)) for key, place in (given["storage_data"] or {}).items()},
+        storage_data={
+            _index(vars(key)): _location(vars(place)) for key, place in (given["storage_data"] or {}).items()
+        },
         storage_meta=dcp.StorageMeta(save_id=meta.get("save_id")),
     )
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that became a record."""
+    """Return the fields of a dataclass that was unpickled as a record."""
     state = record.state if isinstance(record, Record) else getattr(record, "__dict__", {})
     return cast("dict[str, Any]", state) if isinstance(state, dict) else {}
 
 
-def _saved(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+def _value_metadata(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
     given = _fields(value)
     if "chunks" not in given:
         return dcp.BytesStorageMetadata()
@@ -106,7 +108,7 @@ def _saved(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
 def _properties(properties: Any) -> dcp.TensorProperties:
     state: Any = getattr(properties, "state", None)
     kind = cast("tuple[Any, ...]", state)[0] if isinstance(state, tuple) else _fields(properties)["dtype"]
-    dtype = dtype_of(kind.stands_for) if isinstance(kind, Kind) else kind
+    dtype = dtype_of(kind.stands_for) if isinstance(kind, RecordType) else kind
     return dcp.TensorProperties(dtype=checked(dtype, torch.dtype))
 
 
@@ -117,10 +119,10 @@ def _index(key: Mapping[str, Any]) -> dcp.MetadataIndex:
     )
 
 
-def _place(place: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the place of a value in a file."""
+def _location(place: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the file, offset and length of a saved value, with checked types."""
     name = checked(place["relative_path"], str)
-    refuse_to_leave(name)
+    refuse_outside_path(name)
     transforms = place.get("transform_descriptors")
     return SimpleNamespace(
         relative_path=name,
@@ -138,4 +140,4 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
 
 
 def _size(value: Any) -> torch.Size:
-    return value if type(value) is torch.Size else torch.Size(counts(value))
+    return value if type(value) is torch.Size else torch.Size(checked_sizes(value))

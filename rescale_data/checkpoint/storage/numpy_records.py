@@ -1,4 +1,4 @@
-"""Arrays, numbers and dtypes of NumPy from records of a pickle.
+"""Build NumPy arrays, scalars and dtypes from the records of a pickle, with checked arguments.
 
 NumPy's own constructors believe a pickle: a dtype whose flags deny that its elements are pointers makes pointers of bytes.
 Here a dtype is made of its code, or of the names, codes and places of its fields, without objects. An array is made of
@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from rescale_data.checkpoint.storage.records import Record, checked, counts
+from rescale_data.checkpoint.storage.records import Record, checked, checked_sizes
 
 _CODE = re.compile(r"b1|[iufcmM]\d{1,2}|[SUV]\d{1,9}|O8?")
 _UNIT = re.compile(r"[a-zμ]{1,2}|[YMWD]|generic")
@@ -28,7 +28,7 @@ def _dtype(build: Build, record: Record) -> np.dtype[Any]:
     if not (isinstance(code, str) and _CODE.fullmatch(code)):
         raise ValueError(f"a dtype of {code!r}")
     if part is not None:
-        dtype = np.dtype((build(part[0]), counts(part[1])))
+        dtype = np.dtype((build(part[0]), checked_sizes(part[1])))
     elif names is not None:
         parts: list[Any] = [(*cast(Any, fields)[name], None)[:3] for name in names]
         formats, offsets, titles = zip(*parts, strict=True)
@@ -44,7 +44,7 @@ def _dtype(build: Build, record: Record) -> np.dtype[Any]:
 
 
 def _unit(unit: Any) -> str:
-    """Return the unit of a time, ``[25s]``, from ``(b"s", 25, 1, 1)``."""
+    """Return the unit of a time dtype as text, ``[25s]`` for ``(b"s", 25, 1, 1)``."""
     name, count, *_ = unit
     text = name.decode() if isinstance(name, bytes) else name
     if not (_UNIT.fullmatch(text) and type(count) is int):
@@ -54,7 +54,7 @@ def _unit(unit: Any) -> str:
 
 def _array(build: Build, record: Record) -> np.ndarray[Any, Any]:
     _, shape, dtype, fortran, data = record.state
-    kind, sizes, order = checked(build(dtype), np.dtype), counts(shape), "F" if fortran is True else "C"
+    kind, sizes, order = checked(build(dtype), np.dtype), checked_sizes(shape), "F" if fortran is True else "C"
     if kind.hasobject:
         if type(data) is not list or len(cast("list[Any]", data)) != math.prod(sizes):
             raise ValueError("an array of objects whose list has another length")
@@ -62,7 +62,7 @@ def _array(build: Build, record: Record) -> np.ndarray[Any, Any]:
         for place, item in enumerate(cast("list[Any]", data)):
             flat[place] = build(item)
         return np.array(flat.reshape(sizes), order=order)
-    return _filled(sizes, kind, build(data), order)
+    return _array_from_bytes(sizes, kind, build(data), order)
 
 
 def _scalar(build: Build, record: Record) -> Any:
@@ -70,32 +70,32 @@ def _scalar(build: Build, record: Record) -> Any:
     kind = checked(build(dtype), np.dtype)
     if kind.hasobject:
         raise ValueError("an object in place of a number")
-    return _filled((), kind, build(data))[()]
+    return _array_from_bytes((), kind, build(data))[()]
 
 
-def _filled(
+def _array_from_bytes(
     shape: tuple[int, ...], kind: np.dtype[Any], data: Any, order: Literal["C", "F"] = "C"
 ) -> np.ndarray[Any, Any]:
-    """Return an array of exactly these bytes."""
+    """Return an array with exactly the given bytes; raise ``ValueError`` if their number is wrong."""
     content, size = data.encode("latin1") if isinstance(data, str) else data, math.prod(shape) * kind.itemsize
     if not isinstance(content, bytes) or len(content) != size:
         raise ValueError(f"{size} bytes for an array, and other data")
     made: np.ndarray[Any, Any] = np.ndarray(shape, kind, bytearray(content), order=order)
-    _refuse_no_text(made)
+    _refuse_invalid_text(made)
     return made
 
 
-def _refuse_no_text(array: np.ndarray[Any, Any]) -> None:
-    """``ValueError`` where an element is text that Python does not know."""
+def _refuse_invalid_text(array: np.ndarray[Any, Any]) -> None:
+    """Raise ``ValueError`` if a text in the array has a code point beyond Unicode."""
     for name in array.dtype.names or ():
-        _refuse_no_text(array[name])
+        _refuse_invalid_text(array[name])
     if array.dtype.kind == "U" and array.dtype.itemsize and array.size:
         points = np.ascontiguousarray(array).reshape(-1).view(np.dtype("u4").newbyteorder(array.dtype.byteorder))
         if points.max() > sys.maxunicode:
             raise ValueError("text with letters that Unicode does not have")
 
 
-MAKERS: dict[str, Callable[[Any, Record], Any]] = {
+CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
     "numpy.dtype": _dtype,
     **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},

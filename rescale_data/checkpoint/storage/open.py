@@ -1,4 +1,4 @@
-"""Opening and reading a checkpoint: its store, the lease of who reads it, and the check of its files before that."""
+"""Open a checkpoint to read it: find its store, take a lease, and check its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.claims import STEP, Save, find, save_of
 from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, Manifest, NewerError, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
-from rescale_data.checkpoint.storage.readers import reading
+from rescale_data.checkpoint.storage.readers import leased
 from rescale_data.checkpoint.storage.records import UnknownClassError
 from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, StrPath, join, split
 from rescale_data.errors import DamagedCheckpointError, checks_kinds
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class AbsentError(FileNotFoundError):
-    """There is no checkpoint at a path that counts, as listings say: no request failed."""
+    """Error raised because a path holds no valid checkpoint, although no request failed."""
 
 
-_ATTEMPTS = 5
-"""So often a checkpoint is read anew that is replaced meanwhile."""
+_MAX_ATTEMPTS = 5
+"""Number of attempts to read a checkpoint that is replaced meanwhile."""
 
 
 class CheckpointReader(dcp.FilesReader):
-    """Reads a DCP folder, and its metadata without trusting it.
+    """Reader of a DCP folder that runs no code from its metadata.
 
     Attributes:
         save: The save that is the checkpoint at ``path``; None for a folder of another tool.
@@ -50,7 +50,7 @@ class CheckpointReader(dcp.FilesReader):
         name = self.manifest.metadata if self.manifest else METADATA
         content = self.store.read(join(self.path, name))
         if (known := self.crc32s(name)) and known != f"{zlib.crc32(content):08x}":
-            raise damaged(self.path, [f"{name} is not what was saved: it has another checksum"])
+            raise damaged_error(self.path, [f"{name} is not what was saved: it has another checksum"])
         try:
             return read_metadata(content)
         except ValueError as error:
@@ -61,7 +61,7 @@ class CheckpointReader(dcp.FilesReader):
         return record.crc32s if record else ""
 
     def is_replaced(self) -> bool:
-        """True if another save is the checkpoint by now, or none."""
+        """True if the checkpoint was replaced by another save or deleted since it was opened."""
         with suppress(OSError, ValueError):
             return find(self.store, self.path) != self.save
         return False
@@ -70,7 +70,7 @@ class CheckpointReader(dcp.FilesReader):
 def open_store(
     path: StrPath, storage_options: Mapping[str, Any] | None = None, *, to_write: bool = False
 ) -> tuple[Store, str]:
-    """Return the store that ``path`` is in, and ``path`` as that store spells it.
+    """Return the store that holds ``path``, and ``path`` in the form that this store uses.
 
     Args:
         path: A local path, or a URL that fsspec knows (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``).
@@ -95,9 +95,9 @@ def open_store(
 
 
 def mapped_path(path: StrPath) -> str:
-    """Return a path of this machine; ``ValueError`` for a URL of an object store."""
+    """Return a path on this machine, whose file can be memory-mapped; ``ValueError`` for an object store."""
     store, text = open_store(path)
-    if not store.renames:
+    if not store.can_rename:
         raise ValueError(
             f"{text} is in an object store, and its files are mapped to be read. Copy it to a local disk first."
         )
@@ -109,15 +109,15 @@ def read_checkpoint(
     work: Callable[[CheckpointReader], T],
     ranks: Ranks | None = None,
     *,
-    foreign: bool = True,
+    allow_foreign: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> T:
-    """Return `work` of a reader of the checkpoint at ``path``, whose files have their sizes; rank 0 has a lease meanwhile.
+    """Return `work(reader)` for the checkpoint at ``path``, with a lease and after its file sizes were checked.
 
     A reader that may not write has no lease. If the checkpoint is replaced while such a one reads it, `work` begins anew.
 
     Args:
-        foreign: False for checkpoints that have a manifest alone.
+        allow_foreign: False for checkpoints that have a manifest alone.
 
     Raises:
         AbsentError: a ``FileNotFoundError``: no checkpoint at ``path``.
@@ -130,22 +130,22 @@ def read_checkpoint(
         attempt += 1
         reader = CheckpointReader(store, folder)
         with ExitStack() as stack:
-            reader.save = ranks.on_first(partial(_lease, stack, reader))
-            if reader.save is None and not foreign:
+            reader.save = ranks.on_first(partial(_hold_lease, stack, reader))
+            if reader.save is None and not allow_foreign:
                 raise AbsentError(f"No checkpoint at {folder}: it has no manifest that counts.")
             try:
-                reader.manifest, wrong = ranks.on_first(partial(_expected, reader))
+                reader.manifest, wrong = ranks.on_first(partial(_manifest_and_defects, reader))
                 if wrong:
-                    raise damaged(folder, wrong)
+                    raise damaged_error(folder, wrong)
                 return work(reader)
             except Exception:
-                if attempt == _ATTEMPTS or not ranks.on_first(reader.is_replaced):
+                if attempt == _MAX_ATTEMPTS or not ranks.on_first(reader.is_replaced):
                     raise
 
 
-def _lease(stack: ExitStack, reader: CheckpointReader) -> Save | None:
-    """Return the save that is the checkpoint, with a lease on it, if one can be written, until the stack ends."""
-    lease, save = stack.enter_context(reading(reader.store, reader.path))
+def _hold_lease(stack: ExitStack, reader: CheckpointReader) -> Save | None:
+    """Return the valid save of a checkpoint (or None), and hold a lease on it until the stack ends, if possible."""
+    lease, save = stack.enter_context(leased(reader.store, reader.path))
     if lease is not None:
         reader.check = lease.check
     return save
@@ -170,21 +170,21 @@ def verify(path: StrPath, *, storage_options: Mapping[str, Any] | None = None) -
         []
     """
     try:
-        return read_checkpoint(path, _unlike, storage_options=storage_options)
+        return read_checkpoint(path, _damaged_files, storage_options=storage_options)
     except DamagedCheckpointError as error:
         return error.problems
 
 
-def damaged(
-    path: str, problems: list[str], became: str = "Nothing was loaded. Load an earlier checkpoint."
+def damaged_error(
+    path: str, problems: list[str], consequence: str = "Nothing was loaded. Load an earlier checkpoint."
 ) -> Exception:
     """Return the error that lists the defects of a checkpoint."""
     listed = "\n  ".join(problems)
-    return DamagedCheckpointError(f"The checkpoint {path} is damaged:\n  {listed}\n{became}", problems)
+    return DamagedCheckpointError(f"The checkpoint {path} is damaged:\n  {listed}\n{consequence}", problems)
 
 
-def _expected(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, and the files of wrong size.
+def _manifest_and_defects(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
+    """Return the manifest of a checkpoint (or None), and a message for each file of wrong size.
 
     Of a checkpoint of another tool there is no manifest, and the files are at least as long as its metadata tells.
     """
@@ -221,11 +221,11 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
             f"superseded, or a step that was deleted here or taken away, and put back. It is not loaded: copy it to another "
             f"folder, where it counts if it is whole."
         )
-    return {name: FileRecord(end) for name, end in dcp.ends_of(metadata).items()}
+    return {name: FileRecord(end) for name, end in dcp.minimum_sizes(metadata).items()}
 
 
 def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exact: bool = True) -> dict[str, str]:
-    """Return the files of wrong size, by name, from listings: few requests, whatever the number of files.
+    """Return a message for each file of wrong size, by name, from one listing for each folder.
 
     Args:
         exact: False where files may be longer than what is known of them.
@@ -234,24 +234,24 @@ def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exa
     sizes = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
     wrong: dict[str, str] = {}
     for name, record in files.items():
-        place, least = join(path, name), "" if exact else "at least "
+        place, prefix = join(path, name), "" if exact else "at least "
         if (size := sizes.get(place)) is None:
-            wrong[name] = f"{place} is missing; {least}{record.size} bytes were saved"
+            wrong[name] = f"{place} is missing; {prefix}{record.size} bytes were saved"
         elif size < record.size or (exact and size > record.size):
-            wrong[name] = f"{place} has {size} bytes; {least}{record.size} were saved"
+            wrong[name] = f"{place} has {size} bytes; {prefix}{record.size} were saved"
     return wrong
 
 
-def _unlike(reader: CheckpointReader) -> list[str]:
-    """Return the defects in the content of files, one sentence a file."""
+def _damaged_files(reader: CheckpointReader) -> list[str]:
+    """Return a message for each file whose content is damaged, after reading all of them."""
     files = reader.pieces
 
-    def problem(name: str) -> str | None:
-        room = dcp.Memory.empty(max(size for _, size in files[name]))
+    def find_defect(name: str) -> str | None:
+        buffer = dcp.Memory.empty(max(size for _, size in files[name]))
         try:
             with reader.store.open_read(join(reader.path, name)) as stream:
                 for (start, size), crc32 in files[name].items():
-                    dcp.read_piece(stream, name, start, size, crc32, room)
+                    dcp.read_piece(stream, name, start, size, crc32, buffer)
         except OSError as error:
             return f"{name} cannot be read: {error}"
         except DamagedCheckpointError as error:
@@ -259,4 +259,4 @@ def _unlike(reader: CheckpointReader) -> list[str]:
         return None
 
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return [*filter(None, pool.map(problem, files))]
+        return [*filter(None, pool.map(find_defect, files))]

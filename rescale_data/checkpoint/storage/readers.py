@@ -1,4 +1,4 @@
-"""Readers of checkpoints: each has a lease in the run, so that the owner does not delete checkpoints that are being read.
+"""Leases of processes that read checkpoints, so that the owner does not delete a checkpoint that is being read.
 
 A reader puts its lease, which then covers the whole run, before it lists; once it has chosen, the lease names one save. The
 owner puts its manifest, and then looks at the leases before it removes. One of the two always sees the other.
@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from rescale_data.checkpoint.storage.claims import Save, find, home
+from rescale_data.checkpoint.storage.claims import Save, find, run_and_step
 from rescale_data.checkpoint.storage.store import Store, join
-from rescale_data.lease import Lease, Seen, Watch
+from rescale_data.lease import HolderState, Lease, LeaseObserver
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,12 @@ LEASES = ".leases"
 
 
 @contextlib.contextmanager
-def reading(store: Store, path: str) -> Generator[tuple[Lease | None, Save | None]]:
-    """Yield the save that is the checkpoint at `path`, if there is one, with a lease on it, if one can be written."""
-    if store.renames and find(store, path) is None:
+def leased(store: Store, path: str) -> Generator[tuple[Lease | None, Save | None]]:
+    """Yield a lease (None if none can be written) and the valid save of the checkpoint at `path` (None if none)."""
+    if store.can_rename and find(store, path) is None:
         yield None, None  # no folder for leases is made where there is no checkpoint of ours
         return
-    folder, step = home(path)
+    folder, step = run_and_step(path)
     lease = None
     try:
         store.mkdir(join(folder, LEASES))
@@ -37,20 +37,20 @@ def reading(store: Store, path: str) -> Generator[tuple[Lease | None, Save | Non
     with lease or contextlib.nullcontext():
         save = find(store, path)
         if lease is not None and save is not None:
-            lease.tell({"step": step, "save": save.folder})
+            lease.rewrite({"step": step, "save": save.folder})
         yield lease, save
 
 
-class Readers:
-    """Leases in a run, as an owner sees them from one look to the next."""
+class ReaderLeases:
+    """The leases of the processes that read a run, as its owner sees them."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, join(folder, LEASES)
-        self.watch = Watch(store.files)
+        self.watch = LeaseObserver(store.files)
 
-    def look(self) -> list[tuple[Seen, Mapping[str, Any]]]:
-        """Return the leases of living readers, and remove all others."""
-        leases: list[tuple[Seen, Mapping[str, Any]]] = []
+    def look(self) -> list[tuple[HolderState, Mapping[str, Any]]]:
+        """Return the leases that are or may be alive, and remove the others."""
+        leases: list[tuple[HolderState, Mapping[str, Any]]] = []
         for name in self._store.names(self._folder):
             seen, about = self.watch.look(path := join(self._folder, name))
             if seen == "gone":
@@ -60,8 +60,10 @@ class Readers:
         return leases
 
 
-def covering(leases: list[tuple[Seen, Mapping[str, Any]]], step: str, save: Save | None = None) -> Seen:
-    """Return "alive" if one of the leases covers a step, or one save of it, "undecided" if one may, else "gone"."""
+def lease_state(
+    leases: list[tuple[HolderState, Mapping[str, Any]]], step: str, save: Save | None = None
+) -> HolderState:
+    """Return "alive" if a lease covers a step (or one save of it), "undecided" if one may, else "gone"."""
     states = {
         seen
         for seen, about in leases

@@ -1,4 +1,4 @@
-"""Pickles from anyone, read into records: nothing that a pickle names is imported, and nothing in it runs."""
+"""Read untrusted pickles into records: nothing that a pickle names is imported, and no code in it runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class UnknownClassError(ValueError):
-    """Error raised where a pickle names something that its reader does not know."""
+    """Error raised because a pickle names a class or function that is not allowed."""
 
 
-class Kind(type):
-    """The class of classes of records, which nobody changes: a pickle may try to."""
+class RecordType(type):
+    """Metaclass of record classes; their attributes are read-only, even if a pickle tries to set them."""
 
     stands_for: str
 
@@ -26,8 +26,8 @@ class Kind(type):
         raise TypeError(f"{name} of {cls.__name__} is set")
 
 
-class Record(metaclass=Kind):
-    """An object of a pickle: the arguments that its class was given, the state set on it, and its items. It does nothing.
+class Record(metaclass=RecordType):
+    """An object of a pickle as plain data: its constructor's arguments, its state and its items.
 
     Attributes:
         stands_for: The name of the class in the pickle.
@@ -57,7 +57,7 @@ class Record(metaclass=Kind):
 
 
 class RecordUnpickler(pickle.Unpickler):
-    """Makes a record of each object.
+    """Unpickler that makes a `Record` of each object in place of importing its class.
 
     Args:
         is_known: True for a name (``module.qualname``) that may occur; any other is an `UnknownClassError`.
@@ -74,7 +74,7 @@ class RecordUnpickler(pickle.Unpickler):
         name = f"{'builtins' if module_name == '__builtin__' else module_name}.{global_name}"
         if not self._is_known(name):
             raise UnknownClassError(name)
-        return _class_of(name)
+        return _record_class(name)
 
     def persistent_load(self, pid: Any) -> Any:
         if self._storage is None:
@@ -83,25 +83,25 @@ class RecordUnpickler(pickle.Unpickler):
 
 
 @functools.cache
-def _class_of(name: str) -> Any:
-    return Kind(name.rpartition(".")[2], (Record,), {"__slots__": (), "stands_for": name})
+def _record_class(name: str) -> Any:
+    return RecordType(name.rpartition(".")[2], (Record,), {"__slots__": (), "stands_for": name})
 
 
 def allowed_by_user() -> dict[str, Any]:
-    """Return what ``torch.serialization.add_safe_globals`` was given, by name."""
+    """Return the classes and functions given to ``torch.serialization.add_safe_globals``, by name."""
     given = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
     return {name or f"{entry.__module__}.{entry.__qualname__}": entry for entry, name in given}
 
 
-def counts(values: Any) -> tuple[int, ...]:
-    """Return sizes or strides, checked: integers of at least 0."""
+def checked_sizes(values: Any) -> tuple[int, ...]:
+    """Return sizes or strides as a tuple; raise ``ValueError`` unless all are integers of at least 0."""
     if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in cast("list[Any]", values)):
         raise ValueError(f"{values!r} are no sizes")
     return tuple(cast("list[int]", values))
 
 
 def checked(value: Any, kind: type[T]) -> T:
-    """Return a value of this class; ``ValueError`` for any other."""
+    """Return ``value`` if it is an instance of ``kind``; raise ``ValueError`` for any other."""
     if not isinstance(value, kind):
         raise ValueError(f"{value!r} in place of a {kind.__name__}")
     return value

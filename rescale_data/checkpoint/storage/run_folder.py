@@ -1,4 +1,4 @@
-"""The folder of a run for who only reads it: its checkpoints by step."""
+"""`RunFolder`: lists the checkpoints in a run's folder, by step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rescale_data.checkpoint.storage.store import Store, join, split
 
 
 class RunFolder:
-    """Checkpoints named ``step-<number>`` in one folder."""
+    """A run's folder, which holds checkpoints named ``step-<number>``."""
 
     def __init__(self, store: Store, path: str) -> None:
         self.store = store
         self.path = path
 
     @classmethod
-    def existing(cls, store: Store, path: str) -> RunFolder:
-        """The folder of a run that holds anything, and is no checkpoint itself."""
+    def open_existing(cls, store: Store, path: str) -> RunFolder:
+        """Return the run folder at ``path``; raise an error if it is missing, empty or a checkpoint itself."""
         if not (names := store.names(path)):
             raise FileNotFoundError(
                 f"No folder at {path}, or an empty one. Give the folder of a run, with step-100 and the like."
@@ -32,11 +32,11 @@ class RunFolder:
         return join(self.path, f"step-{step}")
 
     def named(self) -> list[int]:
-        """Steps that have a folder, with or without a checkpoint, in order: one listing."""
+        """Return the steps that have a folder, with or without a checkpoint, in order, by one listing."""
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
 
     def saves(self) -> Iterator[tuple[int, Save]]:
-        """Steps that have a checkpoint, the newest first; each is listed when it is asked for."""
+        """Yield ``(step, save)`` for each step that has a checkpoint, the newest first."""
         named = self.named()
         claims = Claims.read(self.store, self.path) if named else Claims()
         for step in reversed(named):
@@ -44,9 +44,9 @@ class RunFolder:
                 yield step, save
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, in order."""
+        """Return the steps that have a checkpoint, in order."""
         return sorted(step for step, _ in self.saves())
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Metrics by step; a damaged manifest counts as one without metrics."""
+        """Return the metrics of each checkpoint by step; none for a damaged manifest."""
         return {step: metrics_of(self.store, self.checkpoint(step), save) for step, save in self.saves()}

@@ -1,4 +1,4 @@
-"""The file systems of checkpoints: what saving, loading and retention need of one, and nothing else.
+"""File systems of checkpoints: the operations that saving, loading and retention need.
 
 A ``Store`` is the file system that DCP's reader and writer use, too. What they write is counted and checksummed on its way.
 """
@@ -25,13 +25,13 @@ from fsspec.spec import AbstractFileSystem
 from rescale_data.checkpoint.storage.dcp import FileSystemBase
 
 StrPath: TypeAlias = str | os.PathLike[str]
-_BUFFER = 1 << 20
+_BUFFER_BYTES = 1 << 20
 _NOT_FOUND = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written.
+    """The size and checksums of a written file.
 
     Args:
         size: In bytes.
@@ -43,7 +43,7 @@ class FileRecord:
 
 
 class CheckedStream(io.RawIOBase):
-    """Counts what goes into a file on its way, with a CRC-32 of each piece. DCP asks before and after each how far it is.
+    """Output stream that counts bytes and makes a CRC-32 of each piece; DCP asks for the position after each.
 
     Attributes:
         error: What the system said when a write failed: torch's own writer of tensors makes another error of it.
@@ -77,18 +77,18 @@ class CheckedStream(io.RawIOBase):
 
 
 class Store(FileSystemBase):
-    """Files and folders by path, in what fsspec reaches. Paths are strings with ``/``.
+    """A file system of fsspec, with the operations that checkpoints need. Paths are strings with ``/``.
 
     Args:
         files: The file system.
 
     Attributes:
         files: The file system of fsspec.
-        renames: True if files and folders can be renamed in one atomic step; object stores cannot.
+        can_rename: True if files and folders can be renamed in one atomic step; object stores cannot.
         written: The record of each file that DCP has written in the save that runs, by path.
     """
 
-    renames: bool
+    can_rename: bool
 
     def __init__(self, files: AbstractFileSystem) -> None:
         self.files = files
@@ -99,12 +99,12 @@ class Store(FileSystemBase):
         return self._files.open(path, "rb")
 
     def open_write(self, path: str) -> BinaryIO:
-        """A new file; it need not be visible before it is closed."""
+        """Open a new file for writing; it need not be visible before it is closed."""
         return self._files.open(path, "wb")
 
     @abstractmethod
     def discard(self, stream: BinaryIO, path: str) -> None:
-        """Give up a file that ``open_write`` began; errors on the way are swallowed, the first one counts."""
+        """Discard an unfinished file that ``open_write`` opened; errors are ignored."""
 
     def is_file(self, path: str) -> bool:
         """True if ``path`` is a file. Every error but "not found" is raised: fsspec's own ``isfile`` calls it False."""
@@ -114,57 +114,57 @@ class Store(FileSystemBase):
             return False
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Bytes of each file directly in a folder, by name; empty where there is no folder."""
+        """Return the size in bytes of each file directly in a folder, by name; empty if there is no folder."""
         with contextlib.suppress(*_NOT_FOUND):
             listed = cast("list[dict[str, Any]]", self._files.ls(path, detail=True))
             return {split(entry["name"])[1]: int(entry["size"]) for entry in listed if entry["type"] == "file"}
         return {}
 
     def names(self, path: str) -> list[str]:
-        """Names directly in a folder, sorted; empty where there is no folder."""
+        """Return the names directly in a folder, sorted; empty if there is no folder."""
         try:
             listed = cast(list[str], self._files.ls(path, detail=False))
         except _NOT_FOUND:
             return []
-        own = split(path)[1]
-        return sorted({name for name in (split(entry)[1] for entry in listed) if name and name != own})
+        folder_name = split(path)[1]
+        return sorted({name for name in (split(entry)[1] for entry in listed) if name and name != folder_name})
 
     def mkdir(self, path: Any) -> None:
-        """Nothing in an object store: a folder begins with its first object."""
+        """Make a folder. Do nothing in an object store, where a folder begins with its first object."""
 
     def rename(self, path: str, new_path: str) -> None:  # type: ignore[override]
-        """A file, or where ``renames`` a folder, under a new name."""
+        """Rename a file, or a folder if ``can_rename``."""
         self._files.mv(path, new_path)
 
     def rm_file(self, path: Any) -> None:
-        """A file; it may be gone already."""
+        """Remove a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
-        """A file, or a folder with all that is in it; it may be gone already. A link goes, what it points to stays."""
+        """Remove a file, or a folder with its content, if it exists. Of a link only the link is removed."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(path, recursive=True)
 
     def remove_empty(self, path: str) -> None:
-        """A folder, if nothing is left in it; nothing in an object store."""
+        """Remove a folder if it is empty; do nothing in an object store."""
 
     def is_link(self, path: str) -> bool:
-        """True if something else is found under this name than what lies there."""
+        """True if the path is a symbolic link; always False in an object store."""
         return False
 
     def sync_file(self, stream: BinaryIO) -> None:
-        """Make what was written survive a power cut, where it does not anyhow."""
+        """Write a file through to the disk, so that it survives a power cut; do nothing in an object store."""
 
     def sync_folder(self, path: str) -> None:
-        """Make the names in a folder survive a power cut, where they do not anyhow."""
+        """Write the names in a folder through to the disk; do nothing in an object store."""
 
     def read(self, path: str) -> bytes:
         with self.open_read(path) as stream:
             return stream.read()
 
     def put(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
-        """Write a file, new or in place of another one, by one step that nobody sees half done.
+        """Write a file, new or in place of an existing one, in one atomic step.
 
         Args:
             content: Or what writes it into a stream.
@@ -219,12 +219,12 @@ class Store(FileSystemBase):
 
 
 class ObjectStore(Store):
-    """A bucket. Objects appear whole or not at all; a folder is what its objects' names have in common.
+    """A bucket: objects appear whole or not at all, and a folder is a common prefix of object names.
 
     Listings are never cached: what another rank or another job wrote must be seen.
     """
 
-    renames = False
+    can_rename = False
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         options = {"use_listings_cache": False, **(storage_options or {})}
@@ -254,7 +254,7 @@ class ObjectStore(Store):
 class LocalStore(Store):
     """The file system of this machine. ``rename`` of a folder is atomic; files and names are synced."""
 
-    renames = True
+    can_rename = True
 
     def __init__(self) -> None:
         super().__init__(LocalFileSystem())
@@ -265,7 +265,7 @@ class LocalStore(Store):
         return open(path, "rb")
 
     def open_write(self, path: str) -> BinaryIO:
-        return open(path, "wb", _BUFFER)
+        return open(path, "wb", _BUFFER_BYTES)
 
     def discard(self, stream: BinaryIO, path: str) -> None:
         with contextlib.suppress(OSError):
@@ -287,9 +287,9 @@ class LocalStore(Store):
         os.makedirs(path, exist_ok=True)
 
     def put(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
-        aside = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
-        super().put(aside, content)
-        self.rename(aside, path)
+        temporary = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+        super().put(temporary, content)
+        self.rename(temporary, path)
         self.sync_folder(split(path)[0])
 
     def remove_empty(self, path: str) -> None:
@@ -321,8 +321,8 @@ class LocalStore(Store):
 
 @contextmanager
 def new_folder(store: Store, final: str) -> Generator[str]:
-    """Yield the folder to write into, which is `final` when it is whole, or on errors removed; in an object store at once."""
-    if not store.renames:
+    """Yield a temporary folder, renamed to `final` at the end, or removed on an error; in an object store `final`."""
+    if not store.can_rename:
         yield final
         return
     folder, name = split(final)
@@ -341,6 +341,6 @@ def join(folder: str, *names: str) -> str:
 
 
 def split(path: str) -> tuple[str, str]:
-    """The folder that holds ``path``, and its name in there."""
+    """Return the folder that contains ``path``, and the name of ``path`` in it."""
     folder, _, name = path.rstrip("/").rpartition("/")
     return folder or "/", name

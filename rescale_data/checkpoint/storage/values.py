@@ -1,4 +1,4 @@
-"""Plain values in a checkpoint: read without running code; a save warns of values that cannot be read so.
+"""Read the plain values of a checkpoint without running code, and warn at a save of values that no load takes.
 
     a file of torch.save ──► records (``records.py``) ──► values, by the makers that are listed here
 
@@ -27,44 +27,44 @@ from rescale_data.checkpoint.storage.records import (
     UnknownClassError,
     allowed_by_user,
     checked,
-    counts,
+    checked_sizes,
     dtype_of,
 )
 from rescale_data.checkpoint.tree import leaves
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
-_LEAVES = (*_PLAIN, bytearray)
+_PLAIN_TYPES = (str, bytes, int, float, complex, bool, type(None))
+_LEAF_TYPES = (*_PLAIN_TYPES, bytearray)
 _warned: set[str] = set()
 _log = logging.getLogger("rescale_data")
 
 
 class Memory(mmap.mmap):
-    """The bytes of a file of ``torch.save``, which the tensors in it share."""
+    """The bytes of a file of ``torch.save``, in memory that its tensors share."""
 
     def seekable(self) -> bool:
         return True
 
     @classmethod
     def empty(cls, size: int) -> Memory:
-        """Return room for ``size`` bytes, of this process alone: pages that may be shared take longer."""
+        """Return ``size`` bytes of memory (at least one) that is private to this process."""
         return cls(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     @classmethod
     def of(cls, content: bytes) -> Memory:
-        """Return a copy of ``content``."""
+        """Return new memory that holds a copy of ``content``."""
         memory = cls.empty(len(content))
         memory[: len(content)] = content
         return memory
 
     @classmethod
     def of_file(cls, path: str) -> Memory:
-        """Return the mapped file at ``path``, which is read where it is used."""
+        """Return the memory-mapped file at ``path``, whose pages are read when they are used."""
         with open(path, "rb") as stream:
             return cls(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def load_safely(memory: Memory) -> Any:
-    """Read what ``torch.save`` wrote without running code. Its tensors are not copied.
+    """Return the value in the bytes of a ``torch.save`` file without running code. Its tensors are not copied.
 
     Raises:
         ValueError: the file is damaged or in the format before torch 1.6, or a value in it could run code.
@@ -82,7 +82,7 @@ def load_safely(memory: Memory) -> Any:
 
 
 class _Storage(NamedTuple):
-    """The bytes that tensors share, and the dtype of their elements; None where each tensor says it."""
+    """The bytes that tensors share, and the dtype of their elements (None if each tensor gives its own)."""
 
     content: torch.UntypedStorage
     dtype: torch.dtype | None
@@ -103,11 +103,11 @@ class _Archive:
         self._storages: dict[tuple[str, str], _Storage] = {}
 
     def value(self) -> Any:
-        """Return the value in the pickle."""
+        """Return the value stored in the archive."""
         allowed = allowed_by_user()
 
         def is_known(name: str) -> bool:
-            return name in _MAKERS or name in _NAMES or name in allowed or dtype_of(name) is not None
+            return name in _CONSTRUCTORS or name in _CLASS_NAMES or name in allowed or dtype_of(name) is not None
 
         return _Builder(allowed)(RecordUnpickler(self._pickle, is_known, self._storage).load())
 
@@ -118,7 +118,7 @@ class _Archive:
         return info
 
     def _storage(self, pid: Any) -> _Storage:
-        """Return the storage that ``("storage", class, key, device, number of elements)`` names."""
+        """Return the storage for a reference ``("storage", class, key, device, number of elements)``."""
         kind, cls, key, _, count = pid
         dtype = _STORAGES[cls.stands_for]
         if kind != "storage" or type(count) is not int or count < 0:
@@ -139,37 +139,37 @@ class _Archive:
 
 
 class _Builder:
-    """Makes values of records, each once, so that what was one object is one object again."""
+    """Builds values from records, each record once, so that shared objects are shared again."""
 
     def __init__(self, allowed: Mapping[str, Any]) -> None:
         self._allowed = allowed
-        self._done: dict[int, tuple[Any, Any]] = {}  # with the record, so that no other gets its id
+        self._built: dict[int, tuple[Any, Any]] = {}  # with the record, so that no other gets its id
 
     def __call__(self, value: Any) -> Any:
-        if type(value) in _LEAVES:
+        if type(value) in _LEAF_TYPES:
             return value
-        if id(value) not in self._done:
-            self.done(value, self._made(value))
-        return self._done[id(value)][1]
+        if id(value) not in self._built:
+            self.register(value, self._build(value))
+        return self._built[id(value)][1]
 
-    def done(self, record: Any, value: Any) -> Any:
-        """Note that ``value`` is what ``record`` becomes; a container before its content, which may hold it."""
-        self._done[id(record)] = record, value
+    def register(self, record: Any, value: Any) -> Any:
+        """Register the value built from a record; a container before its items, which may refer to it."""
+        self._built[id(record)] = record, value
         return value
 
     def each(self, values: Iterable[Any]) -> list[Any]:
-        """Return the values of several records."""
+        """Return the values built from several records."""
         return [self(value) for value in values]
 
-    def _made(self, value: Any) -> Any:
+    def _build(self, value: Any) -> Any:
         if isinstance(value, Record):
-            maker = _MAKERS.get(value.stands_for)
-            return maker(self, value) if maker else self._of_user(value)
+            constructor = _CONSTRUCTORS.get(value.stands_for)
+            return constructor(self, value) if constructor else self._build_user_object(value)
         if isinstance(value, type):
             return self._global(cast(type[Record], value).stands_for)
         if type(value) in (tuple, set, frozenset):
             return type(value)(self.each(value))
-        self.done(value, value)
+        self.register(value, value)
         if type(value) is list:
             value[:] = self.each(value)
         elif type(value) is dict:
@@ -187,10 +187,10 @@ class _Builder:
             return self._allowed[name]
         raise UnknownClassError(name)
 
-    def _of_user(self, record: Record) -> Any:
-        """Make an object of a class that the user has allowed, as ``pickle`` does."""
+    def _build_user_object(self, record: Record) -> Any:
+        """Build an object of a class that the user has allowed, as ``pickle`` does."""
         cls, args = self._global(record.stands_for), self.each(record.args)
-        made: Any = self.done(record, cls(*args) if record.called else cls.__new__(cls, *args))
+        made: Any = self.register(record, cls(*args) if record.called else cls.__new__(cls, *args))
         if record.state is None:
             return made
         state = self(record.state)
@@ -204,7 +204,7 @@ class _Builder:
 
 
 def _dict(build: _Builder, record: Record) -> Any:
-    made = build.done(
+    made = build.register(
         record, {"OrderedDict": OrderedDict, "Counter": Counter}[type(record).__name__](*build.each(record.args))
     )
     made.update((build(key), build(value)) for key, value in record.items)
@@ -213,16 +213,16 @@ def _dict(build: _Builder, record: Record) -> Any:
     return made
 
 
-def _plain(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[[_Builder, Record], Any]:
-    """Return a maker that calls ``make`` with arguments of exactly one of these lists of types."""
+def _checked_call(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[[_Builder, Record], Any]:
+    """Return a constructor that calls ``make`` with arguments whose types are one of the given lists of types."""
 
-    def maker(build: _Builder, record: Record) -> Any:
+    def constructor(build: _Builder, record: Record) -> Any:
         args = build.each(record.args)
         if tuple(map(type, args)) not in kinds:
             raise ValueError(f"{record.stands_for} of {args!r}")
         return make(*args)
 
-    return maker
+    return constructor
 
 
 def _latin1(text: str, encoding: str) -> bytes:
@@ -232,7 +232,7 @@ def _latin1(text: str, encoding: str) -> bytes:
 
 
 def _tensor(build: _Builder, record: Record) -> torch.Tensor:
-    """Make a tensor of (storage, offset, size, stride, requires_grad, hooks[, dtype][, metadata])."""
+    """Build a tensor from (storage, offset, size, stride, requires_grad, hooks[, dtype][, metadata])."""
     storage, start, size, stride, grad, _, *rest = record.args
     if not isinstance(storage, _Storage):
         raise ValueError(f"a tensor of {storage!r}")
@@ -241,7 +241,7 @@ def _tensor(build: _Builder, record: Record) -> torch.Tensor:
     metadata = build(rest[0]) if rest else None
     if metadata and set(metadata) - {"conj", "neg"}:
         raise ValueError(f"a tensor with {metadata!r}")
-    (first,), sizes, strides = counts((start,)), counts(build(size)), counts(build(stride))
+    (first,), sizes, strides = checked_sizes((start,)), checked_sizes(build(size)), checked_sizes(build(stride))
     last = first + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     if 0 not in sizes and (last + 1) * dtype.itemsize > len(storage.content):
         raise ValueError(f"a tensor of shape {list(sizes)} in {len(storage.content)} bytes")
@@ -259,11 +259,11 @@ def _parameter(build: _Builder, record: Record) -> torch.nn.Parameter:
 
 
 def _with_attributes(build: _Builder, record: Record) -> torch.Tensor:
-    """Make a tensor of (function, class, arguments, attributes)."""
+    """Build a tensor with attributes from (function, class, arguments, attributes)."""
     function, cls, args, state = record.args
-    if cls.stands_for not in _NAMES:
+    if cls.stands_for not in _CLASS_NAMES:
         raise UnknownClassError(cls.stands_for)
-    made = checked(_MAKERS[function.stands_for](build, function(*args)), torch.Tensor)
+    made = checked(_CONSTRUCTORS[function.stands_for](build, function(*args)), torch.Tensor)
     vars(made).update(build(state))
     return made
 
@@ -272,8 +272,8 @@ def _on_cpu(build: _Builder, record: Record) -> torch.Tensor:
     return checked(build(record.args[0]), torch.Tensor)
 
 
-def _member(build: _Builder, record: Record) -> Any:
-    """Make the member of an enum that the user has allowed, of (class, name), as Python 3.11.0 to 3.11.3 write it."""
+def _enum_member(build: _Builder, record: Record) -> Any:
+    """Return the member of an enum that the user has allowed, from (class, name), as Python 3.11.0 to 3.11.3 write it."""
     enum, name = build.each(record.args)
     if not isinstance(enum, EnumType) or name not in enum.__members__:
         raise UnknownClassError(record.stands_for)
@@ -295,32 +295,32 @@ _STORAGES: dict[str, torch.dtype | None] = {
     "torch.ComplexDoubleStorage": torch.complex128,
     "torch.ComplexFloatStorage": torch.complex64,
 }
-_NAMES = {*_STORAGES, "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray"}
-_MAKERS: dict[str, Callable[[Any, Record], Any]] = {
-    "builtins.getattr": _member,
+_CLASS_NAMES = {*_STORAGES, "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray"}
+_CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
+    "builtins.getattr": _enum_member,
     "builtins.set": lambda build, record: set(build(record.args[0]) if record.args else ()),
-    "builtins.bytes": _plain(bytes, ()),
-    "builtins.bytearray": _plain(lambda *content: bytearray(*content[:1]), (), (bytes,)),
-    "builtins.complex": _plain(complex, (float, float)),
-    "_codecs.encode": _plain(_latin1, (str, str)),
+    "builtins.bytes": _checked_call(bytes, ()),
+    "builtins.bytearray": _checked_call(lambda *content: bytearray(*content[:1]), (), (bytes,)),
+    "builtins.complex": _checked_call(complex, (float, float)),
+    "_codecs.encode": _checked_call(_latin1, (str, str)),
     "collections.OrderedDict": _dict,
     "collections.Counter": _dict,
-    "torch.Size": lambda build, record: torch.Size(counts(build(record.args[0]))),
-    "torch.device": _plain(torch.device, (str,), (str, int)),
-    "torch.serialization._get_layout": _plain({str(torch.strided): torch.strided}.__getitem__, (str,)),
+    "torch.Size": lambda build, record: torch.Size(checked_sizes(build(record.args[0]))),
+    "torch.device": _checked_call(torch.device, (str,), (str, int)),
+    "torch.serialization._get_layout": _checked_call({str(torch.strided): torch.strided}.__getitem__, (str,)),
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _on_cpu,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
-    **numpy_records.MAKERS,
+    **numpy_records.CONSTRUCTORS,
 }
 
 
-def warn_of_refused(plain: Mapping[str, Any]) -> None:
-    """Warn, once for each name, of values that a load would refuse: a run finds that out when it must go on."""
+def warn_of_unloadable(plain: Mapping[str, Any]) -> None:
+    """Warn, once for each name, of values that a load would refuse because they could run code."""
     for path, value in leaves(plain):
-        if (name := ".".join(path)) not in _warned and not isinstance(value, torch.Tensor) and not _loads(value):
+        if (name := ".".join(path)) not in _warned and not isinstance(value, torch.Tensor) and not _is_loadable(value):
             _warned.add(name)
             _log.warning(
                 "%s is a %s, which no load takes: it could run code. Save numbers, strings, tensors and "
@@ -328,7 +328,7 @@ def warn_of_refused(plain: Mapping[str, Any]) -> None:
             )  # fmt: skip
 
 
-def _loads(value: Any) -> bool:
+def _is_loadable(value: Any) -> bool:
     if is_plain(value) or (type(value) is np.ndarray and value.dtype.kind in "biufc"):
         return True
     content = io.BytesIO()
@@ -341,5 +341,7 @@ def _loads(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """True for None, a number, a text, bytes, and lists and tuples of these."""
-    return type(value) in _PLAIN or (type(value) in (tuple, list) and all(map(is_plain, cast("list[Any]", value))))
+    """True for None, numbers, strings, bytes, and lists and tuples of such values."""
+    return type(value) in _PLAIN_TYPES or (
+        type(value) in (tuple, list) and all(map(is_plain, cast("list[Any]", value)))
+    )

@@ -1,4 +1,4 @@
-"""Finds the ranks that the arguments of a loader name: a mesh, a process group, or numbers."""
+"""Finds the data-parallel ranks that a loader's arguments name: by a mesh, a process group, or numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.ranks.circle import Circle
+from rescale_data.engine.ranks.communicator import Communicator
 from rescale_data.engine.ranks.meeting import by_dp_rank, digest, once, part_of_store
 from rescale_data.engine.ranks.ranks import BUILD_LATER, Ranks
 
@@ -20,7 +20,7 @@ _MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "conte
 def find_ranks(
     mesh: DeviceMesh | dist.ProcessGroup | None, dp_rank: int | None, dp_world_size: int | None, timeout: float
 ) -> Ranks:
-    """Return the ranks that the arguments of a loader name (collective if there is a process group).
+    """Return the data-parallel ranks that a loader's arguments name (collective if there is a process group).
 
     Args:
         mesh: The data-parallel ranks: a mesh, whose dims count row-major as one, or a process group of exactly these ranks in
@@ -42,16 +42,16 @@ def find_ranks(
     if dist.get_world_size() == 1 and mesh is None:
         return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
     given = None if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
-    members = _named(mesh) if given is None else by_dp_rank(*given, timeout)
+    members = _members_of(mesh) if given is None else by_dp_rank(*given, timeout)
     if len(members) == 1:
         return Ranks()
     group = None if isinstance(mesh, DeviceMesh) else mesh
-    circle = once(group, ("circle", *members), lambda: _new_circle(members, group))
-    return Ranks(members.index(dist.get_rank()), len(members), circle, timeout)
+    communicator = once(group, ("communicator", *members), lambda: _new_communicator(members, group))
+    return Ranks(members.index(dist.get_rank()), len(members), communicator, timeout)
 
 
 def _require_one_process(mesh: object) -> None:
-    """Raise or warn if the mesh or the environment says that this job has several processes without a process group."""
+    """Raise or warn if the mesh or the environment shows several processes, although there is no process group."""
     if mesh is not None:
         raise ValueError(f"mesh= was given, but there is no process group (any more). {BUILD_LATER}")
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -88,10 +88,10 @@ def _require_arguments(mesh: object, dp_rank: int | None, dp_world_size: int | N
         )
 
 
-def _named(mesh: DeviceMesh | dist.ProcessGroup | None) -> list[int]:
+def _members_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> list[int]:
     me = dist.get_rank()
     if isinstance(mesh, DeviceMesh):
-        members = _of_mesh(mesh)
+        members = _ranks_in_mesh(mesh)
     elif mesh is not None:
         members = dist.get_process_group_ranks(mesh)
     else:
@@ -108,7 +108,7 @@ def _named(mesh: DeviceMesh | dist.ProcessGroup | None) -> list[int]:
     return members
 
 
-def _of_mesh(mesh: DeviceMesh) -> list[int]:
+def _ranks_in_mesh(mesh: DeviceMesh) -> list[int]:
     model_dims = [name for name in mesh.mesh_dim_names or () if name.lower() in _MODEL_DIMS]
     if model_dims:
         raise ValueError(
@@ -118,6 +118,6 @@ def _of_mesh(mesh: DeviceMesh) -> list[int]:
     return mesh.mesh.flatten().tolist()
 
 
-def _new_circle(members: list[int], group: dist.ProcessGroup | None) -> Circle:
+def _new_communicator(members: list[int], group: dist.ProcessGroup | None) -> Communicator:
     me = members.index(dist.get_rank())
-    return Circle(part_of_store(f"circle/{digest(members)}", group), me, members)
+    return Communicator(part_of_store(f"communicator/{digest(members)}", group), me, members)

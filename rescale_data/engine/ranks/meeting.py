@@ -1,4 +1,4 @@
-"""Barriers in the job's store, before there is a group of the processes; they name the processes that do not come."""
+"""Barriers in the job's store, used before there is a process group; they name the processes that do not arrive."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 T = TypeVar("T")
 
 _LOOK = 2.0
-"""Seconds between checks for the verdict."""
+"""Seconds between checks of the store for the outcome of a barrier."""
 
 
 class Missing(Exception):
-    """Some ranks did not come in time; ``ranks`` is `None` if the store cannot be reached."""
+    """Error raised if some ranks do not arrive in time; its ``ranks`` is `None` if the store cannot be reached."""
 
     def __init__(self, ranks: list[int] | None) -> None:
         super().__init__(ranks)
@@ -31,7 +31,7 @@ class Missing(Exception):
 
 
 def meet(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> tuple[list[str], int]:
-    """Wait until all members have come to the current attempt; a failed attempt is followed by the next one.
+    """Wait at a barrier until all members have arrived; a failed barrier can be repeated.
 
     Args:
         store: A part of a store that only these meetings use.
@@ -53,7 +53,7 @@ def meet(store: Any, me: int, names: Sequence[int], seconds: float, value: str =
 
 
 def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> list[str]:
-    """Wait until all members have come to the one meeting in this part of a store, and return their texts.
+    """Wait until all members have arrived at the one barrier in this part of a store, and return the texts that they sent.
 
     The last member that comes writes the texts of all as the verdict. The first member whose time is over finds the missing
     members, and writes these as the verdict. The first verdict holds, also for a member that comes later.
@@ -63,31 +63,31 @@ def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str
     """
     store.append("came", f"{me} {value}\n")
     if store.add("count", 1) >= len(names):
-        _decide(store, len(names), is_over=False)
+        _write_verdict(store, len(names), is_over=False)
     until, is_over = monotonic() + seconds, False
     while not _appears(store, "verdict", min(_LOOK, seconds / 4)):
         if monotonic() >= until:
             if store.add("looks", 1) == 1 or is_over:  # the member that looked first may have died since
-                _decide(store, len(names), is_over=True)
+                _write_verdict(store, len(names), is_over=True)
             is_over = True
     kind, *lines = store.get("verdict").decode().splitlines()
     if kind == "missing":
         raise Missing([names[int(index)] for index in lines])
-    return [said for _, said in sorted(_came(lines).items())]
+    return [texts for _, texts in sorted(_arrived(lines).items())]
 
 
-def _decide(store: Any, num_members: int, *, is_over: bool) -> None:
+def _write_verdict(store: Any, num_members: int, *, is_over: bool) -> None:
     text = store.get("came").decode()
-    missing = sorted({*range(num_members)} - {*_came(text.splitlines())})
+    missing = sorted({*range(num_members)} - {*_arrived(text.splitlines())})
     if is_over:
         store.compare_set("verdict", "", "\n".join(["missing", *map(str, missing)]))
     elif not missing:
         store.compare_set("verdict", "", f"all\n{text}")
 
 
-def _came(lines: Sequence[str]) -> dict[int, str]:
-    """Return the messages of the members that have arrived, by index."""
-    return {int(index): said for index, _, said in (line.partition(" ") for line in lines)}
+def _arrived(lines: Sequence[str]) -> dict[int, str]:
+    """Return the texts of the members that have arrived, by the index of the member."""
+    return {int(index): texts for index, _, texts in (line.partition(" ") for line in lines)}
 
 
 def _appears(store: Any, key: str, seconds: float) -> bool:
@@ -99,7 +99,7 @@ def _appears(store: Any, key: str, seconds: float) -> bool:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Return ``work()``, or raise `Missing` without ranks if the store fails, or does not answer in time.
+    """Return ``work()``; raise `Missing` without ranks if the store fails, or does not answer within `seconds`.
 
     The host of a store may vanish without notice. A request to it then waits until the kernel gives up the connection, a
     quarter of an hour. So a thread of its own does the work, and only that thread is left waiting.
@@ -113,24 +113,24 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 class Answer(Generic[T]):
-    """The result of a piece of work that another thread does, or the error that is raised in its place."""
+    """The result of work that another thread does, or the error to raise in its place."""
 
     def __init__(self) -> None:
         self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
     def set_by(self, work: Callable[[], T]) -> None:
-        """Do the work."""
+        """Run `work`, and store its result or its error for `get`."""
         try:
             self._results.put((work(), None))
         except BaseException as error:
             self._results.put((None, error))
 
     def fail(self, error: BaseException) -> None:
-        """Let `get` raise an error, though the work goes on."""
+        """Make `get` raise an error at once, although the work goes on."""
         self._results.put((None, error))
 
     def get(self, seconds: float | None = None) -> T:
-        """Return the result, once; while this thread waits, signal handlers and Ctrl-C run.
+        """Wait for the result and return it, once; signal handlers and Ctrl-C run during the wait.
 
         Raises:
             Empty: The work has taken `seconds`. It goes on.
@@ -145,26 +145,26 @@ class Answer(Generic[T]):
 
 
 def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
-    """Return ``work()``, done in another thread; `Empty` where it has taken `seconds`, and goes on."""
+    """Return ``work()``, run in another thread; raise `Empty` after `seconds`, while the thread goes on."""
     answer = Answer[T]()
     threading.Thread(target=answer.set_by, args=(work,), daemon=True, name="rescale_data-store").start()
     return answer.get(seconds)
 
 
 def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
-    """Return the job's ranks in the group of this process: the n-th process of each dp rank, if this is the n-th of its own."""
+    """Return one process of each dp rank, by its job rank: the n-th of each, if this process is the n-th of its dp rank."""
     return once(None, ("dp", dp_rank, dp_world_size), lambda: _meet_by_dp_rank(dp_rank, dp_world_size, timeout))
 
 
 def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
     me, everyone = dist.get_rank(), list(range(dist.get_world_size()))
-    said, _ = meet_in_job("dp", everyone, timeout, f"{dp_rank} {dp_world_size}")
-    given = [tuple(map(int, text.split())) for text in said]
+    texts, _ = meet_in_job("dp", everyone, timeout, f"{dp_rank} {dp_world_size}")
+    given = [tuple(map(int, text.split())) for text in texts]
     sizes = sorted({size for _, size in given})
     if len(sizes) > 1:
         raise ValueError(f"The ranks built their loaders with different dp_world_size: {sizes}. All need the same.")
     of_rank = [[rank for rank, (of, _) in enumerate(given) if of == wanted] for wanted in range(dp_world_size)]
-    missing = [of for of, found in enumerate(of_rank) if not found]
+    missing = [of for of, group in enumerate(of_rank) if not group]
     if missing:
         raise ValueError(
             f"dp_world_size={dp_world_size}, but no process of the group was given dp_rank={missing[0]} ({len(missing)} "
@@ -172,23 +172,23 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
             f"at least, or pass mesh= in place of dp_rank= and dp_world_size=."
         )
     place = of_rank[dp_rank].index(me)
-    if len({len(found) for found in of_rank}) > 1:
+    if len({len(group) for group in of_rank}) > 1:
         raise ValueError(
-            f"The dp ranks were given to {sorted({len(found) for found in of_rank})} processes each: give each dp rank to as "
+            f"The dp ranks were given to {sorted({len(group) for group in of_rank})} processes each: give each dp rank to as "
             f"many (its TP, PP and CP peers), or pass mesh= of the dp ranks."
         )
-    return [found[place] for found in of_rank]
+    return [group[place] for group in of_rank]
 
 
 def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:
-    """Return the value of ``key``, made once and kept as long as the group (default: the group of the job) exists."""
-    known = _made.setdefault(dist.group.WORLD if group is None else group, {})
+    """Return the value of ``key``, made once by ``make`` and kept as long as the process group (default: the job's) exists."""
+    known = _cached.setdefault(dist.group.WORLD if group is None else group, {})
     if key not in known:
         known[key] = make()
     return known[key]
 
 
-_made: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_cached: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 os.register_at_fork(after_in_child=gc.freeze)
@@ -197,18 +197,18 @@ process does not have, or would leave the epoll set that both processes share, a
 
 
 def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> Any:
-    """Return a gloo group that is not registered with ``torch.distributed``."""
+    """Return a new gloo process group that is not registered with ``torch.distributed``."""
     return ProcessGroupGloo(PrefixStore(name, store), me, num_members, datetime.timedelta(seconds=timeout))
 
 
 def part_of_store(name: str, group: dist.ProcessGroup | None) -> Any:
-    """Return a part of the store of a group (default: the group of the job)."""
+    """Return a part of the store of a process group (default: the group of the job), under a prefix."""
     owner: Any = dist.group.WORLD if group is None else group
     return PrefixStore(f"rescale_data/{name}", owner.get_group_store())
 
 
-def is_in_a_file() -> bool:
-    """True if the job's store is a file, which torch removes when a forked child of a rank ends."""
+def is_file_store() -> bool:
+    """True if the job's store is a file, which torch removes when a forked child process of a rank ends."""
     group: Any = dist.group.WORLD
     store = group.get_group_store()
     while isinstance(store, PrefixStore):
@@ -217,7 +217,7 @@ def is_in_a_file() -> bool:
 
 
 def meet_in_job(name: str, members: Sequence[int], timeout: float, value: str = "") -> tuple[list[str], Any]:
-    """Wait until all members, ranks of the job, have come to the meeting of this name; it may be repeated.
+    """Wait until all members, given as ranks of the job, have arrived at the barrier `name`; it may be repeated.
 
     Returns:
         The texts of all members, and a part of the store that only this meeting uses.
@@ -227,7 +227,7 @@ def meet_in_job(name: str, members: Sequence[int], timeout: float, value: str = 
     """
     store, me = part_of_store(name, None), members.index(dist.get_rank())
     try:
-        said, number = within(2 * timeout, lambda: meet(store, me, members, timeout, value))
+        texts, number = within(2 * timeout, lambda: meet(store, me, members, timeout, value))
     except Missing as missing:
         if missing.ranks is None:
             raise RuntimeError(
@@ -238,7 +238,7 @@ def meet_in_job(name: str, members: Sequence[int], timeout: float, value: str = 
             f"The ranks {missing.ranks} did not build the data loader that rank {members[me]} builds, within "
             f"timeout={timeout:g} s. All ranks of mesh= build it (default: all of the job)."
         ) from None
-    return said, PrefixStore(str(number), store)
+    return texts, PrefixStore(str(number), store)
 
 
 def digest(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Processes that share a dp rank: the first one reads, and sends the result of each call to the others.
+"""Processes that share a dp rank: the first one reads, and broadcasts the result of each call to the others.
 
 every call         header to all: the call, the place of the run, the number of bytes that follow
 a batch            its bytes, to the peers that receive batches
@@ -23,11 +23,11 @@ from rescale_data.engine.ranks.meeting import digest, gloo, meet_in_job, once
 _numbers = itertools.count()
 BATCH, RESULT = range(2)
 NUM_COUNTS = 4
-"""The number of counts in a header, besides the kind and the size of the body."""
+"""The number of counts in a message header, besides the kind and the size of the body."""
 
 
 class Peers:
-    """The processes of one dp rank, in the order of their ranks in the job. All of them make this object.
+    """The processes of one dp rank, in the order of their ranks in the job; each of them makes this object.
 
     Args:
         members: The ranks of the peers in the job.
@@ -44,8 +44,8 @@ class Peers:
         self._process = os.getpid()
         self.me = self._members.index(self.rank)
         mine = [str(int(receives)), str(next(_numbers)), *(f"{digest(setting):x}" for setting in settings.values())]
-        said, store = meet_in_job(f"peers/{digest(self._members)}", members, timeout, " ".join(mine))
-        words = [text.split() for text in said]
+        texts, store = meet_in_job(f"peers/{digest(self._members)}", members, timeout, " ".join(mine))
+        words = [text.split() for text in texts]
         _require_same(settings, [given[2:] for given in words], members)
         self._number = words[0][1]  # as the first peer counts: keeps its loaders for training and validation apart
         receivers = [rank for rank, mine in zip(members, words, strict=True) if mine[0] == "1" or rank == members[0]]
@@ -55,21 +55,21 @@ class Peers:
         self._broken: str | None = None
 
     def digest_of(self, call: str) -> int:
-        """Return a digest of a call that is the same on all peers, and differs from the digests of any other `Peers`."""
+        """Return a digest of a call that is equal on all peers, and different for the same call of another loader."""
         return digest((self._number, call))
 
     def require_no_fork(self) -> None:
-        """Raise `RuntimeError` in a forked child: it would send on its parent's connections, and a lock may be held."""
+        """Raise `RuntimeError` in a forked child process, which must not use the connections of its parent."""
         if len(self._members) > 1 and os.getpid() != self._process:
             raise RuntimeError(f"this process was forked from the rank {self.rank}, and is none: build a loader in it")
 
-    def say(self, kind: int, counts: Sequence[int], said: Bytes) -> None:
-        """Send a message from the first peer to the others, with ``NUM_COUNTS`` counts."""
-        body, start = said
+    def send(self, kind: int, counts: Sequence[int], texts: Bytes) -> None:
+        """Broadcast a message from the first peer to the others: its kind, ``NUM_COUNTS`` counts and a packed value."""
+        body, start = texts
         self._exchange(self._all, torch.tensor([kind, body.numel(), start, *counts], device="cpu"))
         self._exchange(self._receivers if kind == BATCH else self._all, body)
 
-    def hear(self, pin_memory: bool) -> tuple[int, list[int], Any]:
+    def receive(self, pin_memory: bool) -> tuple[int, list[int], Any]:
         """Return the kind, the counts and the value of the first peer's next message.
 
         The value is `None` for a batch if this process receives none.
@@ -103,10 +103,10 @@ class Peers:
             raise RuntimeError(self._broken) from error
 
 
-def _require_same(settings: dict[str, str], said: list[list[str]], members: Sequence[int]) -> None:
+def _require_same(settings: dict[str, str], texts: list[list[str]], members: Sequence[int]) -> None:
     for number, (name, mine) in enumerate(settings.items()):
-        if len({words[number] for words in said}) > 1:
-            others = [rank for rank, words in zip(members, said, strict=True) if words[number] != said[0][number]]
+        if len({words[number] for words in texts}) > 1:
+            others = [rank for rank, words in zip(members, texts, strict=True) if words[number] != texts[0][number]]
             raise ValueError(
                 f"The peers {list(members)} of one dp rank built a loader with different {name}: rank {dist.get_rank()} "
                 f"has {mine}, and the ranks {others} another than rank {members[0]}. All of them need the same arguments."
@@ -114,6 +114,6 @@ def _require_same(settings: dict[str, str], said: list[list[str]], members: Sequ
 
 
 def _group(members: list[int], store: Any, timeout: float) -> Any:
-    """Return the gloo group of these processes; all broadcasts among the same processes share one."""
+    """Return the gloo group of these processes, made once and shared by all broadcasts among them."""
     me = members.index(dist.get_rank())
     return once(None, ("peers", *members), lambda: gloo(f"gloo/{digest(members)}", store, me, len(members), timeout))

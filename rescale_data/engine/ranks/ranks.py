@@ -1,4 +1,4 @@
-"""The data-parallel ranks of a run, and the few collectives of the loader among them.
+"""`Ranks`: the data-parallel ranks of a run, and the collectives of the loader among them.
 
 Every collective is one all-gather on the CPU among exactly these ranks; it begins when all of them have come.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from rescale_data.engine.ranks.circle import Call, Circle
+from rescale_data.engine.ranks.communicator import Call, Communicator
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.state import Ints
 
@@ -25,7 +25,7 @@ BUILD_LATER = (
     "DataModule, with Hugging Face after TrainingArguments(), with accelerate after Accelerator(), with Ray in the function "
     "that each worker runs. For one rank that reads all rows give dp_world_size=1."
 )
-"""The cure for a loader that was built before its process group."""
+"""The remedy that error messages name for a loader that was built before its process group."""
 _BUILD_ON_ALL = "All ranks of mesh= build the loader (default: all of the job), with the same arguments."
 _RESTART = "State that was saved is whole; restart from it."
 _CALL_ON_ALL = "A state is made by all dp ranks together: call it on every rank, before `if rank == 0`."
@@ -33,30 +33,30 @@ _CALL_ON_ALL = "A state is made by all dp ranks together: call it on every rank,
 
 @dataclass(frozen=True)
 class Ranks:
-    """The data-parallel ranks, and the place of this process among them.
+    """The data-parallel ranks of a run, the rank of this process, and the collectives among them.
 
     Args:
         rank: The data-parallel rank of this process, ``0 <= rank < world_size``.
         world_size: W.
-        circle: The processes of these ranks, in their order; `None` without a process group, and for a single rank.
+        communicator: The processes of these ranks, in their order; `None` without a process group, and for a single rank.
         timeout: Seconds that a rank may keep the others waiting.
-        loader: The number of the loader in its process, the same on all ranks (`built`).
-        leg: The number of the segment, which keeps exchanges before and after a load apart: ranks may have stood at different
-            batches.
+        loader: The number of the loader in its process, the same on all ranks (`with_new_loader`).
+        segment: The number of the segment, which keeps exchanges before and after a load apart: ranks may have stood at
+            different batches.
         found_alone: True if there was no process group of several ranks, and no argument said that one rank is meant.
     """
 
     rank: int = 0
     world_size: int = 1
-    circle: Circle | None = None
+    communicator: Communicator | None = None
     timeout: float = 300.0
     loader: int = 0
-    leg: int = 0
+    segment: int = 0
     found_alone: bool = False
-    _saves: bool = False
-    _loads: bool = False
+    _is_save: bool = False
+    _is_load: bool = False
     _place: tuple[int, ...] = ()
-    _agreed_leg: list[int] = field(default_factory=list[int])
+    _agreed_segment: list[int] = field(default_factory=list[int])
 
     def require_no_group(self) -> None:
         """Raise ``RuntimeError`` if a process group of several ranks was made after the loader was built without one."""
@@ -69,26 +69,26 @@ class Ranks:
     @property
     def simulated(self) -> bool:
         """True if the other ranks cannot be reached: ``dp_rank`` and ``dp_world_size`` were given without a process group."""
-        return self.world_size > 1 and self.circle is None
+        return self.world_size > 1 and self.communicator is None
 
     @property
     def saving(self) -> Ranks:
-        """The same ranks for a save, which all of them make together: a rank that saves alone gets an error with the cure."""
-        return replace(self, _saves=True)
+        """The same ranks, with collectives named for a save: a rank that saves alone gets an error that names the remedy."""
+        return replace(self, _is_save=True)
 
     @property
     def loading(self) -> Ranks:
-        """The same ranks within a load, which may have failed on some of them before: its exchanges ignore the segment."""
-        return replace(self, _loads=True)
+        """The same ranks, with collectives named for a load: they ignore the segment number, which may differ between ranks."""
+        return replace(self, _is_load=True)
 
     def at(self, *place: int) -> Ranks:
-        """Return the same ranks at a place of the run: exchanges of ranks at different places never mix."""
+        """Return the same ranks, with collectives named by a place of the run, so that different places never mix."""
         return replace(self, _place=place)
 
     @property
-    def next_leg(self) -> Ranks:
-        """The same ranks after a load, in the next segment."""
-        return replace(self, leg=max(self.leg, *self._agreed_leg, 0) + 1, _agreed_leg=[])
+    def in_next_segment(self) -> Ranks:
+        """The same ranks after a load, with the number of the next segment."""
+        return replace(self, segment=max(self.segment, *self._agreed_segment, 0) + 1, _agreed_segment=[])
 
     def warn(self, message: str, *values: object) -> None:
         """Log a warning on dp rank 0 alone."""
@@ -101,13 +101,13 @@ class Ranks:
             _logger.info(message, *values)
 
     def merge(self, table: Ints, owner: Ints) -> Ints:
-        """Return a table that has each row from the rank that owns it (collective); for a single rank, return `table` itself.
+        """Return the table with each row taken from the rank that owns it (collective); for a single rank, `table` itself.
 
         Args:
             table: ``int64[N, columns]``.
             owner: ``int64[N]``, the rank that owns each row; the same on every rank.
         """
-        if self.circle is None:
+        if self.communicator is None:
             return table
         counts = np.bincount(owner, minlength=self.world_size)
         mine = np.zeros((counts.max(), table.shape[1]), dtype=np.int64)
@@ -120,15 +120,15 @@ class Ranks:
         return merged
 
     def each(self, values: Sequence[int]) -> Ints:
-        """Return a few integers of every rank: ``int64[W, len(values)]`` (collective)."""
+        """Gather a few integers from every rank: ``int64[W, len(values)]`` (collective)."""
         return self._agree("each", values)()
 
     def numbers(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Return numbers of every rank: ``float64[W, len(values)]`` (collective)."""
+        """Gather floating-point numbers from every rank: ``float64[W, len(values)]`` (collective)."""
         return self._gather(torch.tensor(values, dtype=torch.float64, device="cpu"), "numbers").numpy()
 
     def least(self, value: int) -> Callable[[], int]:
-        """Send a value ahead of time; call the result to wait for the smallest value of all ranks (collective)."""
+        """Send a value to all ranks; return a function that waits for, and returns, the smallest value of all (collective)."""
         finish = self._agree("sure", [value])
         return lambda: int(finish().min())
 
@@ -141,23 +141,23 @@ class Ranks:
         """Raise ``ValueError`` on every rank if some value differs between ranks; the message names the value (collective)."""
         self._require(what, self._agree("same", [digest(value) for value in what.values()])(), did)
 
-    def built(self, what: dict[str, Any]) -> Ranks:
-        """Return the ranks with the number of a loader that all of them build (collective).
+    def with_new_loader(self, what: dict[str, Any]) -> Ranks:
+        """Return the same ranks, with the number of the loader that all of them are building (collective).
 
         Some ranks may have failed to build earlier loaders, so the number is the largest that any rank has reached.
 
         Args:
             what: The arguments by name, which must be the same on all ranks; otherwise every rank raises ``ValueError``.
         """
-        circle = self.circle
-        if circle is None:
+        communicator = self.communicator
+        if communicator is None:
             return self
-        values = [circle.num_loaders + 1, *map(digest, what.values())]
+        values = [communicator.num_loaders + 1, *map(digest, what.values())]
         call = Call("build", self.timeout, _BUILD_ON_ALL)
-        of_all = circle.agree(call, values)()
-        circle.num_loaders = int(of_all[:, 0].max())
+        of_all = communicator.agree(call, values)()
+        communicator.num_loaders = int(of_all[:, 0].max())
         self._require(what, of_all[:, 1:])
-        return replace(self, loader=circle.num_loaders)
+        return replace(self, loader=communicator.num_loaders)
 
     def _require(self, what: dict[str, Any], digests: Ints, did: str = "built their loaders") -> None:
         differ = (digests != digests[0]).any(axis=0).tolist()
@@ -169,23 +169,23 @@ class Ranks:
             )
 
     def _gather(self, tensor: torch.Tensor, what: str = "rows") -> torch.Tensor:
-        return tensor[None] if self.circle is None else self.circle.gather(self._call(what), tensor)
+        return tensor[None] if self.communicator is None else self.communicator.gather(self._call(what), tensor)
 
     def _agree(self, what: str, values: Sequence[int]) -> Callable[[], Ints]:
-        if self.circle is None:
+        if self.communicator is None:
             return lambda: np.array([values], dtype=np.int64)
-        return self.circle.agree(self._call(what), values)
+        return self.communicator.agree(self._call(what), values)
 
     def _call(self, what: str) -> Call:
-        if self._saves:
+        if self._is_save:
             return Call(f"save/{what}/{self.loader}", self.timeout, _CALL_ON_ALL)
-        if self._loads:
+        if self._is_load:
             return Call(f"load/{what}/{self.loader}", self.timeout, _RESTART)
-        return Call(f"read/{what}/{self.loader}/{self._place}", self.timeout, _RESTART, self._number_of_leg())
+        return Call(f"read/{what}/{self.loader}/{self._place}", self.timeout, _RESTART, self._segment_number())
 
-    def _number_of_leg(self) -> int:
-        """Return the largest number of a segment on any rank: if a load failed on some ranks, only these have loaded again."""
-        if self.leg > 1 and not self._agreed_leg and self.circle is not None:
-            call = Call(f"read/leg/{self.loader}", self.timeout, _RESTART)
-            self._agreed_leg.append(int(self.circle.agree(call, [self.leg])().max()))
-        return self._agreed_leg[0] if self._agreed_leg else self.leg
+    def _segment_number(self) -> int:
+        """Return the largest segment number of any rank; ranks differ if a load failed on some of them."""
+        if self.segment > 1 and not self._agreed_segment and self.communicator is not None:
+            call = Call(f"read/segment/{self.loader}", self.timeout, _RESTART)
+            self._agreed_segment.append(int(self.communicator.agree(call, [self.segment])().max()))
+        return self._agreed_segment[0] if self._agreed_segment else self.segment

@@ -1,4 +1,4 @@
-"""Changes of a pipeline between the segments of a run.
+"""Changes of a pipeline between the segments of a run: the allowed ones, and the translation of a state.
 
 Parameters that a node names may change, children may come and go, and samples may get another form (`HasForm`): a longer
 ``seq_len``, labels, another dtype. A state is first translated to the current pipeline, and then compared like any other state.
@@ -22,7 +22,7 @@ from rescale_data.nodes import changing
 from rescale_data.nodes.abilities import HasForm, Mixes
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import may_change
-from rescale_data.nodes.form import BEFORE, LASTING
+from rescale_data.nodes.form import EARLIER_KEY, WINDOW_PARAMETERS
 from rescale_data.state import Ints
 
 Path = tuple[str, ...]
@@ -30,8 +30,8 @@ _MOST = 2  # a window may have been packed in so many forms
 
 
 @dataclass(frozen=True)
-class Changed:
-    """A child that came or went.
+class ChangedChild:
+    """A child node that was added to the pipeline, or removed from it, since the state was saved.
 
     Args:
         path: The path of the child.
@@ -46,13 +46,13 @@ class Changed:
         return ".".join(self.path)
 
     def has(self, key: str) -> bool:
-        """True if a field, a source or a node belongs to the child."""
+        """True if the field, source or node with the name ``key`` belongs to the child."""
         return key in self.own or key == self.name or key.startswith(self.name + ".")
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A state without its table, translated to the current pipeline.
+    """The header of a state, translated to the current pipeline, and the changes of the pipeline since the save.
 
     Args:
         columns, pipeline, sources: As read from JSON; sources are `None` if they equal the current ones.
@@ -63,13 +63,13 @@ class Fitted:
     columns: Mapping[str, Any]
     pipeline: Nodes
     sources: Mapping[str, Any] | None
-    added: list[Changed]
-    removed: list[Changed]
+    added: list[ChangedChild]
+    removed: list[ChangedChild]
     growth: Growth = field(default_factory=lambda: Growth({}, {}))
 
 
 def fit(schema: Schema, header: Mapping[str, Any]) -> Fitted:
-    """Return a state without the children that are gone, and with the ones that are new; other differences stay."""
+    """Return the header of a state translated to the current pipeline: without removed children, with added ones."""
     removed, added = _changes(schema, header["pipeline"])
 
     def merged(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,42 +83,44 @@ def fit(schema: Schema, header: Mapping[str, Any]) -> Fitted:
     return Fitted(columns, merged(header["pipeline"], schema.pipeline), sources, added, removed)
 
 
-def lasting(schema: Schema, pipeline: Nodes) -> Nodes:
-    """Return a pipeline's parameters, except the form of its samples and parameters that may change."""
+def fixed_parameters(schema: Schema, pipeline: Nodes) -> Nodes:
+    """Return the parameters of a pipeline that must stay the same for the whole run."""
     free: defaultdict[str, set[str]] = defaultdict(set)
     for path, node in schema.root.walk():
         free_now = may_change(node) if _is_settled(schema.root, path) else frozenset[str]()
         form = node.FORM if isinstance(node, HasForm) and _is_drawn_once(schema.root, path) else frozenset[str]()
         if free_now or form:
-            free[path_name(path)] |= {*free_now, *form, BEFORE}
+            free[path_name(path)] |= {*free_now, *form, EARLIER_KEY}
     return without(pipeline, free)
 
 
-def fixed_by_others(schema: Schema) -> list[str]:
-    """Return the parameters that could change if a node above let the change take effect."""
+def fixed_by_parents(schema: Schema) -> list[str]:
+    """Return the parameters that may not change only because of a node above, as ``"path: parameter"``."""
     nodes = [(path, node) for path, node in schema.root.walk() if not _is_settled(schema.root, path)]
     return [f"{path_name(path)}: {parameter}" for path, node in nodes for parameter in sorted(may_change(node))]
 
 
 def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
-    """Raise ``DataStateError`` if a change does not fit the samples drawn so far."""
-    for _, node, old, rows in _kept(schema, saved, table):
+    """Raise ``DataStateError`` if a changed parameter of a node does not fit the samples drawn so far."""
+    for _, node, old, rows in _saved_nodes(schema, saved, table):
         if isinstance(node, Mixes):
             node.check_change(old, rows)
 
 
 def earlier(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
     """Return the saved parameters that nodes have to know from now on, by path (`Mixes.earlier`)."""
-    found = {
+    histories = {
         path: node.earlier(old, rows)
-        for path, node, old, rows in _kept(schema, saved, table)
+        for path, node, old, rows in _saved_nodes(schema, saved, table)
         if isinstance(node, Mixes)
     }
-    return {path_name(path): list(history) for path, history in found.items() if history}
+    return {path_name(path): list(history) for path, history in histories.items() if history}
 
 
-def _kept(schema: Schema, saved: Nodes, table: Ints) -> Iterator[tuple[Path, Node[Any], Mapping[str, Any], Ints]]:
-    """Yield the nodes that the state has, with their saved parameters and their slots of the table."""
+def _saved_nodes(
+    schema: Schema, saved: Nodes, table: Ints
+) -> Iterator[tuple[Path, Node[Any], Mapping[str, Any], Ints]]:
+    """Yield each node that the state also has, with its path, its saved parameters and its columns of the table."""
     for path, node in schema.root.walk():
         rows = schema.slots_at(table, path)
         if rows is not None and path_name(path) in saved:
@@ -126,7 +128,7 @@ def _kept(schema: Schema, saved: Nodes, table: Ints) -> Iterator[tuple[Path, Nod
 
 
 def settle(schema: Schema, table: Ints) -> int:
-    """Let changes take effect in each logical shard that is not within a document or a window.
+    """Let changes take effect in each logical shard that is not within a partly delivered document or window.
 
     Returns:
         The number of logical shards that begin a document or window again. They cannot go on in it without the sources or the
@@ -136,17 +138,17 @@ def settle(schema: Schema, table: Ints) -> int:
 
 
 def _is_settled(root: Node[Any], path: Path) -> bool:
-    """True if every node above the one at ``path`` lets a change take effect."""
+    """True if every node above the one at ``path`` lets a change of parameters take effect."""
     return not _is_below(root, path, lambda node: node.READS_AHEAD and changing.within(node) is None)
 
 
 def _is_drawn_once(root: Node[Any], path: Path) -> bool:
-    """True if no node above the one at ``path`` reads its samples again."""
+    """True if no node above the one at ``path`` reads its samples a second time."""
     return not _is_below(root, path, lambda node: node.READS_AHEAD)
 
 
 def _is_below(root: Node[Any], path: Path, holds: Callable[[Node[Any]], bool]) -> bool:
-    """True if ``holds`` for a node above the one at ``path``, or if the path leads into a torchdata node."""
+    """True if ``holds(node)`` for a node above the one at ``path``, or if the path leads into a torchdata node."""
     node = root
     for name in path:
         if holds(node) or name not in node.children:
@@ -155,9 +157,9 @@ def _is_below(root: Node[Any], path: Path, holds: Callable[[Node[Any]], bool]) -
     return False
 
 
-def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[Changed], list[Changed]]:
-    removed: list[Changed] = []
-    added: list[Changed] = []
+def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[ChangedChild], list[ChangedChild]]:
+    removed: list[ChangedChild] = []
+    added: list[ChangedChild] = []
     for path, node in schema.root.walk():
         if isinstance(node, Mixes) and path_name(path) in saved:
             before, now = set(_children(path, saved)), set(node.children)
@@ -166,9 +168,9 @@ def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[Changed], l
     return removed, added
 
 
-def _changed(path: Path, node: Node[Any], child: str) -> Changed:
+def _changed(path: Path, node: Node[Any], child: str) -> ChangedChild:
     kept = {field.path[:-1] for field in node.FIELDS if field.path[-1] in node.children}
-    return Changed((*path, child), frozenset(".".join((*path, *own, child)) for own in kept))
+    return ChangedChild((*path, child), frozenset(".".join((*path, *own, child)) for own in kept))
 
 
 def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -183,7 +185,7 @@ def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
-    """Change the samples to their current form.
+    """Adapt the positions to the current form of the samples (such as ``seq_len``), and log the change.
 
     Args:
         saved: The parameters of the pipeline in the state.
@@ -193,33 +195,33 @@ def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
         The earlier forms, by the path of the node.
     """
     schema, samples = stream.schema, int(table[:, SAMPLES].sum())
-    found: dict[str, History] = {}
-    said: list[str] = []
-    for path, node, old, rows in _kept(schema, saved, table):
+    histories: dict[str, History] = {}
+    lines: list[str] = []
+    for path, node, old, rows in _saved_nodes(schema, saved, table):
         # samples that are read again keep their form
         if not isinstance(node, HasForm) or not _is_drawn_once(schema.root, path):
             continue
         name, new = path_name(path), schema.pipeline[path_name(path)]
-        history: History = [(int(since), form) for since, form in old.get(BEFORE, ())]
+        history: History = [(int(since), form) for since, form in old.get(EARLIER_KEY, ())]
         changed = [key for key in sorted(node.FORM) if old.get(key) != new.get(key)]
-        said += [
+        lines += [
             f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new.get(key)} from there"
             for key in changed
         ]
-        if not set(LASTING).isdisjoint(changed):
+        if not set(WINDOW_PARAMETERS).isdisjoint(changed):
             history = [*history, (samples, _form(old, history, samples, len(table)))][-_MOST:]
             node.reform(rows)
         if history:
-            found[name] = history
-    if said:
+            histories[name] = history
+    if lines:
         stream.ranks.warn(
             "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
-            "; ".join(said),
+            "; ".join(lines),
         )  # fmt: skip
-    return found
+    return histories
 
 
 def _form(old: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:
     since, tokens = (history[-1][0], history[-1][1]["tokens"]) if history else (0, 0)
-    form = {key: old[key] for key in LASTING if key in old}
+    form = {key: old[key] for key in WINDOW_PARAMETERS if key in old}
     return {**form, "tokens": tokens + (samples - since) * old["seq_len"], "shards": num_shards}

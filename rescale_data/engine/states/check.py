@@ -1,4 +1,4 @@
-"""Compares a state with a loader: when the state is loaded, or before a checkpoint is loaded at all.
+"""Compares a state with a loader: when the state is loaded, or before a checkpoint is loaded.
 
 A plain ``dcp.load`` raises by itself if the number of logical shards or columns differs ("Size mismatch between saved ... and
 current ..."). It does so before our code runs, and does not say what to do. So `check` reads the header alone.
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rescale_data.engine.states.change import Fitted, fit, fixed_by_others, lasting
+from rescale_data.engine.states.change import Fitted, fit, fixed_by_parents, fixed_parameters
 from rescale_data.engine.states.codec import fields_in
 from rescale_data.engine.states.differences import differences, without_functions
 from rescale_data.engine.states.growth import compare
@@ -20,7 +20,7 @@ from rescale_data.state import offsets
 
 
 def check(header: Mapping[str, Any], loader: HasStream) -> None:
-    """Raise ``DataStateError`` if a data state does not fit the loader, or only `load_changed` can load it."""
+    """Raise ``DataStateError`` if a saved data state does not fit the loader, or only `load_changed` can load it."""
     require(HasStream, "the loader that is to load it", loader=loader)
     stream = stream_of(loader)
     fitted = require_fit(stream, header)
@@ -35,7 +35,7 @@ def check(header: Mapping[str, Any], loader: HasStream) -> None:
 
 
 def require_fit(stream: Stream, header: Mapping[str, Any]) -> Fitted:
-    """Raise ``DataStateError`` if a state belongs to another run, by its N, seed, columns, sources or pipeline.
+    """Raise ``DataStateError`` if a state belongs to another run: its N, seed, columns, sources or pipeline differ.
 
     Returns:
         The state, translated to the current pipeline.
@@ -50,16 +50,16 @@ def require_fit(stream: Stream, header: Mapping[str, Any]) -> Fitted:
     _require_same("fields", fitted.columns, schema.columns)
     growth = compare(schema, fitted.sources)
     pipelines = without_functions(fitted.pipeline, schema.pipeline)
-    _require_same("pipeline", *(lasting(schema, each) for each in pipelines), fixed=fixed_by_others(schema))
+    _require_same("pipeline", *(fixed_parameters(schema, each) for each in pipelines), fixed=fixed_by_parents(schema))
     return replace(fitted, growth=growth)
 
 
 def _require_same(name: str, saved: Any, now: Any, fixed: Sequence[str] = ()) -> None:
-    found = differences(saved, now)
-    if not found:
+    different = differences(saved, now)
+    if not different:
         return
-    message = f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {_DESCRIBED[name]}"
-    held = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in found)]
+    message = f"The {name} differ from those of the checkpoint: {'; '.join(different)}. {_DESCRIBED[name]}"
+    held = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in different)]
     if held:
         message += (
             f" {held} could change if all nodes above were of rescale_data, or a Mapper of torchdata: others keep what is "

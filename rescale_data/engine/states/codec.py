@@ -1,4 +1,4 @@
-"""The format of a state: one tensor and one JSON string for any pipeline, of one source or two hundred.
+"""The format of a state: one tensor (the table) and one JSON string (the header), for any pipeline.
 
     {"table": int64[N, columns], "header": str}
 
@@ -23,12 +23,12 @@ import torch
 
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
-from rescale_data.engine.recipe import DEALT, ENDED, MOST_STAMPED, OWN_FIELDS, STAMP, UNDEALT
+from rescale_data.engine.recipe import ENDED, LOADER_FIELDS, NO_REMAINDER, REMAINDER, STAMP, STAMP_LIMIT
 from rescale_data.engine.schema import Schema, to_json
-from rescale_data.engine.states.change import Changed
+from rescale_data.engine.states.change import ChangedChild
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
-from rescale_data.state import Field, Ints, field_described, offsets, to_tensors
+from rescale_data.state import Field, Ints, field_from_description, offsets, to_tensors
 
 Path: TypeAlias = tuple[str, ...]
 VERSION = 1
@@ -42,7 +42,7 @@ _DAMAGED = "it was changed or damaged. Load another checkpoint."
 
 @dataclass(frozen=True)
 class Saved:
-    """A state that was read.
+    """The checked header and table of a saved state.
 
     Args:
         header: The values of the header, by name.
@@ -59,7 +59,7 @@ class Saved:
 
     @cached_property
     def values(self) -> dict[str, torch.Tensor]:
-        """The table as one tensor with N rows for each field, by name."""
+        """The table split into fields: a tensor with N rows for each field, by name."""
         return to_tensors(self.fields, self.table)
 
     @property
@@ -69,13 +69,13 @@ class Saved:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """O, W and b of the topology that saved the state."""
+        """The sizes O, W and b of the topology that saved the state."""
         o, w, b, _ = (self.header[name] for name in _SIZES)
         return o, w, b
 
     @property
     def clock(self) -> Clock:
-        """The counts of the run."""
+        """The counts of samples, steps and epochs of the run at the save."""
         counts: dict[str, Any] = {field.name: self.header[field.name] for field in dataclasses.fields(Clock)}
         counts["skipped"] = tuple((first, stop) for first, stop in counts["skipped"])
         counts["step"] -= (counts["samples"] - counts["origin"]) // self.header["global_batch_size"]
@@ -88,7 +88,7 @@ class Saved:
 
 
 def header_of(at: Cursor, ends: Ends) -> str:
-    """Return the header of a state, the same on every rank. The schema keeps its long parts as texts."""
+    """Return the header of a state as JSON, the same on every rank; the schema keeps the long parts of it as texts."""
     layout, schema, clock = ends.layout, ends.schema, at.now(ends.layout)
     step = clock.global_step(layout.global_batch_size)
     counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
@@ -98,19 +98,19 @@ def header_of(at: Cursor, ends: Ends) -> str:
 
 
 def encode(table: Ints, samples: int, header: str) -> dict[str, Any]:
-    """Return the state that consists of a copy of a whole table, ``int64[N, slots]``, and its header."""
+    """Return the state made of a whole table, ``int64[N, slots]``, to which a column of stamps is added, and a header."""
     stamped = np.concatenate([_stamps(len(table), samples)[:, None], table], axis=1)
     return {TABLE: torch.from_numpy(stamped), HEADER: header}
 
 
-def epoch_left(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state at the end of an epoch, moved to the beginning of the next one; return any other state unchanged."""
+def at_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state at the end of an epoch moved to the start of the next epoch; any other state unchanged."""
     table, header = state[TABLE], json.loads(state[HEADER])
-    (remainder,) = _slots(fields_in(header))[OWN_FIELDS[DEALT].key]
+    (remainder,) = _slots(fields_in(header))[LOADER_FIELDS[REMAINDER].key]
     if not bool((table[:, remainder] == ENDED).all()):
         return dict(state)
     table = table.clone()
-    table[:, remainder] = UNDEALT
+    table[:, remainder] = NO_REMAINDER
     return {**state, TABLE: table, HEADER: json.dumps({**header, "epoch": header["epoch"] + 1})}
 
 
@@ -122,12 +122,12 @@ def _stamps(num_logical_shards: int, samples: int) -> Ints:
 
 
 def is_state(value: Any) -> bool:
-    """True if a value looks like the state of a loader."""
+    """True if a value looks like the saved state of a loader: a mapping with a table and a header."""
     return isinstance(value, Mapping) and {TABLE, HEADER} <= value.keys()
 
 
 def read(state: Mapping[str, Any]) -> Saved:
-    """Return the header and the table of a state, checked; raise ``DataStateError`` if it is not the state of a loader."""
+    """Return the checked header and table of a state; raise ``DataStateError`` if it is not the state of a loader."""
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"The state is a {type(state).__name__}. {_GIVE}")
     _require_names(state, (TABLE, HEADER), "state")
@@ -143,7 +143,7 @@ def read(state: Mapping[str, Any]) -> Saved:
 
 
 def read_header(text: Any) -> dict[str, Any]:
-    """Return the values of a header; raise ``DataStateError`` if it is no header, or has counts that no run reaches."""
+    """Return the values of a header; raise ``DataStateError`` if it is damaged, or of another format version."""
     try:
         header = json.loads(text)
     except (TypeError, ValueError) as error:
@@ -156,7 +156,7 @@ def read_header(text: Any) -> dict[str, Any]:
         )
     _require_names(header, (*_SIZES, *_COUNTS, *_OTHERS), "header of the state")
     for name in (*_SIZES, *_COUNTS):
-        if not isinstance(header[name], int) or not (name in _SIZES) <= header[name] < MOST_STAMPED:
+        if not isinstance(header[name], int) or not (name in _SIZES) <= header[name] < STAMP_LIMIT:
             raise DataStateError(f"The state counts {header[name]!r} {name}: {_DAMAGED}")
     if not all(isinstance(header[name], dict) for name in ("pipeline", "sources")):
         raise DataStateError(f"The header of the state has no pipeline and sources: {_DAMAGED}")
@@ -166,22 +166,24 @@ def read_header(text: Any) -> dict[str, Any]:
 
 
 def fields_in(header: Mapping[str, Any]) -> list[Field]:
-    """Return the fields of the table that was saved with a header, in the order of its columns."""
+    """Return the table fields that a header describes, in the order of the columns."""
     try:
-        return [field_described(about["name"], about) for about in header["columns"]]
+        return [field_from_description(about["name"], about) for about in header["columns"]]
     except (AttributeError, LookupError, TypeError) as error:
         raise DataStateError(f"The header of the state does not describe its columns: {_DAMAGED}") from error
 
 
-def table_of(schema: Schema, saved: Saved, added: Sequence[Changed]) -> Ints:
-    """Return the positions of a state, ``int64[N, slots]``, their stamps checked and their columns found by name.
+def table_of(schema: Schema, saved: Saved, added: Sequence[ChangedChild]) -> Ints:
+    """Return the positions of a state for the current pipeline, ``int64[N, slots]``, with stamps checked.
+
+    Columns are found by name.
 
     Args:
         added: The children that have come since the save: they begin at their first row.
     """
     before, now = _slots(saved.fields), _slots(schema.fields)
     (stamp,) = before[STAMP.key]
-    _require_own_rows(saved.table[:, stamp], saved.header["samples"])
+    _require_stamps(saved.table[:, stamp], saved.header["samples"])
     if [*before] == [STAMP.key, *now]:  # the same columns, as at most loads
         return saved.table[:, 1:].copy()
     table, kept = schema.fresh_table(len(saved.table)), [key for key in now if key in before]
@@ -192,9 +194,9 @@ def table_of(schema: Schema, saved: Saved, added: Sequence[Changed]) -> Ints:
     return table
 
 
-def is_dealt(table: Ints) -> bool:
-    """True if a remainder is being served, so that the rows which a rank owns are no longer one block."""
-    return bool((table[:, DEALT] > UNDEALT).any())
+def has_remainder(table: Ints) -> bool:
+    """True if a remainder is being redistributed, so that the shards of a rank need not be one block."""
+    return bool((table[:, REMAINDER] > NO_REMAINDER).any())
 
 
 def _slots(fields: Sequence[Field]) -> dict[str, range]:
@@ -208,7 +210,7 @@ def _require_names(values: Any, names: Iterable[str], what: str) -> None:
 
 
 def _require_ranges(saved: Any, num_samples: int) -> None:
-    """Raise ``DataStateError`` unless the skipped samples are ascending ranges, none beyond the samples of the state."""
+    """Raise ``DataStateError`` unless the skipped samples are ascending ranges within the samples of the state."""
     ranges = saved if isinstance(saved, list) else [saved]
     flat = [value for each in ranges for value in (each if isinstance(each, list) else [each])]
     are_pairs = all(isinstance(each, list) and len(each) == 2 for each in ranges)
@@ -217,14 +219,14 @@ def _require_ranges(saved: Any, num_samples: int) -> None:
         raise DataStateError(f"The state leaves out the samples {saved!r:.200}: {_DAMAGED}")
 
 
-def _require_own_rows(stamps: Ints, samples: int) -> None:
+def _require_stamps(stamps: Ints, samples: int) -> None:
     """Raise ``DataStateError`` if a row has the stamp of another logical shard or of another sample."""
     n = len(stamps)
     wrong = np.flatnonzero(stamps != _stamps(n, samples)).tolist()
     if not wrong:
         return
-    found = [divmod(-1 - value, n) for value in stamps[wrong].tolist()]
-    others = [(row, shard) for row, (at, shard) in zip(wrong, found, strict=True) if at == samples]
+    written_for = [divmod(-1 - value, n) for value in stamps[wrong].tolist()]
+    others = [(row, shard) for row, (at, shard) in zip(wrong, written_for, strict=True) if at == samples]
     if others:
         raise DataStateError(
             f"{len(others)} of {n} rows of the state are those of other logical shards (the first: row {others[0][0]} is that "
@@ -241,32 +243,32 @@ def _require_own_rows(stamps: Ints, samples: int) -> None:
 
 
 def data_states(paths: Iterable[Sequence[Any]]) -> list[Path]:
-    """Return the paths of the data states in a checkpoint that has values at `paths`."""
-    found = {tuple(map(str, path)) for path in paths}
-    return sorted(path[:-1] for path in found if path[-1] == TABLE and (*path[:-1], HEADER) in found)
+    """Return the paths of the data-loader states in a checkpoint, given the paths of all its values."""
+    known = {tuple(map(str, path)) for path in paths}
+    return sorted(path[:-1] for path in known if path[-1] == TABLE and (*path[:-1], HEADER) in known)
 
 
 def find(paths: Iterable[Sequence[Any]], name: str | None, where: object) -> Path:
-    """Return the path of the data state with this name, or of the only one.
+    """Return the path of the data-loader state with this name; without a name, the path of the only one.
 
     Raises:
         DataStateError: There is none, none with this name, or several and no name was given.
     """
-    found = {".".join(root): root for root in data_states(paths)}
-    if name is None and len(found) == 1:
-        return next(iter(found.values()))
-    if name is not None and name in found:
-        return found[name]
-    if not found:
+    states = {".".join(root): root for root in data_states(paths)}
+    if name is None and len(states) == 1:
+        return next(iter(states.values()))
+    if name is not None and name in states:
+        return states[name]
+    if not states:
         raise DataStateError(
             f"The checkpoint {where} holds no data state of a rescale_data loader. Save the loader in the state, under a key."
         )
     asked = "" if name is None else f", and none is named {name!r}"
-    raise DataStateError(f"The checkpoint {where} holds the data states {sorted(found)}{asked}. Name one of them.")
+    raise DataStateError(f"The checkpoint {where} holds the data states {sorted(states)}{asked}. Name one of them.")
 
 
 def with_columns_of(state: Any, saved: torch.Tensor | None) -> Any:
-    """Return a state to load into, with the number of columns that was saved; `load_state_dict` finds columns by name.
+    """Return a state to load into, with as many table columns as the checkpoint has; a load finds columns by name.
 
     Args:
         state: The result of some ``state_dict()``; unless it is the state of a loader, it is returned unchanged.

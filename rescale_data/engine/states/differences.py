@@ -1,4 +1,4 @@
-"""Differences between a state and a pipeline, in words. Some are only logged: functions, blocklists, weights."""
+"""Describes the differences between a saved state and a pipeline as text."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _SHOWN = 5
 
 def differences(saved: Any, now: Any) -> list[str]:
     """Return the first few differences of two JSON values, as ``"source: shuffle: saved 3, now 4"``."""
-    found = [] if saved == now else _compare("", saved, now)
-    return found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
+    lines = [] if saved == now else _compare("", saved, now)
+    return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
 
 
 def without(nodes: Nodes, free: Mapping[str, Set[str]]) -> Nodes:
-    """Return a pipeline's parameters without some of each node, by the node's path."""
+    """Return the parameters of a pipeline without the ones that ``free`` names for each node, by the path of the node."""
     return {name: {k: v for k, v in node.items() if k not in free.get(name, ())} for name, node in nodes.items()}
 
 
 def without_all(nodes: Nodes, *parameters: str) -> Nodes:
-    """Return a pipeline's parameters without the named ones of every node."""
+    """Return the parameters of a pipeline without the given parameters of every node."""
     return without(nodes, {name: {*parameters} for name in nodes})
 
 
 def without_functions(saved: Nodes, now: Nodes) -> tuple[Nodes, Nodes]:
-    """Return two pipelines' parameters without the names and sources of functions, and without versions that only one has."""
+    """Return the parameters of two pipelines without names and sources of functions, and versions that only one has."""
     both = {name for name in saved.keys() & now.keys() if VERSION in saved[name] and VERSION in now[name]}
     free = {name: {CODE} if name in both else {CODE, VERSION} for name in saved.keys() & now.keys()}
     return without(saved, free), without(now, free)
 
 
-def say_changes(stream: Stream, saved: Nodes) -> None:
-    """Log the differences that a load accepts."""
+def log_changes(stream: Stream, saved: Nodes) -> None:
+    """Log the differences between a saved state and the current pipeline that a load accepts."""
     now = stream.schema.pipeline
     functions = _of_parameters(saved, now, {name: {CODE, VERSION} for name in saved.keys() & now.keys()})
     free = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
@@ -56,21 +56,21 @@ def say_changes(stream: Stream, saved: Nodes) -> None:
 def _compare(path: str, saved: Any, now: Any) -> list[str]:
     saved, now = _by_name(saved), _by_name(now)
     if isinstance(saved, dict) and isinstance(now, dict):
-        found: list[str] = []
+        lines: list[str] = []
         for key in sorted({*saved, *now}):
             here = f"{path}: {key}" if path else key
             if key not in now:
-                found.append(f"{here} was saved and is not there now")
+                lines.append(f"{here} was saved and is not there now")
             elif key not in saved:
-                found.append(f"{here} is new")
+                lines.append(f"{here} is new")
             else:
-                found += _compare(here, saved[key], now[key])
-        return found
+                lines += _compare(here, saved[key], now[key])
+        return lines
     return [] if saved == now else [f"{path}: saved {_short(saved)}, now {_short(now)}"]
 
 
 def _by_name(value: Any) -> Any:
-    """Return a list of ``[name, ...]``, as manifests keep files, as a dict by name; return any other value unchanged."""
+    """Return a list of ``[name, ...]`` entries, such as files in a manifest, as a dict by name; other values unchanged."""
     named = isinstance(value, list) and all(
         isinstance(item, list) and item and isinstance(item[0], str) for item in value
     )
@@ -83,7 +83,7 @@ def _short(value: Any) -> str:
 
 
 def _of_parameters(one: Nodes, other: Nodes, keys: Mapping[str, Set[str]]) -> list[str]:
-    """Return the differences in some parameters of each node; a node whose first value has none of them counts as equal."""
+    """Return the differences in the given parameters of each node; nodes without any of them in ``one`` count as equal."""
     picked = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (one, other)
     ]

@@ -1,4 +1,4 @@
-"""Data that grows in the course of a run: added files join at an epoch that no logical shard has begun.
+"""Growth of the data during a run: added files are read from an epoch on that no logical shard has begun.
 
 The *history* of a source gives its manifests, each by the epoch from which it holds. A state keeps the history under "sources":
 the manifest itself if there is only one, else ``{"by_epoch": [[epoch, manifest], ...]}``.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rescale_data.engine.recipe import DEALT, ENDED, UNDEALT, History, path_name
+from rescale_data.engine.recipe import ENDED, NO_REMAINDER, REMAINDER, History, path_name
 from rescale_data.engine.schema import Schema, as_json
 from rescale_data.engine.states.differences import differences
 from rescale_data.errors import DataStateError
@@ -25,7 +25,7 @@ _NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class Growth:
-    """The changes of the data since a state was saved.
+    """The changes of the data since a state was saved: the saved manifests, and the added files.
 
     Args:
         histories: The saved histories, by the path of the node that reads the source.
@@ -37,7 +37,7 @@ class Growth:
 
 
 def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
-    """Return the changes from the data of a state to the current data; raise ``DataStateError`` unless only files were added.
+    """Return the files that were added since a state was saved; raise ``DataStateError`` if the data changed otherwise.
 
     Args:
         saved: The saved sources, by the path of the node that reads each; `None` if they equal the current ones.
@@ -53,29 +53,29 @@ def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
             added = _added(last[path], manifest)
             now[path] = _without(manifest, added)
             grown |= {path: added} if added else {}
-    found = differences(as_json(last), as_json(now))
+    changed = differences(as_json(last), as_json(now))
     if any(FOLDERS in last[path] and last[path] != now.get(path) for path in last):
-        found.append("the index that lists the files of then is no longer in index_dir")
-    if found:
+        changed.append("the index that lists the files of then is no longer in index_dir")
+    if changed:
         raise DataStateError(
-            f"The sources differ from those of the checkpoint: {'; '.join(found)}. Positions in other data mean other rows: "
+            f"The sources differ from those of the checkpoint: {'; '.join(changed)}. Positions in other data mean other rows: "
             f"restore the files, or begin a new run."
         )
     return Growth(histories, grown)
 
 
 def _with_files(source: object, last: Manifest, now: Manifest) -> tuple[Manifest, Manifest]:
-    """Return two manifests, both in full if they differ and their lists of files can be read, else both folded."""
+    """Return two manifests with full lists of files if both lists can be read, else both with digests of the lists."""
     if last == now or not isinstance(source, FiledSource):
         return last, now
     full = source.unfold(last), source.unfold(now)
     return (fold(last), fold(now)) if full[0] is None or full[1] is None else (full[0], full[1])
 
 
-def joined(
+def with_added_files(
     growth: Growth, schema: Schema, table: Ints, reached: Callable[[dict[str, History], Sequence[str]], list[int]]
 ) -> dict[str, History]:
-    """Return the histories from now on: added files join at the next epoch that no logical shard has begun.
+    """Return the manifests of each source by epoch; added files are read from the next epoch that no shard has begun.
 
     Args:
         table: Changed in place if the remainder of an epoch was planned without files that join it: it is planned again.
@@ -93,16 +93,16 @@ def joined(
     last = reached(since(dict.fromkeys(paths, _NEVER)), paths)
     epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in zip(paths, last, strict=True)}
     if any((_reader_rows(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
-        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT
+        table[:, REMAINDER][table[:, REMAINDER] != ENDED] = NO_REMAINDER
     return since(epochs)
 
 
 def needed(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:
-    """Return the histories without manifests that all logical shards have passed: their lists of files may be gone."""
-    return {path: _since(history, schema, table, path) for path, history in histories.items()}
+    """Return the manifests of each source by epoch, without the ones that all logical shards have passed."""
+    return {path: _not_passed(history, schema, table, path) for path, history in histories.items()}
 
 
-def _since(history: History, schema: Schema, table: Ints, path: str) -> History:
+def _not_passed(history: History, schema: Schema, table: Ints, path: str) -> History:
     if len(history) == 1:
         return history
     lowest = int(_reader_rows(schema, table, path)[:, 0].min())
@@ -116,12 +116,12 @@ def next_epoch(schema: Schema, table: Ints, path: str) -> int:
 
 
 def parse(value: Any) -> History:
-    """Return the history that a state keeps as `value`."""
+    """Return the history of a source, ``(first epoch, manifest)`` pairs, from its value in a state."""
     return [(int(epoch), manifest) for epoch, manifest in value["by_epoch"]] if "by_epoch" in value else [(0, value)]
 
 
 def _history(schema: Schema, path: str) -> History:
-    """Return the history that a schema would save."""
+    """Return the history of a source, ``(first epoch, manifest)`` pairs, as a save would write it now."""
     known = schema.histories.get(path, ())
     return list(known) if len(known) > 1 else [(0, schema.manifests[path])]
 
@@ -131,7 +131,7 @@ def _grow(history: History, since: int, manifest: Manifest) -> History:
 
 
 def _reader_rows(schema: Schema, table: Ints, path: str) -> Ints:
-    """Return the slots of the node that reads a source, a view: its epoch, then its row."""
+    """Return the epoch and the row that each shard has reached in a source, a view of the table: ``int64[N, slots]``."""
     for node_path, _ in schema.root.walk():
         if path_name(node_path) == path:
             rows = schema.slots_at(table, node_path)

@@ -1,4 +1,4 @@
-"""Loads a state: translates it if the pipeline or its data have changed, and finds the place where the run goes on."""
+"""Loads a state into a stream, and translates the state if the pipeline or its data have changed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.engine.agreement import together
+from rescale_data.engine.agreement import call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
-from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT, Histories, History
+from rescale_data.engine.recipe import ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER, SAMPLES, Histories, History
 from rescale_data.engine.schema import Nodes, Schema
 from rescale_data.engine.skip import require_countable, skip
 from rescale_data.engine.states.change import (
@@ -23,21 +23,21 @@ from rescale_data.engine.states.change import (
     settle,
 )
 from rescale_data.engine.states.check import require_fit
-from rescale_data.engine.states.codec import Saved, is_dealt, read, table_of
-from rescale_data.engine.states.differences import say_changes, without_all, without_functions
-from rescale_data.engine.states.growth import Growth, joined, needed
+from rescale_data.engine.states.codec import Saved, has_remainder, read, table_of
+from rescale_data.engine.states.differences import log_changes, without_all, without_functions
+from rescale_data.engine.states.growth import Growth, needed, with_added_files
 from rescale_data.engine.states.statedict import whole_state
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
 from rescale_data.nodes.below import readers_of
-from rescale_data.nodes.form import BEFORE
+from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.state import Ints, require_limits
 
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0) -> None:
-    """Go on from a whole or a local state; if it does not fit, raise ``DataStateError``, and nothing has changed.
+    """Load a state into a stream, and go on from there; if it does not fit, raise ``DataStateError`` and change nothing.
 
     Args:
         delivered: The number of samples that the topology of the state delivered after it.
@@ -46,7 +46,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     fitted, clock = require_fit(stream, saved.header), saved.clock
     changed = saved.header["pipeline"] != stream.schema.pipeline
     table = table_of(stream.schema, saved, fitted.added)
-    was_dealt = is_dealt(table)
+    had_remainder = has_remainder(table)
     _require_one_end(table)
     _require_rows(stream.schema, table)
     if stream.setup.balance is not None and delivered % saved.sizes[0]:
@@ -57,20 +57,20 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     if delivered:
         _refuse_changes(stream.schema, fitted, delivered)
         clock, table = _deliver(stream, saved, clock, table, fitted.growth.histories, delivered)
-        was_dealt = is_dealt(table)
+        had_remainder = has_remainder(table)
     forms = _change(stream, fitted.pipeline, table) if changed else {}
-    loaded = _place(stream, stream.layout, clock, table, saved.sizes, was_dealt=was_dealt)
+    loaded = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
     moved, histories = loaded, fitted.growth.histories
     if fitted.growth.grown:
         histories = _join(stream, fitted.growth, table, forms)
-        if was_dealt and not is_dealt(table):
+        if had_remainder and not has_remainder(table):
             moved = loaded.restarted(stream.layout.global_batch_size)
     stream.schema.adopt({**needed(histories, stream.schema, table), **forms})  # from here on nothing raises
     if changed:
         _report(stream, fitted, settle(stream.schema, table))
     stream.load(table, moved)
     _warn_of_epochs(stream, table)
-    if loaded.origin != clock.origin and not stream.is_short():  # the end of the epoch has its own warning
+    if loaded.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
         stream.ranks.warn(
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
             "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
@@ -81,18 +81,20 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
 
 
 def _change(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
-    """Change the positions of another pipeline to the current one, and return the earlier parameters that nodes need."""
-    say_changes(stream, saved)
+    """Translate positions from an earlier pipeline to the current one; return the earlier parameters that nodes need."""
+    log_changes(stream, saved)
     check_changes(stream.schema, saved, table)
     forms = {**reform(stream, saved, table), **earlier(stream.schema, saved, table)}
-    if _differ(saved, stream.schema.pipeline, BEFORE):
-        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # the remainder counts samples of the earlier pipeline
+    if _differ(saved, stream.schema.pipeline, EARLIER_KEY):
+        table[:, REMAINDER][table[:, REMAINDER] != ENDED] = (
+            NO_REMAINDER  # the remainder counts samples of the earlier pipeline
+        )
     return forms
 
 
 def _refuse_changes(schema: Schema, fitted: Fitted, delivered: int) -> None:
-    """Raise ``DataStateError`` if the pipeline is not the one that delivered the samples after the state."""
-    if _differ(*without_functions(fitted.pipeline, schema.pipeline), BEFORE):
+    """Raise ``DataStateError`` if the current pipeline is not the one that delivered the samples after the state."""
+    if _differ(*without_functions(fitted.pipeline, schema.pipeline), EARLIER_KEY):
         raise DataStateError(
             f"load_state_dict(state, delivered={delivered}): the pipeline has changed since the state was saved, "
             f"and what was delivered after it was not of this pipeline. Build the loader as it was then, load the state, save, "
@@ -103,7 +105,7 @@ def _refuse_changes(schema: Schema, fitted: Fitted, delivered: int) -> None:
 def _deliver(
     stream: Stream, saved: Saved, clock: Clock, table: Ints, histories: Histories, num_samples: int
 ) -> tuple[Clock, Ints]:
-    """Return the clock and the table of a state's topology after more samples (collective if rows have to be read)."""
+    """Return the clock and the table after more samples in the topology of the state (collective if rows are read)."""
     setup, schema, n = stream.setup, stream.schema, len(table)
     (o, w, b), k = saved.sizes, saved.header["num_workers"]
     layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
@@ -114,7 +116,7 @@ def _deliver(
             f"micro_batch_size={b} of the state: samples over all ranks that served."
         )
     require_countable(f"load_state_dict(state, delivered={num_samples})", clock.samples + num_samples, n)
-    clock = _place(stream, layout, clock, table, (o, w, b), was_dealt=is_dealt(table))
+    clock = _clock_after_load(stream, layout, clock, table, (o, w, b), had_remainder=has_remainder(table))
     ranks = setup.ranks.loading
     counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
     ranks.require_same({"delivered": num_samples, **counts}, "loaded states")
@@ -129,25 +131,25 @@ def _deliver(
         schema.adopt(before)
 
 
-def _place(
-    stream: Stream, layout: Layout, clock: Clock, table: Ints, saved: tuple[int, int, int], *, was_dealt: bool
+def _clock_after_load(
+    stream: Stream, layout: Layout, clock: Clock, table: Ints, saved: tuple[int, int, int], *, had_remainder: bool
 ) -> Clock:
-    """Return the clock with which the run goes on. If the remainder in the table does not hold there, it is removed."""
+    """Return the clock with which the run goes on; remove the remainder from the table if it does not hold there."""
     loaded = clock.loaded(saved, layout)
-    if was_dealt and not is_dealt(table):
+    if had_remainder and not has_remainder(table):
         loaded = clock.restarted(saved[0])
-    ended = bool((table[:, DEALT] == ENDED).all())
+    ended = bool((table[:, REMAINDER] == ENDED).all())
     if (
-        stream.setup.recipe.repeat and (table[:, DEALT] != UNDEALT).any()
+        stream.setup.recipe.repeat and (table[:, REMAINDER] != NO_REMAINDER).any()
     ):  # an endless stream is never at the end of an epoch
         loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
     if stream.setup.recipe.repeat or (loaded != clock and not ended):
-        table[:, DEALT] = UNDEALT
+        table[:, REMAINDER] = NO_REMAINDER
     return loaded
 
 
 def _require_one_end(table: Ints) -> None:
-    ended = table[:, DEALT] == ENDED
+    ended = table[:, REMAINDER] == ENDED
     if ended.any() and not ended.all():
         raise DataStateError(
             f"By the state an epoch has ended for {int(ended.sum())} of {len(table)} logical shards, which happens to all at "
@@ -156,7 +158,7 @@ def _require_one_end(table: Ints) -> None:
 
 
 def _require_rows(schema: Schema, table: Ints) -> None:
-    """Raise ``DataStateError`` if a number is one that no run reaches, or if a reader is at a row that its source lacks."""
+    """Raise ``DataStateError`` if a number in the table is out of range, or a reader is past the last row of its source."""
     require_limits(schema.fields, table, "logical shard {}")
     for reader, slot in readers_of(schema.root, FIRST_SLOT):
         epoch, row = table[:, slot], table[:, slot + 1]
@@ -170,7 +172,7 @@ def _require_rows(schema: Schema, table: Ints) -> None:
 
 
 def _warn_of_epochs(stream: Stream, table: Ints) -> None:
-    """Warn if a loader with epochs loads the state of an endless stream, whose shards are in different epochs."""
+    """Warn if a loader with epochs loads the state of an endless stream whose shards are in different epochs."""
     readers = readers_of(stream.schema.root, FIRST_SLOT)
     if stream.setup.recipe.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
         return
@@ -187,12 +189,12 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
 
 
 def _differ(saved: Nodes, now: Nodes, *apart: str) -> bool:
-    """True if the parameters of two pipelines differ, apart from the named ones."""
+    """True if the parameters of two pipelines differ in any parameter except the ones named in ``apart``."""
     return without_all(saved, *apart) != without_all(now, *apart)
 
 
 def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
-    histories = joined(growth, stream.schema, table, partial(_reached, stream, table, forms))
+    histories = with_added_files(growth, stream.schema, table, partial(_last_epochs_read, stream, table, forms))
     for path, added in growth.grown.items():
         since = histories[path][-1][0]
         stream.ranks.warn(
@@ -202,27 +204,27 @@ def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, Histo
     return histories
 
 
-def _reached(
+def _last_epochs_read(
     stream: Stream, table: Ints, forms: Mapping[str, History], histories: Histories, paths: Sequence[str]
 ) -> list[int]:
-    """Return the last epoch of each source that is read again, -1 if none is (collective if any shard reads again).
+    """Return the last epoch of each source that shards read again after the load, -1 for none (collective).
 
     Shards read again to go on within windows and documents that were delivered in part.
     """
     begun, ranks = stream.schema.begun(table), stream.ranks.loading
 
     def farthest() -> list[int]:
-        found = [[-1] * len(paths)]
+        epochs_read = [[-1] * len(paths)]
         for shard in range(len(table)) if ranks.simulated else stream.ends.owned.tolist():
             if any(rows[shard] for rows in begun.values()):
                 row = table[shard : shard + 1]
                 of_shard = stream.ends.runner.farthest(shard, row, {**histories, **forms})
-                found.append([of_shard.get(path, -1) for path in paths])
-        return np.max(found, axis=0).tolist()
+                epochs_read.append([of_shard.get(path, -1) for path in paths])
+        return np.max(epochs_read, axis=0).tolist()
 
     if not any(rows.any() for rows in begun.values()):
         return farthest()
-    return ranks.each(together(ranks, farthest)).max(axis=0).tolist()
+    return ranks.each(call_on_all_ranks(ranks, farthest)).max(axis=0).tolist()
 
 
 def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:

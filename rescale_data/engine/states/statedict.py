@@ -1,4 +1,4 @@
-"""Makes the state of a stream: whole, or as one rank knows it.
+"""Makes the state of a stream: with all rows of the table, or with the rows that one rank knows.
 
     whole     all rows, equal on every rank (collective): this form can be kept, and plain DCP saves it
     local     the rows of one rank (`RankRows`), without communication: `whole_state` makes it whole
@@ -17,30 +17,31 @@ import torch
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
 from rescale_data.engine.ranks.meeting import digest
-from rescale_data.engine.recipe import MOST_STAMPED, SAMPLES
+from rescale_data.engine.recipe import SAMPLES, STAMP_LIMIT
 from rescale_data.engine.states.codec import HEADER, TABLE, encode, header_of
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 
-_OF_NONE = -MOST_STAMPED  # the stamp of a row that belongs to no shard
+_NO_SHARD = -STAMP_LIMIT  # the stamp of a row that belongs to no shard
 
 
 def state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
     """Return the state with all N rows (collective over the dp ranks).
 
-    If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept (`Apart`).
+    If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept
+    (`UnsavableHeader`).
     """
-    apart = _find_apart(at, ends)
-    table = at.positions if apart else ends.whole(at)
+    unsavable = _why_unsavable(at, ends)
+    table = at.positions if unsavable else ends.whole(at)
     state = encode(table, at.now(ends.layout).samples, header_of(at, ends))
-    if apart:
-        state[TABLE][:, 0] = _OF_NONE
-        state[HEADER] = Apart(state[HEADER], apart)
+    if unsavable:
+        state[TABLE][:, 0] = _NO_SHARD
+        state[HEADER] = UnsavableHeader(state[HEADER], unsavable)
     return state
 
 
 def local_state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
-    """Return the state as this rank knows it, without communication; `whole_state` makes it whole."""
+    """Return the state with the rows of this rank alone, without communication; `whole_state` adds the other rows."""
     if ends.ranks.world_size == 1:
         return state_dict(at, ends)
     _refuse_simulated(ends)
@@ -49,15 +50,15 @@ def local_state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
 
 
 class RankRows:
-    """The table as one rank knows it."""
+    """The table of a state in which only the rows of one rank are up to date; `whole` adds the other rows."""
 
     def __init__(self, at: Cursor, ends: Ends) -> None:
         self._at, self._ends = at, ends
 
     def whole(self) -> torch.Tensor:
-        """Return the table with all rows right (collective); raise ``DataStateError`` if ranks are at different batches."""
+        """Return the table with all rows up to date (collective); raise ``DataStateError`` if ranks are not at one batch."""
         state = state_dict(self._at, self._ends)
-        if isinstance(state[HEADER], Apart):
+        if isinstance(state[HEADER], UnsavableHeader):
             state[HEADER].refuse()
         return state[TABLE]
 
@@ -70,7 +71,7 @@ class RankRows:
 
 
 def whole_state(state: Any) -> Any:
-    """Return a state in which the rows of one rank are replaced by all rows (collective; call it in the main thread).
+    """Return a state with the rows of all ranks, from one with the rows of this rank (collective; for the main thread).
 
     A `LogicalShards` saves the rows of its own rank alone, because nodes of torchdata ask for its state in threads. The whole
     state is the same on every rank, pickles, and loads on any topology.
@@ -117,15 +118,15 @@ def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
     return encode(tables[newest, np.arange(len(newest))], first.clock.samples, header)
 
 
-class Apart(str):
-    """The header of a state whose ranks are at different samples: to pickle it, as every save does, raises an error."""
+class UnsavableHeader(str):
+    """The header of a state whose ranks stand at different batches; pickling it, as every save does, raises an error."""
 
     why: str
 
-    def __new__(cls, header: str, why: str) -> Apart:
-        apart = super().__new__(cls, header)
-        apart.why = why
-        return apart
+    def __new__(cls, header: str, why: str) -> UnsavableHeader:
+        unsavable = super().__new__(cls, header)
+        unsavable.why = why
+        return unsavable
 
     def refuse(self) -> NoReturn:
         raise DataStateError(self.why)
@@ -134,8 +135,8 @@ class Apart(str):
         self.refuse()
 
 
-def _find_apart(at: Cursor, ends: Ends) -> str:
-    """Return the reason why this moment has no state, or an empty text if it has one (collective).
+def _why_unsavable(at: Cursor, ends: Ends) -> str:
+    """Return the reason why the ranks cannot save a common state now; empty if they can (collective).
 
     All gathered rows get the same stamp, so only now can it be checked that ranks are at the same batch.
     """
@@ -158,7 +159,7 @@ def _find_apart(at: Cursor, ends: Ends) -> str:
 
 
 def _require_saveable(ends: Ends) -> None:
-    """Raise ``DataStateError`` if a source could not be resumed: at the save, not when the run is lost."""
+    """Raise ``DataStateError`` if a source could not be resumed: the save fails, rather than a later load."""
     for source in ends.schema.sources().values():
         source.require_saveable()
 

@@ -1,1 +1,1 @@
-"""Mixtures: choose the source of each draw of a shard, and keep the counts of draws in its position."""
+"""Mixtures: choose a source for each draw of a logical shard, and count the draws in its position."""

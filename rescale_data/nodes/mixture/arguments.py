@@ -1,4 +1,4 @@
-"""Checks of the arguments of `WeightedSampler`."""
+"""Checks the arguments of `WeightedSampler`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def check_mixture(
     column: str | None,
     stop: str,
 ) -> None:
-    """Raise ``ValueError`` if names, weights, the unit with its column, or ``stop`` do not fit."""
+    """Raise ``ValueError`` if the names, weights, unit, column or ``stop`` of a mixture are not valid."""
     require(Mapping, "a dict", nodes=nodes)
     names: list[object] = list(nodes)
-    bad = [name for name in names if not isinstance(name, str) or not name or "." in name or name in (*KINDS, "self")]
-    if bad:
+    bad_names = [
+        name for name in names if not isinstance(name, str) or not name or "." in name or name in (*KINDS, "self")
+    ]
+    if bad_names:
         raise ValueError(
-            f"The names {bad} of sources cannot be part of a state's path: give strings without dots, and none of "
+            f"The names {bad_names} of sources cannot be part of a state's path: give strings without dots, and none of "
             f"{[*KINDS, 'self']}."
         )
     weights = given.keys[0][1] if isinstance(given, Schedule) else given
@@ -44,7 +46,7 @@ def check_mixture(
 
 
 def check_max_epochs(max_epochs: Mapping[str, int], names: list[str]) -> None:
-    """Raise ``ValueError`` if a number of epochs is less than 1, or if its source does not exist."""
+    """Raise ``ValueError`` if a limit on epochs is below 1, or if its source does not exist."""
     require(Mapping, "a dict", max_epochs=max_epochs)
     for name, num in max_epochs.items():
         if name not in names:
@@ -55,7 +57,7 @@ def check_max_epochs(max_epochs: Mapping[str, int], names: list[str]) -> None:
 
 
 def epoch_slot(name: str, node: Node[Any], slots: slice) -> int:
-    """Return the slot of a source's epoch in the position of a mixture; ``ValueError`` if no single slot counts its epochs."""
+    """Return the index of a source's epoch counter in the position of a mixture; ``ValueError`` if there is no single one."""
     readers = readers_of(node, slots.start)
     if len(readers) != 1 or any(isinstance(below, Mixes) or len(below.children) > 1 for _, below in node.walk()):
         raise ValueError(

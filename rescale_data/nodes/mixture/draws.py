@@ -11,24 +11,24 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import is_endless, pass_epochs, skip
 from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.column import length_of
-from rescale_data.nodes.mixture.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
+from rescale_data.nodes.mixture.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, nested_arc, scale_to_circle
 from rescale_data.nodes.mixture.ends import (
     first_end,
-    leave_out_of_epoch,
     refuse_end,
     refuse_silent,
     samples_left,
+    skip_within_epoch,
 )
 from rescale_data.nodes.mixture.lengths import TokenArcs
-from rescale_data.nodes.mixture.row import NUM, MixtureRow
+from rescale_data.nodes.mixture.row import NUM_DRAWS, MixtureRow
 from rescale_data.nodes.mixture.sources import Sources
-from rescale_data.nodes.mixture.weights import InUse, MixtureWeights
+from rescale_data.nodes.mixture.weights import CurrentWeights, MixtureWeights
 
 Stop: TypeAlias = Literal["never", "first", "all"]
 
 
 class MixtureDraws:
-    """The draws of one logical shard's mixture.
+    """Chooses the sources of one logical shard's draws, and counts the draws in its position.
 
     Args:
         position: The position of the mixture, from which it draws.
@@ -59,32 +59,32 @@ class MixtureDraws:
     ) -> None:
         self.sources, self._inner, self.row = sources, inner, row
         self.weights, self._shard, self._column, self._stop = weights, shard, column, stop
-        self._given: int | None = None  # the next draw's point, if the mixture above gives it
+        self._given_point: int | None = None  # the next draw's point, if the mixture above gives it
         self.circle = circle_of(*shard)
         self.chosen = 0
         self.seek(position)
 
     def seek(self, position: View) -> None:
-        """Go on from a position, and forget all that was derived from another one."""
+        """Go to a position, and clear all values that were derived from the previous one."""
         self._position = position
-        self._over = False
+        self._is_epoch_over = False
         self._arcs: Arcs | TokenArcs | None = None
-        self._in_use: InUse | None = None  # the weights of the arcs
-        self._silent: dict[int, int] = {}
+        self._current_weights: CurrentWeights | None = None  # the weights of the arcs
+        self._silent_epochs: dict[int, int] = {}
 
     @property
     def by_tokens(self) -> bool:
         return self.row.unit == "tokens"
 
-    def draw(self, how: Callable[[Node[Any]], Any]) -> Any:
-        """Return ``how(node)`` for the node of the next draw; with ``how=next`` this is the next sample."""
+    def draw(self, draw_from: Callable[[Node[Any]], Any]) -> Any:
+        """Call ``draw_from`` with the node of the next draw, and return the result: for ``next``, the next sample."""
         while (chosen := self.choose()) is not None:
             try:
-                sample = how(node := self._bound(chosen))
+                sample = draw_from(node := self._bound(chosen))
             except StopIteration:
-                self._end(chosen)
+                self._handle_end(chosen)
                 continue
-            self._count(chosen, 1 if self._column is None else length_of(sample, self._column, node))
+            self._count_draw(chosen, 1 if self._column is None else length_of(sample, self._column, node))
             return sample
         raise StopIteration
 
@@ -96,59 +96,61 @@ class MixtureDraws:
             self._bound(source)
 
     def choose(self) -> int | None:
-        """Return the source of the next draw; `None` at the end of the epoch."""
-        arcs = self._arcs or self._plan()
+        """Return the number of the source of the next draw; `None` at the end of the epoch."""
+        arcs = self._arcs or self._get_arcs()
         if arcs is None:
             return None
-        point = self.circle.point(self._position[NUM]) if self._given is None else self._given
+        point = self.circle.point(self._position[NUM_DRAWS]) if self._given_point is None else self._given_point
         self.chosen = chosen = arcs.choose(point)
         inner = self._inner.get(chosen)
         if inner is not None:
-            inner._given = arcs.stretch(point, chosen)
+            inner._given_point = arcs.scale_point(point, chosen)
         return chosen
 
-    def _plan(self) -> Arcs | TokenArcs | None:
-        """Return the arcs of the sources that have not ended; `None` at the end of the epoch."""
-        if self._arcs is None and not self._over:
-            self._in_use = self.weights.at(self._position)
-            self._arcs = self.arcs_at(self._position, self._in_use)
-            self._over = self._arcs is None
+    def _get_arcs(self) -> Arcs | TokenArcs | None:
+        """Return the arcs of the sources that have not ended, computed once and kept; `None` at the end of the epoch."""
+        if self._arcs is None and not self._is_epoch_over:
+            self._current_weights = self.weights.at(self._position)
+            self._arcs = self.arcs_at(self._position, self._current_weights)
+            self._is_epoch_over = self._arcs is None
         return self._arcs
 
-    def arcs_at(self, position: View, in_use: InUse) -> Arcs | TokenArcs | None:
-        """Return the arcs of the sources that have not ended, at any position and for its weights.
+    def arcs_at(self, position: View, current_weights: CurrentWeights) -> Arcs | TokenArcs | None:
+        """Return the arcs of the sources that have not ended, at a given position with given weights.
 
         If the epoch has ended, return `None` and write the beginning of the next epoch into the position.
         """
         drawn = position[self.row.drawn].tolist()
         counts = [max(count, ~count) for count in drawn]
-        going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(in_use.values, drawn, strict=True))
-        if not any(going):
-            self._require_more(in_use)
+        active = tuple(
+            weight if count >= 0 else 0.0 for weight, count in zip(current_weights.values, drawn, strict=True)
+        )
+        if not any(active):
+            self._require_endless(current_weights)
             position[self.row.drawn] = np.array(counts, dtype=np.int64).data
             return None
         if not self.by_tokens:
-            return arcs(going)
-        return TokenArcs(going, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.since)))
+            return arcs(active)
+        return TokenArcs(active, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.since)))
 
-    def _count(self, chosen: int, length: int) -> None:
-        self._position[NUM] += 1
+    def _count_draw(self, chosen: int, length: int) -> None:
+        self._position[NUM_DRAWS] += 1
         self._position[self.row.drawn.start + chosen] += 1
-        if length and self._silent:
-            self._silent.pop(chosen, None)
+        if length and self._silent_epochs:
+            self._silent_epochs.pop(chosen, None)
         if isinstance(self._arcs, TokenArcs):
             self._position[self.row.tokens.start + chosen] += length
-            self._arcs.drew(chosen, length)
-        self._turn()
+            self._arcs.add_document(chosen, length)
+        self._change_weights()
 
-    def _turn(self) -> None:
-        """Begin the next piece of a schedule, if it is due after a draw."""
-        in_use = self._in_use
-        if in_use is None or in_use.turn_at is None:
+    def _change_weights(self) -> None:
+        """Change to the next weights of a schedule, if they are due after a draw."""
+        current_weights = self._current_weights
+        if current_weights is None or current_weights.change_at is None:
             return
-        drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[NUM]
-        if drawn >= in_use.turn_at:
-            self.weights.turn(self._position, in_use)
+        drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[NUM_DRAWS]
+        if drawn >= current_weights.change_at:
+            self.weights.change(self._position, current_weights)
             self._arcs = None
 
     # Leaving out
@@ -158,87 +160,89 @@ class MixtureDraws:
         if self.skip_ahead(num_samples) < num_samples:
             raise StopIteration
 
-    def skip_ahead(self, num_samples: int, *, goes_on: bool = False) -> int:
+    def skip_ahead(self, num_samples: int, *, across_epochs: bool = False) -> int:
         """Leave out samples as in `rescale_data.nodes.below.skip_ahead`, if the unit is samples.
 
         Args:
             num_samples: Number of samples.
-            goes_on: True in an endless stream: go on over ends of epochs that make no difference there.
+            across_epochs: True in an endless stream: go on over ends of epochs that make no difference there.
         """
-        first = self._position[NUM]
-        stop = (self.skip_on if goes_on else self.skip_draws)(self.circle, first, first + num_samples, WHOLE)
-        self._given = None
+        first = self._position[NUM_DRAWS]
+        stop = (self.skip_across_epochs if across_epochs else self.skip_draws)(
+            self.circle, first, first + num_samples, WHOLE
+        )
+        self._given_point = None
         return stop - first
 
-    def skip_on(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
-        """Leave out draws as in `skip_draws`, for a consumer that goes on with the next epoch.
+    def skip_across_epochs(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+        """Skip draws as `skip_draws` does, for a caller that continues with the next epoch.
 
         With ``stop="first"`` the end of a source then does not end the epoch.
         """
-        was = self._stop
-        self._stop = "never" if was == "first" else was
+        original_stop = self._stop
+        self._stop = "never" if original_stop == "first" else original_stop
         try:
             return self.skip_draws(circle, first, stop, arc)
         finally:
-            self._stop = was
+            self._stop = original_stop
 
     def skip_draws(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
-        """Leave out each draw from ``first`` to ``stop - 1`` that falls into an arc.
+        """Skip each of the draws ``first .. stop - 1`` whose point falls into an arc.
 
         The arc of ``circle`` is the whole circle of this mixture.
 
         Returns:
             ``stop``, or the draw at which the epoch ended.
         """
-        while first < stop and (arcs := self._plan()) is not None:
-            lefts = self._samples_left()
-            if isinstance(arcs, TokenArcs) or lefts is None:
-                return self._draw_in(circle, first, stop, arc)
-            parts = [within(arcs.arc(source), arc) for source in range(len(lefts))]
-            until, ended = first_end(circle, first, self._until_turn(circle, first, stop, arc), parts, lefts)
+        while first < stop and (arcs := self._get_arcs()) is not None:
+            num_left = self._samples_left()
+            if isinstance(arcs, TokenArcs) or num_left is None:
+                return self._skip_one_by_one(circle, first, stop, arc)
+            parts = [nested_arc(arcs.arc(source), arc) for source in range(len(num_left))]
+            until, ended = first_end(circle, first, self._until_change(circle, first, stop, arc), parts, num_left)
             for source, part in enumerate(parts):
-                self._leave_out(source, circle, first, until, part)
+                self._skip_source(source, circle, first, until, part)
             first = until
-            self._turn()
+            self._change_weights()
             if ended >= 0:
-                self._pass_end(ended)
+                self._pass_source_end(ended)
         return first
 
-    def _until_turn(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
-        """Return the first of the draws that is drawn with other weights; ``stop`` if there is none."""
-        turn_at = None if self._in_use is None else self._in_use.turn_at
-        if turn_at is None or circle.count(first, stop, arc) <= (room := turn_at - self._position[NUM]):
+    def _until_change(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+        """Return the first of the draws that uses other weights; ``stop`` if there is none."""
+        change_at = None if self._current_weights is None else self._current_weights.change_at
+        if change_at is None or circle.count(first, stop, arc) <= (room := change_at - self._position[NUM_DRAWS]):
             return stop
         return circle.find(first, arc, room)
 
-    def _draw_in(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
-        """Leave out draws as in `skip_draws`, one at a time, if only reading can show the ends of sources."""
-        how: Callable[[Node[Any]], Any] = next if self.by_tokens else self._pass_over
+    def _skip_one_by_one(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+        """Skip draws as `skip_draws` does, but one at a time, if only reading can show the ends of sources."""
+        draw_from: Callable[[Node[Any]], Any] = next if self.by_tokens else self._skip_sample
         for number in range(first, stop):
             point = circle.point(number)
             if arc[0] <= point < arc[1]:
-                self._given = stretched(point, arc)
+                self._given_point = scale_to_circle(point, arc)
                 try:
-                    self.draw(how)
+                    self.draw(draw_from)
                 except StopIteration:
                     return number
         return stop
 
-    def _pass_over(self, node: Node[Any]) -> None:
-        """Leave out a sample of the chosen source; a mixture that yields the sample draws it at the point given by `choose`."""
+    def _skip_sample(self, node: Node[Any]) -> None:
+        """Skip a sample of the chosen source; an inner mixture that yields this sample uses the point that `choose` gave it."""
         inner = self._inner.get(self.chosen)
         if inner is None or inner.by_tokens:
             skip(node, 1)
         else:
-            inner.draw(inner._pass_over)
+            inner.draw(inner._skip_sample)
 
     def _samples_left(self) -> list[int] | None:
         sources = zip(self.sources.nodes, self.sources.slots, strict=True)
-        stops = {} if self._in_use is None else self._in_use.ending
+        stops = {} if self._current_weights is None else self._current_weights.ending
         return samples_left(sources, self._position, self._shard, stops, endless=self._stop == "never")
 
-    def _leave_out(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
-        """Leave out the draws that belong to a source, over as many of its epochs as they take."""
+    def _skip_source(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
+        """Skip draws of one source, over as many of its epochs as they need."""
         inner, shard = self._inner.get(source), self._shard[0]
         left = count = circle.count(first, stop, part)
         if not count:
@@ -247,61 +251,61 @@ class MixtureDraws:
         while left:
             before = left
             if inner is not None:
-                skip = inner.skip_on if self._stop == "never" else inner.skip_draws
+                skip = inner.skip_across_epochs if self._stop == "never" else inner.skip_draws
                 first = skip(circle, first, stop, part)
                 left = circle.count(first, stop, part)
             else:
-                left -= leave_out_of_epoch(node, shard, left)
+                left -= skip_within_epoch(node, shard, left)
             if left < before:
-                self._silent.pop(source, None)
+                self._silent_epochs.pop(source, None)
             if left:
-                self._pass_end(source)
+                self._pass_source_end(source)
                 passed = pass_epochs(node, np.asarray(node.position), shard, left)
                 node.bind(node.position)
                 first = circle.find(first, part, passed)
                 left -= passed
-        self._position[NUM] += count
+        self._position[NUM_DRAWS] += count
         self._position[self.row.drawn.start + source] += count
 
-    def _pass_end(self, source: int) -> None:
+    def _pass_source_end(self, source: int) -> None:
         try:
             skip(self._bound(source), 1)
         except StopIteration:
-            self._end(source)
+            self._handle_end(source)
 
     # Ends
 
-    def pass_end(self, chosen: int) -> bool:
-        """Leave out a sample of the chosen source; if the source has ended, note that and return true."""
+    def skip_or_end(self, chosen: int) -> bool:
+        """Skip a sample of the chosen source; record and return True if the source has ended."""
         try:
-            self._pass_over(self._bound(chosen))
+            self._skip_sample(self._bound(chosen))
         except StopIteration:
-            self._end(chosen)
+            self._handle_end(chosen)
             return True
         return False
 
-    def _end(self, chosen: int) -> None:
-        """Handle the end of a source, whose position is the beginning of its next epoch."""
+    def _handle_end(self, chosen: int) -> None:
+        """Record that a source has ended; its position is already the beginning of its next epoch."""
         self._arcs = None
-        if self._in_use is not None:
-            self.weights.end(self._position, chosen, self._in_use)
+        if self._current_weights is not None:
+            self.weights.end(self._position, chosen, self._current_weights)
         if self._stop == "never":
             node = self._bound(chosen)
             node.bind(node.position)  # also before an error: who goes on draws or skips from there
-            silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
+            silent = self._silent_epochs[chosen] = self._silent_epochs.get(chosen, 0) + 1
             if silent > SILENT_EPOCHS:
                 self.refuse_silent(chosen)
         else:
-            self._over = self.end_at(self._position, chosen)
+            self._is_epoch_over = self.record_end(self._position, chosen)
 
-    def end_at(self, position: View, source: int) -> bool:
-        """Note that a source has ended; return true if the epoch of the mixture has ended with it."""
+    def record_end(self, position: View, source: int) -> bool:
+        """Record that a source has ended; return True if this ends the epoch of the mixture."""
         if self._stop == "all":
             position[self.row.drawn.start + source] ^= -1
         return self._stop == "first"
 
-    def _require_more(self, in_use: InUse) -> None:
-        if not any(in_use.values) and any(map(is_endless, self.sources.nodes)):
+    def _require_endless(self, current_weights: CurrentWeights) -> None:
+        if not any(current_weights.values) and any(map(is_endless, self.sources.nodes)):
             refuse_end(dict(self.weights.rule.max_epochs), self._shard)
 
     # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`

@@ -1,4 +1,4 @@
-"""The ends of a mixture's sources, as far as they are known without drawing, and errors if a source may not end."""
+"""Ends of a mixture's sources: predicted without drawing, where possible; and errors if a source must not end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import epoch_end, readers_of, skip
 from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.mixture.circle import Arc, Circle
-from rescale_data.nodes.mixture.row import NUM, MixtureRow
+from rescale_data.nodes.mixture.row import NUM_DRAWS, MixtureRow
 from rescale_data.state import Ints
 
 ENDLESS = 1 << 62
-"""Number of samples left of a source that goes on from epoch to epoch."""
+"""Number of samples left in a source that never ends, because it begins its next epoch at once."""
 
 
-def end_of_all(
+def mixture_epoch_end(
     row: MixtureRow, sources: Mapping[str, tuple[Node[Any], slice]], weights: Sequence[float], rows: Ints, shards: Ints
 ) -> tuple[Ints, Ints] | None:
     """Return `rescale_data.nodes.below.epoch_end` of a mixture by samples that reads each source to its end.
@@ -33,17 +33,17 @@ def end_of_all(
     """
     left, after = np.zeros(len(rows), dtype=np.int64), rows.copy()
     drawn = after[:, row.drawn]
-    going = (drawn >= 0) & (np.array(weights) != 0)
+    is_active = (drawn >= 0) & (np.array(weights) != 0)
     drawn[:] = np.maximum(drawn, ~drawn)
     for i, (node, slots) in enumerate(sources.values()):
         end = epoch_end(node, rows[:, slots], shards)
         if end is None:
             return None
-        taken = np.where(going[:, i], end[0], 0)
-        left += taken
-        drawn[:, i] += taken
-        after[:, slots] = np.where(going[:, i, None], end[1], rows[:, slots])
-    after[:, NUM] += left
+        num_drawn = np.where(is_active[:, i], end[0], 0)
+        left += num_drawn
+        drawn[:, i] += num_drawn
+        after[:, slots] = np.where(is_active[:, i, None], end[1], rows[:, slots])
+    after[:, NUM_DRAWS] += left
     return left, after
 
 
@@ -55,7 +55,7 @@ def samples_left(
     *,
     endless: bool,
 ) -> list[int] | None:
-    """Return the number of samples that a mixture can still draw from each source before it ends; `None` if it is not known.
+    """Return how many samples a mixture can still draw from each source before that source ends; `None` if not known.
 
     Args:
         sources: Node and slots of each source.
@@ -65,32 +65,32 @@ def samples_left(
         endless: True if all other sources never end.
     """
     row, shards = np.array(position)[None], np.array([shard[0]])
-    lefts: list[int] = []
+    num_left: list[int] = []
     for source, (node, slots) in enumerate(sources):
         if endless and source not in stops:
-            lefts.append(ENDLESS)
+            num_left.append(ENDLESS)
             continue
         end = epoch_end(node, row[:, slots], shards)
         if end is None:
             return None
-        lefts.append(int(end[0][0]))
+        num_left.append(int(end[0][0]))
         if source in stops:
             reader, slot = readers_of(node, 0)[0]
-            lefts[-1] += reader.rows.num_rows(int(end[1][0, slot]), stops[source], shard[0])
-    return lefts
+            num_left[-1] += reader.rows.num_rows(int(end[1][0, slot]), stops[source], shard[0])
+    return num_left
 
 
-def first_end(circle: Circle, first: int, stop: int, parts: list[Arc], lefts: list[int]) -> tuple[int, int]:
-    """Return the first draw at which a source has nothing left, and that source; ``stop`` and -1 if there is none."""
+def first_end(circle: Circle, first: int, stop: int, parts: list[Arc], num_left: list[int]) -> tuple[int, int]:
+    """Return the first draw at which a source has no sample left, and that source; ``stop`` and -1 if there is none."""
     ended = -1
-    for source, (part, left) in enumerate(zip(parts, lefts, strict=True)):
+    for source, (part, left) in enumerate(zip(parts, num_left, strict=True)):
         if circle.count(first, stop, part) > left:
             stop, ended = circle.find(first, part, left), source
     return stop, ended
 
 
-def leave_out_of_epoch(node: Node[Any], shard: int, most: int) -> int:
-    """Leave out up to ``most`` samples of a source and return their number; it is smaller if the epoch ends."""
+def skip_within_epoch(node: Node[Any], shard: int, most: int) -> int:
+    """Skip up to ``most`` samples of a source, and return how many: fewer if its epoch ends."""
     num = 0
     end = epoch_end(node, np.array(node.position)[None], np.array([shard]))
     if end is not None:
@@ -105,7 +105,7 @@ def leave_out_of_epoch(node: Node[Any], shard: int, most: int) -> int:
 
 
 def refuse_silent(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
-    """Raise ``DataStateError``: a source has begun again too often without yielding anything."""
+    """Raise ``DataStateError`` for a source that began again too often without yielding anything."""
     raise DataStateError(
         f"The source {name!r} of a mixture yielded no {unit[:-1]} in {SILENT_EPOCHS} whole epochs "
         f"of logical shard {shard[0]} of {shard[1]}: all of its rows were filtered out or are empty, or "
@@ -114,7 +114,7 @@ def refuse_silent(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
 
 
 def refuse_end(max_epochs: Mapping[str, int], shard: tuple[int, int]) -> NoReturn:
-    """Raise ``DataStateError``: an endless stream has ended, because all sources have reached their `max_epochs`."""
+    """Raise ``DataStateError`` for an endless stream that has ended, because all sources have reached their `max_epochs`."""
     raise DataStateError(
         f"All sources of a mixture have reached their max_epochs, {dict(max_epochs)}, in logical shard {shard[0]} of "
         f"{shard[1]}, and the stream is to be endless (repeat=True). Give more epochs, a source without max_epochs, or "

@@ -1,4 +1,4 @@
-"""Arcs for a mixture by tokens, where the length of a document is known only after it has been drawn.
+"""Arcs for a mixture by tokens, in which the length of a document is known only after it has been drawn.
 
 The circle is the same as by samples, over draws of documents. The arc of a source is its weight divided by the mean length of
 its documents so far in this logical shard. It is longer if the source is behind in tokens by more than two of its documents,
@@ -20,23 +20,25 @@ from operator import mul
 
 import numpy as np
 
-from rescale_data.nodes.mixture.circle import TURN, shares
+from rescale_data.nodes.mixture.circle import CIRCLE, shares
 from rescale_data.nodes.reading.gather import kernel
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-_PRIOR = 20  # documents of the overall mean length that are added to each source's own
-_SLACK = 2  # documents of a source by which its tokens may differ from its share
-_PATIENCE = 6  # a deficit of so many further documents, in an even mixture, doubles the arc of a source
-_LONG = 256  # one document more for each 256 tokens of mean length: shards that follow long ones closely swing together
-_MOST = 3  # largest deficit that counts, in multiples of one that doubles the arc
-_STEP = 1  # documents a source after which the shared values change
-_SMALL = 1 / 50  # smaller shares count as this one when deficits are judged
-_SHARE, _FINE = 32, 8  # bits of a share, and fraction bits of a mean length
+_PRIOR_DOCS = 20  # documents of the overall mean length that are added to each source's own
+_SLACK_DOCUMENTS = 2  # documents of a source by which its tokens may differ from its share
+_DOUBLING_DEFICIT = 6  # a deficit of so many further documents, in an even mixture, doubles the arc of a source
+_LENGTH_STEP = (
+    256  # one document more for each 256 tokens of mean length: shards that follow long ones closely swing together
+)
+_MAX_DEFICIT = 3  # largest deficit that counts, in multiples of one that doubles the arc
+_STEP_DOCUMENTS = 1  # documents a source after which the shared values change
+_MIN_SHARE = 1 / 50  # smaller shares count as this one when deficits are judged
+_SHARE_BITS, _MEAN_BITS = 32, 8  # bits of a share, and fraction bits of a mean length
 
 
 class TokenArcs:
-    """The arcs of one logical shard's sources at one position.
+    """The arcs of one logical shard's sources at one position, for a mixture by tokens.
 
     Args:
         weights: Weight of each source; 0 for a source that rests.
@@ -48,34 +50,34 @@ class TokenArcs:
     def __init__(
         self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], since: Sequence[int]
     ) -> None:
-        self._shares = shares(weights, 1 << _SHARE)
-        goes = [share > 0 for share in self._shares]
-        self._grid = _STEP * sum(goes)
-        documents, going, self._since = ([*map(mul, goes, counts)] for counts in (documents, tokens, since))
-        self._resting = sum(tokens) - sum(going)
+        self._shares = shares(weights, 1 << _SHARE_BITS)
+        is_active = [share > 0 for share in self._shares]
+        self._grid_documents = _STEP_DOCUMENTS * sum(is_active)
+        documents, going, self._since = ([*map(mul, is_active, counts)] for counts in (documents, tokens, since))
+        self._resting_tokens = sum(tokens) - sum(going)
         self._count(documents, going)
 
     def _count(self, documents: Sequence[int], tokens: Sequence[int]) -> None:
         self.documents, self.tokens = list(documents), list(tokens)
         self._all_documents, self._all_tokens = sum(documents), sum(tokens)
-        self._counted = self._all_tokens - sum(self._since)
+        self._counted_tokens = self._all_tokens - sum(self._since)
         self._rebuild()
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens drawn from all sources, also from sources that rest."""
-        return self._all_tokens + self._resting
+        """Number of tokens drawn from all sources, sources of weight 0 included."""
+        return self._all_tokens + self._resting_tokens
 
     def choose(self, point: int) -> int:
-        """Return the source in whose arc a point falls."""
-        return bisect_right([*accumulate(self._arcs)], point * self._total // TURN)
+        """Return the number of the source in whose arc a point lies."""
+        return bisect_right([*accumulate(self._arcs)], point * self._total // CIRCLE)
 
-    def stretch(self, point: int, source: int) -> int:
-        """Return the place of a point of a source's arc when the arc is stretched to the whole circle."""
-        return (point * self._total - sum(self._arcs[:source]) * TURN) // self._arcs[source]
+    def scale_point(self, point: int, source: int) -> int:
+        """Return the position of a point within a source's arc, scaled to the whole circle."""
+        return (point * self._total - sum(self._arcs[:source]) * CIRCLE) // self._arcs[source]
 
     def numbers(self) -> Ints:
-        """Return ``int64[5, S]`` for `run`, with five numbers for each source.
+        """Return ``int64[5, S]``, the working values of `run`: five numbers for each of S sources.
 
         They are its share, its documents, its tokens, the tokens that do not count, and its draws in the run (0).
         """
@@ -83,9 +85,9 @@ class TokenArcs:
         return np.array([self._shares, self.documents, self.tokens, self._since, counts], dtype=np.int64)
 
     def run(
-        self, points: Words, chosen: Ints, first: int, numbers: Ints, lengths: list[Ints | None], turn_at: int
+        self, points: Words, chosen: Ints, first: int, numbers: Ints, lengths: list[Ints | None], change_at: int
     ) -> tuple[int, int]:
-        """Draw at points, from number ``first`` on, until the length of a document is missing or other weights may count.
+        """Choose the sources of draws, from number ``first`` on, until a document's length is missing or weights may change.
 
         Args:
             points: ``[num]``, the points of the draws.
@@ -93,14 +95,14 @@ class TokenArcs:
             first: Number of the first draw.
             numbers: The result of `numbers`; updated here.
             lengths: Lengths of the documents that each source yields in this run, as far as they are known.
-            turn_at: Number of tokens of all sources after which to stop; -1 for no end.
+            change_at: Number of tokens of all sources after which to stop; -1 for no end.
 
         Returns:
             The number of the next draw, and the source whose length is missing for it, or -1.
         """
         missing = -2
         if kernel is not None:
-            going_at = -1 if turn_at < 0 else max(0, turn_at - self._resting)
+            going_at = -1 if change_at < 0 else max(0, change_at - self._resting_tokens)
             first, missing = kernel.run(points, chosen, first, numbers, lengths, going_at)
         if missing > -2:
             return first, missing
@@ -111,48 +113,50 @@ class TokenArcs:
             known, count = lengths[source], counts[source]
             if known is None or count == len(known):
                 return number, source
-            self.drew(source, int(known[count]))
+            self.add_document(source, int(known[count]))
             chosen[number], counts[source] = source, count + 1
             documents[source], tokens[source] = self.documents[source], self.tokens[source]
-            if 0 <= turn_at <= self.num_tokens:
+            if 0 <= change_at <= self.num_tokens:
                 return number + 1, -1
         return len(points), -1
 
     def parts(self) -> list[float]:
-        """Return the approximate part of many draws that falls to each source."""
+        """Return the approximate fraction of draws that each source gets, over many draws."""
         counted = zip(self._shares, self.documents, self.tokens, strict=True)
-        rates = [share * (docs + _PRIOR) / max(1, tokens + _PRIOR * self._mean) for share, docs, tokens in counted]
+        rates = [
+            share * (docs + _PRIOR_DOCS) / max(1, tokens + _PRIOR_DOCS * self._mean) for share, docs, tokens in counted
+        ]
         total = sum(rates)
         return [rate / total for rate in rates]
 
-    def drew(self, source: int, length: int) -> None:
-        """Count a document of ``length`` tokens, which has been drawn from a source."""
+    def add_document(self, source: int, length: int) -> None:
+        """Count a document of ``length`` tokens that was drawn from a source, and update the arcs."""
         self.documents[source] += 1
         self.tokens[source] += length
         self._all_documents += 1
         self._all_tokens += length
-        self._counted += length
-        if self._shared() != (self._mean, self._due):
+        self._counted_tokens += length
+        if self._shared_values() != (self._mean, self._due_tokens):
             self._rebuild()
         else:
             self._total -= self._arcs[source]
             self._arcs[source] = self._arc(source)
             self._total += self._arcs[source]
 
-    def _shared(self) -> tuple[int, int]:
-        """Return the values that all sources share, both rounded down.
+    def _shared_values(self) -> tuple[int, int]:
+        """Return the rounded values on which the arcs of all sources depend.
 
         They are the mean length of all documents, to within an eighth, and the tokens that count, to whole steps.
         """
         mean = max(1, self._all_tokens // max(1, self._all_documents))
-        coarse = max(0, mean.bit_length() - 4)
-        mean = mean >> coarse << coarse
-        step = mean * self._grid
-        return mean, self._counted // step * step
+        num_dropped_bits = max(0, mean.bit_length() - 4)
+        mean = mean >> num_dropped_bits << num_dropped_bits
+        step = mean * self._grid_documents
+        return mean, self._counted_tokens // step * step
 
     def _rebuild(self) -> None:
-        self._mean, self._due = self._shared()
-        self._step = self._mean * self._grid
+        self._mean, self._due_tokens = self._shared_values()
+        self._step = self._mean * self._grid_documents
         self._arcs = [self._arc(source) for source in range(len(self._shares))]
         self._total = sum(self._arcs)
 
@@ -161,9 +165,19 @@ class TokenArcs:
         if not share:
             return 0
         tokens = self.tokens[source]
-        mean = (tokens + _PRIOR * self._mean << _FINE) // (self.documents[source] + _PRIOR)
-        counted, slack = tokens - self._since[source] << _SHARE, _SLACK * mean << _SHARE - _FINE
-        behind, ahead = share * self._due - counted - slack, counted - share * (self._due + self._step) - slack
-        unit = (_PATIENCE + self._mean // _LONG) * self._mean * max(share, int(_SMALL * (1 << _SHARE)))
-        longer, shorter = min(max(behind, 0), _MOST * unit), min(max(ahead, 0), _MOST * unit)
+        mean = (tokens + _PRIOR_DOCS * self._mean << _MEAN_BITS) // (self.documents[source] + _PRIOR_DOCS)
+        counted, slack = (
+            tokens - self._since[source] << _SHARE_BITS,
+            _SLACK_DOCUMENTS * mean << _SHARE_BITS - _MEAN_BITS,
+        )
+        behind, ahead = (
+            share * self._due_tokens - counted - slack,
+            counted - share * (self._due_tokens + self._step) - slack,
+        )
+        unit = (
+            (_DOUBLING_DEFICIT + self._mean // _LENGTH_STEP)
+            * self._mean
+            * max(share, int(_MIN_SHARE * (1 << _SHARE_BITS)))
+        )
+        longer, shorter = min(max(behind, 0), _MAX_DEFICIT * unit), min(max(ahead, 0), _MAX_DEFICIT * unit)
         return max(1, (share * (unit + longer) << 16) // (max(1, mean) * (unit + shorter)))

@@ -1,4 +1,4 @@
-"""`MixedDocuments`: reads documents of a mixture, many at a time: it chooses their sources, then reads source by source."""
+"""`MixedDocuments`: reads many documents of a mixture at a time: chooses their sources, then reads source by source."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.mixture.circle import Arcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
+from rescale_data.nodes.mixture.interleaved import interleaved
 from rescale_data.nodes.mixture.lengths import TokenArcs
-from rescale_data.nodes.mixture.supply import Kept, Supply
-from rescale_data.nodes.mixture.weights import InUse
-from rescale_data.nodes.mixture.woven import woven
+from rescale_data.nodes.mixture.source_buffer import KeptDocuments, SourceBuffer
+from rescale_data.nodes.mixture.weights import CurrentWeights
+from rescale_data.nodes.reading.batched_read import read_batched
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
-from rescale_data.nodes.reading.spans import EMPTY, MANY, Moves, Spans
-from rescale_data.nodes.reading.together import read_together
+from rescale_data.nodes.reading.spans import EMPTY, UNLIMITED, PositionUpdates, Spans
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-_FIRST, _SECOND, _FASTER = 16, 256, 4  # draws in the first read and in the second; then so many times more each
-_MOST, _OF_EACH = 2**15, 2048  # most draws at once, in all and on average for each source
-_READS = 256  # reads of sources after which a call ends (at least 4 for each): an epoch may hold only a row or two
-_AT_ONCE = 16  # documents of each source in the second read, if they lie at hand: a few cost as much as one
-_EXPECTED = 2  # by tokens, expected documents from which on a source is read together with others
-_BYTES_OF_A_SPAN = 128
-_NOWHERE = np.zeros((2, 0), dtype=np.int64)
+_FIRST_READ, _SECOND_READ, _READ_GROWTH = (
+    16,
+    256,
+    4,
+)  # draws in the first read and in the second; then so many times more each
+_MAX_DRAWS, _MAX_MEAN_DRAWS = 2**15, 2048  # most draws at once, in all and on average for each source
+_MAX_READS = 256  # reads of sources after which a call ends (at least 4 for each): an epoch may hold only a row or two
+_READY_DOCS = 16  # documents of each source in the second read, if they lie at hand: a few cost as much as one
+_MIN_BATCHED = 2  # by tokens, expected documents from which on a source is read together with others
+_SPAN_BYTES = 128
+_NO_PLACES = np.zeros((2, 0), dtype=np.int64)
 
 
 class MixedDocuments:
-    """A token column of a mixture as `Documents`; positions are rows of the mixture.
+    """Reads documents of a mixture in one token column, as `Documents` does; positions are rows of the mixture's state.
 
     Few documents are read at first, then more each time: the first batch does not wait for later documents.
 
@@ -57,144 +61,161 @@ class MixedDocuments:
     ) -> None:
         self._mixture, self._column, self._repeats, self._by_tokens = mixture, column, repeats, by_tokens
         self._num_sources, self.is_costly = len(documents), any(each.is_costly for each in documents)
-        self._kept: dict[int, Kept | MixedDocuments] = {}
-        self._num, self._reads, self._room = _FIRST, 0, room
-        self._enough = max(_READS, 4 * len(documents))
-        self._second = max(_SECOND, _AT_ONCE * sum([isinstance(each, FragmentDocuments) for each in documents]))
-        self._forget()
+        self._kept: dict[int, KeptDocuments | MixedDocuments] = {}
+        self._num_draws, self._reads, self._byte_limit = _FIRST_READ, 0, room
+        self._max_reads = max(_MAX_READS, 4 * len(documents))
+        self._second_read = max(
+            _SECOND_READ, _READY_DOCS * sum([isinstance(each, FragmentDocuments) for each in documents])
+        )
+        self._drop_documents()
 
-    def _forget(self) -> None:
-        """Drop the documents read for one call of `read`: there may be hundreds of sources, in each logical shard."""
-        self._supplies: dict[int, Supply] = {}
-        self._together, self._places = EMPTY, _NOWHERE
+    def _drop_documents(self) -> None:
+        """Drop the documents that one call of `read` read: there may be hundreds of sources in each logical shard."""
+        self._buffers: dict[int, SourceBuffer] = {}
+        self._batch, self._places = EMPTY, _NO_PLACES
 
-    def _of(self, source: int) -> Documents:
-        found = self._kept.get(source) or self._mixture.sources.documents(source, self._column)
-        if found.is_costly and source not in self._kept:
-            found = self._kept[source] = found if isinstance(found, MixedDocuments) else Kept(found)
-        return found
+    def _documents_of(self, source: int) -> Documents:
+        documents = self._kept.get(source) or self._mixture.sources.documents(source, self._column)
+        if documents.is_costly and source not in self._kept:
+            documents = self._kept[source] = (
+                documents if isinstance(documents, MixedDocuments) else KeptDocuments(documents)
+            )
+        return documents
 
     def begin_at(self, position: View) -> None:
-        """Drop the costly documents before a position, and keep the later ones."""
+        """Drop the documents of costly sources that lie before a position, and keep the later ones."""
         for source, kept in self._kept.items():
             kept.begin_at(position[self._mixture.slots_of(source)])
 
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
-        """Return the next documents as `Documents.read` does; ``points`` are given if a mixture above chooses them."""
-        self._after = copy_of(position)
+        """Return the next documents, at most ``most``; an outer mixture passes the ``points`` that choose their sources."""
+        self._next_position = copy_of(position)
         if points is None:
             self.begin_at(position)
         num_silent: Counter[int] = Counter()
         while True:
-            in_use = self._mixture.weights.at(self._after)
-            arcs = self._mixture.arcs_at(self._after, in_use)
+            current_weights = self._mixture.weights.at(self._next_position)
+            arcs = self._mixture.arcs_at(self._next_position, current_weights)
             if arcs is None:
                 break
-            self._seen_ends, self._turn_at = in_use.ending, in_use.turn_at
-            room = MANY if self._by_tokens or in_use.turn_at is None else max(1, in_use.turn_at - self._after[0])
+            self._ending_sources, self._change_at = current_weights.ending, current_weights.change_at
+            room = (
+                UNLIMITED
+                if self._by_tokens or current_weights.change_at is None
+                else max(1, current_weights.change_at - self._next_position[0])
+            )
             if points is None:
-                points_here = self._mixture.circle.points(self._after[0], min(most, self._num, room))
+                points_here = self._mixture.circle.points(self._next_position[0], min(most, self._num_draws, room))
             else:
                 points_here = points[: min(most, room)]
-            spans, ended = self._draw(self._after, arcs, points_here)
+            spans, ended = self._draw(self._next_position, arcs, points_here)
             if len(spans):
-                self._grow(spans)
-                if self._by_tokens and in_use.turn_at is not None:
-                    spans = self._turned(spans, in_use)
-                if self._after != position:
-                    spans = spans.with_moves(spans.moves.led_by(Moves.between(position, self._after)))
-                self._after = self._start = position  # frees the copy: there may be many shards
+                self._set_next_size(spans)
+                if self._by_tokens and current_weights.change_at is not None:
+                    spans = self._with_change(spans, current_weights)
+                if self._next_position != position:
+                    spans = spans.with_moves(
+                        spans.moves.preceded_by(PositionUpdates.between(position, self._next_position))
+                    )
+                self._next_position = self._start_position = position  # frees the copy: there may be many shards
                 return spans
             num_silent[ended] += 1
-            if self._repeats and (ended not in self._seen_ends or num_silent[ended] > SILENT_EPOCHS):
+            if self._repeats and (ended not in self._ending_sources or num_silent[ended] > SILENT_EPOCHS):
                 self._mixture.refuse_silent(ended)
-            self._of(ended).turn(self._after[self._mixture.slots_of(ended)])
-            self._mixture.weights.end(self._after, ended, in_use)
-            if not self._repeats and self._mixture.end_at(self._after, ended):
+            self._documents_of(ended).begin_next_epoch(self._next_position[self._mixture.slots_of(ended)])
+            self._mixture.weights.end(self._next_position, ended, current_weights)
+            if not self._repeats and self._mixture.record_end(self._next_position, ended):
                 break
         return EMPTY
 
-    def turn(self, position: View) -> None:
-        position[:] = self._after
+    def begin_next_epoch(self, position: View) -> None:
+        position[:] = self._next_position
 
-    def _turned(self, spans: Spans, in_use: InUse) -> Spans:
-        """Return the same documents, where the last one moves the position to other weights if these count behind it."""
-        before = copy_of(self._after)
+    def _with_change(self, spans: Spans, current_weights: CurrentWeights) -> Spans:
+        """Return the same documents; the position update of the last one includes a change of weights, if one is due."""
+        before = copy_of(self._next_position)
         spans.move(before, len(spans))
         after = copy_of(before)
-        self._mixture.weights.turn(after, in_use)
+        self._mixture.weights.change(after, current_weights)
         if after == before:
             return spans
-        moves = Moves.join([spans.moves, Moves.between(before, after)])
-        return spans.with_moves(moves.grouped(np.array([*range(1, len(spans)), len(spans) + 1])))
+        moves = PositionUpdates.join([spans.moves, PositionUpdates.between(before, after)])
+        return spans.with_moves(moves.merge_groups(np.array([*range(1, len(spans)), len(spans) + 1])))
 
-    def _grow(self, spans: Spans) -> None:
+    def _set_next_size(self, spans: Spans) -> None:
         copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
-        mean = _BYTES_OF_A_SPAN + copied // len(spans)
-        most = min(_MOST, _OF_EACH * self._num_sources, self._room() // mean)
-        more = max(self._second, _FASTER * self._num)
+        mean = _SPAN_BYTES + copied // len(spans)
+        most = min(_MAX_DRAWS, _MAX_MEAN_DRAWS * self._num_sources, self._byte_limit() // mean)
+        more = max(self._second_read, _READ_GROWTH * self._num_draws)
         if self._reads > self._num_sources:  # some sources give few at a time
-            more = min(more, len(spans) * self._enough // self._reads)
-        self._num = max(_FIRST, min(more, most))
+            more = min(more, len(spans) * self._max_reads // self._reads)
+        self._num_draws = max(_FIRST_READ, min(more, most))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
-        """Return the documents of the next draws, up to a draw whose source has ended, and that source; -1 if none has."""
-        self._start, self._reads = position, 0
+        """Return the documents of the next draws until a source ends, and the number of that source, or -1."""
+        self._start_position, self._reads = position, 0
         try:
             if isinstance(arcs, TokenArcs):
                 chosen, ended = self._choose(points, arcs)
             else:
-                chosen, ended = self._supplied(arcs.words.searchsorted(points, side="right"), points, arcs)
+                chosen, ended = self._read_chosen(arcs.words.searchsorted(points, side="right"), points, arcs)
             spans = self._join(position[0], chosen) if len(chosen) else EMPTY
         finally:  # also after a read that fails: the next one may be at another position
-            self._forget()
+            self._drop_documents()
         return spans, ended
 
     def _read_together(self, wanted: Sequence[int]) -> Ints:
-        """Read up to ``wanted`` documents of each source that can be read together; return the number read of each."""
-        asked = [
-            (source, (documents, self._mixture.slots_of(source), num, self._repeats and source not in self._seen_ends))
+        """Read up to ``wanted`` documents of each source in one batched read, where possible; return how many were read."""
+        requests = [
+            (
+                source,
+                (documents, self._mixture.slots_of(source), num, self._repeats and source not in self._ending_sources),
+            )
             for source, num in enumerate(wanted)
-            if num and isinstance(documents := self._of(source), FragmentDocuments)
+            if num and isinstance(documents := self._documents_of(source), FragmentDocuments)
         ]
         self._places = np.zeros((2, self._num_sources), dtype=np.int64)
-        if asked:
-            self._together, places = read_together([each for _, each in asked], self._start)
-            self._places[:, [source for source, _ in asked]] = places
-            self._reads += len(asked)
+        if requests:
+            self._batch, places = read_batched([each for _, each in requests], self._start_position)
+            self._places[:, [source for source, _ in requests]] = places
+            self._reads += len(requests)
         return self._places[1]
 
     def _read_of(self, source: int) -> Spans:
-        """Return the documents of a source among those read together."""
+        """Return the documents of a source that the last batched read has read."""
         first, num = self._places[:, source].tolist()
-        return self._together[first : first + num]
+        return self._batch[first : first + num]
 
     def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
-        """Return the sources of the next draws, by the lengths of their documents, and a source that has ended, or -1."""
+        """Choose the sources of the next draws by tokens; return them, and a source that has ended, or -1."""
         parts = arcs.parts()
         chosen, numbers = np.empty(len(points), dtype=np.int64), arcs.numbers()
         counts = numbers[4]
         expected = [int(more + more**0.5) for more in (len(points) * part for part in parts)]
-        have = self._read_together([more if more >= _EXPECTED else 0 for more in expected])
-        lengths = [self._read_of(source).length if num else None for source, num in enumerate(have.tolist())]
+        num_read = self._read_together([more if more >= _MIN_BATCHED else 0 for more in expected])
+        lengths = [self._read_of(source).length if num else None for source, num in enumerate(num_read.tolist())]
         num, missing = 0, -1
-        turn_at = -1 if self._turn_at is None else self._turn_at
+        change_at = -1 if self._change_at is None else self._change_at
         while True:
-            num, missing = arcs.run(points, chosen, num, numbers, lengths, turn_at)
+            num, missing = arcs.run(points, chosen, num, numbers, lengths, change_at)
             if missing < 0:
                 break
             count = int(counts[missing])
             more = (len(points) - num) * parts[missing]  # about as many, and some to spare
-            most = count + max(1, int(more)) if self._of(missing).is_costly else count + 1 + int(more + more**0.5)
-            self._have(missing, most, most)
-            if self._supplies[missing].num == count:
+            most = (
+                count + max(1, int(more))
+                if self._documents_of(missing).is_costly
+                else count + 1 + int(more + more**0.5)
+            )
+            self._has_documents(missing, most, most)
+            if self._buffers[missing].num == count:
                 break
-            supply = self._supplies[missing]
-            lengths[missing] = supply.lengths
+            buffer = self._buffers[missing]
+            lengths[missing] = buffer.lengths
         return chosen[:num], missing
 
-    def _supplied(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
-        """Return the sources of the draws up to the first without a document, and the source that has ended there, or -1."""
+    def _read_chosen(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
+        """Read the documents of chosen draws; return the draws before the first without one, and the ended source, or -1."""
         limit, ended = len(chosen), -1
         wanted = np.bincount(chosen, minlength=self._num_sources)
         if (self._read_together(wanted.tolist()) == wanted).all():
@@ -203,52 +224,56 @@ class MixedDocuments:
         for source, places in enumerate(np.split(order, np.cumsum(wanted[:-1]))):
             if self._places[1, source] == len(places):
                 continue
-            documents = self._of(source)
+            documents = self._documents_of(source)
             if isinstance(documents, MixedDocuments):
-                documents = AtPoints(documents, arcs.stretch_all(points[places], source))
-            if not self._have(source, len(places), len(places), documents):
-                missing = int(places[self._supplies[source].num])
+                documents = NestedDocuments(documents, arcs.scale_points(points[places], source))
+            if not self._has_documents(source, len(places), len(places), documents):
+                missing = int(places[self._buffers[source].num])
                 limit, ended = (missing, source) if missing < limit else (limit, ended)
         return chosen[:limit], ended
 
-    def _have(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
-        """True if a source has ``num`` documents. If documents have to be read for that, up to ``most`` are."""
-        supply = self._supplies.get(source)
-        if supply is None:
+    def _has_documents(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
+        """True if a source has ``num`` documents in its buffer; if it has fewer, up to ``most`` are read first."""
+        buffer = self._buffers.get(source)
+        if buffer is None:
             slots = self._mixture.slots_of(source)
             first = self._read_of(source)
-            first = first.with_moves(first.moves.under(-slots.start))
-            supply = Supply(documents or self._of(source), self._start[slots], self._by_tokens, first)
-            self._supplies[source] = supply
-        while supply.num < num:
-            if supply.num and self._reads >= self._enough:
+            first = first.with_moves(first.moves.shifted(-slots.start))
+            buffer = SourceBuffer(
+                documents or self._documents_of(source), self._start_position[slots], self._by_tokens, first
+            )
+            self._buffers[source] = buffer
+        while buffer.num < num:
+            if buffer.num and self._reads >= self._max_reads:
                 return False
             self._reads += 1
-            if supply.fill(most):
+            if buffer.fill(most):
                 continue
-            if not self._repeats or source in self._seen_ends:
+            if not self._repeats or source in self._ending_sources:
                 return False
-            if supply.silent_epochs == SILENT_EPOCHS:
+            if buffer.silent_epochs == SILENT_EPOCHS:
                 if self._by_tokens:  # its documents without tokens may have been drawn
                     self._mixture.refuse_silent(source)
                 return False
-            supply.turn()
+            buffer.begin_next_epoch()
         return True
 
     def _join(self, first: int, chosen: Ints) -> Spans:
-        """Return the documents of draws in their order, with moves that include the mixture's own counts."""
-        parts, first_slots = [self._together], [0]
-        begins, at = self._places[0].copy(), len(self._together)
+        """Return the documents in the order of their draws, with position updates that also count the draws."""
+        parts, first_slots = [self._batch], [0]
+        begins, at = self._places[0].copy(), len(self._batch)
         each = np.bincount(chosen, minlength=self._num_sources).tolist()
-        for source, supply in self._supplies.items():
-            parts += supply.spans(each[source])
+        for source, buffer in self._buffers.items():
+            parts += buffer.spans(each[source])
             first_slots += [self._mixture.slots_of(source).start] * (len(parts) - len(first_slots))
             begins[source], at = at, at + each[source]
-        return woven(chosen, Spans.join(parts, first_slots), begins, first, self._mixture.row.counted_at(self._start))
+        return interleaved(
+            chosen, Spans.join(parts, first_slots), begins, first, self._mixture.row.counts_at(self._start_position)
+        )
 
 
-class AtPoints:
-    """The documents of a mixture within a mixture, drawn at the points that the outer one gives."""
+class NestedDocuments:
+    """Documents of an inner mixture, drawn at points that the outer mixture gives."""
 
     is_costly = True
 
@@ -260,5 +285,5 @@ class AtPoints:
         self._points = self._points[len(spans) :]
         return spans
 
-    def turn(self, position: View) -> None:
-        self._documents.turn(position)
+    def begin_next_epoch(self, position: View) -> None:
+        self._documents.begin_next_epoch(position)

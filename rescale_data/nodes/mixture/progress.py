@@ -1,4 +1,4 @@
-"""The progress of a mixture, for loggers."""
+"""Progress counters of a mixture, for loggers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mixture_progress(
     rows: Ints,
     shards: Ints,
 ) -> dict[str, float]:
-    """Return `WeightedSampler.progress`.
+    """Return `WeightedSampler.progress`: amounts drawn, shares and epochs of each source, by name.
 
     Args:
         row: The slots of the mixture's own values.
@@ -35,9 +35,9 @@ def mixture_progress(
         counts["tokens"] = rows[:, row.tokens].sum(axis=0)
     shown = {f"drawn_{unit}": count for unit, count in counts.items()}
     shown["share"] = counts[row.unit] / max(1, counts[row.unit].sum())
-    found = {f"{key}/{name}": float(value[i]) for key, value in shown.items() for i, name in enumerate(row.names)}
+    counters = {f"{key}/{name}": float(value[i]) for key, value in shown.items() for i, name in enumerate(row.names)}
     for name, (node, slots) in sources.items():
         if readers := readers_of(node, slots.start):
             epochs = [reader.epochs_at(rows[:, slot:], shards) for reader, slot in readers]
-            found[f"epochs/{name}"] = float(np.mean(epochs))
-    return {**found, **{f"ended_shards/{name}": float(num) for name, num in ended.items()}}
+            counters[f"epochs/{name}"] = float(np.mean(epochs))
+    return {**counters, **{f"ended_shards/{name}": float(num) for name, num in ended.items()}}

@@ -1,4 +1,4 @@
-"""`MixtureRow`: the slots of a mixture's own values in its position, before the slots of its sources."""
+"""`MixtureRow`: the layout of a mixture's own integers in its position; the integers of its sources follow."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from rescale_data.nodes.base import View
-from rescale_data.state import COUNT, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 
-NUM, RULE = 0, 1
-"""The slots of the number of draws, and of the digest of the rule that gives the weights."""
+NUM_DRAWS, RULE_DIGEST = 0, 1
+"""Indices, in a position, of the number of draws and of the digest of the rule that gives the weights."""
 
 _FIRST = 2  # first slot of the values for each source
 KINDS = _DRAWS, _RULE, _DRAWN, _TOKENS, _SINCE = "draws", "rule", "drawn", "tokens", "since"
 
 
 class MixtureRow:
-    """The slots of each source, kind by kind, in the order of the names.
+    """The slices of a position that hold the counts of all sources, in the order of their names.
 
     Args:
         names: Names of the sources.
@@ -43,26 +43,26 @@ class MixtureRow:
     def fields(self) -> tuple[Field, ...]:
         return _fields(tuple(self.names), self.unit)
 
-    def drawn_in(self, rows: Ints) -> Ints:
-        """Return the draws, or by tokens the tokens, in each of ``int64[M, slots]``."""
-        return rows[:, self.tokens].sum(axis=1) if self.unit == "tokens" else rows[:, NUM]
+    def amounts_drawn(self, rows: Ints) -> Ints:
+        """Return the number of draws (or of tokens, if the unit is tokens) at each of the positions ``int64[M, slots]``."""
+        return rows[:, self.tokens].sum(axis=1) if self.unit == "tokens" else rows[:, NUM_DRAWS]
 
     def begin_epoch(self, rows: Ints) -> None:
-        """Note in ``int64[M, slots]`` that no source has ended yet."""
+        """Clear the marks of ended sources in the positions ``int64[M, slots]``, at the beginning of an epoch."""
         drawn = rows[:, self.drawn]
         drawn[:] = np.maximum(drawn, ~drawn)
 
-    def counted_at(self, position: View) -> list[tuple[int, list[int]]]:
-        """Return the first slot and the values of the counts of all sources: of documents, and by tokens also of tokens."""
+    def counts_at(self, position: View) -> list[tuple[int, list[int]]]:
+        """Return the counts at a position, each as its first index and its values: documents, and by tokens also tokens."""
         kinds = [self.drawn, self.tokens] if self.unit == "tokens" else [self.drawn]
         return [(kind.start, position[kind].tolist()) for kind in kinds]
 
 
 @lru_cache(maxsize=64)
 def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
-    drawn = ~COUNT[1], COUNT[1]  # the complement if a source has ended
+    drawn = ~COUNT_LIMITS[1], COUNT_LIMITS[1]  # the complement if a source has ended
     kinds = [Field((_DRAWN,), counts=True, limits=drawn)]
     if unit == "tokens":
-        kinds += [Field((kind,), counts=True, limits=COUNT) for kind in (_TOKENS, _SINCE)]
-    own = (Field((_DRAWS,), counts=True, limits=COUNT), Field((_RULE,)))
+        kinds += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _SINCE)]
+    own = (Field((_DRAWS,), counts=True, limits=COUNT_LIMITS), Field((_RULE,)))
     return (*own, *(replace(kind, path=(*kind.path, name)) for kind in kinds for name in names))

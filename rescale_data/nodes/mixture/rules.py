@@ -1,4 +1,4 @@
-"""`Rule`: the weights of a mixture as a pure function of the amounts drawn."""
+"""`Rule`: the weights of a mixture as a pure function of the amounts drawn so far."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rescale_data.nodes.mixture.schedule import Schedule, keys_of, pieces_of
 
 @dataclass(frozen=True)
 class Rule:
-    """The weights of all sources in the course of a run, and the most epochs of some of them.
+    """The weights of all sources over a whole run, and the largest number of epochs of some of them.
 
     Args:
         names: Names of the sources, sorted.
@@ -36,13 +36,13 @@ class Rule:
 
     @cached_property
     def digest(self) -> int:
-        """The number by which positions name this rule: a hash of its content."""
+        """Hash of the rule, a number of 64 bits by which positions refer to it."""
         text = json.dumps(as_json(self), sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class Weights(NamedTuple):
-    """The weights at some point of a run.
+    """The weights at one point of a run, and the progress or the ends of sources after which they may change.
 
     Args:
         values: Weights in the order of the names of the rule.
@@ -56,7 +56,7 @@ class Weights(NamedTuple):
 
 
 def weights_at(rule: Rule, progress: int, epochs: Mapping[str, int]) -> Weights:
-    """Return the weights at a point of a run.
+    """Return the weights that a rule gives after the amounts and epochs drawn so far.
 
     Args:
         rule: The rule.
@@ -74,28 +74,28 @@ def weights_at(rule: Rule, progress: int, epochs: Mapping[str, int]) -> Weights:
     return Weights(values, until, ending)
 
 
-def rule_of(weights: Mapping[str, float] | Schedule, max_epochs: Mapping[str, int]) -> Rule:
-    """Return the rule of weights and limits by name; all logical shards get the same object."""
+def make_rule(weights: Mapping[str, float] | Schedule, max_epochs: Mapping[str, int]) -> Rule:
+    """Return the rule for given weights and limits on epochs; all logical shards share one object."""
     names = tuple(sorted(weights.keys[0][1] if isinstance(weights, Schedule) else weights))
     interpolate = weights.interpolate if isinstance(weights, Schedule) else None
-    return _shared(Rule(names, keys_of(names, weights), interpolate, tuple(sorted(max_epochs.items()))))
+    return _share_rule(Rule(names, keys_of(names, weights), interpolate, tuple(sorted(max_epochs.items()))))
 
 
 @lru_cache(maxsize=64)
-def _shared(rule: Rule) -> Rule:
+def _share_rule(rule: Rule) -> Rule:
     return rule
 
 
 def as_json(rule: Rule) -> dict[str, Any]:
-    """Return a rule as JSON values, as in the parameters of a mixture."""
+    """Return a rule as JSON values, in the form of a mixture's saved parameters."""
     keys = [[begin, dict(zip(rule.names, weights, strict=True))] for begin, weights in rule.keys]
     weights = {"keys": keys, "interpolate": rule.interpolate} if rule.interpolate else keys[0][1]
     return {"weights": weights, **({"max_epochs": dict(rule.max_epochs)} if rule.max_epochs else {})}
 
 
 def from_json(saved: Mapping[str, Any]) -> Rule:
-    """Return the rule that the saved parameters of a mixture hold."""
+    """Return the rule in the saved parameters of a mixture."""
     weights = saved["weights"]
     if isinstance(weights.get("keys"), list):
         weights = Schedule([(begin, key) for begin, key in weights["keys"]], weights["interpolate"])
-    return rule_of(weights, saved.get("max_epochs", {}))
+    return make_rule(weights, saved.get("max_epochs", {}))

@@ -1,4 +1,4 @@
-"""`WeightedSampler`: mixes sources."""
+"""`WeightedSampler`: a node that mixes the samples of several sources."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rescale_data.nodes.form import History
 from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
 from rescale_data.nodes.mixture.circle import circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
-from rescale_data.nodes.mixture.ends import end_of_all
+from rescale_data.nodes.mixture.ends import mixture_epoch_end
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.progress import mixture_progress
-from rescale_data.nodes.mixture.row import NUM, RULE, MixtureRow, Unit
-from rescale_data.nodes.mixture.rules import Rule, as_json, from_json, rule_of
+from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow, Unit
+from rescale_data.nodes.mixture.rules import Rule, as_json, from_json, make_rule
 from rescale_data.nodes.mixture.schedule import Schedule
 from rescale_data.nodes.mixture.sources import Sources
 from rescale_data.nodes.mixture.weights import MixtureWeights
@@ -95,7 +95,7 @@ class WeightedSampler(Node[Any]):
         check_max_epochs(max_epochs or {}, self.names)
         self._row = MixtureRow(self.names, unit)
         self.FIELDS = self._row.fields()
-        rule = rule_of(weights, {name: int(num) for name, num in (max_epochs or {}).items()})
+        rule = make_rule(weights, {name: int(num) for name, num in (max_epochs or {}).items()})
         self._weights = MixtureWeights(self._row, rule, (0, 1), {})
         super().__init__(**{name: nodes[name] for name in self.names})
         shard = find_shard(self)
@@ -114,7 +114,7 @@ class WeightedSampler(Node[Any]):
         return {name: (node, self._slots(name)) for name, node in self.children.items()}
 
     def _epoch_slots(self, rules: Iterable[Rule]) -> dict[str, int]:
-        """Return the slots of the epochs that rules count, by name of the source."""
+        """Return, by source name, the index in a position of each epoch counter that the rules use."""
         sources, counted = self._sources, {name for rule in rules for name, _ in rule.max_epochs}
         return {name: epoch_slot(name, *sources[name]) for name in sorted(counted) if name in sources}
 
@@ -156,27 +156,27 @@ class WeightedSampler(Node[Any]):
         return self._draws.skip(num_samples)
 
     def skip_ahead(self, num_samples: int) -> int:
-        return 0 if self.unit == "tokens" else self._draws.skip_ahead(num_samples, goes_on=is_endless(self))
+        return 0 if self.unit == "tokens" else self._draws.skip_ahead(num_samples, across_epochs=is_endless(self))
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        """Return the end of the epoch, by samples, if each source is read to its end with constant weights; else `None`."""
+        """Return the end of an epoch, by samples, if each source is read to its end with constant weights; else `None`."""
         rule = self._weights.rule
         if self.stop != "all" or self.unit == "tokens" or rule.max_epochs or len(rule.pieces[0]) > 1:
             return None
-        if (rows[:, RULE] != rule.digest).any():
+        if (rows[:, RULE_DIGEST] != rule.digest).any():
             return None
-        return end_of_all(self._row, self._sources, rule.keys[0][1], rows, shards)
+        return mixture_epoch_end(self._row, self._sources, rule.keys[0][1], rows, shards)
 
     def begin(self, row: View) -> None:
-        row[RULE] = self._weights.rule.digest
+        row[RULE_DIGEST] = self._weights.rule.digest
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         earlier = [from_json(rule) for _, rule in history]
         self._weights.adopt(earlier, self._epoch_slots(earlier))
 
     def place(self) -> list[int]:
-        """Return the slot of the number of draws alone: sources come and go, but draws are counted for the whole run."""
-        return [NUM]
+        """Return the index of the number of draws: it alone identifies the next sample, since sources come and go."""
+        return [NUM_DRAWS]
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
         return self._weights.earlier(saved, rows)
@@ -185,14 +185,14 @@ class WeightedSampler(Node[Any]):
         self._weights.check_change(saved, rows)
 
     def settle(self, position: View) -> None:
-        """Let other weights count from here on. A source that has ended in this epoch stays ended."""
+        """Apply changed weights from this position on. A source that has ended in this epoch stays ended."""
         self._weights.settle(position)
 
     def pass_blocked(self, position: View) -> None:
         """Move nothing: only a source has rows."""
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
-        """Begin the next epoch of all sources. Counts since the run began stay, so the schedule and `max_epochs` go on."""
+        """Begin the next epoch of all sources. Counts since the run began stay: schedule and `max_epochs` continue."""
         own = slice(0, offsets(self.FIELDS)[-1])
         kept = copy_of(position[own])
         super().next_epoch(position, is_drawn=is_drawn)
@@ -201,25 +201,25 @@ class WeightedSampler(Node[Any]):
         self._weights.settle(position)
 
     def is_stale(self, position: View) -> bool:
-        return self._weights.is_stuck(position)
+        return self._weights.needs_missing_source(position)
 
     def is_blocked(self, position: View) -> bool:
         if not is_stale(self, position):
             return False
-        own, at, draws, found = self.position, copy_of(position), self._draws, False
+        own, at, draws, is_source_blocked = self.position, copy_of(position), self._draws, False
         self.bind(at)
         while (chosen := draws.choose()) is not None:  # also past the ends of sources, as a draw does
             node, part = draws.sources.nodes[chosen], at[draws.slots_of(chosen)]
-            stale, found = is_stale(node, part), is_blocked(node, part)
-            if found or not draws.pass_end(chosen):
+            stale, is_source_blocked = is_stale(node, part), is_blocked(node, part)
+            if is_source_blocked or not draws.skip_or_end(chosen):
                 break
-            if found := stale and self.stop == "never":  # only the old list shows how its next epoch begins
+            if is_source_blocked := stale and self.stop == "never":  # only the old list shows how its next epoch begins
                 break
         self.bind(own)  # the nodes above are bound to this row
-        return found
+        return is_source_blocked
 
     def is_lost(self, position: View) -> bool:
-        return self._weights.is_stuck(position) or any(
+        return self._weights.needs_missing_source(position) or any(
             is_lost(child, position[slots]) for child, slots in changing(self)
         )
 
@@ -260,12 +260,12 @@ class WeightedSampler(Node[Any]):
         )
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
-        found = {dtype_of(node, column) for node in self.children.values()}
-        return found.pop() if len(found) == 1 else None
+        dtypes = {dtype_of(node, column) for node in self.children.values()}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _mixture_of(node: Node[Any]) -> WeightedSampler | None:
-    """Return the mixture whose samples a node yields one for one; `None` if there is none."""
+    """Return the mixture below a node, if the node yields one sample for each sample of the mixture; else `None`."""
     while node.one_for_one:
         node = node.children["source"]
     return node if isinstance(node, WeightedSampler) else None

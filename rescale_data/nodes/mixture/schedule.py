@@ -1,4 +1,4 @@
-"""`Schedule`: weights of a mixture that change in the course of a run, as pieces of constant weights."""
+"""`Schedule`: weights of a mixture that change in the course of a run, in pieces of constant weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Schedule:
     interpolate: Literal["step", "linear"] = "step"
 
     def __post_init__(self) -> None:
-        if not _are_keys(self.keys):
+        if not _is_key_list(self.keys):
             raise TypeError(f"Schedule({self.keys!r}): give a list of (progress, {{name: weight}}).")
         if self.interpolate not in ("step", "linear"):
             raise ValueError(f"Schedule(interpolate={self.interpolate!r}): give 'step' or 'linear'.")
@@ -67,7 +67,7 @@ class Schedule:
 
 
 def keys_of(names: Sequence[str], weights: Mapping[str, float] | Schedule) -> tuple[tuple[int, tuple[float, ...]], ...]:
-    """Return the keys of weights in the order of the names; constant weights are one key at 0."""
+    """Return weights as ``(progress, weights)`` pairs in the order of the names; constant weights are one pair at 0."""
     keys = weights.keys if isinstance(weights, Schedule) else [(0, weights)]
     return tuple((int(begin), tuple(float(key[name]) for name in names)) for begin, key in keys)
 
@@ -77,11 +77,15 @@ def pieces_of(
 ) -> tuple[list[int], list[tuple[float, ...]]]:
     """Return the progress at which each piece of constant weights begins, the first at 0, and the weights of each piece."""
     begins, values = [begin for begin, _ in keys], [value for _, value in keys]
-    return _steps(begins, [_normal(value) for value in values]) if is_linear and len(keys) > 1 else (begins, values)
+    return (
+        _linear_steps(begins, [_normalize(value) for value in values])
+        if is_linear and len(keys) > 1
+        else (begins, values)
+    )
 
 
 def require_weights(weights: Mapping[str, float], where: str = "") -> None:
-    """Raise ``ValueError`` if the values are no valid weights, ``TypeError`` if one is no number."""
+    """Raise ``ValueError`` if weights are negative, not finite or all 0; ``TypeError`` if one is no number."""
     for name, weight in weights.items():
         if isinstance(weight, bool | np.bool_ | str) or not hasattr(weight, "__float__"):
             raise TypeError(f"weights[{name!r}]={weight!r}{where} is a {type(weight).__name__}; give a number.")
@@ -92,25 +96,25 @@ def require_weights(weights: Mapping[str, float], where: str = "") -> None:
         )
 
 
-def _are_keys(keys: object) -> bool:
+def _is_key_list(keys: object) -> bool:
     if not isinstance(keys, Sequence):
         return False
     return all(isinstance(key, Sequence) and len(key) == 2 and isinstance(key[1], Mapping) for key in keys)
 
 
-def _steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[list[int], list[tuple[float, ...]]]:
-    """Return steps in place of the lines between keys; each step has the value of the line at its middle."""
-    places: list[int] = []
+def _linear_steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[list[int], list[tuple[float, ...]]]:
+    """Return constant steps in place of linear changes; each step has the weights of the line at its middle."""
+    step_begins: list[int] = []
     values: list[tuple[float, ...]] = []
     for (begin, one), (end, other) in pairwise(zip(begins, keys, strict=True)):
         steps = min(STEPS, end - begin)
         for step in range(steps):
             part = (2 * step + 1) / (2 * steps)
-            places.append(begin + (end - begin) * step // steps)
+            step_begins.append(begin + (end - begin) * step // steps)
             values.append(tuple(a * (1 - part) + b * part for a, b in zip(one, other, strict=True)))
-    return [*places, begins[-1]], [*values, keys[-1]]
+    return [*step_begins, begins[-1]], [*values, keys[-1]]
 
 
-def _normal(weights: tuple[float, ...]) -> tuple[float, ...]:
+def _normalize(weights: tuple[float, ...]) -> tuple[float, ...]:
     total = math.fsum(weights)
     return tuple(weight / total for weight in weights)

@@ -50,10 +50,10 @@ def weights_by_size(
 
 
 def _size(source: Source, by: str, column: str | None) -> int:
-    found = source.num_rows if by == "rows" else source.num_tokens(column)
-    if found is None:
+    size = source.num_rows if by == "rows" else source.num_tokens(column)
+    if size is None:
         raise ValueError(
             f"weights_by_size(by='tokens'): {source.name} does not know how many tokens it has without reading them all. Give "
             f"the weights as numbers, or by='rows'."
         )
-    return found
+    return size

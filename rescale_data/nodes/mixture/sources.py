@@ -1,4 +1,4 @@
-"""`Sources`: the sources of one logical shard's mixture; there may be hundreds."""
+"""`Sources`: the source nodes of one logical shard's mixture, of which there may be hundreds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, owner_of, room_for
-from rescale_data.sources.decoded.interest import shards_of
+from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import TokenSource
 
 
 class Sources:
-    """The sources of a mixture, by number.
+    """The source nodes of a mixture, by number, opened for one logical shard.
 
     A `Reader` among them may belong to another shard (`borrow`). This shard then opens a reader of its own, and keeps it as
     long as the cache has room for the order in which it reads.
@@ -37,82 +37,84 @@ class Sources:
     def __init__(self, nodes: Sequence[Node[Any]], slots: Sequence[slice], shard: Shard | None) -> None:
         self.nodes, self.slots, self._shard = nodes, slots, shard
         self.last: Node[Any] = nodes[0]
-        self._open: dict[int, Reader] = {}
+        self._own_readers: dict[int, Reader] = {}
         self._documents: dict[str, dict[int, Documents]] = {}
 
     def borrow(self, others: Sources) -> None:
-        """Use another shard's readers in place of own readers that differ from them in the shard alone."""
+        """Use another shard's readers in place of this shard's, if they differ only in the shard, to save memory."""
         pairs = [*zip(self.nodes, others.nodes, strict=True)]
-        alike = [isinstance(own, Reader) and own.shard == self._shard and own.is_like(other) for own, other in pairs]
-        if all(alike):
+        are_alike = [
+            isinstance(own, Reader) and own.shard == self._shard and own.is_like(other) for own, other in pairs
+        ]
+        if all(are_alike):
             self.nodes, self.slots = others.nodes, others.slots
-        elif any(alike):
-            self.nodes = [other if is_alike else own for (own, other), is_alike in zip(pairs, alike, strict=True)]
+        elif any(are_alike):
+            self.nodes = [other if is_alike else own for (own, other), is_alike in zip(pairs, are_alike, strict=True)]
         self.last = self.nodes[0]
         self._documents.clear()
 
     def open(self, source: int) -> Node[Any]:
-        """Return this shard's own node, bound or not."""
+        """Return the node of a source for this shard; it need not be bound to a position."""
         node = self.nodes[source]
         if self._is_own(node) or not isinstance(node, Reader) or self._shard is None:
             return node
-        found = self._open.get(source)
-        if found is None:
-            this: ref[Sources] = ref(self)
-            found = self._open[source] = node.for_shard(self._shard, lambda: _leave(this, source))
-        return found
+        node_of = self._own_readers.get(source)
+        if node_of is None:
+            sources_ref: ref[Sources] = ref(self)
+            node_of = self._own_readers[source] = node.for_shard(self._shard, lambda: _drop_source(sources_ref, source))
+        return node_of
 
     def bound(self, source: int, position: View) -> Node[Any]:
-        """Return this shard's own node, bound to its slots in the mixture's position if it was not bound."""
+        """Return the node of a source for this shard, bound to its part of the mixture's position."""
         self.last = node = self.open(source)
         if not is_bound(node):
             node.bind(position[self.slots[source]])
         return node
 
     def documents(self, source: int, column: str) -> Documents:
-        """Return the documents of a source."""
+        """Return the reader of documents in one column of a source, created on first use."""
         opened = self._documents.get(column)
         if opened is None:
             opened = self._documents[column] = {}
-        found = opened.get(source)
-        if found is None:
+        kept = opened.get(source)
+        if kept is None:
             node = self.open(source)
-            found = opened[source] = open_documents(node, column) or ColumnDocuments(node, column, "WeightedSampler")
-        return found
+            kept = opened[source] = open_documents(node, column) or ColumnDocuments(node, column, "WeightedSampler")
+        return kept
 
     def room(self, num_shards: int) -> Callable[[], int]:
-        """Return a function that returns about how many bytes may be read at once, at the time of its call.
+        """Return a function that returns the approximate number of bytes that may be read at once, when it is called.
 
         Args:
             num_shards: Number of logical shards in all.
         """
         read = [below.reads for node in self.nodes for _, below in node.walk() if below.reads is not None]
-        found = [source for source in read if isinstance(source, TokenSource)]
-        if not found:
+        budgets = [source for source in read if isinstance(source, TokenSource)]
+        if not budgets:
             return lambda: DEFAULT_BYTES // 8 // num_shards
-        least = min(found, key=lambda source: source.cache_bytes)
+        least = min(budgets, key=lambda source: source.cache_bytes)
         owner = owner_of(least)
-        return lambda: room_for(least) // 8 // max(1, len(shards_of(owner, num_shards)))
+        return lambda: room_for(least) // 8 // max(1, len(served_shards(owner, num_shards)))
 
     def close(self) -> None:
-        """Unbind the own readers and close the opened ones: no node stands where the position says."""
+        """Unbind the readers of this shard and close the opened ones, because their positions are no longer valid."""
         for node in self.nodes:
             if self._is_own(node) and not node.children:
                 unbind(node)
-        self._open.clear()
+        self._own_readers.clear()
 
     def _is_own(self, node: Node[Any]) -> bool:
         return self._shard is None or node.of_shard is None or node.of_shard.index == self._shard.index
 
-    def leave(self, source: int) -> None:
-        """Drop this shard's own reader and documents of a source; they are made again when needed."""
-        self._open.pop(source, None)
+    def drop_source(self, source: int) -> None:
+        """Drop this shard's reader and documents of a source; they are opened again when needed."""
+        self._own_readers.pop(source, None)
         for opened in self._documents.values():
             if isinstance(opened.get(source), FragmentDocuments):  # other kinds remember where they ended
                 opened.pop(source, None)
 
 
-def _leave(sources: ref[Sources], source: int) -> None:
-    found = sources()
-    if found is not None:
-        found.leave(source)
+def _drop_source(sources: ref[Sources], source: int) -> None:
+    owner = sources()
+    if owner is not None:
+        owner.drop_source(source)

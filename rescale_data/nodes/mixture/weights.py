@@ -1,4 +1,4 @@
-"""`MixtureWeights`: returns the weights at any position of a mixture, and writes changes of weights into positions."""
+"""`MixtureWeights`: returns the weights at a position of a mixture, and writes changes of weights into positions."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
-from rescale_data.nodes.form import BEFORE, History
-from rescale_data.nodes.mixture.row import NUM, RULE, MixtureRow
+from rescale_data.nodes.form import EARLIER_KEY, History
+from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow
 from rescale_data.nodes.mixture.rules import Rule, as_json, from_json, weights_at
 from rescale_data.state import Ints
 
 _log = logging.getLogger("rescale_data")
-_UNKNOWN = "By the state a mixture has weights that are not in it: it was changed or damaged. Load another checkpoint."
+_UNKNOWN_RULE = (
+    "By the state a mixture has weights that are not in it: it was changed or damaged. Load another checkpoint."
+)
 
 
 @dataclass(frozen=True)
-class InUse:
-    """The weights at a position.
+class CurrentWeights:
+    """The weights of all sources at a position, and the points at which they may change.
 
     Args:
         values: Weights of the sources that the mixture has.
-        turn_at: The number of draws or tokens of this logical shard at which other weights begin; `None` if none do.
+        change_at: The number of draws or tokens of this logical shard at which other weights begin; `None` if none do.
         ending: ``{source: epoch}`` for sources at whose ends other weights may begin; the source is over before that epoch.
     """
 
     values: tuple[float, ...]
-    turn_at: int | None
+    change_at: int | None
     ending: Mapping[int, int]
 
 
 class MixtureWeights:
-    """The weights of one logical shard's mixture: a function of the rule that a position names, and of the amounts drawn.
+    """The weights of one logical shard's mixture, computed from a position: the rule in use, and the amounts drawn.
 
     A position that was begun with the rule of an earlier segment of the run keeps that rule until it is settled.
 
@@ -50,33 +52,33 @@ class MixtureWeights:
     def __init__(self, row: MixtureRow, rule: Rule, shard: tuple[int, int], epochs: Mapping[str, int]) -> None:
         self.rule, self._row, self._shard, self._epochs = rule, row, shard, epochs
         self._earlier: Sequence[Rule] = ()
-        self._is_logged: set[str] = set()
+        self._logged_sources: set[str] = set()
 
     def borrow(self, other: MixtureWeights) -> None:
-        """Share the slots of epochs with the same mixture of another shard."""
+        """Share the indices of epoch counters with the same mixture of another shard, to save memory."""
         self._epochs = other._epochs
 
     def adopt(self, earlier: Sequence[Rule], epochs: Mapping[str, int]) -> None:
-        """Keep rules of earlier segments that some positions still use, and the slots of the epochs that they count."""
+        """Add the rules of earlier segments that some positions still use, and the indices of the epochs that they count."""
         self._earlier, self._epochs = earlier, {**self._epochs, **epochs}
 
-    def at(self, position: View) -> InUse:
-        """Return the weights at a position."""
-        return self._by(self._rule_at(position), position)
+    def at(self, position: View) -> CurrentWeights:
+        """Return the weights in use at a position."""
+        return self._weights_by(self._rule_at(position), position)
 
     def settle(self, position: View) -> None:
-        """Let the present rule count from a position on."""
+        """Change a position from the rule of an earlier segment to the present rule."""
         if self.is_pending(position):
             before = self.at(position)
-            position[RULE] = self.rule.digest
-            self.turn(position, before)
+            position[RULE_DIGEST] = self.rule.digest
+            self.change(position, before)
 
     def is_pending(self, position: View) -> bool:
-        """True if a position uses the rule of an earlier segment."""
-        return position[RULE] != self.rule.digest
+        """True if a position still uses the rule of an earlier segment."""
+        return position[RULE_DIGEST] != self.rule.digest
 
-    def turn(self, position: View, before: InUse) -> None:
-        """Let the weights at a position count, after draws with the weights ``before``.
+    def change(self, position: View, before: CurrentWeights) -> None:
+        """Record in a position that its weights have just changed from ``before``.
 
         By tokens, if the weights differ, the tokens drawn so far no longer count as ahead or behind.
         """
@@ -84,22 +86,25 @@ class MixtureWeights:
         if row.unit == "tokens" and self.at(position).values != before.values:
             position[row.since] = position[row.tokens]
 
-    def end(self, position: View, source: int, before: InUse) -> None:
-        """Let other weights count behind the end of an epoch of a source, if it has a limit in `max_epochs`."""
+    def end(self, position: View, source: int, before: CurrentWeights) -> None:
+        """Change the weights after a source with a limit in `max_epochs` has ended an epoch."""
         if source not in before.ending:
             return
-        self.turn(position, before)
+        self.change(position, before)
         name, now = self._row.names[source], self.at(position)
-        if source in now.ending or self._shard[0] or name in self._is_logged:
+        if source in now.ending or self._shard[0] or name in self._logged_sources:
             return
-        self._is_logged.add(name)
+        self._logged_sources.add(name)
         _log.warning(
             "The source %r of a mixture has reached its max_epochs of %d in the first of %d logical shards, as it will in the "
             "others: its part goes to the other sources.", name, before.ending[source], self._shard[1],
         )  # fmt: skip
 
-    def is_stuck(self, position: View) -> bool:
-        """True if a missing source counts at a position: by its weight, or by tokens in the progress of a schedule."""
+    def needs_missing_source(self, position: View) -> bool:
+        """True if the weights at a position depend on a source that is missing now.
+
+        Its weight is not 0, or its tokens count in the progress of a schedule by tokens.
+        """
         rule, names = self._rule_at(position), {*self._row.names}
         if names.issuperset(rule.names):
             return False
@@ -109,57 +114,60 @@ class MixtureWeights:
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
         """Return `Mixes.earlier` of the mixture: ``(digest, rule)`` for each rule but the present one that a position uses."""
-        rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(BEFORE, ())), saved)]
-        known, used = {rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE]).tolist()}
+        rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(EARLIER_KEY, ())), saved)]
+        known, used = {rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE_DIGEST]).tolist()}
         if not used <= known.keys():
-            raise DataStateError(_UNKNOWN)
+            raise DataStateError(_UNKNOWN_RULE)
         return [(digest, as_json(known[digest])) for digest in sorted(used - {self.rule.digest})]
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         """Check changes as `Mixes.check_change` of the mixture."""
-        before, progress = from_json(saved), int(self._row.drawn_in(rows).max()) * self._shard[1]
+        before, progress = from_json(saved), int(self._row.amounts_drawn(rows).max()) * self._shard[1]
         if self.rule.interpolate:
             was, now = _shares_until(before, progress), _shares_until(self.rule, progress)
             if was != now:
                 raise DataStateError(
                     f"The weights of the Schedule up to {progress}, which is what the logical shard that is farthest has drawn "
-                    f"times their number, differ from those of the checkpoint: they were {_shown(was, now)}, and are "
-                    f"{_shown(now, was)}. What has been drawn cannot change: give the saved keys up to there, and change "
+                    f"times their number, differ from those of the checkpoint: they were {_describe_pieces(was, now)}, and are "
+                    f"{_describe_pieces(now, was)}. What has been drawn cannot change: give the saved keys up to there, and "
+                    f"change "
                     f"those behind. With interpolate='linear' both keys around it count."
                 )
         for name, limit in self.rule.max_epochs:
             slot = self._epochs[name]
-            begun = rows[:, slot] + (rows[:, slot + 1] > 0)  # includes the epoch that the reader is in
-            if (name, limit) not in before.max_epochs and (begun > limit).any():
+            epochs_begun = rows[:, slot] + (rows[:, slot + 1] > 0)  # includes the epoch that the reader is in
+            if (name, limit) not in before.max_epochs and (epochs_begun > limit).any():
                 raise DataStateError(
-                    f"max_epochs[{name!r}]={limit} is below what has been drawn already: {int(begun.max())} epochs, more than "
-                    f"that in {int((begun > limit).sum())} of {len(rows)} logical shards. Give more; for a source that is to "
+                    f"max_epochs[{name!r}]={limit} is below what has been drawn already: {int(epochs_begun.max())} epochs, "
+                    f"more than "
+                    f"that in {int((epochs_begun > limit).sum())} of {len(rows)} logical shards. Give more; for a source that "
+                    f"is to "
                     f"rest, weight 0."
                 )
 
     def ended(self, rows: Ints) -> dict[str, int]:
-        """Return the number of positions, among ``int64[M, slots]``, at which each source has reached its `max_epochs`."""
+        """Return, by source, how many of the positions ``int64[M, slots]`` are at or beyond its `max_epochs`."""
         return {name: int((rows[:, self._epochs[name]] >= limit).sum()) for name, limit in self.rule.max_epochs}
 
     def _rule_at(self, position: View) -> Rule:
-        digest = position[RULE]
+        digest = position[RULE_DIGEST]
         for rule in (self.rule, *self._earlier):
             if rule.digest == digest:
                 return rule
-        raise DataStateError(_UNKNOWN)
+        raise DataStateError(_UNKNOWN_RULE)
 
-    def _by(self, rule: Rule, position: View) -> InUse:
+    def _weights_by(self, rule: Rule, position: View) -> CurrentWeights:
         names = self._row.names
         values, until, ending = weights_at(rule, self._progress(position), self._epochs_at(position))
         if rule.names != tuple(names):
             known = dict(zip(rule.names, values, strict=True))
             values = tuple(known.get(name, 0.0) for name in names)
         limits = {names.index(name): limit for name, limit in rule.max_epochs if name in ending and name in names}
-        return InUse(values, None if until is None else -(-until // self._shard[1]), limits)
+        return CurrentWeights(values, None if until is None else -(-until // self._shard[1]), limits)
 
     def _progress(self, position: View) -> int:
         row = self._row
-        drawn: int = sum(position[row.tokens]) if row.unit == "tokens" else position[NUM]
+        drawn: int = sum(position[row.tokens]) if row.unit == "tokens" else position[NUM_DRAWS]
         return drawn * self._shard[1]
 
     def _epochs_at(self, position: View) -> dict[str, int]:
@@ -167,20 +175,20 @@ class MixtureWeights:
 
 
 def _shares_until(rule: Rule, progress: int) -> list[tuple[int, dict[str, float]]]:
-    """Return the pieces of a rule that have begun by a progress: where each begins, and the shares of sources, to 9 places.
+    """Return the pieces of a rule that have begun at a progress: where each begins, and the shares of sources to 9 decimals.
 
     Successive pieces with the same shares are one piece.
     """
-    found: list[tuple[int, dict[str, float]]] = []
+    pieces: list[tuple[int, dict[str, float]]] = []
     for begin, weights in zip(*rule.pieces, strict=True):
         total = sum(weights)
         shares = {name: round(weight / total, 9) for name, weight in zip(rule.names, weights, strict=True) if weight}
-        if begin <= progress and (not found or found[-1][1] != shares):
-            found.append((begin, shares))
-    return found
+        if begin <= progress and (not pieces or pieces[-1][1] != shares):
+            pieces.append((begin, shares))
+    return pieces
 
 
-def _shown(one: Iterable[Any], other: Sequence[Any]) -> str:
-    """Describe the pieces that are in one list of (progress, shares) and not in the other, three at most, for messages."""
-    found = [f"{shares} from {begin} on" for begin, shares in one if (begin, shares) not in other]
-    return ", ".join(found[:3]) or "nothing there"
+def _describe_pieces(one: Iterable[Any], other: Sequence[Any]) -> str:
+    """Describe, for messages, up to three pieces that are in the first list of (progress, shares) and not in the other."""
+    lines = [f"{shares} from {begin} on" for begin, shares in one if (begin, shares) not in other]
+    return ", ".join(lines[:3]) or "nothing there"

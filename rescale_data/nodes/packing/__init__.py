@@ -1,1 +1,1 @@
-"""Packers: make samples of one length from documents, cut or whole, with their columns alongside the tokens."""
+"""Packers: make samples of one length from documents, which are cut or kept whole, and from their other columns."""

@@ -1,4 +1,4 @@
-"""Columns alongside the tokens, with one value a token, cut and packed with them: loss mask, rewards, segment numbers."""
+"""Columns with one value per token, cut and packed with the tokens: loss mask, rewards, segment numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rescale_data.nodes.reading.gather import Around
+from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
 
 MASK = "loss_mask"
@@ -25,7 +25,7 @@ Values: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
 class Aligned:
-    """Columns alongside the tokens: takes their values out of samples and lays them out like the tokens.
+    """Columns with one value per token: takes their values out of samples and arranges them like the packed tokens.
 
     Args:
         columns: ``{name: dtype}``; the name is the same in source samples and packed samples.
@@ -63,10 +63,12 @@ class Aligned:
         return {name: str(dtype) for name, dtype in sorted(self.dtypes.items())}
 
     def of(self, sample: Mapping[str, Any], num_tokens: int) -> Values:
-        """Return the values of a sample with ``num_tokens`` tokens."""
-        return {name: self._of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
+        """Return the columns of a sample as arrays with one value for each of its ``num_tokens`` tokens."""
+        return {name: self._value_of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
 
-    def _of(self, sample: Mapping[str, Any], name: str, dtype: np.dtype[Any], num_tokens: int) -> npt.NDArray[Any]:
+    def _value_of(
+        self, sample: Mapping[str, Any], name: str, dtype: np.dtype[Any], num_tokens: int
+    ) -> npt.NDArray[Any]:
         if name not in sample:
             raise ValueError(f"{self._reader}(columns=) has {name!r}, but a sample has the keys {list(sample)}.")
         value = sample[name]
@@ -75,39 +77,39 @@ class Aligned:
             raise ValueError(
                 f"{name!r} has shape {list(array.shape)}, and {self._column!r} {num_tokens} tokens: give one value a token."
             )
-        found = array.astype(dtype)
-        if array.dtype.kind not in "biuf" or (dtype.kind in "biu" and not np.array_equal(found, array)):
+        cast = array.astype(dtype)
+        if array.dtype.kind not in "biuf" or (dtype.kind in "biu" and not np.array_equal(cast, array)):
             raise TypeError(
                 f"{name!r} holds values of {array.dtype} that {dtype} does not: give the column another dtype."
             )
-        return found
+        return cast
 
-    def end_to_end(self, spans: Spans, around: Around) -> Values:
-        """Return the values of documents in the layout of their tokens (`rescale_data.nodes.reading.gather.joined`).
+    def end_to_end(self, spans: Spans, special_tokens: SpecialTokens) -> Values:
+        """Return the columns of documents, concatenated as `rescale_data.nodes.reading.gather.joined` does with tokens.
 
         The bos and eos tokens around a document have the value 0. An eos is learned if the last token of its document is.
         """
-        found = [self._around(values, around) for values in self._kept(spans)]
-        return {name: np.concatenate([values[name] for values in found]) for name in self.dtypes} if found else {}
+        columns = [self._add_special_tokens(values, special_tokens) for values in self._values_of(spans)]
+        return {name: np.concatenate([values[name] for values in columns]) for name in self.dtypes} if columns else {}
 
-    def num_untrained(self, spans: Spans, around: Around) -> int:
-        """Return the number of documents that have tokens, none of which is learned."""
-        has_tokens = around.lengths(spans) > 0
-        return sum(not values[MASK].any() for values in self._kept(replace(spans, array=spans.array[has_tokens])))
+    def num_untrained(self, spans: Spans, special_tokens: SpecialTokens) -> int:
+        """Return the number of documents that have tokens, but no learned token in their loss mask."""
+        has_tokens = special_tokens.lengths(spans) > 0
+        return sum(not values[MASK].any() for values in self._values_of(replace(spans, array=spans.array[has_tokens])))
 
-    def of_sample(self, spans: Spans, offset: int, num: int, around: Around) -> Values:
-        """Return the values of ``num`` tokens of documents end to end, from an offset in the first document on."""
-        ends = np.cumsum(around.lengths(spans))
-        values = self.end_to_end(spans[: int(ends.searchsorted(offset + num)) + 1], around)
+    def of_sample(self, spans: Spans, offset: int, num: int, special_tokens: SpecialTokens) -> Values:
+        """Return the columns for ``num`` successive tokens of documents, from ``offset`` in the first document on."""
+        ends = np.cumsum(special_tokens.lengths(spans))
+        values = self.end_to_end(spans[: int(ends.searchsorted(offset + num)) + 1], special_tokens)
         return {name: array[offset : offset + num] for name, array in values.items()}
 
     @staticmethod
-    def _kept(spans: Spans) -> list[Values]:
+    def _values_of(spans: Spans) -> list[Values]:
         return [spans.keeps[array] for array in spans.array.tolist() if array >= 0]  # pyright: ignore[reportReturnType]
 
-    def _around(self, values: Values, around: Around) -> Values:
-        before, after = int(around.bos_id is not None), int(around.eos_id is not None)
-        found = {name: np.pad(values[name], (before, after)) for name in self.dtypes}
-        if after and MASK in found and len(values[MASK]):
-            found[MASK][-1] = values[MASK][-1]
-        return found
+    def _add_special_tokens(self, values: Values, special_tokens: SpecialTokens) -> Values:
+        before, after = int(special_tokens.bos_id is not None), int(special_tokens.eos_id is not None)
+        padded = {name: np.pad(values[name], (before, after)) for name in self.dtypes}
+        if after and MASK in padded and len(values[MASK]):
+            padded[MASK][-1] = values[MASK][-1]
+        return padded

@@ -1,4 +1,4 @@
-"""Best fit: packs pieces of documents into samples; first cuts or drops long documents, in each form of a window."""
+"""Best-fit packing: puts documents, or pieces of long ones, into as few samples of one length as it can."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Long: TypeAlias = Literal["split", "truncate", "drop"]
 Piece: TypeAlias = tuple[int, int, int]
 """Begin and end of a piece among the tokens of a window, and the number of its document."""
 
-COUNTED = {"split": "split_documents", "truncate": "truncated_documents", "drop": "dropped_documents"}
+LONG_COUNTERS = {"split": "split_documents", "truncate": "truncated_documents", "drop": "dropped_documents"}
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Samples into which documents were packed.
+    """Result of packing: the pieces of the documents, and the pieces that each sample holds.
 
     Args:
         pieces: All pieces.
@@ -35,9 +35,13 @@ class Fit:
 
 
 def fit(
-    documents: Sequence[Piece], stages: Iterable[Stage], long: Long, multiple: int, carried: Mapping[str, Sequence[int]]
+    documents: Sequence[Piece],
+    stages: Iterable[Stage],
+    long: Long,
+    multiple: int,
+    payload_sizes: Mapping[str, Sequence[int]],
 ) -> Fit:
-    """Pack documents in each form of a window in turn.
+    """Pack documents into samples, again for each sample format in which a window was yielded in part.
 
     The pieces that are left after the samples yielded in one form are packed again in the next. The last form is the present
     one.
@@ -47,20 +51,20 @@ def fit(
         stages: The forms, each with the number of samples yielded in it.
         long: As in `WholeDocumentPacker`.
         multiple: Each piece takes a multiple of this number of tokens.
-        carried: By name, the size of each document's payload, which comes with its first piece.
+        payload_sizes: By name, the size of each document's payload, which comes with its first piece.
     """
     pieces = list(documents)
     too_long: set[int] = set()
     bins: list[list[int]] = []
     for stage in stages:
-        limits = [(carried[name], most) for name, most in stage.limits.items()]
+        limits = [(payload_sizes[name], most) for name, most in stage.limits.items()]
         too_much = {number for sizes, most in limits for number, size in enumerate(sizes) if size > most}
         too_long |= {number for a, b, number in pieces if b - a > stage.seq_len or (number in too_much and b > a)}
         if long == "drop":
             pieces = [piece for piece in pieces if piece[2] not in too_long]
         pieces = [part for piece in pieces for part in _cut(piece, stage.seq_len, long)]
-        beside = [([_if_first(sizes, piece, documents) for piece in pieces], most) for sizes, most in limits]
-        bins = best_fit([room(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, beside)
+        extra_limits = [([_payload_size(sizes, piece, documents) for piece in pieces], most) for sizes, most in limits]
+        bins = best_fit([room(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, extra_limits)
         if stage.num_emitted:
             pieces = sorted(pieces[i] for items in bins[stage.num_emitted :] for i in items)
     if len(bins) > MOST:
@@ -71,7 +75,7 @@ def fit(
 def num_untrained(
     documents: Sequence[Piece], fitted: Fit, seq_len: int, long: Long, learned: npt.NDArray[np.bool_]
 ) -> int:
-    """Return the number of documents that are not dropped and have no token that is a label.
+    """Return the number of documents that are packed and have no learned token among their labels.
 
     Args:
         documents: The whole documents.
@@ -87,13 +91,13 @@ def num_untrained(
 
 
 def room(piece: Piece, multiple: int) -> int:
-    """Return the length of a piece in a sample, filled up to a multiple of ``multiple``."""
+    """Return the length of a piece within a sample, rounded up to a multiple of ``multiple``."""
     start, stop, _ = piece
     return -(-(stop - start) // multiple) * multiple
 
 
 def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
-    """Return the pieces of a document that are packed, in samples of ``seq_len`` tokens."""
+    """Return the pieces in which a document is packed: whole, split or truncated to ``seq_len`` tokens."""
     start, stop, document = piece
     if stop - start <= seq_len:
         return [piece] if stop > start else []
@@ -102,16 +106,16 @@ def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
     return [(start, start + seq_len, document)]
 
 
-def _if_first(sizes: Sequence[int], piece: Piece, documents: Sequence[Piece]) -> int:
-    """Return the payload size of a piece: the size of its document for the first piece, 0 for the others."""
+def _payload_size(sizes: Sequence[int], piece: Piece, documents: Sequence[Piece]) -> int:
+    """Return the payload size of a piece: the size of the document for its first piece, 0 for the other pieces."""
     start, _, number = piece
     return sizes[number] if start == documents[number][0] else 0
 
 
 def best_fit(
-    lengths: Sequence[int], capacity: int, max_items: int, beside: Sequence[tuple[Sequence[int], int]] = ()
+    lengths: Sequence[int], capacity: int, max_items: int, extra_limits: Sequence[tuple[Sequence[int], int]] = ()
 ) -> list[list[int]]:
-    """Pack items by best fit decreasing: the longest first, each into the bin with the least room that is enough for it.
+    """Pack items by best fit decreasing: the longest first, each into the fullest bin that still has room for it.
 
     It needs at most 11/9 of the fewest bins possible, plus one (D. S. Johnson, 1973). With limits in ``beside`` it may need
     more.
@@ -120,7 +124,7 @@ def best_fit(
         lengths: Length of each item, from 1 to ``capacity``.
         capacity: Length of a bin.
         max_items: Most items of a bin, at least 1.
-        beside: Further sizes of the items, each with the most of a bin. An item with more has a bin of its own.
+        extra_limits: Further sizes of the items, each with the most of a bin. An item with more has a bin of its own.
 
     Returns:
         The items of each bin in ascending order. The bins are sorted by the number of the longest item of each. So if items
@@ -128,23 +132,28 @@ def best_fit(
     """
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # room of a bin, and its number
-    taken: list[list[int]] = []  # sizes in each bin, for the limits in `beside`
+    used_sizes: list[list[int]] = []  # sizes in each bin, for the limits in `extra_limits`
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect_left(open_bins, (lengths[item], -1))
-        while beside and at < len(open_bins) and not _is_room(taken[open_bins[at][1]], item, beside):
+        while extra_limits and at < len(open_bins) and not _fits(used_sizes[open_bins[at][1]], item, extra_limits):
             at += 1
         if at == len(open_bins):
             open_bins.append((capacity, len(bins)))
             bins.append([])
-            taken.append([0] * len(beside))
+            used_sizes.append([0] * len(extra_limits))
         room, chosen = open_bins.pop(at)
         bins[chosen].append(item)
-        if beside:
-            taken[chosen] = [num + sizes[item] for num, (sizes, _) in zip(taken[chosen], beside, strict=True)]
+        if extra_limits:
+            used_sizes[chosen] = [
+                num + sizes[item] for num, (sizes, _) in zip(used_sizes[chosen], extra_limits, strict=True)
+            ]
         if len(bins[chosen]) < max_items and room > lengths[item]:
             insort(open_bins, (room - lengths[item], chosen))
     return [sorted(items) for items in sorted(bins, key=lambda items: items[0])]
 
 
-def _is_room(taken: list[int], item: int, beside: Sequence[tuple[Sequence[int], int]]) -> bool:
-    return all(not sizes[item] or num + sizes[item] <= most for num, (sizes, most) in zip(taken, beside, strict=True))
+def _fits(used_sizes: list[int], item: int, extra_limits: Sequence[tuple[Sequence[int], int]]) -> bool:
+    return all(
+        not sizes[item] or num + sizes[item] <= most
+        for num, (sizes, most) in zip(used_sizes, extra_limits, strict=True)
+    )

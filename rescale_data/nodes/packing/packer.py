@@ -1,4 +1,4 @@
-"""`TokenPacker`: lays documents end to end and cuts them into samples of one length."""
+"""`TokenPacker`: concatenates documents and cuts them into samples of one length."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import Node, bind_once, changing
+from rescale_data.nodes.batch_buffer import BatchBuffer, written
 from rescale_data.nodes.below import is_endless, names_rows, open_documents, source_names
-from rescale_data.nodes.bound import SILENT_EPOCHS, Bound
+from rescale_data.nodes.bound import SILENT_EPOCHS, EmptyDrawLimit
 from rescale_data.nodes.column import ColumnDocuments, length_of
 from rescale_data.nodes.form import History, num_tokens
 from rescale_data.nodes.packing.aligned import MASK, Aligned
 from rescale_data.nodes.packing.token_stream import TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, joined
-from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
-from rescale_data.nodes.tray import Tray, written
-from rescale_data.state import COUNT, Field, Ints
+from rescale_data.nodes.reading.gather import Rows, SpecialTokens, fill, log_if_no_kernel
+from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 IGNORED = -100
 """The label of a token without a next token; torch's cross entropy leaves it out."""
@@ -33,7 +33,7 @@ _UNTRAINED, _CUT = 0, 1
 
 
 class TokenPacker(Node[dict[str, Tensor]]):
-    """Lays documents end to end, each between optional ``bos_id`` and ``eos_id``, and cuts samples of ``seq_len`` tokens.
+    """Concatenates documents, each between optional ``bos_id`` and ``eos_id``, and cuts samples of ``seq_len`` tokens.
 
     A document is cut where a sample ends, and goes on in the next sample. The position holds the source's position at the
     document of the next token (or at a document without tokens before it), and the offset of that token in the document
@@ -76,10 +76,10 @@ class TokenPacker(Node[dict[str, Tensor]]):
         tensor([1, 2, 3, 0, 4, 5])
     """
 
-    OFFSET: ClassVar[tuple[Field, ...]] = (Field(("offset",), limits=COUNT),)
+    OFFSET: ClassVar[tuple[Field, ...]] = (Field(("offset",), limits=COUNT_LIMITS),)
     COUNTS: ClassVar[tuple[Field, ...]] = (
-        Field(("untrained",), counts=True, limits=COUNT),
-        Field(("cut",), counts=True, limits=COUNT),
+        Field(("untrained",), counts=True, limits=COUNT_LIMITS),
+        Field(("cut",), counts=True, limits=COUNT_LIMITS),
     )
     """Additional fields, before the offset, if there is a loss mask."""
     READS_AHEAD: ClassVar[bool] = True
@@ -108,7 +108,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self._aligned = Aligned(columns, column, {*names, "labels", "doc_ids"}, type(self).__name__)
         self.FIELDS = (self.COUNTS if self._aligned.has_mask else ()) + self.OFFSET
         super().__init__(source=source)
-        say_without_kernel()
+        log_if_no_kernel()
         child = self.children["source"]
         self._offset = len(self.FIELDS) - 1
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
@@ -120,38 +120,38 @@ class TokenPacker(Node[dict[str, Tensor]]):
         }
         self.tells_next = labels or self._aligned.has_mask
         self._repeat = is_endless(child)
-        self._before: History = ()
+        self._history: History = ()
         self.stream = TokenStream(
             child,
             (None if self._aligned else open_documents(child, column))
             or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.of] * bool(self._aligned)),
-            Around(eos_id, bos_id, DTYPES[dtype]),
+            SpecialTokens(eos_id, bos_id, DTYPES[dtype]),
             num_tokens=seq_len,
             num_ahead=int(self.tells_next),
             repeat=self._repeat,
-            bound=Bound(child, type(self).__name__),
+            bound=EmptyDrawLimit(child, type(self).__name__),
             aligned=self._aligned,
-            says_where=any(names_rows(node) for _, node in child.walk()),
+            has_provenance=any(names_rows(node) for _, node in child.walk()),
         )
 
     def seek(self) -> None:
-        self.stream.bind(self.position[self._offset :], settles=bool(changing(self)) and not self.reread)
-        self._over = False
+        self.stream.bind(self.position[self._offset :], applies_changes=bool(changing(self)) and not self.reread)
+        self._is_epoch_over = False
 
     def next(self) -> dict[str, Tensor]:
         return written(self)
 
-    def write(self, tray: Tray, place: int) -> None:
-        self._draw(tray, place)
+    def write(self, buffer: BatchBuffer, place: int) -> None:
+        self._draw(buffer, place)
         if self.stream.where:
-            tray.add(PROVENANCE, joined(self.stream.where))
+            buffer.add(PROVENANCE, joined(self.stream.where))
 
     @staticmethod
-    def write_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
+    def write_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
         if nodes[0].stream.one_by_one:
             return first
-        columns, stretches = tray.arrays, [node.stream.found for node in nodes]
-        first = fill(stretches, first, columns["tokens"], columns.get("labels"), columns.get("doc_ids"))
+        columns, queues = buffer.arrays, [node.stream.queue for node in nodes]
+        first = fill(queues, first, columns["tokens"], columns.get("labels"), columns.get("doc_ids"))
         if first < len(nodes):
             for node in nodes:
                 node.stream.read_ahead()
@@ -159,23 +159,23 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def skip(self, num_samples: int) -> None:
         bind_once(self)
-        tray = Tray(self.writes, 1)
+        buffer = BatchBuffer(self.writes, 1)
         for _ in range(num_samples):
-            self._draw(tray, 0)
+            self._draw(buffer, 0)
 
     def read_begun(self) -> None:
-        source, num_turns = self.children["source"], 0
-        while num_turns <= SILENT_EPOCHS:
+        source, num_epochs = self.children["source"], 0
+        while num_epochs <= SILENT_EPOCHS:
             try:
                 document = next(source)  # the documents after it in a sample have not begun
             except StopIteration:
                 if not self._repeat:
                     return
                 source.bind(source.position)
-                num_turns += 1
+                num_epochs += 1
                 continue
-            around = self.eos_id is not None or self.bos_id is not None
-            if self.position[self._offset] or around or length_of(document, self.column, source):
+            has_special_tokens = self.eos_id is not None or self.bos_id is not None
+            if self.position[self._offset] or has_special_tokens or length_of(document, self.column, source):
                 return
 
     def parameters(self) -> dict[str, Any]:
@@ -184,50 +184,50 @@ class TokenPacker(Node[dict[str, Tensor]]):
         return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **columns}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        found = {f"tokens/{'+'.join(source_names(self))}": num_tokens(self._before, samples, self.seq_len)}
+        counters = {f"tokens/{'+'.join(source_names(self))}": num_tokens(self._history, samples, self.seq_len)}
         if self._offset:
             counts = rows[:, [_UNTRAINED, _CUT]].sum(0).tolist()
-            found |= {"untrained_documents": float(counts[0]), "cut_documents": float(counts[1])}
-        return found
+            counters |= {"untrained_documents": float(counts[0]), "cut_documents": float(counts[1])}
+        return counters
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        self._before = history
+        self._history = history
 
     def reform(self, rows: Ints) -> None:
         """Leave rows as they are: they depend on no form."""
 
-    def _draw(self, tray: Tray, place: int) -> None:
-        """Write the next sample into a row; raise `StopIteration` at the end of the epoch."""
-        if self._over:
+    def _draw(self, buffer: BatchBuffer, place: int) -> None:
+        """Write the next sample into row ``place`` of a batch buffer; raise `StopIteration` at the end of the epoch."""
+        if self._is_epoch_over:
             raise StopIteration
-        tokens, labels, doc_ids = tray.row("tokens", place), None, None
+        tokens, labels, doc_ids = buffer.row("tokens", place), None, None
         if self.labels:
-            labels = tray.row("labels", place)
+            labels = buffer.row("labels", place)
         if self.doc_ids:
-            doc_ids = tray.row("doc_ids", place)
-        there = self.stream.draw(tokens, labels, doc_ids)
+            doc_ids = buffer.row("doc_ids", place)
+        num_ready = self.stream.draw(tokens, labels, doc_ids)
         if self._offset:
             self.position[_UNTRAINED] += self.stream.num_untrained
             self.position[_CUT] += self.stream.cuts
-        size = min(there, self.seq_len)
+        size = min(num_ready, self.seq_len)
         if size < self.seq_len and not (size and self.last == "pad"):
-            self.stream.turn()
-            self._over = True
+            self.stream.begin_next_epoch()
+            self._is_epoch_over = True
             raise StopIteration
-        if there < self.seq_len + self.labels:
+        if num_ready < self.seq_len + self.labels:
             self._pad(size, tokens, labels, doc_ids)
         if self._aligned:
-            self._write_values(tray, place, size)
+            self._write_values(buffer, place, size)
 
-    def _write_values(self, tray: Tray, place: int, size: int) -> None:
-        """Write the columns alongside the tokens. In a loss mask, the value of a token is true if the next one is learned."""
+    def _write_values(self, buffer: BatchBuffer, place: int, size: int) -> None:
+        """Write the other columns of a sample. The loss mask is shifted by one token, so it is true for learned labels."""
         for name, values in self.stream.values.items():
-            tray.put(name, place, values[1:] if name == MASK else values[:size], 0)
+            buffer.put(name, place, values[1:] if name == MASK else values[:size], 0)
         if self.labels and self._aligned.has_mask:
-            tray.row("labels", place)[~tray.row(MASK, place)] = IGNORED
+            buffer.row("labels", place)[~buffer.row(MASK, place)] = IGNORED
 
     def _pad(self, size: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> None:
-        """Fill up the last sample of an epoch; its last token has no next token."""
+        """Pad the last sample of an epoch, which has ``size`` tokens; its last token gets no label."""
         if labels is not None:
             labels[0, : size - 1], labels[0, size - 1 :] = tokens[0, 1:size], IGNORED
         tokens[0, size:] = self.pad_id

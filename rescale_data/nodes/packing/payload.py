@@ -1,4 +1,4 @@
-"""Payload of documents: images, references to them, ratings. It goes whole into the sample in which its document begins."""
+"""Payload: columns with one value per document, such as images, which go into the sample in which the document begins."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rescale_data.nodes.reading.spans import Spans
 
 
 class PerDocument(list[Any]):
-    """List with one value for each document of a sample. A batch holds a list of these lists: they are not stacked."""
+    """List with one value for each document of a sample. A batch holds a list of these lists, which are not stacked."""
 
 
 class Payload:
-    """Columns that documents carry along, and the limits of a sample for them.
+    """Columns with one value of any kind per document, and limits on what one sample may hold of them.
 
     Args:
         names: Columns of the source.
@@ -59,15 +59,15 @@ class Payload:
         }
 
     def of(self, sample: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
-        """Return the payload of a sample."""
+        """Return the payload columns of a sample; ``ValueError`` if one is missing or exceeds the limit of a sample."""
         del num_tokens
         self._check(sample)
         return {name: sample[name] for name in self.names}
 
     def of_all(self, spans: Spans) -> dict[str, list[Any]]:
-        """Return the payload of several documents, by name, a value for each."""
+        """Return the payload of several documents: for each column, a list with one value per document."""
         kept: list[Any] = [spans.keeps[array] for array in spans.array.tolist()] if self.names else []
-        return {name: [beside[name] for beside in kept] for name in self.names}
+        return {name: [document_values[name] for document_values in kept] for name in self.names}
 
     def _check(self, sample: Mapping[str, Any]) -> None:
         for name in self.names:

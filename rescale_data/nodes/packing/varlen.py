@@ -1,4 +1,4 @@
-"""Cumulative lengths of a batch, in the form that variable-length attention takes."""
+"""Cumulative sequence lengths of a batch, in the form that variable-length attention takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rescale_data.errors import require
 
 
 def flat_cu_seqlens(cu_seqlens: Tensor) -> tuple[Tensor, int]:
-    """Return the cumulative lengths of a batch whose samples are laid end to end, and the longest length.
+    """Return the cumulative sequence lengths of a batch whose samples are concatenated, and the longest length.
 
         q = q.flatten(0, 1)  # [b, seq_len, heads, dim] -> [b * seq_len, heads, dim]
         cu, longest = rd.flat_cu_seqlens(batch["cu_seqlens"])

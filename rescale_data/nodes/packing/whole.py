@@ -11,22 +11,22 @@ import torch
 
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.base import Node, View, bind_once, copy_of
+from rescale_data.nodes.batch_buffer import BatchBuffer, written
 from rescale_data.nodes.below import is_endless, open_documents, source_names
-from rescale_data.nodes.bound import Bound, require_tokens
+from rescale_data.nodes.bound import EmptyDrawLimit, require_tokens
 from rescale_data.nodes.changing import take_effect
 from rescale_data.nodes.column import ColumnDocuments
-from rescale_data.nodes.form import CHANGED, MOST, History, Stage, begin_form, num_tokens, stages
+from rescale_data.nodes.form import MOST, STATE_DOES_NOT_FIT, History, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.packing.aligned import MASK, Aligned
-from rescale_data.nodes.packing.fit import COUNTED, Long
+from rescale_data.nodes.packing.fit import LONG_COUNTERS, Long
 from rescale_data.nodes.packing.packer import DTYPES, require_pad
 from rescale_data.nodes.packing.payload import Payload
 from rescale_data.nodes.packing.window import Packing, Window, write
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.nodes.reading.gather import Around
+from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
-from rescale_data.nodes.tray import Tray, written
 from rescale_data.sources.decoded.cache import cache, owner_of
-from rescale_data.state import COUNT, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 _EMITTED, _PADDING, _LONG, _UNTRAINED = 0, 1, 2, 3
 
@@ -92,12 +92,12 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     PACKED: ClassVar[tuple[Field, ...]] = (
         Field(("emitted",), limits=(0, 2**63 - 1)),
-        Field(("padding",), counts=True, limits=COUNT),
-        Field(("long",), counts=True, limits=COUNT),
+        Field(("padding",), counts=True, limits=COUNT_LIMITS),
+        Field(("long",), counts=True, limits=COUNT_LIMITS),
     )
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "window"
-    UNTRAINED: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True, limits=COUNT),)
+    UNTRAINED: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True, limits=COUNT_LIMITS),)
     """Additional field if there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
 
@@ -146,34 +146,34 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             **({"cost": (1, np.dtype(np.int64))} if cost else {}),
         }
         child = self.children["source"]
-        beside = [part.of for part in (self._aligned, self._payload) if part]
-        found = None if beside else open_documents(child, column)
-        self._documents = found or ColumnDocuments(child, column, name, *beside)
-        around = Around(eos_id, bos_id, self._numpy_dtype)
-        self._packing = Packing(around, long, pad_documents_to, self._aligned, self._payload)
-        self._before: History = ()
+        extractors = [part.of for part in (self._aligned, self._payload) if part]
+        documents = None if extractors else open_documents(child, column)
+        self._documents = documents or ColumnDocuments(child, column, name, *extractors)
+        special_tokens = SpecialTokens(eos_id, bos_id, self._numpy_dtype)
+        self._packing = Packing(special_tokens, long, pad_documents_to, self._aligned, self._payload)
+        self._history: History = ()
         self._repeat = is_endless(child)
         self._key = (owner_of(self), "window")
-        self._bound = Bound(self)
+        self._draw_limit = EmptyDrawLimit(self)
 
     def seek(self) -> None:
         self._bookmark = self.position[self._slots("source")]
-        self._read = False  # true if the cached window is the one at the bookmark
-        self._over = False
+        self._is_cached = False  # true if the cached window is the one at the bookmark
+        self._is_epoch_over = False
 
     def next(self) -> dict[str, Any]:
         return written(self)
 
-    def write(self, tray: Tray, place: int) -> None:
+    def write(self, buffer: BatchBuffer, place: int) -> None:
         window = self._window()
         number = self.position[_EMITTED] & MOST
-        self._go_on(window)
-        write(tray, place, window, number, pad_id=self.pad_id, multiple=self.pad_documents_to)
+        self._to_next_sample(window)
+        write(buffer, place, window, number, pad_id=self.pad_id, multiple=self.pad_documents_to)
 
     def skip(self, num_samples: int) -> None:
         bind_once(self)
         for _ in range(num_samples):
-            self._go_on(self._window())
+            self._to_next_sample(self._window())
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
@@ -186,16 +186,16 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         names = "+".join(source_names(self))
-        total, padding = num_tokens(self._before, samples, self.seq_len), float(rows[:, _PADDING].sum())
+        total, padding = num_tokens(self._history, samples, self.seq_len), float(rows[:, _PADDING].sum())
         return {
             f"tokens/{names}": total - padding,
             f"padding_share/{names}": padding / total if total else 0.0,
-            COUNTED[self.long]: float(rows[:, _LONG].sum()),
+            LONG_COUNTERS[self.long]: float(rows[:, _LONG].sum()),
             **({"untrained_documents": float(rows[:, _UNTRAINED].sum())} if self._aligned.has_mask else {}),
         }
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        self._before = history
+        self._history = history
 
     def reform(self, rows: Ints) -> None:
         begin_form(rows[:, _EMITTED])
@@ -203,56 +203,56 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     # Windows
 
     def _window(self) -> Window:
-        """Return the window of the next sample; raise `StopIteration` at the end of the epoch."""
-        window: Window | None = cache().get(self._key) if self._read else None
-        num_turns = misses = 0
-        while window is None and not self._over:
+        """Return the packed window that holds the next sample; raise `StopIteration` at the end of the epoch."""
+        window: Window | None = cache().get(self._key) if self._is_cached else None
+        num_epochs = num_empty = 0
+        while window is None and not self._is_epoch_over:
             window = self._pack()
             if window is None:
-                self._documents.turn(self._bookmark)
-                num_turns += 1
-                self._over = not self._repeat
+                self._documents.begin_next_epoch(self._bookmark)
+                num_epochs += 1
+                self._is_epoch_over = not self._repeat
             elif not window.num_samples:
-                self._leave(window)
+                self._finish_window(window)
                 window = None
-                misses = self._bound.missed(misses)
-            require_tokens(num_turns)
+                num_empty = self._draw_limit.count_empty(num_empty)
+            require_tokens(num_epochs)
         if window is None:
             raise StopIteration
-        if not self._read:
+        if not self._is_cached:
             if self.position[_EMITTED] & MOST >= window.num_samples:
-                raise DataStateError(CHANGED)
+                raise DataStateError(STATE_DOES_NOT_FIT)
             cache().put(self._key, window)
-            self._read = True
+            self._is_cached = True
         return window
 
-    def _go_on(self, window: Window) -> None:
+    def _to_next_sample(self, window: Window) -> None:
         number = self.position[_EMITTED] & MOST
-        self.position[_PADDING] += self.seq_len - window.used(number)
+        self.position[_PADDING] += self.seq_len - window.num_used_tokens(number)
         self.position[_EMITTED] += 1
         if number + 1 == window.num_samples:
-            self._leave(window)
+            self._finish_window(window)
 
-    def _leave(self, window: Window) -> None:
+    def _finish_window(self, window: Window) -> None:
         self._bookmark[:] = window.after
         self.position[_EMITTED] = 0
         self.position[_LONG] += len(window.fit.long)
         if MASK in window.values:
             self.position[_UNTRAINED] += window.num_untrained
-        self._read = False
+        self._is_cached = False
 
     def _pack(self) -> Window | None:
-        """Return the window at the bookmark; `None` if the epoch has ended."""
+        """Read and pack the window that begins at the node's position; return `None` if the epoch has ended."""
         take_effect(self)
         position = copy_of(self._bookmark)
         spans = self._documents_at(position)
         if not len(spans):
             return None
         now = Stage(self.seq_len, self.max_documents, self._payload.limits)
-        return self._packing.window(spans, list(stages(self.position[_EMITTED], self._before, now)), position)
+        return self._packing.window(spans, list(stages(self.position[_EMITTED], self._history, now)), position)
 
     def _documents_at(self, position: View) -> Spans:
-        """Return the documents of a window from a position on; the position moves behind them."""
+        """Return the documents of one window, read from ``position``, which moves to the end of the window."""
         parts: list[Spans] = []
         left = self.window
         while left and len(spans := self._documents.read(position, left)):
@@ -266,7 +266,7 @@ def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torc
     for name, value in (("seq_len", seq_len), ("window", window), ("max_documents", max_documents)):
         if value < 1:
             raise ValueError(f"{name}={value}: give at least 1.")
-    if long not in list(COUNTED):
+    if long not in list(LONG_COUNTERS):
         raise ValueError(f"long={long!r}: give 'split', 'truncate' or 'drop', for documents longer than seq_len.")
     if dtype not in list(DTYPES):
         raise ValueError(f"dtype={dtype}: give one of {list(DTYPES)}.")

@@ -1,4 +1,4 @@
-"""`Window`: documents that are packed together, and their samples."""
+"""`Window`: successive documents that are packed together, and the samples made from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.nodes.base import View
+from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.form import Stage
 from rescale_data.nodes.packing.aligned import MASK, Aligned, Values
 from rescale_data.nodes.packing.fit import Fit, Long, Piece, fit, num_untrained, room
@@ -17,10 +18,9 @@ from rescale_data.nodes.packing.packer import IGNORED
 from rescale_data.nodes.packing.payload import Payload, PerDocument, size
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.provenance import joined as joined_places
-from rescale_data.nodes.reading.gather import Around, joined
+from rescale_data.nodes.reading.gather import SpecialTokens, joined
 from rescale_data.nodes.reading.spans import Spans, TokenArray
-from rescale_data.nodes.tray import Tray
-from rescale_data.sources.decoded.cache import Made
+from rescale_data.sources.decoded.cache import Derived
 from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.state import Ints
 
@@ -28,8 +28,8 @@ _BYTES_OF_A_PIECE = 250
 
 
 @dataclass(frozen=True)
-class Window(Made):
-    """Some successive documents, and the samples into which they were packed.
+class Window(Derived):
+    """Successive documents, and the samples into which they were packed.
 
     Args:
         tokens: Tokens of all documents, end to end.
@@ -65,51 +65,51 @@ class Window(Made):
         return len(self.fit.bins)
 
     def pieces(self, number: int) -> list[Piece]:
-        """Return the pieces of a sample."""
+        """Return the pieces of documents in a sample, given by its number."""
         return [self.fit.pieces[item] for item in self.fit.bins[number]]
 
-    def used(self, number: int) -> int:
+    def num_used_tokens(self, number: int) -> int:
         """Return the number of tokens in a sample, without padding."""
         return sum(stop - start for start, stop, _ in self.pieces(number))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Packs windows, whatever the form of the samples.
+    """Packs documents into windows; the sample formats are arguments of `window`.
 
     Args:
-        around: The tokens around documents.
+        special_tokens: The tokens around documents.
         long: As in `WholeDocumentPacker`.
         multiple: Each document is filled up to a multiple of this number of tokens.
         aligned: Columns alongside the tokens.
         payload: Columns that documents carry along.
     """
 
-    around: Around
+    special_tokens: SpecialTokens
     long: Long
     multiple: int
     aligned: Aligned
     payload: Payload
 
     def window(self, spans: Spans, forms: Sequence[Stage], after: View) -> Window:
-        """Return a window of documents, packed in each form in turn (`fit`); the last form is the present one."""
-        tokens, starts = joined(spans, self.around)
+        """Return a window of documents, packed in each sample format in turn (`fit`); the last format is the present one."""
+        tokens, starts = joined(spans, self.special_tokens)
         ends = starts[1:].tolist()
         documents = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
         payload = self.payload.of_all(spans)
         sizes = {name: [size(value) for value in values] for name, values in payload.items()}
         fitted = fit(documents, forms, self.long, self.multiple, sizes)
-        values = self.aligned.end_to_end(spans, self.around) if self.aligned else {}
+        values = self.aligned.end_to_end(spans, self.special_tokens) if self.aligned else {}
         mask = values.get(MASK)
         untrained = 0 if mask is None else num_untrained(documents, fitted, forms[-1].seq_len, self.long, mask)
         return Window(tokens, starts, fitted, after, list(spans.where or ()), values, untrained, payload)
 
 
-def write(tray: Tray, place: int, window: Window, number: int, *, pad_id: int, multiple: int) -> None:
-    """Write a sample of a window into row ``place`` of a tray, for all columns that the tray has.
+def write(buffer: BatchBuffer, place: int, window: Window, number: int, *, pad_id: int, multiple: int) -> None:
+    """Write one sample of a window into row ``place`` of a batch buffer, for all columns of the buffer.
 
     Args:
-        tray: The tray.
+        buffer: The buffer.
         place: The row.
         window: The window.
         number: Number of the sample in the window.
@@ -119,31 +119,31 @@ def write(tray: Tray, place: int, window: Window, number: int, *, pad_id: int, m
     pieces = window.pieces(number)
     lengths = np.array([room(piece, multiple) for piece in pieces])
     ends = np.cumsum(lengths)
-    tokens = _laid(window.tokens, pieces, pad_id, multiple)
+    tokens = _padded(window.tokens, pieces, pad_id, multiple)
     learned = window.values.get(MASK, np.broadcast_to(np.True_, len(window.tokens)))
-    follows = np.zeros(len(tokens), dtype=np.bool_)  # true if the next token is learned
-    follows[:-1] = _laid(learned, pieces, 0, multiple)[1:]
-    follows[ends - 1] = False
-    tray.put("tokens", place, tokens, pad_id)
-    tray.put("positions", place, np.arange(len(tokens)) - np.repeat(ends - lengths, lengths), 0)
-    tray.put("doc_ids", place, np.repeat(np.arange(len(pieces)), lengths), -1)
-    tray.put(MASK, place, follows, fill=False)
-    tray.put("cu_seqlens", place, np.concatenate([[0], ends]), tray.arrays["tokens"].shape[1])
-    if "labels" in tray.arrays:
-        following = np.where(follows, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED)
-        tray.put("labels", place, following, IGNORED)
+    next_is_learned = np.zeros(len(tokens), dtype=np.bool_)  # true if the next token is learned
+    next_is_learned[:-1] = _padded(learned, pieces, 0, multiple)[1:]
+    next_is_learned[ends - 1] = False
+    buffer.put("tokens", place, tokens, pad_id)
+    buffer.put("positions", place, np.arange(len(tokens)) - np.repeat(ends - lengths, lengths), 0)
+    buffer.put("doc_ids", place, np.repeat(np.arange(len(pieces)), lengths), -1)
+    buffer.put(MASK, place, next_is_learned, fill=False)
+    buffer.put("cu_seqlens", place, np.concatenate([[0], ends]), buffer.arrays["tokens"].shape[1])
+    if "labels" in buffer.arrays:
+        labels = np.where(next_is_learned, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED)
+        buffer.put("labels", place, labels, IGNORED)
     for name in window.values.keys() - {MASK}:
-        tray.put(name, place, _laid(window.values[name], pieces, 0, multiple), 0)
-    if "cost" in tray.arrays:
-        tray.put("cost", place, np.array([np.square(lengths).sum()]), 0)
+        buffer.put(name, place, _padded(window.values[name], pieces, 0, multiple), 0)
+    if "cost" in buffer.arrays:
+        buffer.put("cost", place, np.array([np.square(lengths).sum()]), 0)
     if window.where:
-        tray.add(PROVENANCE, joined_places(window.where[document] for _, _, document in pieces))
+        buffer.add(PROVENANCE, joined_places(window.where[document] for _, _, document in pieces))
     for name, values in window.payload.items():
-        tray.add(name, PerDocument(values[d] if start == window.starts[d] else None for start, _, d in pieces))
+        buffer.add(name, PerDocument(values[d] if start == window.starts[d] else None for start, _, d in pieces))
 
 
-def _laid(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
-    """Return the values of some pieces end to end, each filled up to a multiple of ``multiple`` values."""
+def _padded(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
+    """Return the values of pieces, concatenated, each padded with ``fill`` to a multiple of ``multiple`` values."""
     parts = [values[start:stop] for start, stop, _ in pieces]
     if multiple > 1:
         parts = [np.pad(part, (0, -len(part) % multiple), constant_values=fill) for part in parts]

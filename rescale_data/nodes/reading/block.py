@@ -1,4 +1,4 @@
-"""`Block`: keeps documents that were copied out of fragments, until each document has been taken."""
+"""`Block`: documents that were copied out of decoded fragments, kept until they are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rescale_data.nodes.reading.spans import EMPTY, Spans
 
 
 class Block:
-    """Documents of one logical shard, from a row of an epoch on.
+    """Copies of successive documents of one logical shard, from one row of an epoch on.
 
     Args:
         epoch, row: Epoch and row of the first document.
@@ -29,14 +29,14 @@ class Block:
         return epoch == self._epoch and bool(self._parts) and 0 <= row - self._row < len(self._parts[0])
 
     def take(self, epoch: int, row: int, most: int) -> Spans:
-        """Return up to ``most`` documents of one part, from a row on; none if they are not here.
+        """Return up to ``most`` documents of one part, from a row on; no documents if the block does not hold the row.
 
         A part is dropped when its last document is taken.
         """
         if not self.has(epoch, row):
             return EMPTY
         at = row - self._row
-        found = self._parts[0][at : at + most]
-        if at + len(found) == len(self._parts[0]):
+        samples = self._parts[0][at : at + most]
+        if at + len(samples) == len(self._parts[0]):
             self._row += len(self._parts.popleft())
-        return found
+        return samples

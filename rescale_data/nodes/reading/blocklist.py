@@ -25,7 +25,7 @@ _log = logging.getLogger("rescale_data")
 
 
 class Blocklist:
-    """Rows of a source that are left out.
+    """Rows of a source that a `Reader` leaves out.
 
     Args:
         source: The source.
@@ -43,35 +43,35 @@ class Blocklist:
         self.digest = _digest(_of_files(source, self.rows))
         """Positive hash of the files and rows. It does not depend on the form of the list, or on files added later."""
 
-    def free(self, rows: Ints) -> memoryview | None:
-        """Return, for each place in ``rows`` and for the end, the first place from there on whose row is not listed.
+    def next_unblocked(self, rows: Ints) -> memoryview | None:
+        """Return, for each index of ``rows`` and for their end, the first index from there on whose row is not blocked.
 
         `None` if no row is listed.
         """
-        found = np.isin(rows, self.rows)
-        if not found.any():
+        is_blocked = np.isin(rows, self.rows)
+        if not is_blocked.any():
             return None
         places = np.arange(len(rows) + 1)
-        places[:-1][found] = len(rows)
+        places[:-1][is_blocked] = len(rows)
         return np.minimum.accumulate(places[::-1])[::-1].copy().data
 
     def parameters(self) -> dict[str, Any]:
         return {"rows": len(self.rows), "digest": f"{self.digest:x}"}
 
 
-_made: dict[tuple[int, int, int], tuple[object, Blocklist]] = {}
+_blocklists: dict[tuple[int, int, int], tuple[object, Blocklist]] = {}
 """Blocklists by id of the collection, its size, and the source. The collection is kept too, so that its id stays valid: all
 logical shards get the same one."""
 
 
 def blocklist_of(source: Source, excluded: Excluded) -> Blocklist:
-    """Return the `Blocklist` of a collection; logical shards that give the same object get the same list."""
+    """Return the `Blocklist` of a collection; the same object gives the same blocklist for all logical shards."""
     key = (id(excluded), _size(excluded), owner_of(source))
-    known = _made.get(key)
+    known = _blocklists.get(key)
     if known is None:
-        while len(_made) >= _KEPT:
-            _made.pop(next(iter(_made)))
-        known = _made[key] = (excluded, Blocklist(source, excluded))
+        while len(_blocklists) >= _KEPT:
+            _blocklists.pop(next(iter(_blocklists)))
+        known = _blocklists[key] = (excluded, Blocklist(source, excluded))
     return known[1]
 
 
@@ -84,7 +84,7 @@ def _size(excluded: Excluded) -> int:
 
 @checks_kinds
 def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id") -> dict[str, list[int]] | list[int]:
-    """Return the rows whose ``column`` holds one of ``ids``, in the form that ``Reader(exclude=)`` and JSON take.
+    """Return the rows whose ``column`` holds one of ``ids``, in a form that JSON can hold, for ``Reader(exclude=)``.
 
     Every row is read once, so give a source that reads that column alone. A row that cannot be read or has no such column is
     logged with its place, and is not in the list.
@@ -144,7 +144,7 @@ def _values(source: Source, column: str) -> Iterator[tuple[int, Any]]:
 
 
 def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
-    """Return the rows of each file, sorted by file; rows of a source without files are under an empty name."""
+    """Return the excluded rows of each file, sorted by file; a source without files has one empty file name."""
     if not isinstance(source, FiledSource):
         if isinstance(excluded, Mapping):
             raise TypeError(
@@ -164,7 +164,7 @@ def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
 
 
 def _of_files(source: Source, rows: Ints) -> Iterator[tuple[str, Ints]]:
-    """Yield the name of each file that holds some of the rows, and their numbers in it; without files, an empty name."""
+    """Yield ``(file, rows in the file)`` for given rows of a source; a source without files has one empty file name."""
     if not isinstance(source, FiledSource):
         yield "", rows
         return
@@ -184,7 +184,7 @@ def _digest(listed: Iterable[tuple[str, Ints]]) -> int:
 
 
 def _numbered(source: Source, file: str, numbers: Ints) -> Ints:
-    """Return rows of a file as the source numbers them; ``ValueError`` if the source has no such row."""
+    """Convert row numbers within a file to row numbers of the source; ``ValueError`` if the source has no such row."""
     if isinstance(source, FiledSource):
         return source.rows_in_file(file, numbers)
     if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < source.num_rows:
@@ -195,10 +195,12 @@ def _numbered(source: Source, file: str, numbers: Ints) -> Ints:
 
 
 def _numbers(file: str, rows: Any) -> Ints:
-    found = np.asarray([*_require_several("exclude", rows)])
-    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
-        raise TypeError(f"exclude= holds values of {found.dtype}{f' for {file}' * bool(file)}: give row numbers, ints.")
-    return np.unique(found.astype(np.int64))
+    values = np.asarray([*_require_several("exclude", rows)])
+    if values.size and (values.ndim != 1 or values.dtype.kind not in "iu"):
+        raise TypeError(
+            f"exclude= holds values of {values.dtype}{f' for {file}' * bool(file)}: give row numbers, ints."
+        )
+    return np.unique(values.astype(np.int64))
 
 
 def _require_several(name: str, value: Any) -> Any:

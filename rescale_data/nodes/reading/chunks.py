@@ -1,18 +1,18 @@
-"""`Chunks`: fetches several rows at a time from a source for which this costs less than one by one."""
+"""`Chunks`: fetches several rows at a time, for sources where this costs less than one row at a time."""
 
 from __future__ import annotations
 
 from typing import Any
 from weakref import WeakSet
 
-from rescale_data.sources.decoded.cache import Made, cache, owner_of, room_for
+from rescale_data.sources.decoded.cache import Derived, cache, owner_of, room_for
 from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
 
-class Chunk(Made):
-    """Rows that were fetched and not yet taken, and errors in place of rows that raised."""
+class Chunk(Derived):
+    """Rows that were fetched and are not used yet, and an error for each row that could not be read."""
 
     def __init__(self, samples: dict[int, Any], errors: dict[int, Exception]) -> None:
         self.samples, self.errors = samples, errors
@@ -20,7 +20,7 @@ class Chunk(Made):
 
 
 class Chunks:
-    """The rows of one logical shard, fetched ahead. All shards together use half of the cache for such rows."""
+    """Fetches rows of one logical shard ahead. All shards together use half of the cache for such rows."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -29,7 +29,7 @@ class Chunks:
         _alive.add(self)
 
     def take(self, rows: Ints, at: int) -> Any:
-        """Return the row ``rows[at]``, which is dropped here and belongs to the caller."""
+        """Return the row ``rows[at]`` and drop it here; fetch it first, with the rows after it, if needed."""
         index = int(rows[at])
         chunk: Chunk | None = cache().get(self._key)
         if chunk is None or (index not in chunk.samples and index not in chunk.errors):
@@ -42,16 +42,16 @@ class Chunks:
 
     def _fetch(self, indices: list[int]) -> Chunk:
         try:
-            found, errors = dict(zip(indices, self._source.rows(indices), strict=True)), dict[int, Exception]()
+            rows, errors = dict(zip(indices, self._source.rows(indices), strict=True)), dict[int, Exception]()
         except Exception:  # of one row or several: each is fetched once more, and its error is raised in its turn
-            found, errors = {}, {}
+            rows, errors = {}, {}
             for index in indices:
                 try:
-                    (found[index],) = self._source.rows([index])
+                    (rows[index],) = self._source.rows([index])
                 except Exception as error:
                     errors[index] = error
-        chunk = Chunk(found, errors)
-        self._mean_bytes = chunk.nbytes / max(1, len(found))
+        chunk = Chunk(rows, errors)
+        self._mean_bytes = chunk.nbytes / max(1, len(rows))
         return chunk
 
     def _num_rows(self) -> int:

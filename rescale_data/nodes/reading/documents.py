@@ -1,10 +1,10 @@
-"""`Documents` and `Texts`: read a column of tokens or of strings from any position, many rows at a time."""
+"""`Documents` and `Texts`: read a column of tokens or strings from any position, many rows at a time."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from rescale_data.nodes.reading.spans import NOTHING, Moves, Spans
+from rescale_data.nodes.reading.spans import NO_UPDATES, PositionUpdates, Spans
 from rescale_data.sources.source import Source
 from rescale_data.state import copy_of
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Documents(Protocol):
-    """The documents of a node, in its order. ``position`` is a row of that node: int64 slots.
+    """Reads the documents of a node in order, many at a time. ``position`` is a row of int64 numbers of that node.
 
     State is in ``position`` alone; the node itself may move where samples are read one at a time. The caller reads ahead, and
     ``spans.move(position, n)`` moves its position behind the first n documents.
@@ -24,38 +24,38 @@ class Documents(Protocol):
 
     @property
     def is_costly(self) -> bool:
-        """True if each document costs a row or a call of a user's function: then no more are requested than are needed."""
+        """True if each document costs a row or a call of a user's function, so that no more should be requested than needed."""
         ...
 
     def read(self, position: memoryview, most: int) -> Spans:
-        """Return the next documents, with moves of slots of ``position``; no documents at the end of the epoch.
+        """Return the next documents and the updates of ``position`` by each; no documents at the end of the epoch.
 
         Their number is free, from 1 to ``most``, which is at least 1. The arrays do not change while the spans exist.
         """
         ...
 
-    def turn(self, position: memoryview) -> None:
-        """Write the beginning of the next epoch into ``position``, after `read` has found the end of this one."""
+    def begin_next_epoch(self, position: memoryview) -> None:
+        """Set ``position`` to the beginning of the next epoch, after `read` has returned no more documents."""
         ...
 
 
 class Texts:
-    """The texts of one logical shard, read like `Documents`; positions are rows of its `Reader`, (epoch, row, ...)."""
+    """Reads a string column of one logical shard, many rows at a time; positions are the positions of its `Reader`."""
 
     def __init__(self, source: Source, column: str, reader: Reader) -> None:
         self._source, self._column, self._reader = source, column, reader
 
-    def read(self, position: memoryview, most: int) -> tuple[list[str], Moves]:
-        """Return the next texts, up to ``most``, and the moves of each; none at the end of the epoch.
+    def read(self, position: memoryview, most: int) -> tuple[list[str], PositionUpdates]:
+        """Return up to ``most`` next texts and the position update of each; no texts at the end of the epoch.
 
         If it raises, the caller reads samples of the node instead, and these raise an error with the row.
         """
         at = copy_of(position)
         if not self._reader.to_next_row(at):
-            return [], NOTHING
+            return [], NO_UPDATES
         rows = self._reader.rows_from(at[0], at[1])[:most]
         kept, moves = self._reader.moves(position, at, len(rows))
         return self._source.texts(self._column, rows if kept is None else rows[kept]), moves
 
-    def turn(self, position: memoryview) -> None:
-        self._reader.turn_in_blocks(position)
+    def begin_next_epoch(self, position: memoryview) -> None:
+        self._reader.begin_unblocked_epoch(position)

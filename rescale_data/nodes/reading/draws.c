@@ -1,5 +1,5 @@
 /* The draws of a mixture. By tokens: the same as `rescale_data.nodes.mixture.lengths.TokenArcs`, with the same numbers, in wider
- * integers. And the same as `rescale_data.nodes.mixture.woven`. Tests compare both with the Python code. A part of `kernel.c`. */
+ * integers. And the same as `rescale_data.nodes.mixture.interleaved`. Tests compare both with the Python code. A part of `kernel.c`. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -170,7 +170,7 @@ done:
 
 enum { CHOSEN, BEGINS, LENGTH, ENDS, SLOT, VALUE, KINDS, COUNTS, INDEX, NEW_ENDS, NEW_SLOT, NEW_VALUE, NUM_VIEWS };
 
-static const char* weave_all(int64_t** b, const Py_ssize_t* sizes, int64_t number) {
+static const char* interleave_all(int64_t** b, const Py_ssize_t* sizes, int64_t number) {
   const Py_ssize_t num = sizes[CHOSEN], sources = sizes[BEGINS], documents = sizes[LENGTH], kinds = sizes[KINDS];
   int64_t at = 0;
   if (sizes[ENDS] != documents + 1 || sizes[COUNTS] != kinds * sources || sizes[INDEX] != num || sizes[NEW_ENDS] != num + 1 ||
@@ -193,22 +193,22 @@ static const char* weave_all(int64_t** b, const Py_ssize_t* sizes, int64_t numbe
   return NULL;
 }
 
-/* weave(number, chosen, begins, length, ends, slot, value, kinds, counts, index, new_ends, new_slot, new_value): puts documents in
+/* interleave(number, chosen, begins, length, ends, slot, value, kinds, counts, index, new_ends, new_slot, new_value): puts documents in
  * the order of draws, and adds the counts of the mixture to the moves of each. All arguments but the first are buffers of int64.
  * begins and counts are changed; the buffers after counts are written. */
-PyObject* weave(PyObject* module, PyObject* args) {
+PyObject* interleave(PyObject* module, PyObject* args) {
   Py_buffer views[NUM_VIEWS];
   int64_t* buffers[NUM_VIEWS];
   Py_ssize_t sizes[NUM_VIEWS];
   int num = 0;
-  const char* wrong = PyTuple_Size(args) == NUM_VIEWS + 1 ? NULL : "weave takes a number and twelve buffers";
+  const char* wrong = PyTuple_Size(args) == NUM_VIEWS + 1 ? NULL : "interleave takes a number and twelve buffers";
   const int64_t number = wrong ? 0 : PyLong_AsLongLong(PyTuple_GetItem(args, 0));
   for (; !wrong && !PyErr_Occurred() && num < NUM_VIEWS; num++) {
     const int is_written = num == BEGINS || num >= COUNTS;
     if (PyObject_GetBuffer(PyTuple_GetItem(args, num + 1), &views[num], is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE)) break;
     buffers[num] = views[num].buf, sizes[num] = views[num].len / 8;
   }
-  if (num == NUM_VIEWS) wrong = weave_all(buffers, sizes, number);
+  if (num == NUM_VIEWS) wrong = interleave_all(buffers, sizes, number);
   while (num > 0) PyBuffer_Release(&views[--num]);
   if (wrong) PyErr_SetString(PyExc_ValueError, wrong);
   return PyErr_Occurred() ? NULL : (Py_INCREF(Py_None), Py_None);

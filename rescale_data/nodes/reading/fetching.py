@@ -1,10 +1,10 @@
-"""`Fetching`: asks a source for the fragments that a logical shard needs soon; the source fetches them in the background."""
+"""`Fetching`: requests the fragments that a logical shard needs soon, so that the source fetches them in the background."""
 
 from __future__ import annotations
 
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.sources.decoded.cache import room_for
-from rescale_data.sources.decoded.interest import shards_of
+from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
@@ -13,7 +13,7 @@ _MAX_WINDOWS = 5
 
 
 class Fetching:
-    """Sends the hints for one source.
+    """Requests fragments of one source before they are needed.
 
     Args:
         source: The source.
@@ -29,15 +29,15 @@ class Fetching:
 
     @property
     def num_windows(self) -> int:
-        """Number of windows of each shard here for which the cache has room, including the present one.
+        """Number of windows per logical shard of this process that fit the cache, including the present window.
 
         A window takes as many fragments as its rows fill. The first window takes one more, since it begins inside a fragment.
         """
-        here = max(1, min(len(shards_of(self._key, self._num_fragments)), self._num_fragments))
+        here = max(1, min(len(served_shards(self._key, self._num_fragments)), self._num_fragments))
         room = room_for(self._source) // max(1, here * self._source.fragment_bytes)
         return min(_MAX_WINDOWS, int(max(0, room - 1) / self._of_window))
 
     def begin(self, column: str | None, fragments: list[int], share: ShardShare | None) -> None:
-        """Begin to fetch some fragments of a column."""
+        """Start to fetch some fragments of a column in the background."""
         for fragment in fragments[:_AT_ONCE]:
             self._source.prepare(column, fragment, share)

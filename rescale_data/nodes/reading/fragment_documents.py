@@ -1,4 +1,4 @@
-"""`FragmentDocuments`: reads the documents of a `Reader` in decoded fragments, without a Python object for each row."""
+"""`FragmentDocuments`: reads a `Reader`'s documents from decoded fragments, without a Python object for each row."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy as np
 
 from rescale_data.nodes.reading.block import Block
 from rescale_data.nodes.reading.gather import fragments_of
-from rescale_data.nodes.reading.lent import Lent, copied_from, lent, located
+from rescale_data.nodes.reading.lent import SharedFragment, copy_rows, lent, locate_rows
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of, room_for
-from rescale_data.sources.decoded.interest import PARTS, beside, room_for_block
+from rescale_data.sources.decoded.interest import BLOCK_PARTS, beside, room_for_block
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints, copy_of
 
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
-_LARGER = 4
+_MAX_EXCESS = 4
 _DECODED_AHEAD = 2  # further fragments that need room if decoding is costly
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
-    """Documents that lie at hand.
+class ReadyDocuments:
+    """Places of documents within decoded fragments that need not be copied.
 
     Args:
         runs: ``(epoch, row, number)`` for each run of documents: their epoch, the shard's row of the first document, and their
@@ -42,11 +42,11 @@ class Near:
     runs: list[tuple[int, int, int]]
     rows: Ints
     which: Ints
-    lent: list[Lent]
+    lent: list[SharedFragment]
 
 
 class FragmentDocuments:
-    """A token column of one logical shard as `Documents`; positions are rows of its `Reader`, (epoch, row, ...).
+    """Reads a token column of one logical shard from decoded fragments; positions are the positions of its `Reader`.
 
     Documents stay where they were decoded, while the cache has room for the fragments of all shards. Otherwise several
     documents at a time are copied out of the fragments, so that a fragment is not decoded for each sample. If decoding is
@@ -80,52 +80,54 @@ class FragmentDocuments:
         if not self._reader.to_next_row(at):
             return EMPTY
         epoch, row = at[0], at[1]
-        spans = self._of_block(epoch, row, most) or self._found(epoch, row, most)
+        spans = self._of_block(epoch, row, most) or self._read_fragments(epoch, row, most)
         kept, moves = self._reader.moves(position, at, len(spans))
         return spans.with_moves(moves) if kept is None else spans.take(kept, moves)
 
-    def _found(self, epoch: int, row: int, most: int) -> Spans:
+    def _read_fragments(self, epoch: int, row: int, most: int) -> Spans:
         self._share = self._reader.share(epoch)
         rows = self._reader.rows_from(epoch, row)
         used, which = fragments_of(rows[:most], self._fragments)
-        first = self._lend(self._fragment_at(int(rows[0])))
-        if self._stay(epoch, row, used, first):
-            return located(rows[:most], which, [self._lend(fragment) for fragment in used])
+        first = self._get_fragment(self._fragment_at(int(rows[0])))
+        if self._can_stay(epoch, row, used, first):
+            return locate_rows(rows[:most], which, [self._get_fragment(fragment) for fragment in used])
         if self._decoding is not None and self._share is None and (room := room_for_block(self._decoding)):
             return self._take(self._block_of(epoch, row, self._num_rows(first, room), room), epoch, row, most)
         rows = rows[: min(most, self._num_rows(first, self._bytes))]
-        return _up_to(self._bytes * _LARGER, self._copied(rows, [len(rows)])[0])
+        return _limited(self._bytes * _MAX_EXCESS, self._copied(rows, [len(rows)])[0])
 
     def _block_of(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
-        """Return a block of whole windows with up to ``num_rows`` rows, or of a part of one window."""
+        """Return a new block with copies of up to ``num_rows`` documents: whole windows, or a part of one window."""
         windows = self._reader.rows.windows(epoch, row)
         rows = next(windows)[:num_rows]
         while (more := next(windows, None)) is not None and len(rows) + len(more) <= num_rows:
             rows = np.concatenate([rows, more])
-        parts = self._copied(rows, [len(rows) * part // PARTS for part in range(1, PARTS + 1)], self._decoding)
+        parts = self._copied(
+            rows, [len(rows) * part // BLOCK_PARTS for part in range(1, BLOCK_PARTS + 1)], self._decoding
+        )
         ends = np.cumsum([part.nbytes for part in parts])
-        return Block(epoch, row, parts[: max(1, int(ends.searchsorted(_LARGER * num_bytes)))])
+        return Block(epoch, row, parts[: max(1, int(ends.searchsorted(_MAX_EXCESS * num_bytes)))])
 
     def _of_block(self, epoch: int, row: int, most: int) -> Spans:
-        """Return documents that were copied before; none if they were not copied, or are gone."""
+        """Return documents from the cached block of copies; no documents if there is no block, or none with this row."""
         block: Block | None = None if self._decoding is None else cache().get(self._block_key)
         return EMPTY if block is None else self._take(block, epoch, row, most)
 
     def _take(self, block: Block, epoch: int, row: int, most: int) -> Spans:
-        found = block.take(epoch, row, min(most, self._reader.rows.order(epoch).span(row)[1] - row))
+        spans = block.take(epoch, row, min(most, self._reader.rows.order(epoch).span(row)[1] - row))
         if block.nbytes:
             cache().put(self._block_key, block)  # it may take fewer bytes now
         else:
             cache().forget(self._block_key)
-        return found
+        return spans
 
-    def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
-        """Return the places of the next documents; `None` if `read` has more to do than to look them up.
+    def find_ready(self, position: memoryview, most: int, crosses_epochs: bool) -> ReadyDocuments | None:
+        """Return the places of the next documents in decoded fragments; `None` if the caller has to use `read`.
 
         Args:
             position: The position of the reader.
             most: Most documents to return.
-            turns: True if documents of the next epochs follow.
+            crosses_epochs: True if documents of the next epochs follow.
         """
         epoch, row, left = position[0], position[1], most
         if self._decoding is not None and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
@@ -134,15 +136,15 @@ class FragmentDocuments:
         runs, parts = list[tuple[int, int, int]](), list[Ints]()
         if self._reader.is_stale(position):
             return None
-        while left and self._share is None and self._reader.are_counted(epoch):
+        while left and self._share is None and self._reader.advances_by_one(epoch):
             if row < self._reader.rows.size(epoch):
                 parts.append(self._reader.rows_from(epoch, row)[:left])
                 runs.append((epoch, row, len(parts[-1])))
                 row, left = row + len(parts[-1]), left - len(parts[-1])
-            elif turns and row:
+            elif crosses_epochs and row:
                 after = np.array(position).data
                 after[0], after[1] = epoch, row
-                self._reader.turn(after)
+                self._reader.begin_next_epoch(after)
                 epoch, row = after[0], after[1]
                 runs.append((epoch, row, 0))
             else:
@@ -153,13 +155,13 @@ class FragmentDocuments:
             runs.pop()
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         used, which = fragments_of(rows, self._fragments)
-        first = self._lend(self._fragment_at(int(rows[0])))
-        if not self._stay(position[0], position[1], used, first):
+        first = self._get_fragment(self._fragment_at(int(rows[0])))
+        if not self._can_stay(position[0], position[1], used, first):
             return None
-        return Near(runs, rows, which, [self._lend(fragment) for fragment in used])
+        return ReadyDocuments(runs, rows, which, [self._get_fragment(fragment) for fragment in used])
 
-    def _stay(self, epoch: int, row: int, used: list[int], first: Lent) -> bool:
-        """True if documents stay where they were decoded. If there is room, begin to decode the fragments that follow soon."""
+    def _can_stay(self, epoch: int, row: int, used: list[int], first: SharedFragment) -> bool:
+        """True if documents need not be copied out of decoded fragments. Also starts to decode the next fragments ahead."""
         if self._share is not None:
             return False
         if self._decoding is None:
@@ -169,11 +171,11 @@ class FragmentDocuments:
                 self._decoding.decode_ahead(self._column, self._fragment_at(soon))
         return self._have_room(len(used) + _DECODED_AHEAD, first)
 
-    def turn(self, position: memoryview) -> None:
-        self._reader.turn_in_blocks(position)
+    def begin_next_epoch(self, position: memoryview) -> None:
+        self._reader.begin_unblocked_epoch(position)
 
     def _copied(self, rows: Ints, stops: Sequence[int], passed: TokenSource | None = None) -> list[Spans]:
-        """Return copies of documents; the documents up to each stop are in arrays of their own.
+        """Return copies of documents, one `Spans` with its own arrays for the documents up to each stop.
 
         Args:
             rows: Rows of the source.
@@ -184,54 +186,54 @@ class FragmentDocuments:
         parts: list[list[Spans]] = [[] for _ in stops]
         order: list[list[Ints]] = [[] for _ in stops]
         for number, fragment in enumerate(used):  # one fragment at a time, so that few are in memory at once
-            found = self._lend(fragment)
+            piece = self._get_fragment(fragment)
             there = np.flatnonzero(which == number)
             for part, places in enumerate(np.split(there, np.searchsorted(there, stops[:-1]))):
                 if len(places):
-                    parts[part].append(copied_from(rows[places], found))
+                    parts[part].append(copy_rows(rows[places], piece))
                     order[part].append(places)
             if passed is not None:
                 passed.pass_by(self._column, fragment)
         return [
-            Spans.join(found).take(np.argsort(np.concatenate(at))) for found, at in zip(parts, order, strict=True) if at
+            Spans.join(piece).take(np.argsort(np.concatenate(at))) for piece, at in zip(parts, order, strict=True) if at
         ]
 
-    def _num_rows(self, found: Lent, num_bytes: int) -> int:
-        """Return the number of rows that take ``num_bytes``, if all rows are as large as in a given fragment."""
-        mean = found.values.nbytes / (len(found.offsets) - 1)
+    def _num_rows(self, shared_fragment: SharedFragment, num_bytes: int) -> int:
+        """Return the number of rows in ``num_bytes`` bytes, estimated from the mean size of the rows of one fragment."""
+        mean = shared_fragment.values.nbytes / (len(shared_fragment.offsets) - 1)
         return max(1, int(num_bytes / max(1.0, mean)))
 
-    def _have_room(self, num_fragments: int, found: Lent) -> bool:
-        """True if the cache has room for ``num_fragments`` fragments of this size for each shard and each source."""
+    def _have_room(self, num_fragments: int, shared_fragment: SharedFragment) -> bool:
+        """True if the cache has room for ``num_fragments`` such fragments for each logical shard and each source."""
         sources, shards = beside(self._owner)
-        return sources * shards * num_fragments * found.nbytes <= room_for(self._source)
+        return sources * shards * num_fragments * shared_fragment.nbytes <= room_for(self._source)
 
-    def _lend(self, fragment: int) -> Lent:
-        tokens, sharing = None, 1
+    def _get_fragment(self, fragment: int) -> SharedFragment:
+        tokens, num_sharing = None, 1
         if self._share is not None:
             tokens = self._source.tokens_of(self._column, fragment, self._share)
         key = self._owner, self._column, fragment, 0 if tokens is None else id(tokens)
-        found = lent.get(key)
-        if found is None:
+        shared_fragment = lent.get(key)
+        if shared_fragment is None:
             if tokens is None:
                 tokens = self._source.tokens(self._column, fragment)
-                sharing = max(1, beside(self._owner)[1] // (len(self._fragments) - 1))
-            found = lent[key] = Lent(tokens, int(self._fragments[fragment]), sharing)
-        return found
+                num_sharing = max(1, beside(self._owner)[1] // (len(self._fragments) - 1))
+            shared_fragment = lent[key] = SharedFragment(tokens, int(self._fragments[fragment]), num_sharing)
+        return shared_fragment
 
     def _fragment_at(self, row: int) -> int:
         return bisect_right(self._fragments.data, row) - 1
 
 
-def _up_to(num_bytes: int, spans: Spans) -> Spans:
-    """Return the first documents, up to about ``num_bytes``; their number was computed from a fragment of smaller ones."""
+def _limited(num_bytes: int, spans: Spans) -> Spans:
+    """Return the first documents, up to about ``num_bytes`` bytes; an estimate of their number may have been too large."""
     ends = np.cumsum(spans.length * spans.arrays[0].itemsize)
     return spans if ends[-1] <= num_bytes else spans[: int(ends.searchsorted(num_bytes)) + 1]
 
 
 @lru_cache(maxsize=64)
 def block_bytes(cache_bytes: int, num_shards: int) -> int:
-    """Return the bytes of a shard's tokens to copy at once, if a process serves ``num_shards`` shards.
+    """Return the number of bytes of tokens to copy at once for one of ``num_shards`` logical shards of a process.
 
     They are enough for many samples, so that a fragment is not decoded for each sample if the fragments of all shards exceed
     the cache. They are few enough that the copies of all shards take a quarter of the cache.

@@ -1,7 +1,7 @@
-"""From spans to samples: documents end to end, and samples cut out of them into the rows of a batch.
+"""Makes samples from `Spans`: concatenates documents and copies their tokens into the rows of a batch.
 
     spans    | document | document | mark | document |        places in memory
-    stretch  |b document e b document e     b document e|     with bos and eos around each; nothing is copied yet
+    queue    |b document e b document e     b document e|     with bos and eos around each; nothing is copied yet
     samples      |  row 0  |  row 1  |  ...                   copied and widened once, into the batch
 
 `kernel.c` does this if it was built with the package. Otherwise NumPy does it, with the same result, by copying twice.
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import DataStateError, require_int
-from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Spans, TokenArray
+from rescale_data.nodes.reading.spans import EMPTY, NO_UPDATES, Spans, TokenArray
 from rescale_data.order import FragmentOrder, ShardOrder
-from rescale_data.sources.decoded.cache import Held
+from rescale_data.sources.decoded.cache import Pinned
 from rescale_data.state import Ints
 
-VERSION = 3
+VERSION = 4
 """Version of the extension (`kernel.c` and `draws.c`) that this package calls. An extension of another version is not used."""
 
 try:
@@ -33,13 +33,13 @@ except ImportError:  # built without a compiler
     kernel = None
 
 
-def fitting(found: Any) -> Any:
-    """Return a built extension, or `None` if it has another version."""
-    return found if getattr(found, "VERSION", 0) == VERSION else None
+def if_current_version(module: Any) -> Any:
+    """Return the C extension ``module`` if it has the version that this package needs, else `None`."""
+    return module if getattr(module, "VERSION", 0) == VERSION else None
 
 
-_is_old = kernel is not None and fitting(kernel) is None
-kernel = fitting(kernel)
+_is_old = kernel is not None and if_current_version(kernel) is None
+kernel = if_current_version(kernel)
 
 Rows: TypeAlias = npt.NDArray[np.integer[Any]]
 """Rows of a batch: ``[b, seq_len]``, int64 or int32."""
@@ -48,8 +48,8 @@ _log = logging.getLogger("rescale_data")
 
 
 @dataclass(frozen=True)
-class Around:
-    """Tokens to put around each document, and the dtype of tokens in a batch.
+class SpecialTokens:
+    """The bos and eos tokens to put around each document, and the dtype of tokens in a batch.
 
     Args:
         eos_id, bos_id: Tokens to put after and before each document; `None` for nothing.
@@ -72,20 +72,20 @@ class Around:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens between two documents."""
+        """The eos and bos tokens between two documents."""
         return [token for token in (self.eos_id, self.bos_id) if token is not None]
 
     def num_tokens(self, spans: Spans) -> int:
-        """Return the number of tokens of all documents, including the tokens around them."""
+        """Return the number of tokens of all documents, including their bos and eos tokens."""
         return int(spans.length.sum()) + len(self.tokens) * int(np.count_nonzero(spans.array >= 0))
 
     def lengths(self, spans: Spans) -> Ints:
-        """Return ``int64[D]``, the length of each document, including the tokens around it; 0 for a mark."""
+        """Return ``int64[D]``, the length of each document including its bos and eos tokens; 0 for a mark."""
         return np.where(spans.array < 0, 0, spans.length + len(self.tokens))
 
 
-class Stretch(Protocol):
-    """Token queue: documents end to end, from which samples are drawn. A draw moves the position that it was made with."""
+class TokenQueue(Protocol):
+    """Concatenated documents from which samples are drawn. A draw advances the position that the queue was made with."""
 
     nbytes: int
     """Bytes that it keeps alive, set by the caller of `append`."""
@@ -94,11 +94,11 @@ class Stretch(Protocol):
 
     @property
     def left(self) -> int:
-        """Number of tokens not drawn yet; negative if the position is within a document that is still missing."""
+        """Number of tokens not drawn yet; negative if the position is within a document that has not been appended yet."""
         ...
 
     def append(self, spans: Spans) -> None:
-        """Append documents at the end.
+        """Append documents to the queue.
 
         Raises:
             IndexError: A document is not within its array.
@@ -107,38 +107,40 @@ class Stretch(Protocol):
         ...
 
     def rest(self) -> Spans:
-        """Return the documents from the next token's document on."""
+        """Return the documents that still have tokens to draw."""
         ...
 
 
-def stretch(around: Around, position: memoryview, dropped: Callable[[], None] = lambda: None) -> Stretch:
-    """Return a stretch without documents.
+def token_queue(
+    special_tokens: SpecialTokens, position: memoryview, dropped: Callable[[], None] = lambda: None
+) -> TokenQueue:
+    """Return an empty token queue, implemented in C if the extension is available.
 
     Args:
-        around: The tokens around each document.
+        special_tokens: The tokens around each document.
         position: int64 slots: an offset in the first document, and the position from which documents are read.
-        dropped: Called when the cache drops the stretch.
+        dropped: Called when the cache drops the token queue.
     """
-    return (_Joined if kernel is None else _native(kernel.Stretch))(around, position, dropped)
+    return (_NumpyQueue if kernel is None else _native(kernel.TokenQueue))(special_tokens, position, dropped)
 
 
-def fill(stretches: list[Any], first: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
-    """Write the next sample of each stretch into its row, from row ``first`` on, and move their positions.
+def fill(queues: list[Any], first: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
+    """Write the next sample of each token queue into its row of the batch, from row ``first`` on, and advance the queues.
 
-    It stops at a missing stretch, and at a stretch with too few tokens: a sample, and with labels one token more.
+    It stops at a missing token queue, and at a token queue with too few tokens: a sample, and with labels one token more.
 
     Returns:
         The first row that was not written.
     """
     if kernel is None:
-        while first < len(stretches) and _draw(stretches[first], first, tokens, labels, doc_ids):
+        while first < len(queues) and _draw(queues[first], first, tokens, labels, doc_ids):
             first += 1
         return first
     try:
-        return kernel.fill(stretches, first, tokens, labels, doc_ids)
+        return kernel.fill(queues, first, tokens, labels, doc_ids)
     except OverflowError as error:
-        found: Stretch = stretches[error.args[0]]
-        _require_fit(found.rest(), tokens.dtype)
+        queue: TokenQueue = queues[error.args[0]]
+        _require_fit(queue.rest(), tokens.dtype)
         raise
 
 
@@ -156,9 +158,9 @@ def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrde
 
 
 def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
-    """Return a copy of documents of one array, end to end."""
+    """Return a copy of documents of one array, concatenated."""
     if kernel is None:
-        part = Spans((array,), np.zeros_like(start), start, length, NOTHING, (None,))
+        part = Spans((array,), np.zeros_like(start), start, length, NO_UPDATES, (None,))
         return np.frombuffer(b"".join(part.views()), dtype=array.dtype)
     into = np.empty(int(length.sum()), dtype=array.dtype)
     kernel.join(array, np.ascontiguousarray(start), np.ascontiguousarray(length), into)
@@ -166,7 +168,7 @@ def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
 
 
 def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
-    """Return the fragments in which the rows lie, in order, and for each row the index of its fragment among them.
+    """Return the fragments that hold the rows, sorted, and for each row the index of its fragment in that list.
 
     Args:
         rows: ``int64[n]``.
@@ -181,7 +183,7 @@ def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
 
 
 def places_of(rows: Ints, which: Ints, first: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
-    """Return the places at which rows begin in the values of their fragments, and the lengths of the rows.
+    """Return the offset of each row in the values of its fragment, and the length of each row.
 
     Args:
         rows, which: Rows, and the index of each row's fragment, as in `fragments_of`.
@@ -199,32 +201,32 @@ def places_of(rows: Ints, which: Ints, first: Sequence[int], offsets: list[Ints]
     return start, length
 
 
-def joined(spans: Spans, around: Around) -> tuple[TokenArray, Ints]:
-    """Return documents end to end with the tokens around them, and ``int64[D + 1]``, the place at which each begins.
+def joined(spans: Spans, special_tokens: SpecialTokens) -> tuple[TokenArray, Ints]:
+    """Return the concatenated documents with bos and eos tokens, and ``int64[D + 1]``, the offset of each document.
 
     The dtype is the stored one if it holds all tokens.
     """
-    ends = np.concatenate([[0], np.cumsum(around.lengths(spans))])
+    ends = np.concatenate([[0], np.cumsum(special_tokens.lengths(spans))])
     stored = {array.dtype for array in spans.arrays}
-    _require_fit(spans, around.dtype)
-    dtype = stored.pop() if len(stored) == 1 else around.dtype
-    dtype = around.dtype if any(token > np.iinfo(dtype).max for token in around.tokens) else dtype
+    _require_fit(spans, special_tokens.dtype)
+    dtype = stored.pop() if len(stored) == 1 else special_tokens.dtype
+    dtype = special_tokens.dtype if any(token > np.iinfo(dtype).max for token in special_tokens.tokens) else dtype
     views = [v if v.format == dtype.char else np.asarray(v).astype(dtype).data for v in spans.views()]
-    separator = np.array(around.tokens, dtype=dtype).tobytes()
+    separator = np.array(special_tokens.tokens, dtype=dtype).tobytes()
     # One join of [nothing, the documents, nothing]: an eos too many at the front and a bos too many at the end.
     tokens = np.frombuffer(separator.join((b"", *views, b"")), dtype=dtype)
-    front = int(around.eos_id is not None)
+    front = int(special_tokens.eos_id is not None)
     return tokens[front : front + int(ends[-1])], ends
 
 
-def say_without_kernel() -> None:
-    """Log, once, that NumPy is used where a few lines of C would be faster."""
+def log_if_no_kernel() -> None:
+    """Log, once, that packing uses the slower NumPy code because the C extension is not available."""
     if kernel is None:
-        _say()
+        _log_no_kernel()
 
 
 @once
-def _say() -> None:
+def _log_no_kernel() -> None:
     why, cure = "was installed without a C compiler", "Install it again where there is a compiler."
     if _is_old:
         why, cure = (
@@ -239,14 +241,14 @@ def _say() -> None:
 
 @once
 def _native(base: Any) -> Any:
-    """Return the extension's stretch class, extended by the attributes that the cache needs."""
+    """Return a subclass of the C token queue ``base`` with the attributes that the cache needs."""
 
-    class Native(base, Held):
+    class Native(base, Pinned):
         __slots__ = ("dropped", "nbytes", "reach")
 
-        def __new__(cls, around: Around, position: memoryview, dropped: Callable[[], None]) -> Any:
+        def __new__(cls, special_tokens: SpecialTokens, position: memoryview, dropped: Callable[[], None]) -> Any:
             reach = np.array(position[1:], dtype=np.int64).data
-            bos, eos = (-1 if token is None else token for token in (around.bos_id, around.eos_id))
+            bos, eos = (-1 if token is None else token for token in (special_tokens.bos_id, special_tokens.eos_id))
             made = super().__new__(cls, position, reach, bos, eos)
             made.dropped, made.reach, made.nbytes = dropped, reach, 0
             return made
@@ -266,13 +268,13 @@ def _native(base: Any) -> Any:
     return Native
 
 
-class _Joined(Held):
-    """Stretch in NumPy, with the same results as `kernel.Stretch`."""
+class _NumpyQueue(Pinned):
+    """Token queue implemented in NumPy, with the same results as the C class `kernel.TokenQueue`."""
 
-    def __init__(self, around: Around, position: memoryview, dropped: Callable[[], None]) -> None:
+    def __init__(self, special_tokens: SpecialTokens, position: memoryview, dropped: Callable[[], None]) -> None:
         self.nbytes, self.dropped = 0, dropped
         self.reach = np.array(position[1:], dtype=np.int64).data
-        self._around, self._position, self._spans, self._document = around, position, EMPTY, 0
+        self._special_tokens, self._position, self._spans, self._document = special_tokens, position, EMPTY, 0
         self.tokens: TokenArray = np.zeros(0, dtype=np.int8)
         self._starts = np.zeros(1, dtype=np.int64)
         self._at, self._used = position[0], False
@@ -283,14 +285,14 @@ class _Joined(Held):
 
     def append(self, spans: Spans) -> None:
         begin = int(self._starts[self._document])
-        tokens, starts = joined(spans, self._around)
+        tokens, starts = joined(spans, self._special_tokens)
         self._spans = Spans.join([self.rest(), spans])
         self.tokens = np.concatenate([self.tokens[begin:], tokens])
         self._starts = np.concatenate([self._starts[self._document :] - begin, starts[1:] + (self._starts[-1] - begin)])
         self._document, self._at = 0, self._at - begin
         spans.move(self.reach, len(spans))
         if self._at > self._starts[min(1, len(self._spans))]:
-            raise DataStateError(BEHIND)
+            raise DataStateError(OFFSET_BEYOND_END)
 
     def rest(self) -> Spans:
         return self._spans[self._document :]
@@ -300,7 +302,7 @@ class _Joined(Held):
         return used
 
     def next(self, num_tokens: int) -> tuple[TokenArray, Ints]:
-        """Return the next tokens, and the places among them at which documents end; the position moves behind them."""
+        """Return the next tokens and the indices at which documents end among them; advance the position."""
         start, stop = self._at, self._at + num_tokens
         document = int(self._starts.searchsorted(stop))
         document -= int(self._starts[document] > stop)
@@ -311,14 +313,14 @@ class _Joined(Held):
         return self.tokens[start:stop], ends
 
 
-def _draw(found: Any, row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> bool:
+def _draw(queue: Any, row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> bool:
     size = tokens.shape[1]
-    if not isinstance(found, _Joined) or found.left < size + (labels is not None) or not size:
+    if not isinstance(queue, _NumpyQueue) or queue.left < size + (labels is not None) or not size:
         return False
-    start = len(found.tokens) - found.left
-    tokens[row], ends = found.next(size)
+    start = len(queue.tokens) - queue.left
+    tokens[row], ends = queue.next(size)
     if labels is not None:
-        labels[row] = found.tokens[start + 1 : start + size + 1]
+        labels[row] = queue.tokens[start + 1 : start + size + 1]
     if doc_ids is not None:
         begins = np.zeros(size + 1, dtype=np.int64)
         begins[ends[ends > 0]] = 1  # a document that ends before the first token has no token here
@@ -327,13 +329,15 @@ def _draw(found: Any, row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows
 
 
 def _require_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
-    """Raise ``ValueError`` if a token does not fit the dtype in which it is to be written."""
+    """Raise ``ValueError`` if a token of the documents is out of range for ``dtype``."""
     if all(np.can_cast(array.dtype, dtype) for array in spans.arrays):
         return
-    found = [np.asarray(view) for view in spans.views() if len(view)]
-    least, most = min((int(v.min()) for v in found), default=0), max((int(v.max()) for v in found), default=0)
+    views = [np.asarray(view) for view in spans.views() if len(view)]
+    least, most = min((int(v.min()) for v in views), default=0), max((int(v.max()) for v in views), default=0)
     if least < np.iinfo(dtype).min or most > np.iinfo(dtype).max:
         raise ValueError(f"The tokens from {least} to {most} do not fit {dtype}: give a wider dtype.")
 
 
-BEHIND = "the position is behind the end of its document: the data is not what it was when the position was saved"
+OFFSET_BEYOND_END = (
+    "the position is behind the end of its document: the data is not what it was when the position was saved"
+)

@@ -12,10 +12,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 3 /* changes with the functions that Python calls: see gather.py */
+#define VERSION 4 /* changes with the functions that Python calls: see gather.py */
 
 PyObject* run(PyObject* module, PyObject* args); /* both in draws.c */
-PyObject* weave(PyObject* module, PyObject* args);
+PyObject* interleave(PyObject* module, PyObject* args);
 
 #if defined(__GNUC__) || defined(__clang__)
 /* Fetch, but not into the nearest cache, which writing fills. Without the second statement, GCC removes functions that only fetch. */
@@ -61,7 +61,7 @@ typedef struct {
   int64_t num_documents, document, offset, left, bos, eos;
   int32_t num_parts, first_part; /* number of parts appended, and the first that is still kept */
   int busy, used;
-} Stretch;
+} TokenQueue;
 
 /* Copying. Documents lie anywhere, so no processor can predict the next one. The first pages of many documents are prefetched
    together, because finding many pages takes about as long as finding one. If many tokens are copied, wide vectors are written to
@@ -114,7 +114,7 @@ CLONES static int copy_32(int32_t* __restrict q, int64_t address, int64_t first,
 
 /* Samples. Each is written whole or not at all: the position moves behind a sample after it has been written. */
 
-static int64_t total_of(const Stretch* s, const Document* d) {
+static int64_t total_of(const TokenQueue* s, const Document* d) {
   return d->kind == MARK ? 0 : d->length + (s->bos >= 0) + (s->eos >= 0);
 }
 
@@ -122,11 +122,11 @@ static void move(int64_t* position, const Move* from, const Move* to) {
   for (; from < to; from++) position[from->slot] = from->value;
 }
 
-static int64_t moves_before(const Stretch* s, int64_t d) { return d ? s->documents[d - 1].moves : 0; }
+static int64_t moves_before(const TokenQueue* s, int64_t d) { return d ? s->documents[d - 1].moves : 0; }
 
 /* Prefetch the documents that hold the next num_tokens, from a token of document d on, or the first of them; return the first
    document that was left out. */
-static int64_t ask_for(const Stretch* s, int64_t d, int64_t offset, int64_t num_tokens) {
+static int64_t ask_for(const TokenQueue* s, int64_t d, int64_t offset, int64_t num_tokens) {
   static const int64_t widths[] = {1, 1, 2, 2, 4, 4, 8, 8};
   for (int64_t asked = 0; d < s->num_documents && num_tokens > 0 && asked < AHEAD; d++, offset = 0) {
     const Document* found = s->documents + d;
@@ -142,7 +142,7 @@ static int64_t ask_for(const Stretch* s, int64_t d, int64_t offset, int64_t num_
   return d;
 }
 
-static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
+static void move_to(TokenQueue* s, int64_t d, int64_t o, int64_t size) {
   int64_t* position = s->position.buf;
   move(position + 1, s->moves + moves_before(s, s->document), s->moves + moves_before(s, d));
   position[0] = s->offset = o;
@@ -150,7 +150,7 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
 }
 
 #define DEFINE(BITS) \
-  static void piece_##BITS(const Stretch* s, const Document* d, int64_t o, int64_t n, int##BITS##_t* q, int* status) { \
+  static void piece_##BITS(const TokenQueue* s, const Document* d, int64_t o, int64_t n, int##BITS##_t* q, int* status) { \
     int64_t begin = s->bos >= 0, body; \
     if (begin && o == 0 && n > 0) { \
       *q++ = (int##BITS##_t)s->bos; \
@@ -164,7 +164,7 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
     } \
     if (n > 0) *q = (int##BITS##_t)s->eos; \
   } \
-  static int sample_##BITS(Stretch* s, const Stretch* below, int##BITS##_t* tokens, int##BITS##_t* labels, int##BITS##_t* ids, \
+  static int sample_##BITS(TokenQueue* s, const TokenQueue* below, int##BITS##_t* tokens, int##BITS##_t* labels, int##BITS##_t* ids, \
                            int64_t size) { \
     int64_t d = s->document, o = s->offset, k = 0, id = 0, asked = d; \
     int status = DONE; \
@@ -196,30 +196,30 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
 DEFINE(64)
 DEFINE(32)
 
-/* Stretch */
+/* TokenQueue */
 
 static int error(const char* message) {
   PyErr_SetString(PyExc_ValueError, message);
   return -1;
 }
 
-static PyObject* stretch_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+static PyObject* queue_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   PyObject *position, *reach;
   long long bos, eos;
   if (kwargs && PyDict_Size(kwargs)) {
-    PyErr_SetString(PyExc_TypeError, "a stretch takes no keyword");
+    PyErr_SetString(PyExc_TypeError, "a token queue takes no keyword");
     return NULL;
   }
   if (!PyArg_ParseTuple(args, "OOLL", &position, &reach, &bos, &eos)) return NULL;
   allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-  Stretch* s = (Stretch*)alloc(type, 0);
+  TokenQueue* s = (TokenQueue*)alloc(type, 0);
   if (!s) return NULL;
   s->bos = bos, s->eos = eos;
   s->parts = PyList_New(0);
   if (!s->parts || PyObject_GetBuffer(position, &s->position, PyBUF_WRITABLE) || PyObject_GetBuffer(reach, &s->reach, PyBUF_WRITABLE))
     goto fail;
   if (s->position.len < 8 || s->reach.len != s->position.len - 8) {
-    error("a stretch moves an offset and slots, and its reach is those slots");
+    error("a token queue moves an offset and slots, and its reach is those slots");
     goto fail;
   }
   if (*(int64_t*)s->position.buf < 0) {
@@ -233,8 +233,8 @@ fail:
   return NULL;
 }
 
-static void stretch_dealloc(PyObject* self) {
-  Stretch* s = (Stretch*)self;
+static void queue_dealloc(PyObject* self) {
+  TokenQueue* s = (TokenQueue*)self;
   PyTypeObject* type = Py_TYPE(self);
   if (s->position.obj) PyBuffer_Release(&s->position);
   if (s->reach.obj) PyBuffer_Release(&s->reach);
@@ -247,7 +247,7 @@ static void stretch_dealloc(PyObject* self) {
 }
 
 /* Drop the documents that were passed, and make room for new ones behind the rest. */
-static int make_room(Stretch* s, int64_t num_documents, int64_t num_moves) {
+static int make_room(TokenQueue* s, int64_t num_documents, int64_t num_moves) {
   const int64_t passed = s->document, left = s->num_documents - passed;
   const int64_t moved = moves_before(s, passed), moves = moves_before(s, s->num_documents) - moved;
   Document* documents = PyMem_Malloc((left + num_documents + 1) * sizeof(Document));
@@ -290,7 +290,7 @@ static int64_t width_of(int64_t kind) { return kind < 0 ? 0 : 1 << (kind / 2); }
 
 enum { ARRAY, START, LENGTH, ENDS, SLOT, VALUE, NUM_BUFFERS };
 
-static int read_documents(Stretch* s, int64_t (*arrays)[3], int64_t num_arrays, Py_buffer* buffers) {
+static int read_documents(TokenQueue* s, int64_t (*arrays)[3], int64_t num_arrays, Py_buffer* buffers) {
   const int64_t num = buffers[LENGTH].len / 8, num_moves = buffers[SLOT].len / 8, slots = s->reach.len / 8;
   const int64_t *array = buffers[ARRAY].buf, *start = buffers[START].buf, *length = buffers[LENGTH].buf, *ends = buffers[ENDS].buf;
   const int64_t *slot = buffers[SLOT].buf, *value = buffers[VALUE].buf, before = moves_before(s, s->num_documents);
@@ -325,7 +325,7 @@ static int read_documents(Stretch* s, int64_t (*arrays)[3], int64_t num_arrays, 
 }
 
 /* Release the parts that have been passed. */
-static int drop_passed(Stretch* s) {
+static int drop_passed(TokenQueue* s) {
   const int64_t last = s->document < s->num_documents ? s->document : s->num_documents - 1;
   const int32_t passed = (last < 0 ? s->num_parts : s->documents[last].part) - s->first_part;
   if (passed <= 0) return 0;
@@ -335,7 +335,7 @@ static int drop_passed(Stretch* s) {
 
 /* append(arrays, array, start, length, ends, slot, value, owner) */
 static PyObject* append(PyObject* self, PyObject* args) {
-  Stretch* s = (Stretch*)self;
+  TokenQueue* s = (TokenQueue*)self;
   PyObject *arrays, *objects[NUM_BUFFERS], *owner, *result = NULL;
   Py_buffer buffers[NUM_BUFFERS];
   int num_buffers = 0;
@@ -343,7 +343,7 @@ static PyObject* append(PyObject* self, PyObject* args) {
                         &objects[SLOT], &objects[VALUE], &owner))
     return NULL;
   if (s->busy) {
-    error("a stretch grows while it is drawn from in another thread");
+    error("a token queue grows while it is drawn from in another thread");
     return NULL;
   }
   const Py_ssize_t num_arrays = PyTuple_Size(arrays);
@@ -368,43 +368,43 @@ done:
 }
 
 static PyObject* get_parts(PyObject* self, void* unused) {
-  PyObject* parts = ((Stretch*)self)->parts;
+  PyObject* parts = ((TokenQueue*)self)->parts;
   Py_INCREF(parts);
   return parts;
 }
 /* Return the index of the next token's document in the first of the parts. */
 static PyObject* get_document(PyObject* self, void* unused) {
-  const Stretch* s = (Stretch*)self;
+  const TokenQueue* s = (TokenQueue*)self;
   if (s->document < s->num_documents) return PyLong_FromLong(s->documents[s->document].index);
   return PyLong_FromLong(s->num_documents ? s->documents[s->num_documents - 1].index + 1 : 0);
 }
-static PyObject* get_left(PyObject* self, void* unused) { return PyLong_FromLongLong(((Stretch*)self)->left); }
+static PyObject* get_left(PyObject* self, void* unused) { return PyLong_FromLongLong(((TokenQueue*)self)->left); }
 static PyObject* was_used(PyObject* self, PyObject* unused) {
-  int used = ((Stretch*)self)->used;
-  ((Stretch*)self)->used = 0;
+  int used = ((TokenQueue*)self)->used;
+  ((TokenQueue*)self)->used = 0;
   return PyBool_FromLong(used);
 }
 
-static PyGetSetDef stretch_getset[] = {
+static PyGetSetDef queue_getset[] = {
     {"parts", get_parts, NULL, NULL, NULL},
     {"document", get_document, NULL, NULL, NULL},
     {"left", get_left, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
-static PyMethodDef stretch_methods[] = {
+static PyMethodDef queue_methods[] = {
     {"append", append, METH_VARARGS, NULL}, {"was_used", was_used, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
-static PyType_Slot stretch_slots[] = {{Py_tp_new, stretch_new},
-                                      {Py_tp_dealloc, stretch_dealloc},
-                                      {Py_tp_getset, stretch_getset},
-                                      {Py_tp_methods, stretch_methods},
+static PyType_Slot queue_slots[] = {{Py_tp_new, queue_new},
+                                      {Py_tp_dealloc, queue_dealloc},
+                                      {Py_tp_getset, queue_getset},
+                                      {Py_tp_methods, queue_methods},
                                       {0, NULL}};
-static PyType_Spec stretch_spec = {"rescale_data.nodes.reading.kernel.Stretch", sizeof(Stretch), 0,
-                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, stretch_slots};
+static PyType_Spec queue_spec = {"rescale_data.nodes.reading.kernel.TokenQueue", sizeof(TokenQueue), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, queue_slots};
 
 /* Functions */
 
 typedef struct {
-  PyObject* stretch_type;
+  PyObject* queue_type;
 } State;
 
 static int open_rows(PyObject* object, Py_buffer* view, const Py_buffer* like) {
@@ -444,21 +444,21 @@ static PyObject* fill(PyObject* module, PyObject* args) {
   const int64_t size = rows[0].shape[1], needed = size + (rows[1].obj != NULL);
   int status = DONE, is_over = 0;
   while (first < num && !is_over && status == DONE) {
-    Stretch* some[MOST];
+    TokenQueue* some[MOST];
     Py_ssize_t count = 0, at = first;
     while (count < MOST && at < num) {
       PyObject* item = at < PyList_Size(list) ? PyList_GetItem(list, at) : NULL;
-      if (!item || !PyObject_TypeCheck(item, (PyTypeObject*)state->stretch_type)) break;
+      if (!item || !PyObject_TypeCheck(item, (PyTypeObject*)state->queue_type)) break;
       Py_ssize_t ours = 0;
-      while (ours < count && some[ours] != (Stretch*)item && ((Stretch*)item)->busy) ours++;
-      if (((Stretch*)item)->busy && ours == count) {
-        error("a stretch is drawn from in two threads");
+      while (ours < count && some[ours] != (TokenQueue*)item && ((TokenQueue*)item)->busy) ours++;
+      if (((TokenQueue*)item)->busy && ours == count) {
+        error("a token queue is drawn from in two threads");
         status = FAILED;
         break;
       }
       Py_INCREF(item);
-      ((Stretch*)item)->busy++;
-      some[count++] = (Stretch*)item, at++;
+      ((TokenQueue*)item)->busy++;
+      some[count++] = (TokenQueue*)item, at++;
     }
     is_over = at < num && count < MOST;
     Py_BEGIN_ALLOW_THREADS
@@ -468,7 +468,7 @@ static PyObject* fill(PyObject* module, PyObject* args) {
         break;
       }
       char *t = row_of(&rows[0], first), *l = row_of(&rows[1], first), *d = row_of(&rows[2], first);
-      const Stretch* below = i + 1 < count ? some[i + 1] : NULL;
+      const TokenQueue* below = i + 1 < count ? some[i + 1] : NULL;
       status = rows[0].itemsize == 8 ? sample_64(some[i], below, (int64_t*)t, (int64_t*)l, (int64_t*)d, size)
                                      : sample_32(some[i], below, (int32_t*)t, (int32_t*)l, (int32_t*)d, size);
       first += status == DONE;
@@ -712,23 +712,23 @@ done:
 static int start(PyObject* module) {
   State* state = PyModule_GetState(module);
   if (PyModule_AddIntConstant(module, "VERSION", VERSION)) return -1;
-  state->stretch_type = PyType_FromModuleAndSpec(module, &stretch_spec, NULL);
-  return state->stretch_type ? PyModule_AddObjectRef(module, "Stretch", state->stretch_type) : -1;
+  state->queue_type = PyType_FromModuleAndSpec(module, &queue_spec, NULL);
+  return state->queue_type ? PyModule_AddObjectRef(module, "TokenQueue", state->queue_type) : -1;
 }
 
 static int traverse(PyObject* module, visitproc visit, void* arg) {
-  Py_VISIT(((State*)PyModule_GetState(module))->stretch_type);
+  Py_VISIT(((State*)PyModule_GetState(module))->queue_type);
   return 0;
 }
 
 static int clear(PyObject* module) {
-  Py_CLEAR(((State*)PyModule_GetState(module))->stretch_type);
+  Py_CLEAR(((State*)PyModule_GetState(module))->queue_type);
   return 0;
 }
 
 static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS, NULL},       {"join", join, METH_VARARGS, NULL}, {"find", find, METH_VARARGS, NULL},
-    {"cut", cut, METH_VARARGS, NULL},         {"run", run, METH_VARARGS, NULL},   {"weave", weave, METH_VARARGS, NULL},
+    {"cut", cut, METH_VARARGS, NULL},         {"run", run, METH_VARARGS, NULL},   {"interleave", interleave, METH_VARARGS, NULL},
     {"permute", permute, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", NULL, sizeof(State), methods, slots, traverse, clear, NULL};

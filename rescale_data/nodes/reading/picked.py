@@ -1,4 +1,4 @@
-"""`PickedDocuments`: reads the documents that a node keeps, whole or in pieces, many at a time."""
+"""`PickedDocuments`: reads many documents at a time for a node that drops documents or cuts them into pieces."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
+from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans
 from rescale_data.state import Ints
 
 _NUM_OWN = 2  # own slots of the node
 
 
 class PickedDocuments:
-    """`Documents` of a node that keeps some of its source's; its position is ``[own slots | source]``.
+    """Documents of a node that drops or cuts the documents of its source.
+
+    Its position is a row: the values of the node, then the position of its source.
 
     Args:
         documents: The documents of its source.
@@ -30,42 +32,45 @@ class PickedDocuments:
         self,
         documents: Documents,
         pieces: Callable[[Spans], list[list[slice]]],
-        bound: Bound,
+        bound: EmptyDrawLimit,
         *,
         dropped: int,
         piece: int | None = None,
     ) -> None:
-        self._documents, self._pieces, self._bound = documents, pieces, bound
+        self._documents, self._pieces, self._draw_limit = documents, pieces, bound
         self._dropped, self._piece = dropped, piece
 
     is_costly = True
 
     def read(self, position: memoryview, most: int) -> Spans:
-        self._start = np.array(position[_NUM_OWN:]).data
-        first_piece, self._num_dropped = self._within(position), 0  # dropped before the documents that are returned
-        misses = 0
-        while len(spans := self._documents.read(self._start, most)):
-            found, num_read = self._cut(spans, position, first_piece)
-            if len(found):
-                return found[:most]
+        self._source_position = np.array(position[_NUM_OWN:]).data
+        first_piece, self._num_dropped = (
+            self._first_piece(position),
+            0,
+        )  # dropped before the documents that are returned
+        num_empty = 0
+        while len(spans := self._documents.read(self._source_position, most)):
+            picked, num_read = self._cut(spans, position, first_piece)
+            if len(picked):
+                return picked[:most]
             first_piece, self._num_dropped = 0, self._num_dropped + num_read
-            spans.move(self._start, num_read)
-            misses = self._bound.missed(misses, self._start, num_read)
+            spans.move(self._source_position, num_read)
+            num_empty = self._draw_limit.count_empty(num_empty, self._source_position, num_read)
         return EMPTY
 
-    def turn(self, position: memoryview) -> None:
+    def begin_next_epoch(self, position: memoryview) -> None:
         source = position[_NUM_OWN:]
-        source[:] = self._start
-        self._documents.turn(source)
+        source[:] = self._source_position
+        self._documents.begin_next_epoch(source)
         if self._piece is not None:
             position[self._piece] = 0
         position[self._dropped] += self._num_dropped
 
-    def _within(self, position: memoryview) -> int:
+    def _first_piece(self, position: memoryview) -> int:
         return 0 if self._piece is None else position[self._piece]
 
     def _cut(self, spans: Spans, position: memoryview, first_piece: int) -> tuple[Spans, int]:
-        """Return the pieces to keep, and the number of documents that were looked at.
+        """Return the pieces to keep of some documents, and the number of documents that were examined.
 
         A piece moves the position to its own document, behind all documents before it. The last piece of a document moves it
         behind that document.
@@ -81,23 +86,27 @@ class PickedDocuments:
                 document.append(number)
                 after.append((num_dropped, 0 if piece + 1 == len(pieces) else piece + 1))
                 places.append(pieces[piece])
-        own, at = np.array(after, dtype=np.int64).reshape(-1, 2), np.array(document, dtype=np.int64)
+        node_values, at = np.array(after, dtype=np.int64).reshape(-1, 2), np.array(document, dtype=np.int64)
         begin, end = (
             np.array([getattr(place, name) for place in places], dtype=np.int64) for name in ("start", "stop")
         )
-        passed = Moves.between(position[_NUM_OWN:], self._start)
-        below = Moves.join([passed, spans.moves]).grouped(1 + at + (own[:, 1] == 0)).under(_NUM_OWN)
+        passed = PositionUpdates.between(position[_NUM_OWN:], self._source_position)
+        below = (
+            PositionUpdates.join([passed, spans.moves])
+            .merge_groups(1 + at + (node_values[:, 1] == 0))
+            .shifted(_NUM_OWN)
+        )
         picked = Spans(
             spans.arrays,
             spans.array[at],
             spans.start[at] + begin,
             end - begin,
-            below.then(self._own_moves(own)),
+            below.combined_with(self._node_updates(node_values)),
             spans.keeps,
             None if spans.where is None else tuple(spans.where[number] for number in document),
         )
         return picked, len(cut)
 
-    def _own_moves(self, own: Ints) -> Moves:
+    def _node_updates(self, node_values: Ints) -> PositionUpdates:
         slots = [self._dropped] if self._piece is None else [self._dropped, self._piece]
-        return Moves.of(slots, own[:, : len(slots)])
+        return PositionUpdates.of(slots, node_values[:, : len(slots)])

@@ -1,4 +1,4 @@
-"""`Proof`: checks that a logical shard reads each of its rows once an epoch, in whatever segments the run is made.
+"""`Proof`: checks that a logical shard reads each of its rows once an epoch, across all segments of a run.
 
 Each row that is read adds its hash to a digest, which is part of the state and so goes from segment to segment. The sum does
 not depend on the order. So the sum over the rows that a shard owns can be computed without the order in which it reads them.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rescale_data.errors import DataStateError
-from rescale_data.order import Words, mix
+from rescale_data.order import Words, splitmix64
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Proof:
         self._reader = reader
 
     def read(self, digest: int, epoch: int, row: int, num_rows: int) -> int:
-        """Return the digest after ``num_rows`` more rows have been read."""
+        """Return the digest after ``num_rows`` more rows, which begin at ``row`` of an epoch."""
         stop = min(row + num_rows, self._reader.rows.size(epoch))
         while row < stop:
             plan = self._reader.plan(epoch, row)
@@ -40,7 +40,7 @@ class Proof:
         return digest & _MASK
 
     def after_each(self, digest: int, epoch: int, row: int, num_rows: int) -> Ints:
-        """Return ``int64[num_rows]``, the digest after each of the next rows, all of one window."""
+        """Return ``int64[num_rows]``, the digest after each of the next rows, which lie in one window."""
         plan = self._reader.plan(epoch, row)
         here = np.asarray(plan.sums)[row - plan.first :][: num_rows + 1]
         return ((here[1:] - here[0] + np.uint64(digest)) & np.uint64(_MASK)).astype(np.int64)
@@ -50,7 +50,7 @@ class Proof:
         source, shard, rows = self._reader.source, self._reader.shard, self._reader.rows
         size = rows.size(epoch)
         whole = row - row % rows.width if row < size else size  # rows of whole windows, whose order does not matter
-        parts = (rows.owned(epoch, first, min(first + _CHUNK, whole)) for first in range(0, whole, _CHUNK))
+        parts = (rows.unshuffled_rows(epoch, first, min(first + _CHUNK, whole)) for first in range(0, whole, _CHUNK))
         expected = sum(_sum(rows.numbered(epoch, part)) for part in parts)
         if self.read(expected & _MASK, epoch, whole, row - whole) != digest:
             raise DataStateError(
@@ -62,7 +62,7 @@ class Proof:
 
 
 def running_sums(rows: Ints) -> memoryview:
-    """Return ``uint64[n + 1]``: the digest of the first i rows, for each i. The digest of any run of rows is a difference."""
+    """Return ``uint64[n + 1]``: item i is the digest of the first i rows; differences are the digests of other runs of rows."""
     sums = np.zeros(len(rows) + 1, dtype=np.uint64)
     np.cumsum(_hashes(rows), out=sums[1:])
     return sums.data
@@ -73,4 +73,4 @@ def _sum(rows: Ints) -> int:
 
 
 def _hashes(rows: Ints) -> Words:
-    return mix(rows.astype(np.uint64) + np.uint64(1))
+    return splitmix64(rows.astype(np.uint64) + np.uint64(1))

@@ -1,4 +1,4 @@
-"""`ShardRows`: the rows of the source that one logical shard reads, in the order of each epoch."""
+"""`ShardRows`: the row numbers of the source that one logical shard reads, in the order of each epoch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from weakref import ref
 import numpy as np
 
 from rescale_data.nodes.reading.blocklist import Blocklist
-from rescale_data.nodes.reading.epochs import ShardEpochs, View, whole
+from rescale_data.nodes.reading.epochs import EpochView, ShardEpochs, whole_source
 from rescale_data.nodes.reading.gather import rows_around
 from rescale_data.nodes.reading.proof import running_sums
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.order import FragmentOrder, ShardOrder, Steps, encipher, fragments_in_order, some_fragments_order
+from rescale_data.order import (
+    FragmentOrder,
+    GlobalBatchOrder,
+    ShardOrder,
+    encipher,
+    permuted_fragments,
+    unpermuted_fragments,
+)
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import Evicted, cache, owner_of
+from rescale_data.sources.decoded.cache import OnEvict, cache, owner_of
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
@@ -33,16 +40,16 @@ numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Evicted):
-    """Rows of the source for the shard's rows from ``first`` of an epoch on, in the order in which they are read.
+class Plan(OnEvict):
+    """Row numbers of the source for one window of a logical shard, in the order in which they are read.
 
     Args:
         epoch: The epoch.
         first: The shard's row at which the plan begins.
         rows: ``int64[n]``, rows of the source.
         sums: `running_sums` of the rows, if `Shard.verify` is set; else empty.
-        free: `Blocklist.free` of the rows, if some of them are left out.
-        reader: The reader, if it still exists: its `leave_order` is called when the cache drops the plan. The cache keeps
+        next_unblocked: `Blocklist.next_unblocked` of the rows, if some of them are left out.
+        reader: The reader, if it still exists: its `drop_order` is called when the cache drops the plan. The cache keeps
             neither the reader nor its source alive.
     """
 
@@ -50,21 +57,26 @@ class Plan(Evicted):
     first: int
     rows: Ints
     sums: memoryview
-    free: memoryview | None
+    next_unblocked: memoryview | None
     reader: ref[Reader] | None
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + self.sums.nbytes + (0 if self.free is None else self.free.nbytes) + _ENTRY
+        return (
+            self.rows.nbytes
+            + self.sums.nbytes
+            + (0 if self.next_unblocked is None else self.next_unblocked.nbytes)
+            + _ENTRY
+        )
 
     def evicted(self) -> None:
         reader = None if self.reader is None else self.reader()
         if reader is not None:
-            reader.leave_order()
+            reader.drop_order()
 
 
 class ShardRows(ShardEpochs):
-    """The rows of one logical shard, or of another shard of the same source if a call names one.
+    """Rows of one logical shard in the order of each epoch. Some calls name another shard of the same source.
 
     Args:
         source: The source.
@@ -87,13 +99,13 @@ class ShardRows(ShardEpochs):
         shard: Shard,
         shuffle: bool | int,
         by_global_batch: bool = False,
-        views: Sequence[View] | None = None,
+        views: Sequence[EpochView] | None = None,
         reader: Reader | None = None,
         number: int = -1,
         blocklist: Blocklist | None = None,
     ) -> None:
-        steps = Steps(**_sizes_of(shard, shuffle)) if by_global_batch else None
-        super().__init__(shard, views or whole(source.num_rows), steps)
+        steps = GlobalBatchOrder(**_sizes_of(shard, shuffle)) if by_global_batch else None
+        super().__init__(shard, views or whole_source(source.num_rows), steps)
         self._source, self._blocklist = source, blocklist
         self.is_full = shuffle is True and source.fragments is None
         self.window = 0 if self.is_full else _window(shuffle)
@@ -106,11 +118,11 @@ class ShardRows(ShardEpochs):
 
     @property
     def width(self) -> int:
-        """Number of rows whose order is computed together."""
+        """Number of rows whose order is computed at once: the rows of a window."""
         return self.order(0).width
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
-        part = self.range_of(epoch, self.shard.index if shard < 0 else shard)
+        part = self.range_number(epoch, self.shard.index if shard < 0 else shard)
         return _order(*self.args(self.view(epoch)), part, self.window, self.is_full, self.steps)
 
     def size(self, epoch: int) -> int:
@@ -121,20 +133,20 @@ class ShardRows(ShardEpochs):
         return self._size
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
-        """Return the plan with the rows around ``row``, and true if it was computed now."""
+        """Return the plan of the window around ``row``, and true if this call has computed it."""
         plan = self.kept(epoch, row)
         if plan is not None:
             return plan, False
-        rows = self.around(epoch, row)
+        rows = self.window_rows(epoch, row)
         sums = running_sums(self.numbered(epoch, rows)) if self.shard.verify else _NO_SUMS
-        free = None if self._blocklist is None else self._blocklist.free(rows)
-        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, free, self._reader)
+        next_unblocked = None if self._blocklist is None else self._blocklist.next_unblocked(rows)
+        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, next_unblocked, self._reader)
         cache().put(self._plan_key, plan)
         self._plan = plan  # until the cache drops it: then the reader drops this object too
         return plan, True
 
     def kept(self, epoch: int, row: int) -> Plan | None:
-        """Return the plan that holds a row; `None` if it has to be computed."""
+        """Return the last computed plan if it holds a row of an epoch, else `None`."""
         plan = self._plan
         if plan is not None and plan.epoch == epoch and 0 <= row - plan.first < len(plan.rows):
             return plan
@@ -142,31 +154,31 @@ class ShardRows(ShardEpochs):
 
     @property
     def plan_bytes(self) -> int:
-        """Approximate number of bytes that the plan of a shard takes in the cache."""
+        """Approximate size in bytes of the plan of one logical shard in the cache."""
         return _ENTRY + min(self.width, self.order(0).size) * 8 * (1 + self.shard.verify)
 
-    def around(self, epoch: int, row: int, shard: int = -1) -> Ints:
-        """Return the rows of the source that are permuted together around a row of a shard."""
+    def window_rows(self, epoch: int, row: int, shard: int = -1) -> Ints:
+        """Return the row numbers of the source in the window around ``row`` of a shard, in the order of reading."""
         order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
         if self.is_full and num_rows < self.shard.num_logical_shards:
-            return self._few(num_rows, self.shuffled_as(epoch))[order.virtual(*order.span(row))]
-        return rows_around(order, self.shuffled_as(epoch), row, self.fragments(epoch))
+            return self._round_order(num_rows, self.shuffle_key(epoch))[order.virtual(*order.span(row))]
+        return rows_around(order, self.shuffle_key(epoch), row, self.fragments(epoch))
 
-    def _few(self, num_rows: int, number: int) -> Ints:
-        """Return all rows in the order of a round, in which a shard reads one row in some epochs and none in others."""
+    def _round_order(self, num_rows: int, number: int) -> Ints:
+        """Return all rows of a source with fewer rows than shards, in the order of a round (N epochs for N shards)."""
         key = (self._source_key, "few", self.shard.seed, num_rows, number)
         every = np.arange(num_rows, dtype=np.int64)
         return cache().make(key, lambda: encipher(every, num_rows, "full", self.shard.seed, number))
 
     def windows(self, epoch: int, row: int) -> Iterator[Ints]:
-        """Yield the rows of the source that the shard reads from ``row`` of an epoch on, one window at a time."""
+        """Yield the row numbers of the source that the shard reads from ``row`` of an epoch on, one window at a time."""
         while row < self.size(epoch):
             first, stop = self.order(epoch).span(row)
-            yield self.around(epoch, row)[row - first :]
+            yield self.window_rows(epoch, row)[row - first :]
             row = stop
 
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
-        """Return the fragments of the source that hold the rows permuted together around a row of a shard."""
+        """Return the fragments of the source that hold the rows of the window around ``row`` of a shard."""
         fragments, order = self._source.fragments, self.order(epoch, shard)
         here = order.virtual(*order.span(row))
         if fragments is None or not len(here):
@@ -179,21 +191,21 @@ class ShardRows(ShardEpochs):
         return list(range(int(ends[0]) - 1, int(ends[1])))
 
     def after(self, epoch: int, row: int) -> tuple[int, int]:
-        """Return the epoch and row at which the next window begins."""
+        """Return the epoch and row at which the window after the window of ``row`` begins."""
         stop = self.order(epoch).span(row)[1]
         return (epoch, stop) if stop < self.size(epoch) else (self.next_epoch(epoch), 0)
 
     def ends(self, epoch: int, row: int) -> list[int]:
-        """Return both ends of the range that the window after the one at ``row`` permutes; none if there is no such window."""
+        """Return the first and last row of the source in the window after ``row``'s window; none at the end of the epoch."""
         order = self.order(epoch)
         return order.ends(order.span(row)[1], self.fragments(epoch))
 
-    def owned(self, epoch: int, first: int, stop: int, shard: int = -1) -> Ints:
-        """Return the rows of the source for the shard's rows ``first .. stop - 1``, without the permutation in windows."""
-        return self.order(epoch, shard).owned(self.shuffled_as(epoch), first, stop, self.fragments(epoch))
+    def unshuffled_rows(self, epoch: int, first: int, stop: int, shard: int = -1) -> Ints:
+        """Return the rows of the source for rows ``first .. stop - 1`` of a shard, before windows are permuted."""
+        return self.order(epoch, shard).unshuffled_rows(self.shuffle_key(epoch), first, stop, self.fragments(epoch))
 
     def numbered(self, epoch: int, rows: Ints) -> Ints:
-        """Return rows of the source as the view of an epoch numbers them, without files that were added later."""
+        """Convert row numbers of the source to row numbers within the contents of an epoch, without files added later."""
         fragments, view = self._source.fragments, self.view(epoch)
         if fragments is None or view.fragments is None:
             return rows
@@ -202,47 +214,53 @@ class ShardRows(ShardEpochs):
         return rows - starts[at] + (np.cumsum(lengths) - lengths)[at]
 
     def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
-        """Return the shards that read some rows of the source in an epoch, each with the number of its row, sorted."""
+        """Return sorted pairs ``(shard, row of the shard)`` that read given rows of the source in an epoch."""
         shards = np.arange(self.shard.num_logical_shards, dtype=np.int64)
-        sizes, found = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
+        sizes, blocked = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
         for shard in np.flatnonzero(sizes).tolist():
-            here = np.flatnonzero(np.isin(self.owned(epoch, 0, int(sizes[shard]), shard), rows))
+            here = np.flatnonzero(np.isin(self.unshuffled_rows(epoch, 0, int(sizes[shard]), shard), rows))
             for first in sorted({self.order(epoch, shard).span(row)[0] for row in here.tolist()}):
-                within = np.flatnonzero(np.isin(self.around(epoch, first, shard), rows))
-                found += [(shard, first + row) for row in within.tolist()]
-        return found
+                within = np.flatnonzero(np.isin(self.window_rows(epoch, first, shard), rows))
+                blocked += [(shard, first + row) for row in within.tolist()]
+        return blocked
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
-        """Return the share of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""
+        """Return the pieces of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""
         if self._source.fragments is None or self.steps is not None:
             return None
         shard = self.shard.index if shard < 0 else shard
-        moved = self.range_of(epoch, shard) - shard
+        range_shift = self.range_number(epoch, shard) - shard
         return ShardShare(
-            self.shard, epoch, self._source.fragments, self.fragments(epoch), self._source_key, shard, moved
+            self.shard, epoch, self._source.fragments, self.fragments(epoch), self._source_key, shard, range_shift
         )
 
     def fragments(self, epoch: int) -> FragmentOrder | None:
-        """Return the fragments in the order of an epoch; `None` if rows are in the order of the source."""
+        """Return the fragments in the order of an epoch; `None` if rows are read in the order of the source."""
         fragments, view = self._source.fragments, self.view(epoch)
         if fragments is None or (not self.window and view.fragments is None):
             return None
-        epoch = self.shuffled_as(epoch) if self.window else view.since
+        epoch = self.shuffle_key(epoch) if self.window else view.since
         key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, view.num_rows)
         return cache().make(key, lambda: self._in_order(fragments, view, epoch))
 
-    def _in_order(self, fragments: Ints, view: View, epoch: int) -> FragmentOrder:
+    def _in_order(self, fragments: Ints, view: EpochView, epoch: int) -> FragmentOrder:
         starts, lengths = fragments[:-1], np.diff(fragments)
         if view.fragments is not None:
             starts, lengths = starts[view.fragments], lengths[view.fragments]
         if not self.window:
-            return fragments_in_order(starts, lengths)
-        return some_fragments_order(starts, lengths, self.shard.seed, epoch)
+            return unpermuted_fragments(starts, lengths)
+        return permuted_fragments(starts, lengths, self.shard.seed, epoch)
 
 
 @lru_cache(maxsize=1024)
 def _order(
-    num_rows: int, num_logical_shards: int, seed: int, part: int, window: int, full: bool, steps: Steps | None
+    num_rows: int,
+    num_logical_shards: int,
+    seed: int,
+    part: int,
+    window: int,
+    full: bool,
+    steps: GlobalBatchOrder | None,
 ) -> ShardOrder:
     return ShardOrder(
         num_rows=num_rows,
@@ -256,7 +274,7 @@ def _order(
 
 
 def check_order(shard: Shard, shuffle: bool | int, by_global_batch: bool) -> None:
-    """Raise ``ValueError`` if `ShardRows` would raise it for these arguments."""
+    """Raise ``ValueError`` if ``shuffle`` is no valid window, or does not fit ``by_global_batch`` and the shard."""
     if by_global_batch:
         _sizes_of(shard, shuffle)
     _window(shuffle)

@@ -1,4 +1,4 @@
-"""`ShardShare`: the rows of a fragment that belong to each logical shard, for cutting decoded fragments into parts."""
+"""`ShardShare`: the pieces of fragments that each logical shard reads, so that decoded fragments can be cut."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from rescale_data.order import FragmentOrder
 from rescale_data.rounds import shard_starts
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.interest import shards_of
-from rescale_data.sources.decoded.pieces import Cut
+from rescale_data.sources.decoded.interest import served_shards
+from rescale_data.sources.decoded.pieces import RowRange
 from rescale_data.state import Ints
 
 
 class ShardShare:
-    """The parts of fragments that one logical shard, and the others of this process, read in one epoch.
+    """The pieces of fragments that one logical shard, and the other shards of this process, read in one epoch.
 
     Args:
         shard: Any logical shard of the run.
@@ -24,7 +24,7 @@ class ShardShare:
         order: Order of the fragments in this epoch; `None` for the order of the source.
         source: Key of the source, under which the shards of this process are registered.
         index: The logical shard that reads.
-        moved: Number of places by which the ranges of all shards have moved in this epoch, see `rescale_data.rounds`.
+        range_shift: Number of places by which the ranges of all shards have moved in this epoch, see `rescale_data.rounds`.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class ShardShare:
         order: FragmentOrder | None,
         source: int,
         index: int,
-        moved: int,
+        range_shift: int,
     ) -> None:
         self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source
-        self._index, self._moved = index, moved
+        self._index, self._range_shift = index, range_shift
         self._num_rows = int(fragments[-1] if order is None else order.virtual[-1])
         self._begins: dict[int, int] = {}
 
@@ -46,7 +46,7 @@ class ShardShare:
     def key(self) -> Hashable:
         return self._key(self._index)
 
-    def cuts(self, fragment: int) -> list[Cut]:
+    def cuts(self, fragment: int) -> list[RowRange]:
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
         if not num_rows:
             return []
@@ -55,28 +55,28 @@ class ShardShare:
         starts = shard_starts(np.arange(num_shards + 1), self._num_rows, num_shards)
         first = int(np.searchsorted(starts, begin, side="right")) - 1
         last = int(np.searchsorted(starts, begin + num_rows, side="left"))
-        here = set(shards_of(self._source, num_shards)) | {self._index}
-        found: list[Cut] = []
+        here = set(served_shards(self._source, num_shards)) | {self._index}
+        parts: list[RowRange] = []
         for part in range(first, last):
             start = max(int(starts[part]) - begin, 0)
             stop = min(int(starts[part + 1]) - begin, num_rows)
-            shard = (part - self._moved) % num_shards
+            shard = (part - self._range_shift) % num_shards
             if shard in here and stop > start:
-                found.append(Cut(self._key(shard), start, stop))
-        return found
+                parts.append(RowRange(self._key(shard), start, stop))
+        return parts
 
-    def cut(self, fragment: int) -> Cut:
+    def cut(self, fragment: int) -> RowRange:
         virtual = self._begins.get(fragment)
         if virtual is None:
             virtual = self._begins[fragment] = self._virtual(fragment)
         num_shards = self._shard.num_logical_shards
-        part = (self._index + self._moved) % num_shards
+        part = (self._index + self._range_shift) % num_shards
         begin, end = part * self._num_rows // num_shards - virtual, (part + 1) * self._num_rows // num_shards - virtual
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
-        return Cut(self.key, max(begin, 0), min(end, num_rows))
+        return RowRange(self.key, max(begin, 0), min(end, num_rows))
 
     def _virtual(self, fragment: int) -> int:
-        """Return the first virtual row of a fragment: its first place in the order of the epoch."""
+        """Return the place of a fragment's first row in the order of the rows of the epoch."""
         row = self._fragments[fragment]
         if self._order is None:
             return int(row)

@@ -1,4 +1,4 @@
-"""`Spans`: documents as places in arrays, with the moves of the position by each of them. Nothing is copied.
+"""`Spans`: documents as ranges within arrays of tokens, with the position update of each document; nothing is copied.
 
     arrays   | uint16, 400,000 tokens of a row group | uint16, another |
     spans      (0, 7_100, 512)  (1, 0, 87)  (0, 1_024, 900)  ...              which array, from where, how many tokens
@@ -27,8 +27,8 @@ class Kept(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
-    """Writes of documents into a position, which is a row of int64 slots.
+class PositionUpdates:
+    """Position updates of documents: the numbers that each document writes into a position, a row of int64 slots.
 
     After document i, ``position[slot[k]] = value[k]`` for k from ``ends[i]`` to ``ends[i + 1] - 1``, in this order.
 
@@ -42,8 +42,8 @@ class Moves:
     value: Ints
 
     @staticmethod
-    def of(slot: Ints | Sequence[int], value: Ints) -> Moves:
-        """Return moves that write the same slots for each document.
+    def of(slot: Ints | Sequence[int], value: Ints) -> PositionUpdates:
+        """Return position updates in which all documents write the same slots.
 
         Args:
             slot: ``int64[k]``.
@@ -53,68 +53,70 @@ class Moves:
         slots = np.empty((num, width), dtype=np.int64)
         slots[:] = slot
         ends = np.arange(0, (num + 1) * width, width, dtype=np.int64)
-        return Moves(ends, slots.reshape(-1), np.ascontiguousarray(value).reshape(-1))
+        return PositionUpdates(ends, slots.reshape(-1), np.ascontiguousarray(value).reshape(-1))
 
     @staticmethod
-    def between(before: memoryview, after: memoryview) -> Moves:
-        """Return the moves of one document that lead from one position to another."""
+    def between(before: memoryview, after: memoryview) -> PositionUpdates:
+        """Return the position updates of one document that change the position ``before`` into ``after``."""
         old, new = np.asarray(before), np.asarray(after)
         slot = np.flatnonzero(old != new)
-        return Moves(np.array([0, len(slot)]), slot, new[slot])
+        return PositionUpdates(np.array([0, len(slot)]), slot, new[slot])
 
     def __len__(self) -> int:
         return len(self.ends) - 1
 
-    def __getitem__(self, part: slice) -> Moves:
+    def __getitem__(self, part: slice) -> PositionUpdates:
         first, stop, _ = part.indices(len(self))
         ends = self.ends[first : max(first, stop) + 1]
         inside = slice(int(ends[0]), int(ends[-1]))
-        return Moves(ends - ends[0], self.slot[inside], self.value[inside])
+        return PositionUpdates(ends - ends[0], self.slot[inside], self.value[inside])
 
-    def take(self, index: Ints) -> Moves:
-        """Return the moves of some documents, in a new order."""
+    def take(self, index: Ints) -> PositionUpdates:
+        """Return the position updates of some documents, in a new order."""
         counts = np.diff(self.ends)[index]
         ends = np.concatenate([[0], np.cumsum(counts)])
         at = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], counts)
-        return Moves(ends, self.slot[at], self.value[at])
+        return PositionUpdates(ends, self.slot[at], self.value[at])
 
-    def grouped(self, stops: Ints) -> Moves:
-        """Join the moves of successive documents into the moves of one: the documents before ``stops[0]``, ``stops[1]``, ..."""
+    def merge_groups(self, stops: Ints) -> PositionUpdates:
+        """Merge the position updates of documents into one update per group; groups end at ``stops[0]``, ``stops[1]``, ..."""
         ends = np.concatenate([[0], self.ends[stops]])
-        return Moves(ends, self.slot[: ends[-1]], self.value[: ends[-1]])
+        return PositionUpdates(ends, self.slot[: ends[-1]], self.value[: ends[-1]])
 
-    def then(self, other: Moves) -> Moves:
-        """Join the moves of two nodes for the same documents, in one row; for each document, these moves come first."""
+    def combined_with(self, other: PositionUpdates) -> PositionUpdates:
+        """Merge the position updates of two nodes for the same documents; for each document, this node's come first."""
         ends = self.ends + other.ends
         mine = np.arange(len(self.slot)) + np.repeat(other.ends[:-1], np.diff(self.ends))
         theirs = np.arange(len(other.slot)) + np.repeat(self.ends[1:], np.diff(other.ends))
         slot, value = np.empty((2, ends[-1]), dtype=np.int64)
         slot[mine], slot[theirs] = self.slot, other.slot
         value[mine], value[theirs] = self.value, other.value
-        return Moves(ends, slot, value)
+        return PositionUpdates(ends, slot, value)
 
-    def led_by(self, before: Moves) -> Moves:
-        """Return the same moves, where the first document first does the moves ``before``."""
+    def preceded_by(self, before: PositionUpdates) -> PositionUpdates:
+        """Return the same position updates; the first document additionally does all updates of ``before``, before its own."""
         ends = self.ends + len(before.slot)
         ends[0] = 0
-        return Moves(ends, np.concatenate([before.slot, self.slot]), np.concatenate([before.value, self.value]))
+        return PositionUpdates(
+            ends, np.concatenate([before.slot, self.slot]), np.concatenate([before.value, self.value])
+        )
 
-    def under(self, first_slot: int) -> Moves:
-        """Return the same moves in a larger row, in which the position begins at ``first_slot``."""
-        return Moves(self.ends, self.slot + first_slot, self.value)
+    def shifted(self, first_slot: int) -> PositionUpdates:
+        """Return the same position updates for a larger row, in which the position begins at ``first_slot``."""
+        return PositionUpdates(self.ends, self.slot + first_slot, self.value)
 
     @staticmethod
-    def join(parts: Sequence[Moves], first_slots: Sequence[int] = ()) -> Moves:
-        """Join the moves of some documents and of later ones; each part is `under` its first slot, if these are given."""
+    def join(parts: Sequence[PositionUpdates], first_slots: Sequence[int] = ()) -> PositionUpdates:
+        """Concatenate position updates of successive documents; each part is shifted by its first slot if these are given."""
         sizes = [len(part.slot) for part in parts]
         slot = np.concatenate([part.slot for part in parts])
         value = np.concatenate([part.value for part in parts])
         ends = np.concatenate([[0], *[part.ends[1:] for part in parts]])
         ends[1:] += np.repeat(np.cumsum([0, *sizes[:-1]]), [len(part) for part in parts])
-        return Moves(ends, slot + np.repeat(first_slots, sizes) if len(first_slots) else slot, value)
+        return PositionUpdates(ends, slot + np.repeat(first_slots, sizes) if len(first_slots) else slot, value)
 
     def apply(self, position: memoryview, num_documents: int) -> None:
-        """Move a position behind the first ``num_documents`` documents."""
+        """Advance a position past the first ``num_documents`` documents."""
         stop = int(self.ends[num_documents])
         np.asarray(position)[self.slot[:stop]] = self.value[
             :stop
@@ -123,7 +125,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Documents in the order of a stream: document i is ``arrays[array[i]][start[i] : start[i] + length[i]]``.
+    """Documents as ranges of arrays: document i is ``arrays[array[i]][start[i] : start[i] + length[i]]``.
 
     If ``array[i]`` is -1, i is not a document but a *mark*: a move of the position before the next document begins, when a new
     epoch begins or other weights take effect. A mark has no token, no bos and no eos.
@@ -140,28 +142,28 @@ class Spans:
     array: Ints
     start: Ints
     length: Ints
-    moves: Moves
+    moves: PositionUpdates
     keeps: tuple[Kept | None, ...]
     where: tuple[str, ...] | None = None
 
     @staticmethod
-    def of(array: TokenArray, moves: Moves, where: str | None = None) -> Spans:
-        """Return spans of one document, which is a whole array."""
+    def of(array: TokenArray, moves: PositionUpdates, where: str | None = None) -> Spans:
+        """Return the spans of one document, which is a whole array."""
         zero = np.zeros(1, dtype=np.int64)
         named = None if where is None else (where,)
         return Spans((plain(array),), zero, zero, np.array([len(array)]), moves, (None,), named)
 
     @staticmethod
     def mark(before: memoryview, after: memoryview) -> Spans:
-        """Return spans of one mark, which leads from one position to another without a document."""
+        """Return the spans of one mark: a position update from ``before`` to ``after`` without a document."""
         zero = np.zeros(1, dtype=np.int64)
-        return Spans((), zero - 1, zero, zero, Moves.between(before, after), ())
+        return Spans((), zero - 1, zero, zero, PositionUpdates.between(before, after), ())
 
     @staticmethod
     def join(parts: Sequence[Spans], first_slots: Sequence[int] = ()) -> Spans:
-        """Join the documents of all parts, one part after the other.
+        """Concatenate the documents of all parts.
 
-        Their moves are in one row, or `Moves.under` their first slots if these are given.
+        Their moves are in one row, or `PositionUpdates.shifted` their first slots if these are given.
         """
         if len(parts) <= 1 and not any(first_slots):
             return parts[0] if parts else EMPTY
@@ -173,7 +175,7 @@ class Spans:
             np.where(array < 0, -1, array + first),
             np.concatenate([part.start for part in parts]),
             np.concatenate([part.length for part in parts]),
-            Moves.join([part.moves for part in parts], first_slots),
+            PositionUpdates.join([part.moves for part in parts], first_slots),
             tuple([kept for part in parts for kept in part.keeps]),
             tuple(name for part in parts for name in part.where or ("",) * len(part))
             if any(p.where for p in parts)
@@ -189,8 +191,8 @@ class Spans:
             self.arrays, self.array[part], self.start[part], self.length[part], self.moves[part], self.keeps, where
         )
 
-    def take(self, index: Ints, moves: Moves | None = None) -> Spans:
-        """Return some of the documents, in a new order, with their own moves or with ``moves``."""
+    def take(self, index: Ints, moves: PositionUpdates | None = None) -> Spans:
+        """Return some of the documents in a new order, with their position updates or with given ones."""
         where = None if self.where is None else tuple(self.where[i] for i in index.tolist())
         return Spans(
             self.arrays,
@@ -202,23 +204,23 @@ class Spans:
             where,
         )
 
-    def with_moves(self, moves: Moves) -> Spans:
-        """Return the same documents with other moves, as in the row of another node."""
+    def with_moves(self, moves: PositionUpdates) -> Spans:
+        """Return the same documents with other position updates, as for the position of another node."""
         return Spans(self.arrays, self.array, self.start, self.length, moves, self.keeps, self.where)
 
     def move(self, position: memoryview, num_documents: int) -> None:
-        """Move the position from which the documents were read behind the first ``num_documents`` of them."""
+        """Advance the position from which the documents were read past the first ``num_documents`` documents."""
         self.moves.apply(position, num_documents)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all objects that the spans keep alive. An object that several joined parts keep is counted once."""
+        """Number of bytes that the documents keep in memory. An object that several parts share is counted once."""
         kept = [array if of is None else of for array, of in zip(self.arrays, self.keeps, strict=True)]
         num_bytes = sum({id(each): each.nbytes for each in kept}.values())
         return num_bytes + 24 * len(self) + 16 * len(self.moves.slot)
 
     def require_within(self) -> None:
-        """Raise ``IndexError`` if a document is not within its array."""
+        """Raise ``IndexError`` if a document reaches beyond its array."""
         size = np.array([*map(len, self.arrays), 0], dtype=np.int64)  # the last size is for marks
         which, last = self.array, len(self.arrays) - 1
         room = size[np.clip(which, -1, last)] - self.length - self.start
@@ -226,7 +228,7 @@ class Spans:
             raise IndexError("a document reaches beyond its array, or lies in none")
 
     def views(self) -> list[memoryview]:
-        """Return a view of each document, without the marks; errors as in `require_within`."""
+        """Return a memory view of the tokens of each document, without the marks; errors as in `require_within`."""
         each = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
         data, places = [array.data for array in self.arrays], [place for place in each if place[0] >= 0]
         if not all(0 <= start <= stop <= len(data[array]) for array, start, stop in places):  # NumPy is slower for few
@@ -235,13 +237,13 @@ class Spans:
 
 
 def plain(array: npt.NDArray[Any]) -> TokenArray:
-    """Return the same numbers, contiguous and in the machine's byte order; a copy only if they are not so already."""
+    """Return the array in contiguous memory and native byte order; a copy only if needed."""
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-NOTHING = Moves(np.zeros(1, dtype=np.int64), _NONE, _NONE)
-MANY = 1 << 62
+NO_UPDATES = PositionUpdates(np.zeros(1, dtype=np.int64), _NONE, _NONE)
+UNLIMITED = 1 << 62
 """Number of documents that means: all that are at hand."""
-EMPTY = Spans((), _NONE, _NONE, _NONE, NOTHING, ())
+EMPTY = Spans((), _NONE, _NONE, _NONE, NO_UPDATES, ())
 """Spans without a document."""

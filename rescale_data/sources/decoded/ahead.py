@@ -1,4 +1,4 @@
-"""`Ahead`: background threads that decode or fetch the data that will be needed next."""
+"""`Ahead`: background threads that decode or fetch data before it is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Ahead:
-    """Background work, begun before its result is needed.
+    """Runs functions in background threads before their results are needed.
 
     The work puts its result into the cache. Its errors are not raised here: a caller that misses the result does the work
     again, and gets the error.
@@ -21,28 +21,28 @@ class Ahead:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._pool: ThreadPoolExecutor | None = None
-        self._begun: dict[Hashable, Future[Any]] = {}
+        self._futures: dict[Hashable, Future[Any]] = {}
         self._lock = threading.Lock()
         self._stopped = False
 
     def begin(self, key: Hashable, work: Callable[[], Any]) -> None:
-        """Start some work, unless work with this key is under way or `stop` was called."""
+        """Submit a function to the threads, unless one with this key is queued or running, or `stop` was called."""
         with self._lock:
-            if key in self._begun or self._stopped:
+            if key in self._futures or self._stopped:
                 return
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="rescale_data")
-            self._begun[key] = future = self._pool.submit(work)
-        future.add_done_callback(lambda _: self._begun.pop(key, None))
+            self._futures[key] = future = self._pool.submit(work)
+        future.add_done_callback(lambda _: self._futures.pop(key, None))
 
     def wait(self, key: Hashable) -> None:
         """Wait until the work is done, if it is under way."""
-        if (future := self._begun.get(key)) is not None:
+        if (future := self._futures.get(key)) is not None:
             with suppress(CancelledError):
                 future.exception()
 
     def stop(self) -> None:
-        """Cancel work that no thread has begun, and accept no more."""
+        """Cancel the functions that no thread has started, and accept no more."""
         with self._lock:
             self._stopped = True
         if self._pool is not None:
@@ -51,40 +51,40 @@ class Ahead:
 
 _FETCHING_THREADS = 16
 
-_ahead, _far_ahead = Ahead(1), Ahead(_FETCHING_THREADS)
+_ahead, _fetch_ahead = Ahead(1), Ahead(_FETCHING_THREADS)
 
 _leaving = threading.Event()
 
 
 def ahead() -> Ahead:
-    """Return the `Ahead` of this process for decoding; it has one thread, because decoding takes a core."""
+    """Return this process's `Ahead` for decoding, with one thread, because decoding keeps a core busy."""
     return _ahead
 
 
-def far_ahead() -> Ahead:
-    """Return the `Ahead` of this process for work that waits for a network; it has many threads."""
-    return _far_ahead
+def fetch_ahead() -> Ahead:
+    """Return this process's `Ahead` for requests over a network, with many threads, because they mostly wait."""
+    return _fetch_ahead
 
 
 def leaving() -> threading.Event:
-    """Return the event that is set when this process is about to end. Pauses wait for it, so that they then end at once."""
+    """Return the event that is set when this process begins to exit. Pauses wait on it, so that they then end at once."""
     return _leaving
 
 
-def _leave() -> None:
+def _stop_all() -> None:
     _leaving.set()
     _ahead.stop()
-    _far_ahead.stop()
+    _fetch_ahead.stop()
 
 
-def _renew() -> None:
-    """Begin anew in a forked child: it has no threads, and another thread may have held the locks."""
-    global _ahead, _far_ahead, _leaving
-    _ahead, _far_ahead, _leaving = Ahead(1), Ahead(_FETCHING_THREADS), threading.Event()
+def _reset_after_fork() -> None:
+    """Replace the threads in a forked child, which has none, and the locks, which another thread may have held."""
+    global _ahead, _fetch_ahead, _leaving
+    _ahead, _fetch_ahead, _leaving = Ahead(1), Ahead(_FETCHING_THREADS), threading.Event()
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 # Before Python calls the functions of `atexit`, it waits until the threads of all executors have done all submitted work. The
 # hook that comes before this wait has no public name.
-getattr(threading, "_register_atexit", atexit.register)(_leave)
+getattr(threading, "_register_atexit", atexit.register)(_stop_all)

@@ -1,4 +1,4 @@
-"""`Cache`: decoded data that a process keeps: one LRU with a byte budget for all sources, shards and files."""
+"""`Cache`: decoded data in the memory of one process, in one LRU cache with one byte budget for all sources and shards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
-class Evicted:
-    """A value with a method that is called when the cache evicts it for lack of room."""
+class OnEvict:
+    """Base class of cached values whose method `evicted` is called when the cache evicts them for lack of room."""
 
     __slots__ = ()
 
@@ -31,21 +31,21 @@ class Evicted:
         raise NotImplementedError
 
 
-class Made:
-    """A value made from many others, which must be read again to make it anew. The cache keeps it longer than others."""
+class Derived:
+    """Base class of cached values that are made from many others and are costly to make again: the cache evicts them last."""
 
     __slots__ = ()
 
 
-class Held(Made):
-    """A `Made` value that its user holds, and uses without a look-up in the cache."""
+class Pinned(Derived):
+    """A `Derived` value to which its user keeps a reference, so that it is used without a look-up in the cache."""
 
     __slots__ = ()
     dropped: Callable[[], None]
-    """Called when the cache no longer keeps the value."""
+    """Callback that is called when the cache no longer keeps the value."""
 
     def was_used(self) -> bool:
-        """Return True if the value was used since the last call; the cache then keeps it a while longer."""
+        """Return True if the value was used since the last call; the cache then keeps it longer."""
         raise NotImplementedError
 
 
@@ -55,27 +55,29 @@ class Budgeted(Protocol):
 
 
 class Cache:
-    """Cache with a byte budget that evicts the least recently used entry first. It is safe under threads.
+    """Thread-safe cache with a byte budget, which evicts the least recently used entry first.
 
-    A look-up takes the same time however many entries there are. `Made` values are evicted last, as long as they take at most
-    half of the budget: fragments that pass through do not evict them. The budget is this process's part (`room_for`) of the
-    largest `cache_bytes` of the sources that are alive. One entry may be larger than the budget. It is kept while it is in use,
-    with an eighth of its size for what is made from it: a fragment that exceeds the budget is decoded once, and not once for
-    each window.
+    A look-up takes the same time however many entries there are. `Derived` values are evicted last, as long as they take at
+    most half of the budget: fragments that pass through do not evict them. The budget is this process's part (`room_for`) of
+    the largest `cache_bytes` of the sources that are alive. One entry may be larger than the budget. It is kept while it is in
+    use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is decoded once, and not once
+    for each window.
     """
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, int] = {}  # sizes
-        self._made: OrderedDict[Hashable, Any] = OrderedDict()
-        self._others: OrderedDict[Hashable, Any] = OrderedDict()
-        self._made_bytes = 0
-        self._of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner at their beginning
+        self._derived: OrderedDict[Hashable, Any] = OrderedDict()
+        self._ordinary: OrderedDict[Hashable, Any] = OrderedDict()
+        self._derived_bytes = 0
+        self._keys_of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner at their beginning
         self._large: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
-        self._makers = weakref.WeakValueDictionary[Hashable, Any]()
+        self._locks = weakref.WeakValueDictionary[Hashable, Any]()
         self.nbytes = 0
-        self._whole = self._judged = -1  # -1: not known; `_judged` is the budget for which `_large` holds
+        self._whole = (
+            self._budget_of_large
+        ) = -1  # -1: not known; `_budget_of_large` is the budget for which `_large` holds
 
     @property
     def budget(self) -> int:
@@ -83,13 +85,13 @@ class Cache:
             if self._whole < 0:
                 self._whole = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
             budget = self._whole // num_processes()
-            if budget != self._judged:
-                self._judged = budget
+            if budget != self._budget_of_large:
+                self._budget_of_large = budget
                 self._large = {key: size for key, size in self._entries.items() if size > budget // 2}
             return budget
 
     def register(self, source: Budgeted) -> None:
-        """Count the budget of a source while it is alive."""
+        """Make the budget at least the ``cache_bytes`` of a source, as long as that source is alive."""
         with self._lock:
             if source not in self._budgeted:
                 self._budgeted.add(source)
@@ -102,21 +104,24 @@ class Cache:
     def get(self, key: Hashable) -> Any:
         """Return the value at ``key``, or `None`."""
         with self._lock:
-            for kept in (self._others, self._made):
+            for kept in (self._ordinary, self._derived):
                 if key in kept:
                     kept.move_to_end(key)
                     return kept[key]
             return None
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Keep ``value`` at ``key``, in place of an earlier value."""
-        size, is_made = self._size_of(value), isinstance(value, Made)
+        """Store ``value`` at ``key`` in place of an earlier value, and evict other entries if the budget is exceeded."""
+        size, is_derived = self._size_of(value), isinstance(value, Derived)
         with self._lock:
             self._pop(key)
-            kept, of_owner = self._made if is_made else self._others, self._of_owner.setdefault(_owner(key), {})
-            self._entries[key], of_owner[key], kept[key] = size, None, value  # no call: Ctrl-C does not interrupt it
+            kept, owner_keys = (
+                self._derived if is_derived else self._ordinary,
+                self._keys_of_owner.setdefault(_owner(key), {}),
+            )
+            self._entries[key], owner_keys[key], kept[key] = size, None, value  # no call: Ctrl-C does not interrupt it
             self.nbytes += size
-            self._made_bytes += size * is_made
+            self._derived_bytes += size * is_derived
             budget = self.budget
             if size > budget // 2:
                 self._large[key] = size
@@ -135,20 +140,20 @@ class Cache:
         return value
 
     def alone(self, key: Hashable) -> AbstractContextManager[Any]:
-        """Return the lock for making the value at ``key``. All threads that ask while it is in use get the same lock."""
+        """Return the lock for making the value at ``key``; all threads that ask for it while it is in use get the same one."""
         with self._lock:
-            return self._makers.setdefault(key, threading.RLock())
+            return self._locks.setdefault(key, threading.RLock())
 
     def forget(self, key: Hashable) -> None:
         """Remove the value at ``key``, if there is one."""
         with self._lock:
             self._pop(key)
 
-    def give_up(self, key: Hashable) -> None:
-        """Make the value at ``key`` the next one to be evicted, unless it is read or put again before."""
+    def evict_next(self, key: Hashable) -> None:
+        """Make the value at ``key`` the next one to be evicted, unless it is used again before."""
         with self._lock:
-            if key in self._others:
-                self._others.move_to_end(key, last=False)
+            if key in self._ordinary:
+                self._ordinary.move_to_end(key, last=False)
 
     def clear(self) -> None:
         """Remove all entries."""
@@ -157,9 +162,9 @@ class Cache:
                 self._pop(key)
 
     def drop(self, owner: int) -> None:
-        """Remove the entries whose key is a tuple that begins with ``owner``."""
+        """Remove all entries of an owner: their key is a tuple that begins with ``owner``."""
         with self._lock:
-            for key in list(self._of_owner.get(owner, ())):
+            for key in list(self._keys_of_owner.get(owner, ())):
                 self._pop(key)
 
     def _size_of(self, value: Any) -> int:
@@ -167,41 +172,43 @@ class Cache:
 
     def _pop(self, key: Hashable) -> Any:
         size = self._entries.pop(key, -1)
-        value = self._others.pop(key, None)
+        value = self._ordinary.pop(key, None)
         if size >= 0:
             self.nbytes -= size
             self._large.pop(key, None)
             owner = _owner(key)
-            self._of_owner[owner].pop(key)
-            if not self._of_owner[owner]:
-                del self._of_owner[owner]
+            self._keys_of_owner[owner].pop(key)
+            if not self._keys_of_owner[owner]:
+                del self._keys_of_owner[owner]
             if value is None:
-                value = self._made.pop(key)
-                self._made_bytes -= size
-                if isinstance(value, Held):
+                value = self._derived.pop(key)
+                self._derived_bytes -= size
+                if isinstance(value, Pinned):
                     value.dropped()
         return value
 
     def _shrink(self, budget: int, new: Hashable) -> None:
         largest = max(self._large.values(), default=0)
         limit = max(budget, largest * 9 // 8)
-        for_made = min(limit // 2, limit - largest)
+        derived_limit = min(limit // 2, limit - largest)
         while self.nbytes > limit and len(self._entries) > 1:
-            if self._others and (self._made_bytes <= for_made or (len(self._made) == 1 and new in self._made)):
-                key = next(iter(self._others))
+            if self._ordinary and (
+                self._derived_bytes <= derived_limit or (len(self._derived) == 1 and new in self._derived)
+            ):
+                key = next(iter(self._ordinary))
             else:
-                key = self._unused()
+                key = self._oldest_derived()
             value = self._pop(key)
-            if isinstance(value, Evicted):
+            if isinstance(value, OnEvict):
                 value.evicted()
 
-    def _unused(self) -> Hashable:
-        """Return the key of the least recently used `Made` value."""
+    def _oldest_derived(self) -> Hashable:
+        """Return the key of the least recently used `Derived` value, the next one to evict."""
         while True:
-            key, value = next(iter(self._made.items()))
-            if not (isinstance(value, Held) and value.was_used()):
+            key, value = next(iter(self._derived.items()))
+            if not (isinstance(value, Pinned) and value.was_used()):
                 return key
-            self._made.move_to_end(key)
+            self._derived.move_to_end(key)
 
 
 def _owner(key: Hashable) -> Hashable:
@@ -230,7 +237,7 @@ _cache = Cache()
 _handles = Handles()
 _owner_of: dict[int, int] = {}
 _by_owner: list[dict[int, Any]] = []
-_others: dict[int, int] = {}
+_ordinary: dict[int, int] = {}
 
 
 def cache() -> Cache:
@@ -256,18 +263,18 @@ def share_with(key: int, num_processes: int) -> None:
         num_processes: Number of processes in the group; 0 when they have ended.
     """
     if num_processes:
-        _others[key] = num_processes
+        _ordinary[key] = num_processes
     else:
-        _others.pop(key, None)
+        _ordinary.pop(key, None)
 
 
 def num_processes() -> int:
     """Return the number of processes that share the budget: this one, and others of its rank."""
-    return 1 + sum(_others.values())
+    return 1 + sum(_ordinary.values())
 
 
 def owner_of(thing: object) -> int:
-    """Return the number with which the keys of an object begin. Its entries are removed when the object is collected.
+    """Return the number with which an object's cache keys begin; its entries are removed when it is garbage-collected.
 
     Raises:
         TypeError: The object cannot have a weak reference, such as a list.
@@ -275,20 +282,20 @@ def owner_of(thing: object) -> int:
     owner = _owner_of.get(id(thing))
     if owner is None:
         weakref.ref(thing)  # raises TypeError, before anything is kept
-        mine = next(_owners)
-        owner = _owner_of.setdefault(id(thing), mine)  # another thread may ask at the same moment
-        if owner == mine:
-            weakref.finalize(thing, _forget, id(thing)).atexit = False
+        new_owner = next(_owners)
+        owner = _owner_of.setdefault(id(thing), new_owner)  # another thread may ask at the same moment
+        if owner == new_owner:
+            weakref.finalize(thing, _remove_entries, id(thing)).atexit = False
     return owner
 
 
 def by_owner() -> dict[int, Any]:
-    """Return a new dict with numbers of `owner_of` as keys. Its entries are removed when their objects are collected."""
+    """Return a new dict whose keys are numbers of `owner_of`; an entry is removed when its object is garbage-collected."""
     _by_owner.append({})
     return _by_owner[-1]
 
 
-def _forget(identity: int) -> None:
+def _remove_entries(identity: int) -> None:
     owner = _owner_of.pop(identity)
     for known in _by_owner:
         known.pop(owner, None)
@@ -296,11 +303,11 @@ def _forget(identity: int) -> None:
     _handles.drop(owner)
 
 
-def _renew() -> None:
-    """Begin anew in a forked child: another thread may have held the lock, and open files share their position."""
+def _reset_after_fork() -> None:
+    """Replace cache and open files in a forked child: a lock may be held there, and open files would share their offset."""
     global _cache, _handles
     _cache, _handles = Cache(), Handles()
-    _others.clear()
+    _ordinary.clear()
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_reset_after_fork)

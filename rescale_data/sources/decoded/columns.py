@@ -1,4 +1,4 @@
-"""One decoded column of one fragment: Arrow arrays in, NumPy arrays and Python values out."""
+"""Decoded columns of one fragment: converts Arrow arrays to NumPy arrays and Python values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Column(Protocol):
     def nbytes(self) -> int: ...
 
     def value(self, row: int) -> Any:
-        """Return a copy of one value, which the caller owns; `NullValueError` if a list of numbers has a null in it."""
+        """Return a copy of the value in one row; `NullValueError` if a list of numbers contains a null."""
         ...
 
 
 class NumberLists:
-    """Column of lists of numbers without nulls, as flat values and offsets."""
+    """Column of lists of numbers without nulls, stored as one flat array and the offset of each list."""
 
     def __init__(self, lists: Tokens) -> None:
         self._lists = lists
@@ -36,7 +36,7 @@ class NumberLists:
 
 
 class NullableLists:
-    """Column of lists of numbers; some lists are null, or have nulls in them."""
+    """Column of lists of numbers, some of which are null or contain nulls, kept as an Arrow array."""
 
     def __init__(self, array: ArrowArray) -> None:
         self._array = array
@@ -51,8 +51,8 @@ class NullableLists:
         return np.array(scalar.values.to_numpy(zero_copy_only=False))
 
 
-class Values:
-    """Column of any other type; a value is the Python object that Arrow makes."""
+class ObjectColumn:
+    """Column of any other type, kept as an Arrow array; a value is the Python object that Arrow makes."""
 
     def __init__(self, array: ArrowArray) -> None:
         self._array: Any = array.combine_chunks() if array.num_chunks != 1 else array.chunk(0)
@@ -63,19 +63,19 @@ class Values:
 
 
 class Fragment:
-    """Decoded columns of one fragment."""
+    """The decoded columns of one fragment."""
 
     def __init__(self, table: ArrowTable) -> None:
-        self._columns = {name: decode(table.column(name)) for name in table.column_names}
+        self._columns = {name: decode_column(table.column(name)) for name in table.column_names}
         self.nbytes = sum(column.nbytes for column in self._columns.values())
 
     def row(self, index: int) -> dict[str, Any]:
         return {name: column.value(index) for name, column in self._columns.items()}
 
 
-def decode(array: ArrowArray) -> Column:
+def decode_column(array: ArrowArray) -> Column:
     if not is_number_list(array.type):
-        return Values(array)
+        return ObjectColumn(array)
     lists = flat_lists(array)
     return NullableLists(array) if lists is None else NumberLists(lists)
 
@@ -89,8 +89,11 @@ def token_lists(array: ArrowArray) -> Tokens:
 
 
 def flat_lists(array: ArrowArray) -> Tokens | None:
-    """Return lists of numbers as flat values and offsets, without a copy of one chunk's values; `None` if any is null."""
-    parts = [_flat(chunk) for chunk in array.chunks]
+    """Return a column of lists of numbers as flat values and offsets; `None` if a list is null or contains a null.
+
+    The values of a single chunk are not copied.
+    """
+    parts = [_flatten_chunk(chunk) for chunk in array.chunks]
     whole = [part for part in parts if part is not None]
     if len(whole) < len(parts):
         return None
@@ -102,7 +105,7 @@ def flat_lists(array: ArrowArray) -> Tokens | None:
     return Tokens(np.concatenate([part.values for part in whole]), np.concatenate([[0], np.cumsum(lengths)]))
 
 
-def _flat(chunk: Any) -> Tokens | None:
+def _flatten_chunk(chunk: Any) -> Tokens | None:
     if kinds.is_fixed_size_list(chunk.type):
         size = chunk.type.list_size
         offsets = np.arange(len(chunk) + 1, dtype=np.int64) * size

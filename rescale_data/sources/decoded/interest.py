@@ -1,4 +1,4 @@
-"""Interest: the logical shards of each source that the loaders of this process serve. With them the cache is shared out."""
+"""Records which logical shards of each source this process reads, so that the cache can be divided among them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 from rescale_data.sources.decoded.cache import by_owner, owner_of, room_for
 from rescale_data.sources.source import Described, Source
 
-PARTS = 8
-"""Number of parts of a block of copied documents. The memory of each part is freed when it has been passed."""
+BLOCK_PARTS = 8
+"""Number of parts of a block of copied documents. The memory of a part is freed when all of its documents were read."""
 _LEAST_BLOCK = 2**16
 
 
 class Interest(NamedTuple):
-    """The interest in a source, of one loader or of all loaders of this process.
+    """The logical shards and sources that one loader, or all loaders of this process, read in turn with a given source.
 
     Args:
         shards: Logical shards that are read in turn, one entry for each loader that reads a shard.
@@ -30,53 +30,58 @@ class Interest(NamedTuple):
     needed: int
 
 
-_by_reader: dict[int, dict[int, Interest]] = by_owner()
-_of_all: dict[int, Interest] = by_owner()
+_interest_by_reader: dict[int, dict[int, Interest]] = by_owner()
+_total_interest: dict[int, Interest] = by_owner()
 _readers: set[int] = set()
 _warned: dict[int, bool] = by_owner()
 _log = logging.getLogger("rescale_data")
 
 
 def serve(reader: object, sources: Iterable[Described], shards: Sequence[int]) -> None:
-    """Note that ``reader`` reads these shards of the sources in turn, until it is collected or calls this again."""
+    """Record that ``reader`` reads these shards of the sources in turn.
+
+    The record holds until ``reader`` is garbage-collected, or calls this again.
+    """
     served, key = list(sources), id(reader)
     if key not in _readers:
         _readers.add(key)
-        weakref.finalize(reader, _leave, key).atexit = False
-    needed = sum(_needed_by(source, len(shards)) for source in served)
+        weakref.finalize(reader, _remove_reader, key).atexit = False
+    needed = sum(_bytes_needed_by(source, len(shards)) for source in served)
     for source in served:
         owner = owner_of(source)
-        _by_reader.setdefault(owner, {})[key] = Interest(shards, len(served), needed)
-        _sum_up(owner)
+        _interest_by_reader.setdefault(owner, {})[key] = Interest(shards, len(served), needed)
+        _update_total(owner)
 
 
-def _leave(reader: int) -> None:
+def _remove_reader(reader: int) -> None:
     _readers.discard(reader)
-    for owner in list(_by_reader):  # a copy: the collector may end another reader meanwhile
-        if _by_reader.get(owner, {}).pop(reader, None) is not None:
-            _sum_up(owner)
+    for owner in list(_interest_by_reader):  # a copy: the collector may end another reader meanwhile
+        if _interest_by_reader.get(owner, {}).pop(reader, None) is not None:
+            _update_total(owner)
 
 
-def _sum_up(source: int) -> None:
+def _update_total(source: int) -> None:
     # A loader without shards does not count: its rank may have no row left to serve.
-    found = [each for each in _by_reader.get(source, {}).values() if each.shards]
-    _of_all.pop(source, None)
-    if found:
-        shards = [shard for each in found for shard in each.shards]
-        _of_all[source] = Interest(shards, max(each.sources for each in found), sum(each.needed for each in found))
+    interests = [each for each in _interest_by_reader.get(source, {}).values() if each.shards]
+    _total_interest.pop(source, None)
+    if interests:
+        shards = [shard for each in interests for shard in each.shards]
+        _total_interest[source] = Interest(
+            shards, max(each.sources for each in interests), sum(each.needed for each in interests)
+        )
 
 
-def _renew() -> None:
-    """Forget the parent's loaders in a forked child."""
-    for kept in (_by_reader, _of_all, _readers):
+def _reset_after_fork() -> None:
+    """Clear the records of loaders in a forked child: the loaders are the parent's."""
+    for kept in (_interest_by_reader, _total_interest, _readers):
         kept.clear()
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def shards_of(source: int, num_logical_shards: int) -> Sequence[int]:
-    """Return the logical shards of a source that the loaders of this process serve; without a loader, all shards.
+def served_shards(source: int, num_logical_shards: int) -> Sequence[int]:
+    """Return the logical shards of a source that the loaders of this process read; all shards if there is no loader.
 
     Args:
         source: Key of the source, see `owner_of`.
@@ -85,22 +90,24 @@ def shards_of(source: int, num_logical_shards: int) -> Sequence[int]:
     Returns:
         One entry for each loader that serves a shard.
     """
-    found = _of_all.get(source)
-    return range(num_logical_shards) if found is None else found.shards
+    interest = _total_interest.get(source)
+    return range(num_logical_shards) if interest is None else interest.shards
 
 
 def beside(source: int) -> tuple[int, int]:
-    """Return the numbers of sources and of shards that take turns with a source, itself included; (1, 1) without a loader.
+    """Return the numbers of sources and of shards that this process reads in turn with a source, itself included.
+
+    They are (1, 1) without a loader.
 
     Args:
         source: Key of the source, see `owner_of`.
     """
-    found = _of_all.get(source)
-    return (1, 1) if found is None else (found.sources, len(found.shards))
+    interest = _total_interest.get(source)
+    return (1, 1) if interest is None else (interest.sources, len(interest.shards))
 
 
 def room_for_block(source: Source) -> int:
-    """Return the bytes in the cache for a block: documents of one shard, copied out of fragments.
+    """Return the bytes that the cache has for one block: the documents that are copied out of fragments for one shard.
 
     The cache also has room for one fragment, and for a part of each shard's block before.
 
@@ -110,18 +117,21 @@ def room_for_block(source: Source) -> int:
     sources, shards = beside(owner_of(source))
     fragments = 0 if source.fragments is None else len(source.fragments) - 1
     room = room_for(source)
-    block = (room - source.fragment_bytes) * PARTS // ((PARTS + 1) * sources * shards)
+    block = (room - source.fragment_bytes) * BLOCK_PARTS // ((BLOCK_PARTS + 1) * sources * shards)
     fit = sources * fragments * source.fragment_bytes <= room
     return 0 if fit or block < _LEAST_BLOCK else block
 
 
-def needed_with(source: Source, num_shards: int) -> int:
-    """Return the bytes of the fragments that ``num_shards`` shards visit in turn, of all sources served with this one."""
-    found = _of_all.get(owner_of(source))
-    return max(0 if found is None else found.needed, _needed_by(source, num_shards))
+def bytes_needed(source: Source, num_shards: int) -> int:
+    """Return the bytes of the fragments that the cache must hold for ``num_shards`` shards to be read in turn.
+
+    Fragments of all sources that are read together with this one are included.
+    """
+    interest = _total_interest.get(owner_of(source))
+    return max(0 if interest is None else interest.needed, _bytes_needed_by(source, num_shards))
 
 
-def _needed_by(source: Described, num_shards: int) -> int:
+def _bytes_needed_by(source: Described, num_shards: int) -> int:
     if not isinstance(source, Source) or source.fragments is None:
         return 0
     return min(num_shards, len(source.fragments) - 1) * source.fragment_bytes
@@ -141,12 +151,14 @@ def warn_if_thrashing(
     """
     shards_each = -(-owned_shards // max(1, num_workers))
     known = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
-    counts = [source.num_rows // max(1, len(found) - 1) for source in known if (found := source.fragments) is not None]
-    times = max(counts, default=0)
-    needed = (1 + num_workers) * (sum(_needed_by(source, shards_each) for source in known) + shards_each * beside)
+    counts = [
+        source.num_rows // max(1, len(fragments) - 1) for source in known if (fragments := source.fragments) is not None
+    ]
+    decodes_per_epoch = max(counts, default=0)
+    needed = (1 + num_workers) * (sum(_bytes_needed_by(source, shards_each) for source in known) + shards_each * beside)
     room = max((source.cache_bytes + source.cache_dir_bytes for source in known), default=0)
     owners = {owner_of(source) for source in known}
-    if needed <= room or times < 2 or owners <= _warned.keys():
+    if needed <= room or decodes_per_epoch < 2 or owners <= _warned.keys():
         return
     _warned.update(dict.fromkeys(owners, True))
     name = known[0].name if len(known) == 1 else f"{len(known)} sources, {known[0].name} among them"
@@ -158,5 +170,5 @@ def warn_if_thrashing(
         "rows; less under a TokenPacker, which takes many at a visit). "
         "Give cache_bytes=%d, or cache_dir=, a local folder with as much room, run fewer shards in a rank (a smaller "
         "num_logical_shards, more ranks), or write smaller row groups or record batches.",
-        name, owned_shards, size, needed, room, times, needed,
+        name, owned_shards, size, needed, room, decodes_per_epoch, needed,
     )  # fmt: skip

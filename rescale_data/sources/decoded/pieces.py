@@ -1,4 +1,4 @@
-"""`Piece`: the rows of one fragment that one logical shard reads. A fragment that is decoded once then serves all shards.
+"""`Piece`: the rows of one fragment that one logical shard reads, kept so that all shards use one decoding of a fragment.
 
 fragment, decoded      | rows of shard 7 | rows of shard 8 | rows of shard 9 |
 cut, by copy           [ piece           ] [ piece         ] [ piece         ]   in the cache; beyond it on disk
@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowTable
-from rescale_data.sources.decoded.cache import Evicted
+from rescale_data.sources.decoded.cache import OnEvict
 from rescale_data.sources.decoded.columns import Fragment, token_lists
 from rescale_data.sources.source import Tokens
 
 
-class Cut(NamedTuple):
-    """Rows ``start .. stop - 1`` of a fragment, and the key of the share that reads them."""
+class RowRange(NamedTuple):
+    """Rows ``start .. stop - 1`` of a fragment that one logical shard reads, and the key of that shard's `Share`."""
 
     key: Hashable
     start: int
@@ -27,31 +27,31 @@ class Cut(NamedTuple):
 
 
 class Share(Protocol):
-    """The pieces that one logical shard reads in one epoch."""
+    """The pieces of fragments that one logical shard reads in one epoch."""
 
     @property
     def key(self) -> Hashable: ...
 
-    def cuts(self, fragment: int) -> Sequence[Cut]:
-        """Return the pieces of a fragment for all shards of this process, this shard included."""
+    def cuts(self, fragment: int) -> Sequence[RowRange]:
+        """Return the row ranges of a fragment that all shards of this process read, this shard included."""
         ...
 
-    def cut(self, fragment: int) -> Cut:
-        """Return this shard's piece of a fragment."""
+    def cut(self, fragment: int) -> RowRange:
+        """Return the row range of a fragment that this shard reads."""
         ...
 
 
-class Piece(Evicted):
-    """Some rows of a fragment as an Arrow stream, which is the same in memory and on disk.
+class Piece(OnEvict):
+    """Some rows of a fragment as an Arrow IPC stream, the same bytes in memory and on disk.
 
     Args:
         data: The stream.
         start: Row of the fragment at which the piece begins.
-        leave: Called with the stream when the cache evicts the piece.
+        on_evict: Called with the stream when the cache evicts the piece.
     """
 
-    def __init__(self, data: ArrowBuffer, start: int, leave: Callable[[ArrowBuffer], None]) -> None:
-        self._data, self.start, self._leave = data, start, leave
+    def __init__(self, data: ArrowBuffer, start: int, on_evict: Callable[[ArrowBuffer], None]) -> None:
+        self._data, self.start, self._on_evict = data, start, on_evict
         self.nbytes: int = data.size
 
     @cached_property
@@ -60,23 +60,23 @@ class Piece(Evicted):
 
     @cached_property
     def tokens(self) -> Tokens:
-        """The tokens of the piece's only column."""
-        found = token_lists(self._table().column(0))
-        return Tokens(found.values, found.offsets, self.start)
+        """The tokens of the piece's only column, decoded on first use."""
+        lists = token_lists(self._table().column(0))
+        return Tokens(lists.values, lists.offsets, self.start)
 
     def evicted(self) -> None:
-        self._leave(self._data)
+        self._on_evict(self._data)
 
     def _table(self) -> ArrowTable:
         return pa.ipc.open_stream(self._data).read_all()
 
 
-def cut_out(table: ArrowTable, start: int, stop: int) -> ArrowBuffer:
-    """Return some rows of a table as an Arrow stream, which holds no memory of the table."""
+def copy_as_stream(table: ArrowTable, start: int, stop: int) -> ArrowBuffer:
+    """Return some rows of a table as the bytes of an Arrow IPC stream, a copy that does not keep the table in memory."""
     part = table.slice(start, stop - start).combine_chunks()
-    measure = pa.MockOutputStream()
-    _write(part, measure)
-    data = pa.allocate_buffer(measure.size())  # a growing buffer would keep up to twice as much
+    size_counter = pa.MockOutputStream()
+    _write(part, size_counter)
+    data = pa.allocate_buffer(size_counter.size())  # a growing buffer would keep up to twice as much
     _write(part, pa.FixedSizeBufferWriter(data))
     return data
 

@@ -1,4 +1,4 @@
-"""Estimates of the memory that a sample takes, whatever it is made of."""
+"""Estimates the bytes of memory that a sample of any type takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def size_of(value: Any) -> int:
-    """Return about how many bytes a sample takes.
+    """Return the approximate number of bytes that a sample takes in memory.
 
     Arrays and tensors count with their bytes, containers with their items. Other objects are a guess, of text an exact one.
     """
@@ -25,6 +25,6 @@ def size_of(value: Any) -> int:
 
 
 def _pixels(value: Any) -> int:
-    """Return the bytes of a PIL image's pixels, which Python does not count."""
+    """Return the bytes of a PIL image's pixels, which ``sys.getsizeof`` does not count; 0 for any other object."""
     bands = getattr(value, "getbands", None)
     return value.width * value.height * len(bands()) if bands is not None else 0

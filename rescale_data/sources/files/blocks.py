@@ -1,4 +1,4 @@
-"""Random access to the content of a compressed file: a copy of it in blocks, each compressed on its own.
+"""Random access to compressed files, by a copy whose blocks are each compressed on their own.
 
     block | block | ... | int64[B + 1] | int64[B + 1] | int64 B | "RDBLOCKS"
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import Mapped, Ranges
+from rescale_data.sources.files.ranges import MappedFile, Ranges
 
 BLOCK_BYTES = 2**20
 _MAGIC = b"RDBLOCKS"
@@ -27,7 +27,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
 class BlockRanges(Ranges):
-    """Byte ranges of a decompressed file, read from its copy in blocks; ``ValueError`` if the copy is incomplete.
+    """Byte ranges of a compressed file's content, read from a copy in blocks; ``ValueError`` if the copy is incomplete.
 
     Args:
         path: Path of the copy.
@@ -36,23 +36,23 @@ class BlockRanges(Ranges):
 
     def __init__(self, path: str, store: LocalStore | None = None) -> None:
         self._path, self._store = path, store
-        self._copy, self._codec = Mapped(path), pa.Codec("zstd")
+        self._copy, self._codec = MappedFile(path), pa.Codec("zstd")
         tail = self._copy.read(max(0, self._copy.size - 16), 16).to_pybytes().rjust(16, b"\0")
         ends = int.from_bytes(tail[:8], "little") + 1
         begin = self._copy.size - 16 * ends - 16
         if tail[8:] != _MAGIC or begin < 0:
             raise ValueError(f"{path} is not whole")
         table = np.frombuffer(self._copy.read(begin, 16 * ends), dtype=np.int64)
-        self._raw, self._stored = table[:ends], table[ends:]
-        if self._stored[-1] != begin:
+        self._content_offsets, self._copy_offsets = table[:ends], table[ends:]
+        if self._copy_offsets[-1] != begin:
             raise ValueError(f"{path} is not whole")
 
     @property
     def size(self) -> int:
-        return int(self._raw[-1])
+        return int(self._content_offsets[-1])
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
-        raw = self._raw
+        raw = self._content_offsets
         stop = min(offset + length, self.size)
         if stop <= offset:
             return pa.py_buffer(b"")
@@ -71,18 +71,18 @@ class BlockRanges(Ranges):
         return decompress() if self._store is None else self._store.read(f"{self._path}|{block}", decompress)
 
     def _decompress(self, block: int) -> ArrowBuffer:
-        start, stop = self._stored[block : block + 2].tolist()
-        size = int(self._raw[block + 1] - self._raw[block])
+        start, stop = self._copy_offsets[block : block + 2].tolist()
+        size = int(self._content_offsets[block + 1] - self._content_offsets[block])
         return self._codec.decompress(self._copy.read(start, stop - start), size)
 
 
 def codec_of(name: str) -> str | None:
-    """Return the compression of a file, from its name; `None` if it is not compressed."""
+    """Return the compression codec that a file's name shows; `None` if the file is not compressed."""
     return next((codec for suffix, codec in CODECS.items() if name.endswith(suffix)), None)
 
 
 def write_blocks(chunks: Iterator[bytes], path: str) -> None:
-    """Write a copy in blocks: each chunk becomes a block."""
+    """Write a copy whose blocks are compressed one by one; each chunk becomes one block."""
     codec, raw, stored = pa.Codec("zstd"), [0], [0]
     with open(path, "wb") as file:
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""An index on disk: named arrays and a JSON header in one file, mapped, and shared between processes by the page cache.
+"""An index on disk: one memory-mapped file of named arrays and a JSON header, whose pages all processes share.
 
 "RDINDEX2" | int64 length of the header | header, JSON | array | array | ... | int64 checksum      each at a multiple of 8
 
@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 _MAGIC = b"RDINDEX2"
-_CHECKED = 1 << 24
+_CHECKSUMMED_BYTES = 1 << 24
 
 
 class Bundle:
-    """An open index, which pickles as its path; ``ValueError`` if the file is incomplete or damaged."""
+    """An open index file, which pickles as its path; raises ``ValueError`` if the file is incomplete or damaged."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -36,8 +36,8 @@ class Bundle:
             raise ValueError(f"{path} is not whole")
         length = int(self._data[8:16].view(np.int64)[0])
         self._header: dict[str, Any] = json.loads(self._data[16 : 16 + length].tobytes())
-        self._begin = _aligned(16 + length)
-        if self._begin + self._header["bytes"] + 8 != len(self._data):
+        self._arrays_begin = _aligned(16 + length)
+        if self._arrays_begin + self._header["bytes"] + 8 != len(self._data):
             raise ValueError(f"{path} is not whole")
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
@@ -45,23 +45,23 @@ class Bundle:
 
     @property
     def names(self) -> list[str]:
-        """The names of the arrays."""
+        """Names of the arrays in the index file."""
         return list(self._header["arrays"])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The JSON values that were written with the arrays."""
+        """The JSON values that were written together with the arrays."""
         return self._header["facts"]
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return an array, mapped."""
+        """Return an array as a view of the mapped file."""
         dtype, offset, length = self._header["arrays"][name]
-        start = self._begin + offset
+        start = self._arrays_begin + offset
         return self._data[start : start + length * np.dtype(dtype).itemsize].view(dtype)
 
 
 class Strings(Sequence[str]):
-    """List of strings in an index; each string is decoded when it is read."""
+    """Sequence of strings in an index file, each decoded when it is read."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
         self._text, self._ends = bundle.array(f"{name}.text"), bundle.array(f"{name}.ends")
@@ -77,14 +77,14 @@ class Strings(Sequence[str]):
 
 
 def string_arrays(name: str, values: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays from which `Strings` reads ``values``, by name."""
+    """Return, by name, the arrays in which an index file stores a list of strings (see `Strings`)."""
     encoded = [value.encode() for value in values]
     ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
     return {f"{name}.text": np.frombuffer(b"".join(encoded), dtype=np.uint8), f"{name}.ends": ends}
 
 
 def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write an index. A process that reads it at the same time may see half of it."""
+    """Write an index file from arrays and JSON values. A process that reads it at the same time may see half of it."""
     places: dict[str, tuple[str, int, int]] = {}
     total = 0
     for name, array in arrays.items():
@@ -103,7 +103,7 @@ def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.N
 
 
 def _checksum(data: npt.NDArray[np.uint8]) -> bytes:
-    return struct.pack("<q", zlib.crc32(data[:_CHECKED].data))
+    return struct.pack("<q", zlib.crc32(data[:_CHECKSUMMED_BYTES].data))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -20,19 +20,19 @@ from typing import Any
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.files.once import write_aside
+from rescale_data.sources.files.once import write_atomically
 
 _log = logging.getLogger(__name__)
-_OWN = "rescale_data-1"  # 1: version of the entries; other files in the user's folder are never deleted
-_LOOK_AFTER = 64  # a process looks for entries to delete after it has written 1/64 of the bound
-_FULL, _TRIMMED = 7 / 8, 3 / 4
-_CHECKSUM = 4
+_ENTRIES_FOLDER = "rescale_data-1"  # 1: version of the entries; other files in the user's folder are never deleted
+_TRIM_DIVISOR = 64  # a process looks for entries to delete after it has written 1/64 of the bound
+_FULL_FRACTION, _TRIMMED_FRACTION = 7 / 8, 3 / 4
+_CHECKSUM_BYTES = 4
 _MOUNTS = "/proc/mounts"
-_SHARED = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph")
+_SHARED_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph")
 
 
 class LocalStore:
-    """Store in one folder. `store_in` returns the store that all of this process shares.
+    """Cache in one folder of a local disk. `store_in` returns the instance that this whole process shares.
 
     Args:
         folder: The folder, made if it is missing. Entries are in a folder of their own below it.
@@ -43,11 +43,11 @@ class LocalStore:
     """
 
     def __init__(self, folder: str, max_bytes: int) -> None:
-        self._given, self._folder, self.max_bytes = folder, os.path.join(folder, _OWN), max_bytes
-        self._has_warned = self._is_off = False
-        self._sound: dict[str, int] = {}  # sizes of files whose checksum this process has verified
-        self._written = max_bytes  # look at the first write: other processes may have left much
-        if (kind := _kind_of_mount(folder)) in _SHARED:
+        self._given_folder, self._folder, self.max_bytes = folder, os.path.join(folder, _ENTRIES_FOLDER), max_bytes
+        self._has_warned = self._is_disabled = False
+        self._verified_sizes: dict[str, int] = {}  # sizes of files whose checksum this process has verified
+        self._bytes_since_trim = max_bytes  # look at the first write: other processes may have left much
+        if (kind := _filesystem_type(folder)) in _SHARED_FILESYSTEMS:
             raise ValueError(
                 f"cache_dir={folder!r} is on {kind}, which hosts share. Give a folder on a disk of this host."
             )
@@ -56,51 +56,51 @@ class LocalStore:
             if os.stat(self._folder).st_uid != os.getuid():
                 raise PermissionError(f"another user has made {self._folder}")
         except OSError as error:
-            self._is_off = True
+            self._is_disabled = True
             self._warn(error)
 
     def __reduce__(self) -> tuple[Callable[[str, int], LocalStore], tuple[str, int]]:
-        return store_in, (self._given, self.max_bytes)
+        return store_in, (self._given_folder, self.max_bytes)
 
     def read(self, name: str, fetch: Callable[[], Any]) -> ArrowBuffer:
         """Return the entry called ``name``. If it is missing, ``fetch`` brings its bytes and they are kept."""
-        if self._is_off:
+        if self._is_disabled:
             return pa.py_buffer(fetch())
         if (data := self.get(name)) is not None:
             return data
         path = self._path(name)
-        with self._alone(path):
+        with self._hold_lock(path):
             if (data := self.get(name)) is None:  # another process may have brought it
-                self._keep(path, data := pa.py_buffer(fetch()))
+                self._write_entry(path, data := pa.py_buffer(fetch()))
         return data
 
     def get(self, name: str) -> ArrowBuffer | None:
-        """Return the entry called ``name``, mapped; `None` if it is missing or damaged."""
+        """Return the entry called ``name``, memory-mapped; `None` if it is missing or damaged."""
         path = self._path(name)
-        if self._is_off:
+        if self._is_disabled:
             return None
         try:
             with pa.memory_map(path) as file:  # the mapping outlives the file, even its deletion
                 data = file.read_buffer()
         except (OSError, pa.ArrowInvalid):  # the file is missing or empty
             data = pa.py_buffer(b"")
-        if self._sound.get(path) != data.size and not _is_sound(data):
+        if self._verified_sizes.get(path) != data.size and not _is_sound(data):
             with suppress(OSError):
                 os.unlink(path)
             return None
-        self._sound[path] = data.size
+        self._verified_sizes[path] = data.size
         with suppress(OSError):
             os.utime(path)
-        return data.slice(0, data.size - _CHECKSUM)
+        return data.slice(0, data.size - _CHECKSUM_BYTES)
 
     def put(self, name: str, data: ArrowBuffer) -> None:
         """Write the entry called ``name`` if it is missing."""
         path = self._path(name)
-        if not self._is_off and not os.path.exists(path):
-            self._keep(path, data)
+        if not self._is_disabled and not os.path.exists(path):
+            self._write_entry(path, data)
 
     @contextmanager
-    def _alone(self, path: str) -> Generator[None]:
+    def _hold_lock(self, path: str) -> Generator[None]:
         """Hold the lock of the folder of an entry, one of 4,096; go on without it if the folder cannot be made."""
         folder = os.path.dirname(path)
         try:
@@ -109,52 +109,52 @@ class LocalStore:
         except OSError:
             yield
             return
-        _held.add(lock)
+        _held_locks.add(lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # otherwise a child that was forked meanwhile would hold it, too
-            _held.discard(lock)
+            _held_locks.discard(lock)
             os.close(lock)
 
-    def _keep(self, path: str, data: ArrowBuffer) -> None:
+    def _write_entry(self, path: str, data: ArrowBuffer) -> None:
         if data.size > self.max_bytes // 8:
             return
         try:
-            if self._written + data.size > self.max_bytes // _LOOK_AFTER:
+            if self._bytes_since_trim + data.size > self.max_bytes // _TRIM_DIVISOR:
                 self._trim()
-                self._written = 0
-            self._written += data.size
+                self._bytes_since_trim = 0
+            self._bytes_since_trim += data.size
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            write_aside(path, lambda aside: _write(aside, data))
+            write_atomically(path, lambda temporary: _write(temporary, data))
         except FileNotFoundError:
             pass  # another process, short of room, deleted the file before it was renamed
         except OSError as error:
             self._warn(error)
 
     def _warn(self, error: OSError) -> None:
-        """Warn, once, that nothing more is kept because of an error, such as a full disk."""
+        """Log a warning, once, that the store keeps no further data because of an error, such as a full disk."""
         if not self._has_warned:
             _log.warning(
                 "cache_dir %s keeps nothing more: %s. Files are read and decoded again each time they are needed. Free space "
-                "there, or give another local folder.", self._given, error,
+                "there, or give another local folder.", self._given_folder, error,
             )  # fmt: skip
         self._has_warned = True
 
     def _trim(self) -> None:
-        """Delete the files that were not used for longest, if the folder is nearly full."""
-        found: list[tuple[float, int, str]] = []
+        """Delete the entries that were not used for the longest time, if the folder is nearly full."""
+        entries: list[tuple[float, int, str]] = []
         for folder, _, names in os.walk(self._folder):
             for name in names:
                 with suppress(FileNotFoundError):
                     info = os.stat(path := os.path.join(folder, name))
-                    found.append((info.st_mtime, info.st_size, path))
-        total = sum(size for _, size, _ in found)
-        if total <= self.max_bytes * _FULL:
+                    entries.append((info.st_mtime, info.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        if total <= self.max_bytes * _FULL_FRACTION:
             return
-        for _, size, path in sorted(found):
-            if total <= self.max_bytes * _TRIMMED:
+        for _, size, path in sorted(entries):
+            if total <= self.max_bytes * _TRIMMED_FRACTION:
                 return
             with suppress(FileNotFoundError):
                 os.unlink(path)
@@ -165,47 +165,47 @@ class LocalStore:
         return os.path.join(self._folder, key[:3], key)
 
 
-def _kind_of_mount(folder: str) -> str:
-    """Return the kind of file system that a folder is on; "" if it is not known."""
-    path, found = os.path.realpath(folder), ("", "")
+def _filesystem_type(folder: str) -> str:
+    """Return the type of the file system that a folder is on, such as "nfs"; empty if it is not known."""
+    path, mount = os.path.realpath(folder), ("", "")
     with suppress(OSError), open(_MOUNTS) as mounts:
         for _, at, kind, *_ in map(str.split, mounts):
-            if len(at) >= len(found[0]) and os.path.commonpath([at, path]) == at:
-                found = at, kind
-    return found[1]
+            if len(at) >= len(mount[0]) and os.path.commonpath([at, path]) == at:
+                mount = at, kind
+    return mount[1]
 
 
 def _write(path: str, data: ArrowBuffer) -> None:
     with open(path, "wb") as file:
         file.write(memoryview(data))
-        file.write(zlib.crc32(data).to_bytes(_CHECKSUM, "little"))
+        file.write(zlib.crc32(data).to_bytes(_CHECKSUM_BYTES, "little"))
         os.fchmod(file.fileno(), 0o400)  # read-only: truncated while mapped, it would end readers by SIGBUS
 
 
 def _is_sound(data: ArrowBuffer) -> bool:
-    """True if the last bytes of a file are the checksum of all bytes before them."""
-    size = max(0, data.size - _CHECKSUM)
-    return data.slice(size).to_pybytes() == zlib.crc32(data.slice(0, size)).to_bytes(_CHECKSUM, "little")
+    """True if a file ends with the correct checksum of its data."""
+    size = max(0, data.size - _CHECKSUM_BYTES)
+    return data.slice(size).to_pybytes() == zlib.crc32(data.slice(0, size)).to_bytes(_CHECKSUM_BYTES, "little")
 
 
 _stores: dict[str, LocalStore] = {}
-_held: set[int] = set()
+_held_locks: set[int] = set()
 
 
-def _renew() -> None:
-    """Close the parent's locks in a forked child, which would hold them after the parent was killed."""
-    for lock in _held:
+def _reset_after_fork() -> None:
+    """Close the parent's lock files in a forked child, which would otherwise keep the locks after the parent's death."""
+    for lock in _held_locks:
         os.close(lock)
-    _held.clear()
+    _held_locks.clear()
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def store_in(folder: str, max_bytes: int) -> LocalStore:
-    """Return this process's store in a folder, made on first use. Its bound is the one requested last."""
-    found = _stores.get(folder)
-    if found is None:
-        found = _stores[folder] = LocalStore(folder, max_bytes)
-    found.max_bytes = max_bytes
-    return found
+    """Return this process's store for a folder, created on first use; its size limit becomes ``max_bytes``."""
+    store = _stores.get(folder)
+    if store is None:
+        store = _stores[folder] = LocalStore(folder, max_bytes)
+    store.max_bytes = max_bytes
+    return store

@@ -27,8 +27,8 @@ from fsspec.utils import glob_translate
 from rescale_data.errors import require
 from rescale_data.sources.arrow_types import ArrowFile
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import Mapped, Ranges
-from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, of_this_process, spread_out
+from rescale_data.sources.files.ranges import MappedFile, Ranges
+from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, reconnected, wait_random_time
 from rescale_data.state import Ints
 
 _NUM_PROBES = 16
@@ -66,27 +66,33 @@ class Files:
         return posixpath.join(self.root, self.names[file])
 
     def listed(self, names: Sequence[str], sizes: Sequence[int] | Ints, stamps: Sequence[str]) -> Files:
-        """Return the same with other files, below the same root."""
+        """Return a copy with other files, below the same root."""
         return replace(self, names=names, sizes=sizes, stamps=stamps)
 
-    def some(self, files: Sequence[int]) -> Files:
-        """Return the files with these numbers."""
+    def select(self, files: Sequence[int]) -> Files:
+        """Return a `Files` with only the files of the given numbers."""
         names, sizes = [self.names[file] for file in files], [int(self.sizes[file]) for file in files]
         return self.listed(names, sizes, [self.stamps[file] for file in files])
 
     def probes(self) -> list[str]:
-        """Return the `probe` of each file."""
+        """Return a digest of sampled bytes (`probe`) for each file."""
         with ThreadPoolExecutor(_PROBING_THREADS) as pool:
             return list(pool.map(self.probe, range(len(self.names))))
 
     def probe(self, file: int) -> str:
-        """Return a digest of the head, the tail and 16 places of a local file; "" for a remote file, which has an ETag."""
+        """Return a digest of sampled bytes of a local file; empty for a remote file, which has an ETag.
+
+        The samples are the head, the tail and 16 places between them.
+        """
         if self.filesystem is not None:
             return ""
         return _probe(self.path(file), int(self.sizes[file]), self.stamps[file])
 
-    def is_copy(self, file: int, probe: str) -> bool:
-        """True if a local file has this probe: it was copied, so that its time changed, and its data did not. Warns once."""
+    def is_unchanged_copy(self, file: int, probe: str) -> bool:
+        """True if a local file still has the given digest of sampled bytes.
+
+        Then only its time has changed, as by a copy. Warns once.
+        """
         if not probe or self.probe(file) != probe:
             return False
         if self.root not in _warned:
@@ -98,28 +104,28 @@ class Files:
         return True
 
     def open(self, file: int) -> ArrowFile:
-        """Return an open file, to be read at random."""
+        """Open a file for random access."""
         return pa.OSFile(self._local(file), "rb") if self.filesystem is None else self.ranges(file).whole()
 
     def ranges(self, file: int) -> Ranges:
-        """Return the byte ranges of a file."""
+        """Return an object that reads byte ranges of a file."""
         if self.filesystem is None:
-            return Mapped(self._local(file))
+            return MappedFile(self._local(file))
         size, stamp = int(self.sizes[file]), self.stamps[file]
         return RemoteFile(self.filesystem, self.path(file), self.remote, size, stamp, self.store)
 
     def _local(self, file: int) -> str:
-        """Return the path of a local file; ``OSError`` if its size has changed since it was listed."""
+        """Return the path of a local file; raise ``OSError`` if its size has changed since it was listed."""
         path, listed = self.path(file), int(self.sizes[file])
         if (size := os.stat(path).st_size) != listed:
             raise OSError(f"it has changed: it had {listed} bytes when it was listed and has {size}")
         return path
 
-    def beside(self, path: str) -> Ranges:
-        """Return the byte ranges of another file, by its path in the same filesystem."""
+    def other_file(self, path: str) -> Ranges:
+        """Return an object that reads byte ranges of another file in the same filesystem, given its path."""
         if self.filesystem is None:
-            return Mapped(path)
-        filesystem = of_this_process(self.filesystem)
+            return MappedFile(path)
+        filesystem = reconnected(self.filesystem)
         info = attempt(self.remote, filesystem.unstrip_protocol(path), partial(filesystem.info, path), 0)
         return RemoteFile(filesystem, path, self.remote, int(info["size"]), _stamp(info), self.store)
 
@@ -140,7 +146,7 @@ def find(
     storage_options: Mapping[str, Any] | None = None,
     remote: Remote | None = None,
 ) -> Files:
-    """Return the files that ``paths`` stand for.
+    """Return the files that paths, globs, folders or URLs stand for, sorted by path.
 
     Args:
         paths: A glob (``**`` for any folders), a folder (all files below it that end in one of ``suffixes``, except names
@@ -174,11 +180,11 @@ def find(
     return _remote(given, suffixes, storage_options or {}, remote or Remote())
 
 
-def _files(found: Mapping[str, tuple[int, str]]) -> Files:
-    scheme = next(iter(found)).rpartition("://")[
+def _files(infos: Mapping[str, tuple[int, str]]) -> Files:
+    scheme = next(iter(infos)).rpartition("://")[
         :2
     ]  # some filesystems, such as the one of http, keep the scheme in their paths
-    below = {path.removeprefix("".join(scheme)): info for path, info in found.items()}
+    below = {path.removeprefix("".join(scheme)): info for path, info in infos.items()}
     root = posixpath.commonpath([posixpath.dirname(path) for path in below])
     by_name = {posixpath.relpath(path, root): info for path, info in below.items()}
     names = tuple(sorted(by_name))
@@ -189,18 +195,18 @@ def _files(found: Mapping[str, tuple[int, str]]) -> Files:
 def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
     path = os.path.abspath(os.path.expanduser(given))
     if os.path.isdir(path):
-        with _no_circle():
-            found = _wanted(_local_below(path), path, suffixes)
+        with _explain_link_circle():
+            matches = _filter_names(_walk_local(path), path, suffixes)
     elif os.path.exists(path):
-        found = [path]
+        matches = [path]
     else:
-        found = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
-    _refuse_none(found, given, suffixes, os.path.isdir(path))
-    return [(Path(match).as_posix(), _facts(os.stat(match))) for match in found]
+        matches = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
+    _require_matches(matches, given, suffixes, os.path.isdir(path))
+    return [(Path(match).as_posix(), _size_and_stamp(os.stat(match))) for match in matches]
 
 
 @contextmanager
-def _no_circle() -> Generator[None]:
+def _explain_link_circle() -> Generator[None]:
     try:
         yield
     except OSError as error:
@@ -212,23 +218,23 @@ def _no_circle() -> Generator[None]:
         ) from None
 
 
-def _facts(info: os.stat_result) -> tuple[int, str]:
+def _size_and_stamp(info: os.stat_result) -> tuple[int, str]:
     return info.st_size, str(info.st_mtime_ns)
 
 
-def _local_below(folder: str, above: Sequence[os.stat_result] = ()) -> Iterator[str]:
-    """Yield all files below a folder, except in folders whose names begin with a dot or an underscore."""
+def _walk_local(folder: str, parent_stats: Sequence[os.stat_result] = ()) -> Iterator[str]:
+    """Yield the paths of all files below a folder, except in folders whose names begin with a dot or an underscore."""
     here = os.stat(folder)
-    if any(os.path.samestat(here, each) for each in above):
+    if any(os.path.samestat(here, each) for each in parent_stats):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
     for entry in os.scandir(folder):  # os.walk would skip folders that it cannot list
         if not entry.is_dir():
             yield entry.path
         elif not entry.name.startswith((".", "_")):
-            yield from _local_below(entry.path, (*above, here))
+            yield from _walk_local(entry.path, (*parent_stats, here))
 
 
-def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote | None) -> bytes | None:
+def read_if_exists(path: str, options: Mapping[str, Any] | None, remote: Remote | None) -> bytes | None:
     """Return the bytes of a small file, local or behind a URL; `None` if there is no such file."""
     try:
         if "://" not in path:
@@ -240,7 +246,7 @@ def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote |
 
 
 def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
-    spread_out("listing")
+    wait_random_time("listing")
     infos: dict[str, Any] = {}
     filesystem: Any = None
     for url in given:
@@ -248,30 +254,32 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
         filesystem, path = url_to_fs(url, **options)
         if before is not None and type(before) is not type(filesystem):
             raise ValueError(f"URLs of different filesystems in one list, {list(given)}: give a source for each.")
-        folder, found = attempt(remote, url, partial(_look, filesystem, path, suffixes))
+        folder, matches = attempt(remote, url, partial(_list_path, filesystem, path, suffixes))
         if folder:
-            found = {match: found[match] for match in _wanted(found, path, suffixes)}
-        _refuse_none(found, url, suffixes, folder)
-        infos.update(found)
+            matches = {match: matches[match] for match in _filter_names(matches, path, suffixes)}
+        _require_matches(matches, url, suffixes, folder)
+        infos.update(matches)
     for path, info in infos.items():
         if info["size"] is None:  # a web page that lists files has no sizes
-            infos[path] = attempt(remote, path, partial(_sized, filesystem, path))
+            infos[path] = attempt(remote, path, partial(_info_with_size, filesystem, path))
     files = _files({path: (int(info["size"]), _stamp(info)) for path, info in infos.items()})
     return replace(files, filesystem=filesystem, remote=remote)
 
 
-def _look(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, dict[str, Any]]:
-    """Return True and all files below a folder; or False and the files that a path stands for, if it is no folder."""
+def _list_path(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, dict[str, Any]]:
+    """Return ``(True, all files below it)`` if a path is a folder, else ``(False, the files that the path stands for)``."""
     try:
         if glob.has_magic(path) and not filesystem.isdir(path):
-            return False, _matches(filesystem, path)
+            return False, _expand_glob(filesystem, path)
         if path.endswith(tuple(suffixes)) or not filesystem.isdir(
             path
         ):  # the filesystem of http calls each path a file, even a folder
             info = filesystem.info(path)
             if info["type"] == "file":
                 return False, {path: info}
-        return True, _below(filesystem, path) if _walks(filesystem) else filesystem.find(path, detail=True)
+        return True, _find_below(filesystem, path) if _uses_default_find(filesystem) else filesystem.find(
+            path, detail=True
+        )
     except FileNotFoundError as error:
         cause: Any = error.__cause__
         if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
@@ -279,8 +287,8 @@ def _look(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, di
         return False, {}
 
 
-def _sized(filesystem: Any, path: str) -> Any:
-    info = _look(filesystem, path, (path,))[1].get(path)
+def _info_with_size(filesystem: Any, path: str) -> Any:
+    info = _list_path(filesystem, path, (path,))[1].get(path)
     if info is None:
         raise FileNotFoundError("it was listed")
     if info["size"] is None:
@@ -288,45 +296,45 @@ def _sized(filesystem: Any, path: str) -> Any:
     return info
 
 
-def _matches(filesystem: Any, pattern: str) -> dict[str, Any]:
-    """Return the files that a glob stands for."""
-    if not _walks(filesystem):
-        found: dict[str, Any] = filesystem.glob(pattern, detail=True)
-        return {match: info for match, info in found.items() if info["type"] == "file"}
+def _expand_glob(filesystem: Any, pattern: str) -> dict[str, Any]:
+    """Return the files that match a glob, with their details, by path."""
+    if not _uses_default_find(filesystem):
+        matches: dict[str, Any] = filesystem.glob(pattern, detail=True)
+        return {match: info for match, info in matches.items() if info["type"] == "file"}
     root = posixpath.dirname(pattern[: re.search(r"[*?[]", pattern).start()])  # pyright: ignore[reportOptionalMemberAccess]
     depth = None if "**" in pattern else pattern.count("/", len(root) + 1)
     chosen = re.compile(glob_translate(pattern))
-    return {match: info for match, info in _below(filesystem, root, depth).items() if chosen.match(match)}
+    return {match: info for match, info in _find_below(filesystem, root, depth).items() if chosen.match(match)}
 
 
-def _walks(filesystem: Any) -> bool:
-    """True if a filesystem finds files by fsspec's default code, which leaves out folders that it fails to list."""
+def _uses_default_find(filesystem: Any) -> bool:
+    """True if a filesystem finds files by fsspec's default code, which silently skips folders that it fails to list."""
     if isinstance(filesystem, AsyncFileSystem):
         return type(filesystem)._find is AsyncFileSystem._find  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
     return type(filesystem).find is AbstractFileSystem.find
 
 
-def _below(filesystem: Any, folder: str, depth: int | None = None) -> dict[str, Any]:
-    """Return all files below a folder, or only in it and in ``depth`` levels of folders below it.
+def _find_below(filesystem: Any, folder: str, depth: int | None = None) -> dict[str, Any]:
+    """Return all files below a folder, or down to ``depth`` levels of folders below it.
 
     A folder that cannot be listed is an error. fsspec's ``walk(on_error="raise")`` raises for the first folder only, and leaves
     out folders below it that fail.
     """
-    found: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for info in filesystem.ls(folder, detail=True):
         name = info["name"].rstrip("/")
         if info["type"] != "directory":
-            found[name] = info
+            matches[name] = info
         elif name != folder.rstrip("/") and depth != 0:
-            found |= _below(filesystem, name, None if depth is None else depth - 1)
-    return found
+            matches |= _find_below(filesystem, name, None if depth is None else depth - 1)
+    return matches
 
 
 def _stamp(info: Mapping[str, Any]) -> str:
     return str(next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if key in info), ""))
 
 
-def _wanted(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
+def _filter_names(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
     """Return the paths that end in one of the suffixes, and have no name below the root that begins with "." or "_"."""
     below = len(root.rstrip("/")) + 1
     return [
@@ -336,8 +344,8 @@ def _wanted(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[st
     ]
 
 
-def _refuse_none(found: Iterable[str], given: str, suffixes: Sequence[str], folder: bool) -> None:
-    if not list(found):
+def _require_matches(matches: Iterable[str], given: str, suffixes: Sequence[str], folder: bool) -> None:
+    if not list(matches):
         what = f"is a folder without files that end in {', '.join(suffixes)}" if folder else "matches no file"
         raise FileNotFoundError(
             f"{given!r} {what} (seen from {os.getcwd()}). Give a glob such as 'corpus/*{suffixes[0]}' in quotes, a folder, "

@@ -1,4 +1,4 @@
-"""Byte ranges of files: a local file is mapped into memory, a remote one is read with a request for each range."""
+"""Byte ranges of files: a local file is memory-mapped, and a remote file takes one request for each range."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 
 
 class Ranges(ABC):
-    """A file, read at random by any number of threads."""
+    """Interface to a file that any number of threads may read at random."""
 
     @property
     @abstractmethod
@@ -26,26 +26,26 @@ class Ranges(ABC):
 
     @abstractmethod
     def read(self, offset: int, length: int) -> ArrowBuffer:
-        """Return ``length`` bytes from ``offset`` on, fewer at the end of the file."""
+        """Return ``length`` bytes that begin at ``offset``, fewer at the end of the file."""
 
     def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
-        """Return several ranges, each given as ``(offset, length)``. Of a remote file they are requested at the same time."""
+        """Return several ranges, each given as ``(offset, length)``. A remote file requests all of them at the same time."""
         return [self.read(offset, length) for offset, length in places]
 
     @abstractmethod
     def whole(self) -> Any:
-        """Return the file in a form that pyarrow reads."""
+        """Return the whole file as an object that pyarrow can read."""
 
     def release_with(self, user: object, data: ArrowBuffer) -> None:
-        """Free the memory of ``data``, which was read, when ``user`` is collected."""
+        """Free the memory of ``data``, which was read from this file, when the object ``user`` is garbage-collected."""
         del user, data  # a copy is freed with its holder
 
 
-class AsFile(io.RawIOBase):
-    """File object of `Ranges`, read-only and unbuffered: each read reads one range."""
+class RangesFile(io.RawIOBase):
+    """Read-only, unbuffered file object over byte ranges: each read call reads one range."""
 
     def __init__(self, ranges: Ranges) -> None:
-        self._ranges, self._at = ranges, 0
+        self._ranges, self._offset = ranges, 0
 
     def readable(self) -> bool:
         return True
@@ -58,25 +58,25 @@ class AsFile(io.RawIOBase):
         return self._ranges.size
 
     def tell(self) -> int:
-        return self._at
+        return self._offset
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._ranges.size)[whence]
-        return self._at
+        self._offset = offset + (0, self._offset, self._ranges.size)[whence]
+        return self._offset
 
     def readinto(self, buffer: Any, /) -> int:
-        data = self._ranges.read(self._at, len(buffer))
+        data = self._ranges.read(self._offset, len(buffer))
         buffer[: data.size] = memoryview(data).cast("B")
-        self._at += data.size
+        self._offset += data.size
         return data.size
 
 
-class Mapped(Ranges):
-    """A mapped local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
+class MappedFile(Ranges):
+    """A memory-mapped local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._found = path, os.stat(path)
-        if not self._found.st_size:  # there is nothing to map
+        self._path, self._stat_when_mapped = path, os.stat(path)
+        if not self._stat_when_mapped.st_size:  # there is nothing to map
             self._buffer = pa.py_buffer(b"")
             return
         with pa.memory_map(path) as file:  # the buffer keeps the mapping, but no file descriptor
@@ -87,22 +87,23 @@ class Mapped(Ranges):
         return self._buffer.size
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
-        self._require_whole()
+        self._require_not_truncated()
         return self._buffer.slice(offset, max(0, min(length, self.size - offset)))
 
     def whole(self) -> Any:
-        self._require_whole()
+        self._require_not_truncated()
         return self._buffer
 
-    def _require_whole(self) -> None:
-        """Raise ``OSError`` if the file was truncated since it was mapped: reading beyond its end would raise SIGBUS."""
+    def _require_not_truncated(self) -> None:
+        """Raise ``OSError`` if the file became shorter since it was mapped: reading beyond its end would raise SIGBUS."""
         try:
             now = os.stat(self._path)
         except FileNotFoundError:  # removed: the mapping keeps the data
             return
-        if now.st_ino == self._found.st_ino and now.st_size < self._found.st_size:
+        if now.st_ino == self._stat_when_mapped.st_ino and now.st_size < self._stat_when_mapped.st_size:
             raise OSError(
-                f"{self._path} was cut off while it was read: it had {self._found.st_size} bytes and has {now.st_size}. "
+                f"{self._path} was cut off while it was read: it had {self._stat_when_mapped.st_size} bytes and has "
+                f"{now.st_size}. "
                 f"Write files anew under another name, and rename them."
             )
 
@@ -111,7 +112,7 @@ class Mapped(Ranges):
 
 
 def _drop_pages(data: ArrowBuffer) -> None:
-    """Unload the whole pages of a mapped range. They stay in the page cache, and are mapped again if they are touched again.
+    """Release a mapped range's memory pages from this process. They stay in the page cache, and are mapped again when touched.
 
     Without this, all pages of a mapped file that a process ever touched count as its memory until the file is closed.
     """

@@ -1,4 +1,4 @@
-"""Reads files behind URLs: one request for each range, made again if it fails; a local disk may keep the ranges."""
+"""Reads files behind URLs, by one request for each range, with retries; a local disk may keep the ranges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.counts import REQUEST_BYTES, REQUESTS, RETRIES, counts
 from rescale_data.sources.decoded.ahead import leaving
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import AsFile, Ranges
+from rescale_data.sources.files.ranges import Ranges, RangesFile
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -34,12 +34,12 @@ _REQUESTS_AT_ONCE = 16
 _SMALL = 2**16
 _PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _RECOVERY_SECONDS = 30.0
-_KNOWN_AFTER = 100
+_MIN_ANSWERS = 100
 _MANY_REQUESTS = 10
-_OVERHEAD = 2**20  # a request takes about as long as so many of its bytes, even if it asks for none
-_LONGEST_START = 10.0
-_SLOW_DOWN = ("SlowDown", "Slow Down", "SLOW_DOWN", "503", "429", "TooManyRequests")
-_PERMANENT = (
+_OVERHEAD_BYTES = 2**20  # a request takes about as long as so many of its bytes, even if it asks for none
+_MAX_START_SECONDS = 10.0
+_SLOW_DOWN_MARKS = ("SlowDown", "Slow Down", "SLOW_DOWN", "503", "429", "TooManyRequests")
+_PERMANENT_ERRORS = (
     IsADirectoryError,
     NotADirectoryError,
     NotImplementedError,
@@ -90,11 +90,11 @@ class Remote:
 
 
 class RemoteError(OSError):
-    """A file could not be read, even after retries; the message has its URL."""
+    """Error raised if a file could not be read, even after retries; the message has its URL."""
 
 
 class RemoteFile(Ranges):
-    """A file of an fsspec filesystem, read a range at a time, by any number of threads.
+    """A remote file of an fsspec filesystem, of which any number of threads may read ranges.
 
     Args:
         filesystem: Filesystem of fsspec.
@@ -114,7 +114,7 @@ class RemoteFile(Ranges):
         stamp: str = "",
         store: LocalStore | None = None,
     ) -> None:
-        self._filesystem: Any = of_this_process(filesystem)
+        self._filesystem: Any = reconnected(filesystem)
         self._path, self._remote, self._stamp, self._store = path, remote, stamp, store
         self.url: str = self._filesystem.unstrip_protocol(path)
         self._size = size
@@ -125,7 +125,7 @@ class RemoteFile(Ranges):
         return self._size
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
-        """Return ``length`` bytes from ``offset`` on, fewer at the end of the file.
+        """Return ``length`` bytes that begin at ``offset``, fewer at the end of the file.
 
         Small reads that are close together are one request.
         """
@@ -138,14 +138,14 @@ class RemoteFile(Ranges):
         return window.slice(offset - begin, length)
 
     def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
-        """Return several ranges, requested at the same time."""
+        """Return several byte ranges, which are requested at the same time."""
         offsets, lengths = [offset for offset, _ in places], [length for _, length in places]
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             return list(pool.map(self._range, offsets, lengths))
 
     def whole(self) -> Any:
-        """Return the file in a form that pyarrow reads."""
-        return pa.PythonFile(AsFile(self), mode="r")
+        """Return the whole file as an object that pyarrow can read."""
+        return pa.PythonFile(RangesFile(self), mode="r")
 
     def _range(self, offset: int, length: int) -> ArrowBuffer:
         def request() -> bytes:
@@ -156,7 +156,7 @@ class RemoteFile(Ranges):
             return data
 
         def fetch() -> bytes:
-            spread_out("reading")
+            wait_random_time("reading")
             return attempt(self._remote, self.url, request, length, f", bytes {offset} to {offset + length - 1}")
 
         if not length:
@@ -167,7 +167,7 @@ class RemoteFile(Ranges):
 
 
 def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | None = None, part: str = "") -> T:
-    """Return the result of ``work``. It is called again if it fails for a reason that may pass, or has no answer in time.
+    """Call ``work`` and return its result, with retries after time-outs and after errors that may be temporary.
 
     Args:
         remote: Time-outs and retries.
@@ -181,7 +181,10 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
         FileNotFoundError, PermissionError: The file is not there, or may not be read.
     """
     started = time.monotonic()
-    slots, answers = _slots(remote.max_requests, "/".join(url.split("/")[:3])), list[Future[tuple[T, float]]]()
+    request_limit, answers = (
+        _request_limit(remote.max_requests, "/".join(url.split("/")[:3])),
+        list[Future[tuple[T, float]]](),
+    )
     for number in range(remote.retries + 1):
         is_last, seconds = number == remote.retries, remote.timeout
         if num_bytes is None:
@@ -190,9 +193,9 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
             seconds = min(seconds, _pace.limit(num_bytes) * 2**number)
         began = time.monotonic()
         try:
-            with slots.one():
+            with request_limit.one():
                 counts().add(REQUESTS, 1)
-                answers.append(_ask(work))
+                answers.append(_start_request(work))
                 made, took = _first(answers, seconds)
             if num_bytes is not None:
                 _pace.add(num_bytes, took)
@@ -202,21 +205,21 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
         except PermissionError as error:
             raise PermissionError(f"{url}{part} may not be read: {error}") from error
         except Exception as error:
-            if isinstance(error, _PERMANENT):
+            if isinstance(error, _PERMANENT_ERRORS):
                 error.add_note(f"while {url}{part} was read")
                 raise
             if _asks_to_slow_down(error):
-                slots.slow_down(began)
+                request_limit.slow_down(began)
             if is_last or leaving().is_set():
-                raise _spent(url + part, error, number + 1, time.monotonic() - started) from error
+                raise _out_of_retries(url + part, error, number + 1, time.monotonic() - started) from error
             if not isinstance(error, TimeoutError):  # a time-out has been a pause
                 leaving().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _PAUSE * 2**number)))
         counts().add(RETRIES, 1)
     raise AssertionError
 
 
-def _ask(work: Callable[[], T]) -> Future[tuple[T, float]]:
-    """Begin a request in a thread of its own. The future holds its result, and the seconds that it took."""
+def _start_request(work: Callable[[], T]) -> Future[tuple[T, float]]:
+    """Start ``work`` in a new thread, and return a future of its result and of the seconds that it took."""
     answer: Future[tuple[T, float]] = Future()
 
     def run() -> None:
@@ -231,7 +234,7 @@ def _ask(work: Callable[[], T]) -> Future[tuple[T, float]]:
 
 
 def _first(answers: list[Future[T]], seconds: float) -> T:
-    """Return the first answer; ``TimeoutError`` if none comes in ``seconds``.
+    """Return the first answer to any attempt of a request; ``TimeoutError`` if none comes in ``seconds``.
 
     Args:
         answers: Answers to all attempts so far. Earlier attempts go on, since a slow network may answer the first one. An error
@@ -249,19 +252,19 @@ def _first(answers: list[Future[T]], seconds: float) -> T:
     raise TimeoutError(f"no answer in {seconds:.1f} s")
 
 
-class Pace:
-    """Time limits for requests, from the seconds that the last thousand answers took.
+class RequestTimes:
+    """Time limits for requests, computed from the seconds that the last thousand answers took.
 
     A request that takes far longer is worth making again: mostly one connection stalls, not the server.
     """
 
     def __init__(self) -> None:
-        self._took: deque[float] = deque(maxlen=1000)
+        self._seconds_per_byte: deque[float] = deque(maxlen=1000)
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int, seconds: float) -> None:
         with self._lock:
-            self._took.append(seconds / (num_bytes + _OVERHEAD))
+            self._seconds_per_byte.append(seconds / (num_bytes + _OVERHEAD_BYTES))
 
     def limit(self, num_bytes: int) -> float:
         """Return four times the seconds in which 99 % of requests of this size are answered, at least 50 ms.
@@ -269,62 +272,62 @@ class Pace:
         Until a hundred requests were answered, it is 5 s, and 1 s more for each MiB.
         """
         with self._lock:
-            took = list(self._took)
-        if len(took) < _KNOWN_AFTER:
+            took = list(self._seconds_per_byte)
+        if len(took) < _MIN_ANSWERS:
             return 5.0 + num_bytes / 2**20
-        return max(0.05, 4 * sorted(took)[int(len(took) * 0.99)] * (num_bytes + _OVERHEAD))
+        return max(0.05, 4 * sorted(took)[int(len(took) * 0.99)] * (num_bytes + _OVERHEAD_BYTES))
 
 
-class Slots:
-    """Limit on the number of requests at once, lower after an answer that asks to slow down."""
+class RequestLimit:
+    """Limit on the number of simultaneous requests, which is halved if a server asks to slow down."""
 
     def __init__(self, most: int) -> None:
-        self._most = self._slowed = most
-        self._slowed_at = -math.inf
-        self._under_way, self._change = 0, threading.Condition()
+        self._most = self._reduced_limit = most
+        self._reduced_at = -math.inf
+        self._num_running, self._condition = 0, threading.Condition()
 
     @contextmanager
     def one(self) -> Generator[None]:
-        """Wait until one more request is allowed, and count it in this context."""
-        with self._change:
-            while self._under_way >= self.limit:
-                self._change.wait(1.0)  # the limit grows with time
-            self._under_way += 1
+        """Context manager: wait until one more request is allowed, and count it as running."""
+        with self._condition:
+            while self._num_running >= self.limit:
+                self._condition.wait(1.0)  # the limit grows with time
+            self._num_running += 1
         try:
             yield
         finally:
-            with self._change:
-                self._under_way -= 1
-                self._change.notify()
+            with self._condition:
+                self._num_running -= 1
+                self._condition.notify()
 
     @property
     def limit(self) -> int:
-        """The number of requests that are allowed at once now. It doubles each half minute after `slow_down`."""
-        doublings = min(30.0, (time.monotonic() - self._slowed_at) / _RECOVERY_SECONDS)
-        return min(self._most, int(self._slowed * 2**doublings))
+        """Number of requests that are allowed at once at present. It doubles each half minute after `slow_down`."""
+        doublings = min(30.0, (time.monotonic() - self._reduced_at) / _RECOVERY_SECONDS)
+        return min(self._most, int(self._reduced_limit * 2**doublings))
 
     def slow_down(self, began: float) -> None:
-        """Halve the limit, since a request that began at this time was refused.
+        """Halve the limit, because the server refused a request that began at the time ``began``.
 
         Several requests that are refused together count once.
         """
-        with self._change:
-            if began >= self._slowed_at:
-                self._slowed, self._slowed_at = max(1, self.limit // 2), time.monotonic()
+        with self._condition:
+            if began >= self._reduced_at:
+                self._reduced_limit, self._reduced_at = max(1, self.limit // 2), time.monotonic()
 
 
-def of_this_process(filesystem: Any) -> Any:
-    """Return the filesystem with connections and a thread of this process. After a fork it has its parent's."""
+def reconnected(filesystem: Any) -> Any:
+    """Return a filesystem with connections and a thread of this process, not the parent's from before a fork."""
     if not isinstance(filesystem, AsyncFileSystem):
         return filesystem
     return type(filesystem)(*filesystem.storage_args, **filesystem.storage_options)
 
 
 def _asks_to_slow_down(error: Exception) -> bool:
-    return any(mark in f"{type(error).__name__} {error}" for mark in _SLOW_DOWN)
+    return any(mark in f"{type(error).__name__} {error}" for mark in _SLOW_DOWN_MARKS)
 
 
-def _spent(what: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
+def _out_of_retries(what: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
     return RemoteError(
         f"{what} could not be read in {attempts} attempts over {seconds:.1f} s; the last one: "
         f"{type(error).__name__}: {error}. Look to the network, the credentials in storage_options=, or allow more: "
@@ -332,35 +335,35 @@ def _spent(what: str, error: Exception, attempts: int, seconds: float) -> Remote
     )
 
 
-def spread_out(what: str) -> None:
-    """Wait a random time, so that ranks that start together do not send requests together.
+def wait_random_time(what: str) -> None:
+    """Wait a random time, so that ranks that start together do not send their requests at the same moment.
 
     The wait is at most 1 s for each 400 ranks, and at most 10 s. A process waits once for each ``what``.
     """
     ranks = os.environ.get("WORLD_SIZE", "1")
-    longest = min(_LONGEST_START, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
+    longest = min(_MAX_START_SECONDS, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
     with _lock:
         begin = _begin.setdefault(what, time.monotonic() + random.uniform(0.0, longest))
     leaving().wait(max(0.0, begin - time.monotonic()))
 
 
 @lru_cache(maxsize=64)
-def _slots(most: int, asked: str) -> Slots:
-    """Return the slots of this process for a bucket or host. If one asks to slow down, the others are not slowed."""
-    del asked
-    return Slots(most)
+def _request_limit(most: int, host: str) -> RequestLimit:
+    """Return this process's limit on requests to one bucket or host; other buckets and hosts have limits of their own."""
+    del host
+    return RequestLimit(most)
 
 
 _begin: dict[str, float] = {}
-_pace = Pace()
+_pace = RequestTimes()
 _lock = threading.Lock()
 
 
-def _renew() -> None:
-    """Begin anew in a forked child: it has no threads, and another thread may have held the lock."""
+def _reset_after_fork() -> None:
+    """Reset the state of requests in a forked child: it has no threads, and another thread may have held the lock."""
     global _lock, _pace, _begin
-    _lock, _pace, _begin = threading.Lock(), Pace(), {}
-    _slots.cache_clear()
+    _lock, _pace, _begin = threading.Lock(), RequestTimes(), {}
+    _request_limit.cache_clear()
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -17,7 +17,7 @@ from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
 from rescale_data import checkpoint
-from rescale_data.nodes.mixture.rules import rule_of
+from rescale_data.nodes.mixture.rules import make_rule
 from rescale_data.testing import full_state_dict
 from tests.nodes.zoo import BOOKS, CODE, WEB, read, without_arrays
 from tests.states import closed, opened
@@ -245,19 +245,19 @@ def test_a_packer_goes_on_within_what_it_has_begun(packer: str, at: int) -> None
     delivered: Counter[int] = Counter()
     state: dict[str, Any] | None = None
     loader = None
-    legs = ({"web": 0.8, "code": 0.2}, {"web": 0.1, "code": 0.9}, ALL, {"web": 0.0, "code": 0.5, "books": 1.5})
-    for number, weights in enumerate(legs):
+    segments = ({"web": 0.8, "code": 0.2}, {"web": 0.1, "code": 0.9}, ALL, {"web": 0.0, "code": 0.5, "books": 1.5})
+    for number, weights in enumerate(segments):
         loader = packed(weights, packer)
         if state is not None:
             loader.load_state_dict(state)
         for count, batch in enumerate(loader, 1):
             delivered.update(batch["tokens"].flatten().tolist())
             state = loader.state_dict()
-            if count >= at + number and (number < len(legs) - 1 or (count > 100 and is_between_documents(state))):
+            if count >= at + number and (number < len(segments) - 1 or (count > 100 and is_between_documents(state))):
                 break
     assert loader is not None
     assert state is not None
-    shards, rule = opened(state)["shards"], rule_of(legs[-1], {})
+    shards, rule = opened(state)["shards"], make_rule(segments[-1], {})
     assert shards[next(key for key in shards if key.endswith(".rule"))].item() == rule.digest
     del delivered[0]
     assert delivered == drawn_before(state, "web") + drawn_before(state, "code") + drawn_before(state, "books")
@@ -304,11 +304,11 @@ def test_a_source_that_goes_while_a_packer_is_within_a_window(
 ) -> None:
     """What was begun is begun again, with a warning; not where the source had weight 0 for a while."""
     delivered: Counter[int] = Counter()
-    legs = [({"web": 0.5, "code": 0.5}, 10), ({"code": 0.5}, 60)]
+    segments = [({"web": 0.5, "code": 0.5}, 10), ({"code": 0.5}, 60)]
     if rested:
-        legs.insert(1, ({"web": 0.0, "code": 0.5}, 41))
+        segments.insert(1, ({"web": 0.0, "code": 0.5}, 41))
     state: dict[str, Any] | None = None
-    for weights, num_samples in legs:
+    for weights, num_samples in segments:
         loader = packed(weights, packer)
         if state is not None:
             begun = not is_between_documents(state)

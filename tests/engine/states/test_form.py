@@ -51,11 +51,11 @@ def take(ranks: list[rd.DataLoader], num_steps: int, into: dict[int, list[Any]])
 Legs = list[tuple[dict[str, Any], int, int]]
 
 
-def play(packer: Any, legs: Legs) -> tuple[dict[int, list[Any]], list[rd.DataLoader], float]:
+def play(packer: Any, segments: Legs) -> tuple[dict[int, list[Any]], list[rd.DataLoader], float]:
     """Samples by shard, the loaders of the last leg, and the tokens that were in all samples."""
     state, found, tokens = None, defaultdict(list), 0
     ranks: list[rd.DataLoader] = []
-    for form, world_size, num_steps in legs:
+    for form, world_size, num_steps in segments:
         ranks = loaders(packer, world_size, **form)
         for loader in ranks if state is not None else []:
             loader.load_state_dict(state)
@@ -69,7 +69,7 @@ def counted(ranks: list[rd.DataLoader]) -> float:
     return sum(loader.progress()["tokens/docs"] for loader in ranks)
 
 
-def legs(forms: st.SearchStrategy[dict[str, Any]], max_size: int = 4) -> st.SearchStrategy[Legs]:
+def segments(forms: st.SearchStrategy[dict[str, Any]], max_size: int = 4) -> st.SearchStrategy[Legs]:
     return st.lists(st.tuples(forms, st.sampled_from(WORLDS), st.integers(0, 4)), min_size=2, max_size=max_size)
 
 
@@ -86,7 +86,7 @@ THROUGH = [({"seq_len": 64}, 4, 2), ({"seq_len": 256, "labels": True}, 2, 1), ({
 some = settings(max_examples=max(4, settings().max_examples // 6))
 
 
-@given(legs(FORMS))
+@given(segments(FORMS))
 @example(THROUGH)
 @some
 def test_the_tokens_of_each_shard_end_to_end_are_those_of_an_uninterrupted_read(chain: Legs) -> None:
@@ -115,7 +115,7 @@ LONGER = st.fixed_dictionaries(
 )
 
 
-@given(legs(LONGER, max_size=3))  # two changes within a window at most
+@given(segments(LONGER, max_size=3))  # two changes within a window at most
 @some
 def test_whole_documents_come_once_whatever_is_left_of_a_window(chain: Legs) -> None:
     found, ranks, _ = play(rd.WholeDocumentPacker, [({"window": WINDOW, **form}, w, n) for form, w, n in chain])

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns
-from rescale_data.nodes.mixture.circle import TURN, Arc, arcs, circle_of, floor_sum, shares, stretched, within
+from rescale_data.nodes.mixture.circle import (
+    CIRCLE,
+    Arc,
+    arcs,
+    circle_of,
+    floor_sum,
+    nested_arc,
+    scale_to_circle,
+    shares,
+)
 from rescale_data.state import Ints
 
 WEIGHTS = {
@@ -25,7 +34,7 @@ WEIGHTS = {
 weights = st.sampled_from(list(WEIGHTS.values())) | st.lists(
     st.sampled_from([0, 1e-6, 0.25]) | st.floats(0.001, 10), min_size=1, max_size=8
 ).filter(any).map(tuple)
-points = st.integers(0, TURN - 1)
+points = st.integers(0, CIRCLE - 1)
 
 
 def off(found: Ints, weights: Sequence[float]) -> float:
@@ -160,9 +169,9 @@ GOLDEN = {
 }
 
 
-@given(st.integers(0, 60), st.integers(0, 3 * TURN), st.integers(-TURN, TURN))
+@given(st.integers(0, 60), st.integers(0, 3 * CIRCLE), st.integers(-CIRCLE, CIRCLE))
 def test_a_sum_of_floors(num: int, step: int, start: int) -> None:
-    assert floor_sum(num, step, start) == sum((start + i * step) // TURN for i in range(num))
+    assert floor_sum(num, step, start) == sum((start + i * step) // CIRCLE for i in range(num))
 
 
 @given(weights, st.integers(0, 99), st.integers(0, 10**15), st.integers(0, 300), st.data())
@@ -188,13 +197,13 @@ def test_that_takes_no_time_for_any_number_of_draws() -> None:
 @given(st.tuples(points, points), st.tuples(points, points), points)
 def test_an_arc_within_an_arc(outer: Arc, inner: Arc, point: int) -> None:
     outer, inner = (min(outer), max(outer) + 1), (min(inner), max(inner) + 1)
-    found = within(inner, outer)
+    found = nested_arc(inner, outer)
     for p in (point, found[0], found[0] - 1, found[1], found[1] - 1):
         if outer[0] <= p < outer[1]:
-            assert (found[0] <= p < found[1]) == (inner[0] <= stretched(p, outer) < inner[1])
+            assert (found[0] <= p < found[1]) == (inner[0] <= scale_to_circle(p, outer) < inner[1])
 
 
-@given(weights, st.sampled_from([TURN, 1 << 32, 10]))
+@given(weights, st.sampled_from([CIRCLE, 1 << 32, 10]))
 def test_shares_make_up_the_whole(weights: tuple[float, ...], whole: int) -> None:
     found = shares(weights, whole)
     assert sum(found) == whole

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rescale_data.nodes.mixture import lengths as lengths_module
-from rescale_data.nodes.mixture.circle import TURN, circle_of
+from rescale_data.nodes.mixture.circle import CIRCLE, circle_of
 from rescale_data.nodes.mixture.lengths import TokenArcs
 
 weights = st.lists(st.sampled_from([0, 0.05, 0.3, 1]) | st.floats(0.01, 10), min_size=1, max_size=9).filter(any)
@@ -25,13 +25,13 @@ def test_the_order_follows_from_counts_alone(weights: list[float], lengths: list
     kept, circle = fresh(weights), circle_of(3, 8)
     stop = data.draw(st.integers(0, len(lengths)))
     for n, length in enumerate(lengths[:stop]):
-        kept.drew(kept.choose(circle.point(n)), length)
+        kept.add_document(kept.choose(circle.point(n)), length)
     made = TokenArcs(tuple(weights), kept.documents, kept.tokens, [0] * len(weights))
     for n in range(200):
         source = made.choose(circle.point(n))
         assert source == kept.choose(circle.point(n))
         assert weights[source] > 0
-        assert 0 <= made.stretch(circle.point(n), source) < TURN
+        assert 0 <= made.scale_point(circle.point(n), source) < CIRCLE
 
 
 def test_golden() -> None:
@@ -39,7 +39,7 @@ def test_golden() -> None:
     arcs, circle, drawn = fresh((0.5, 0.3, 0.2)), circle_of(5, 24), ""
     for n in range(64):
         source = arcs.choose(circle.point(n))
-        arcs.drew(source, 1 + (37 * n + 11 * source) % 90 * (40 if n > 31 else 1))
+        arcs.add_document(source, 1 + (37 * n + 11 * source) % 90 * (40 if n > 31 else 1))
         drawn += str(source)
     assert drawn == "0021002102100210011021002100100210021001002100210020021002102100"
 
@@ -61,8 +61,8 @@ def test_what_c_draws_is_what_python_draws(weights: list[float], mean: int, seed
             patch.setattr(lengths_module, "kernel", way)
             arcs = TokenArcs(tuple(weights), documents, tokens, since)
             numbers, chosen = arcs.numbers(), np.zeros(300, dtype=np.int64)
-            turn_at = sum(tokens) + 40 * mean if turns else -1
-            num, missing = arcs.run(points, chosen, 0, numbers, [None if not len(k) else k for k in known], turn_at)
+            change_at = sum(tokens) + 40 * mean if turns else -1
+            num, missing = arcs.run(points, chosen, 0, numbers, [None if not len(k) else k for k in known], change_at)
             found.append((num, missing, chosen[:num].tolist(), numbers.tolist()))
     assert found[0] == found[1]
 
@@ -84,6 +84,6 @@ def test_a_source_that_rests_may_as_well_be_left_out(weights: list[float], mean:
         by_draw: list[int] = []
         for n, point in enumerate(points.tolist()):
             by_draw.append(there[arcs.choose(point)])
-            arcs.drew(arcs.choose(point), int(lengths[n]))
+            arcs.add_document(arcs.choose(point), int(lengths[n]))
         found.append(([there[number] for number in chosen], by_draw))
     assert found[0] == found[1]

@@ -256,17 +256,17 @@ def test_many_sources_are_read_together_and_each_seldom(
 ) -> None:
     """Also at first, and over the ends of their epochs: each read costs as much as dozens of documents."""
     num, asked, alone = 40, [0], list[Any]()
-    at_hand, read = FragmentDocuments.at_hand, FragmentDocuments.read
+    find_ready, read = FragmentDocuments.find_ready, FragmentDocuments.read
 
     def count(self: Any, *args: Any) -> Any:
         asked[0] += 1
-        return at_hand(self, *args)
+        return find_ready(self, *args)
 
     def count_alone(self: Any, *args: Any) -> Any:
         alone.append(self)
         return read(self, *args)
 
-    monkeypatch.setattr(FragmentDocuments, "at_hand", count)
+    monkeypatch.setattr(FragmentDocuments, "find_ready", count)
     monkeypatch.setattr(FragmentDocuments, "read", count_alone)
     table = pa.table({"tokens": [[row] * 8 for row in range(30)]})
     readers = {f"{i:02d}": rd.Reader(_written(tmp_path / f"{i}.arrow", table), rd.Shard()) for i in range(num)}
@@ -282,7 +282,7 @@ def test_many_sources_are_read_together_and_each_seldom(
 def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a batch waits for thousands of epochs of a row or two."""
     asked = [0]
-    fill, draw = mixed.Supply.fill, mixed.MixedDocuments._draw
+    fill, draw = mixed.SourceBuffer.fill, mixed.MixedDocuments._draw
 
     def count(self: Any, *args: Any) -> Any:
         asked[-1] += 1
@@ -292,7 +292,7 @@ def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(mon
         asked.append(0)
         return draw(self, *args)
 
-    monkeypatch.setattr(mixed.Supply, "fill", count)
+    monkeypatch.setattr(mixed.SourceBuffer, "fill", count)
     monkeypatch.setattr(mixed.MixedDocuments, "_draw", begin)
 
     def pipeline(shard: rd.Shard) -> Any:

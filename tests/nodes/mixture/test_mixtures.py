@@ -17,7 +17,7 @@ from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import epoch_end, skip
-from rescale_data.nodes.mixture.circle import TURN, arcs, circle_of
+from rescale_data.nodes.mixture.circle import CIRCLE, arcs, circle_of
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from tests.nodes.resume import assert_resumes, endless
 from tests.states import opened
@@ -334,12 +334,12 @@ def pack(
             while left < need:
                 found[step, source] += left
                 need -= left
-                point = circles[i].point(draws[i]) if rng is None else int(rng.random() * TURN)
+                point = circles[i].point(draws[i]) if rng is None else int(rng.random() * CIRCLE)
                 source = (standing[i] if rng is None else fixed).choose(point)
                 left = lengths[source][at[source]]
                 at[source] = (at[source] + 1) % len(lengths[source])
                 if rng is None:
-                    standing[i].drew(source, left)
+                    standing[i].add_document(source, left)
                 draws[i] += 1
             found[step, source] += need
             rest[i] = (source, left - need)

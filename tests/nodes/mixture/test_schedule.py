@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rescale_data as rd
-from rescale_data.nodes.mixture.rules import rule_of, weights_at
+from rescale_data.nodes.mixture.rules import make_rule, weights_at
 from tests.nodes.mixture.test_mixtures import counted, rows, without_tokens
 from tests.nodes.resume import endless
 from tests.nodes.zoo import BOOKS, CODE, WEB, read
@@ -21,7 +21,7 @@ A, B, C = (dict(zip(NAMES, w, strict=True)) for w in ((0.5, 0.3, 0.2), (0.1, 0.1
 
 def shares_at(weights: Any, progress: int) -> Any:
     """Return the shares of `NAMES` that count at a progress."""
-    rule = rule_of(weights, {})
+    rule = make_rule(weights, {})
     found = dict(zip(rule.names, weights_at(rule, progress, {}).values, strict=True))
     return np.array([found[name] for name in NAMES]) / sum(found.values())
 
@@ -250,7 +250,7 @@ def windows(shard: rd.Shard, above: str, weights: Any, max_epochs: Any, unit: st
 
 STEP, LATER = rd.Schedule([(0, A), (150, B)]), rd.Schedule([(0, A), (170, C), (400, B)])
 CAP = {"web": 1}
-LEGS: list[Any] = [
+SEGMENTS: list[Any] = [
     ((STEP, None), (LATER, None)), ((STEP, None), (A, None)), ((A, None), (LATER, None)), ((STEP, CAP), (STEP, None)),
     ((A, CAP), (A, {"web": 2})), ((A, None), (A, CAP)), ((A, CAP), (B, None)), ((STEP, CAP), (LATER, CAP)),
 ]  # fmt: skip
@@ -258,7 +258,7 @@ LEGS: list[Any] = [
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
 @pytest.mark.parametrize("above", ["whole", "packed", "shuffle"])
-@pytest.mark.parametrize(("saved", "now"), LEGS)
+@pytest.mark.parametrize(("saved", "now"), SEGMENTS)
 def test_a_window_that_is_open_holds_what_it_held(saved: Any, now: Any, above: str, unit: str) -> None:
     """Whichever keys and ends it passes, and however often it is loaded."""
     num = 1 if unit == "samples" else 3  # tokens of a document

@@ -5,8 +5,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from rescale_data.nodes.mixture import woven as module
-from rescale_data.nodes.reading.spans import Moves, Spans
+from rescale_data.nodes.mixture import interleaved as module
+from rescale_data.nodes.reading.spans import PositionUpdates, Spans
 
 
 def documents(
@@ -23,7 +23,7 @@ def documents(
     array = np.arange(100, dtype=np.uint16)
     spans = Spans(
         (array,), np.zeros(total, dtype=np.int64), rng.integers(0, 50, total), rng.integers(0, 50, total),
-        Moves(ends, slot, value), (None,), tuple(map(str, range(total))),
+        PositionUpdates(ends, slot, value), (None,), tuple(map(str, range(total))),
     )  # fmt: skip
     counted = [(41 + 10 * kind, rng.integers(0, 99, sources).tolist()) for kind in range(1 + by_tokens)]
     return chosen, spans, begins, counted
@@ -35,9 +35,9 @@ def documents(
 def test_c_and_numpy_say_the_same(by_tokens: bool, even: bool) -> None:
     for seed in range(60):
         chosen, spans, begins, counted = documents(seed, by_tokens=by_tokens, even=even)
-        fast = module.woven(chosen, spans, begins, 7, counted)
+        fast = module.interleaved(chosen, spans, begins, 7, counted)
         with mock.patch.object(module, "kernel", None):
-            slow = module.woven(chosen, spans, begins, 7, counted)
+            slow = module.interleaved(chosen, spans, begins, 7, counted)
         for one, other in ((fast, slow), (fast.moves, slow.moves)):
             for name in type(one).__dataclass_fields__:
                 if name not in ("arrays", "keeps", "moves"):
@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (chosen, spans, begins + len(spans), counted),
         (
             chosen,
-            spans.with_moves(Moves(spans.moves.ends + 10**6, spans.moves.slot, spans.moves.value)),
+            spans.with_moves(PositionUpdates(spans.moves.ends + 10**6, spans.moves.slot, spans.moves.value)),
             begins,
             counted,
         ),
@@ -60,4 +60,4 @@ def test_what_does_not_fit_is_refused() -> None:
     ]
     for chosen, spans, begins, counted in bad:
         with pytest.raises(ValueError, match=r"not there|out of range|do not fit"):
-            module.woven(chosen, spans, begins, 0, counted)
+            module.interleaved(chosen, spans, begins, 0, counted)

@@ -107,15 +107,15 @@ def samples_of(chain: list[tuple[dict[str, Any], int, int]]) -> dict[int, list[A
     return found
 
 
-def legs(forms: Any) -> Any:
+def segments(forms: Any) -> Any:
     return st.lists(st.tuples(forms, st.sampled_from([4, 2, 3, 1]), st.integers(0, 3)), min_size=2, max_size=3)
 
 
-@given(legs(st.just({})), st.sampled_from(["split", "truncate", "drop"]), st.sampled_from([16, 48]))
+@given(segments(st.just({})), st.sampled_from(["split", "truncate", "drop"]), st.sampled_from([16, 48]))
 @some
 def test_rescaled_it_is_as_if_nothing_had_interrupted(chain: Any, long: str, seq_len: int) -> None:
     form = {"long": long, "seq_len": seq_len}
-    for shard, samples in samples_of([(form, *leg) for _, *leg in chain]).items():
+    for shard, samples in samples_of([(form, *segment) for _, *segment in chain]).items():
         expected = packer(SOURCE, rd.Shard(shard, N, repeat=True), **form)
         assert [plain(sample) for sample in samples] == [plain(next(expected)) for _ in samples]
 
@@ -125,7 +125,7 @@ FORMS = st.fixed_dictionaries(
 )
 
 
-@given(legs(FORMS))
+@given(segments(FORMS))
 @some
 def test_each_comes_once_where_limits_and_length_change_within_windows(chain: Any) -> None:
     for shard, samples in samples_of(chain).items():

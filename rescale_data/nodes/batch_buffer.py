@@ -1,7 +1,7 @@
-"""`Tray`: the columns of a micro batch. Nodes write their samples into its rows, so that nothing has to be stacked.
+"""`BatchBuffer`: arrays for one micro batch. Nodes write samples into their rows, so samples need not be stacked later.
 
 columns of a node    {"tokens": (4096, int64)}
-tray of b samples    {"tokens": int64[b, 4096]}     node.write(tray, place) fills row ``place``
+buffer of b samples    {"tokens": int64[b, 4096]}     node.write(buffer, place) fills row ``place``
 batch                {"tokens": Tensor[b, 4096]}    the same memory
 """
 
@@ -18,8 +18,8 @@ Columns: TypeAlias = Mapping[str, tuple[int, np.dtype[Any]]]
 """Length and dtype of each column's value, which is a 1-D array."""
 
 
-class Tray:
-    """Memory for the samples of one micro batch, allocated anew.
+class BatchBuffer:
+    """Newly allocated arrays for the samples of one micro batch.
 
     Args:
         columns: The columns of each sample.
@@ -36,11 +36,11 @@ class Tray:
         """Values that are no arrays, by name, one for each sample written so far: provenance, payload of its documents."""
 
     def row(self, column: str, place: int) -> npt.NDArray[Any]:
-        """Return row ``place`` of a column, a view ``[1, length]``."""
+        """Return row ``place`` of a column as a view of shape ``[1, length]``."""
         return self.arrays[column][place : place + 1]
 
     def put(self, column: str, place: int, values: npt.NDArray[Any], fill: int) -> None:
-        """Write a value into row ``place``, filled up to the column's length."""
+        """Write a 1-D array into row ``place`` of a column, padded with ``fill`` to the length of the column."""
         array, length = self.arrays[column], len(values)
         if length == array.shape[1]:
             array[place] = values
@@ -49,11 +49,11 @@ class Tray:
             array[place, length:] = fill
 
     def add(self, column: str, value: Any) -> None:
-        """Append a value that is no array, for the next sample; samples come in the order of their rows."""
+        """Append the next sample's value to a list, for values that are not arrays; call it in the order of the rows."""
         self.lists.setdefault(column, []).append(value)
 
     def batch(self) -> dict[str, Any]:
-        """Return ``{column: Tensor[b, length]}``, which share the memory of the tray, and the lists of other values."""
+        """Return the batch: ``{column: Tensor[b, length]}`` without a copy, and lists of the values that are not arrays."""
         batch: dict[str, Any] = {}
         for name, array in self.arrays.items():
             batch[name] = torch.from_numpy(array)
@@ -62,13 +62,13 @@ class Tray:
         return batch
 
     def sample(self) -> dict[str, Any]:
-        """Return ``{column: Tensor[length]}``, the only sample of a tray of one."""
+        """Return the only sample of a buffer with one row: ``{column: Tensor[length]}`` and values that are not arrays."""
         columns: dict[str, Any] = {name: torch.from_numpy(array[0]) for name, array in self.arrays.items()}
         return {**columns, **{name: value for name, [value] in self.lists.items()}}
 
 
 def written(node: Any) -> dict[str, Any]:
-    """Return the next sample of a node that writes its samples into trays."""
-    tray = Tray(node.writes, 1)
-    node.write(tray, 0)
-    return tray.sample()
+    """Return the next sample of a node that has `Node.write`, by writing it into a buffer with one row."""
+    buffer = BatchBuffer(node.writes, 1)
+    node.write(buffer, 0)
+    return buffer.sample()

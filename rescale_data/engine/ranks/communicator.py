@@ -1,4 +1,4 @@
-"""`Circle`: a fixed set of processes that exchange tensors over a gloo group of their own."""
+"""`Communicator`: a fixed set of processes that exchange tensors over a gloo process group."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from rescale_data.engine.ranks.meeting import Missing, arrive, digest, gloo, in_
 from rescale_data.state import Ints
 
 _SECONDS_AFTER_A_FAILURE = 10.0
-"""Seconds in which each process reports that it saw an exchange fail; a process without a report is missing."""
+"""Seconds in which each process has to report a failed exchange; a process that does not report is missing."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One kind of exchange.
+    """The settings of one kind of exchange: its name, its timeout and the remedy in its error message.
 
     Args:
         name: The name, the same on all processes. Exchanges with other names may run at the same time.
         seconds: The time to wait for other processes.
         cure: The end of the message about processes that did not come.
-        leg: The number of the segment; exchanges of one name in different segments do not mix.
+        segment: The number of the segment; exchanges of one name in different segments do not mix.
     """
 
     name: str
     seconds: float
     cure: str
-    leg: int = 0
+    segment: int = 0
 
     @property
     def tag(self) -> int:
-        """The tag of the messages of this call, which keeps exchanges of several threads and loaders apart."""
-        return digest((self.name, self.leg)) % (1 << 31)
+        """The tag of the messages of this call, which keeps exchanges of different threads and loaders apart."""
+        return digest((self.name, self.segment)) % (1 << 31)
 
 
-class Circle:
-    """A fixed set of processes. All loaders of this process over the same set share one circle.
+class Communicator:
+    """A fixed set of processes that exchange tensors; all loaders over the same processes share one communicator.
 
     The first exchange makes the gloo group, after a barrier that names the processes which do not come. An exchange that fails
     breaks its group for good. The processes that see it fail find out which ones are missing, and the next exchange makes
@@ -53,7 +53,7 @@ class Circle:
     group with the others.
 
     Args:
-        store: A part of a store that only this circle uses.
+        store: A part of a store that only this communicator uses.
         me: The index of this process.
         names: The ranks of the processes in the job, for messages.
 
@@ -65,8 +65,8 @@ class Circle:
         self._store, self._me, self._names, self._process = store, me, list(names), os.getpid()
         self.num_loaders = 0
         self._group: _Group | None = None
-        self._parts = dict[str, Circle]()
-        self._making = threading.Lock()
+        self._parts = dict[str, Communicator]()
+        self._group_lock = threading.Lock()
 
     def agree(self, call: Call, values: Sequence[int]) -> Callable[[], Ints]:
         """Send a few integers; call the result to wait for the integers of all processes: ``int64[W, len(values)]``."""
@@ -74,23 +74,23 @@ class Circle:
         return lambda: result().numpy()
 
     def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all processes, stacked; they have one shape."""
+        """Return the tensors of all processes, which have one shape, stacked along a new first dimension (collective)."""
         return self._gather(call, tensor)()
 
     def exchange(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send tensors to some processes, and receive tensors from some, by index; shapes are the same on both sides."""
+        """Send tensors to some processes and receive tensors from some, by index; shapes are the same on both sides."""
         self._begin(call, sends, receives)()
 
-    def part(self, members: Sequence[int]) -> Circle:
-        """Return the circle of some of these processes, including this one; it is made once, and has a group of its own."""
+    def part(self, members: Sequence[int]) -> Communicator:
+        """Return the communicator of some of these processes, including this one; made once, with a gloo group of its own."""
         name = f"part/{digest(list(members))}"
         if name not in self._parts:
             names = [self._names[index] for index in members]
-            self._parts[name] = Circle(PrefixStore(name, self._store), list(members).index(self._me), names)
+            self._parts[name] = Communicator(PrefixStore(name, self._store), list(members).index(self._me), names)
         return self._parts[name]
 
     def _gather(self, call: Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send a tensor to all processes; call the result to wait for the tensors of all."""
+        """Send a tensor to all processes; return a function that waits for the tensors of all, and returns them stacked."""
         tensor = tensor.contiguous()
         gathered = torch.empty((len(self._names), *tensor.shape), dtype=tensor.dtype, device="cpu")
         gathered[self._me] = tensor
@@ -106,7 +106,7 @@ class Circle:
     def _begin(
         self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> Callable[[], None]:
-        """Begin to send to some processes and to receive from some; call the result to wait for all of it."""
+        """Start to send and receive tensors; return a function that waits until all of them have arrived."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this process was forked from the rank {self._process}, and is none: build a loader in it"
@@ -119,7 +119,7 @@ class Circle:
                 group.end(exchange, call.seconds)
                 return
             except BaseException as error:
-                self._give_up(group)
+                self._discard_group(group)
                 if not isinstance(error, RuntimeError | dist.DistError):
                     raise
                 reason = str(error)
@@ -127,17 +127,17 @@ class Circle:
             missing = self._find_missing(group.number, call)
             if missing is None or self._names[self._me] not in missing:
                 raise self._failure(call, missing, reason)
-            again()
+            repeat()
 
-        def again() -> None:
-            """Repeat the exchange: the others gave up this group before this process came to it."""
+        def repeat() -> None:
+            """Repeat the exchange, because the other processes gave up its gloo group before this process came."""
             self._begin(call, sends, receives)()
 
         return result
 
     def _find_group(self, call: Call) -> _Group:
         def find() -> _Group:
-            with self._making:
+            with self._group_lock:
                 if self._group is None:
                     _, number = meet(self._store, self._me, self._names, call.seconds)
                     try:
@@ -152,13 +152,13 @@ class Circle:
         except Missing as missing:
             raise self._failure(call, missing.ranks, "it did not begin") from missing.__cause__
 
-    def _give_up(self, group: _Group) -> None:
+    def _discard_group(self, group: _Group) -> None:
         group.close()
         if self._group is group:
             self._group = None
 
     def _find_missing(self, number: int, call: Call) -> list[int] | None:
-        """Return the ranks that do not report a failed group in this call, too; `None` if the store cannot be reached."""
+        """Return the ranks that do not report the failed gloo group in the same call; `None` if the store cannot be reached."""
         seconds, mine = min(_SECONDS_AFTER_A_FAILURE, call.seconds), str(call.tag)
         store = PrefixStore(f"lost/{number}", self._store)
         try:
@@ -183,7 +183,7 @@ class Circle:
 
 @dataclass(eq=False)
 class _Exchange:
-    """An exchange that has begun: its tensors and gloo's handles, or the error at its beginning."""
+    """An exchange in progress: its tensors and gloo work handles, or the error if it could not start."""
 
     tensors: list[torch.Tensor]
     works: list[Any]
@@ -191,7 +191,7 @@ class _Exchange:
 
 
 class _Group:
-    """One gloo group of all processes of a circle.
+    """One gloo process group of all processes of a communicator.
 
     Args:
         number: The number of the meeting before it, the same on all processes.
@@ -204,7 +204,7 @@ class _Group:
         self._begun: set[_Exchange] = set()  # kept: gloo still writes to the memory of exchanges that nobody waits for
 
     def begin(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> _Exchange:
-        """Begin to receive from some processes, and to send to some."""
+        """Start to receive tensors from some processes and to send tensors to some, by index."""
         exchange = _Exchange([*sends.values(), *receives.values()], [])
         group = self._gloo
         if group is None:
@@ -233,7 +233,7 @@ class _Group:
         self._begun.discard(exchange)
 
     def close(self) -> None:
-        """Close the connections, which the other processes notice."""
+        """Close the connections; the other processes notice it."""
         self._gloo = None
         for exchange in self._begun:
             exchange.works.clear()  # each handle holds the group

@@ -1,7 +1,7 @@
-"""The end of an epoch: the remainder of the shards is redistributed over the ranks, until less than a global batch is left.
+"""Redistributes the remainder of an epoch over all ranks, until less than one global batch is left.
 
 The shard with the most samples left serves first, the lowest index first among equals. That order needs the counts
-alone, so every rank computes the same deal. In each step of it the O samples are sorted by shard and become the rows
+alone, so every rank computes the same plan. In each step of it the O samples are sorted by shard and become the rows
 of the global batch; of a shard with several rows in one step, the rows are filled in the order of time (micro
 batch, then rank), so that at any micro batch what a shard has delivered is a prefix of what it has.
 
@@ -25,12 +25,12 @@ _Rows: TypeAlias = tuple[Ints, Ints, npt.NDArray[np.bool_]]  # shard, sample num
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
-    """The last steps of an epoch.
+class Remainder:
+    """The last steps of an epoch, in which the samples left in the logical shards are redistributed over all ranks.
 
     Args:
         layout: The topology that serves them.
-        left: ``int64[N]``, samples that each shard had left when the deal was made.
+        left: ``int64[N]``, samples that each shard had left when it began.
         samples: ``int64[N]``, samples that each had delivered then.
         pad: Whether the rest that is less than a global batch is filled up with first samples of its shards, or dropped.
     """
@@ -59,16 +59,16 @@ class Deal:
         return -self.num_samples % self.layout.global_batch_size if self.pad else 0
 
     def delivered(self, u: int) -> Ints:
-        """Samples that each shard has delivered in the first u micro batches of the deal: ``int64[N]``."""
+        """Return the samples that each shard delivers in the first ``u`` micro batches of the remainder: ``int64[N]``."""
         t, m = divmod(u, self.layout.gradient_accumulation_steps)
-        counts = self._served(t * self.layout.global_batch_size)
+        counts = self._num_served(t * self.layout.global_batch_size)
         if m:
             shards, _, real = self._step(t)
             counts = counts + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.left))
         return counts
 
     def owners(self, owner: Ints, u: int) -> Ints:
-        """Return the rank that has the row of each shard after micro batch u, ``int64[N]``.
+        """Return the rank that has the up-to-date row of each shard after micro batch ``u`` of the remainder: ``int64[N]``.
 
         Args:
             owner: The same before it.
@@ -81,7 +81,7 @@ class Deal:
         return after
 
     def turn(self, rank: int, u: int) -> Turn:
-        """Return the samples that ``rank`` delivers in micro batch u, counted from the deal."""
+        """Return the shard and the number of each sample that ``rank`` delivers in micro batch ``u`` of the remainder."""
         layout = self.layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
         first = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
@@ -91,8 +91,8 @@ class Deal:
         index, counts = np.unique(shards[real], return_counts=True)
         return Turn(shards.tolist(), index, counts, numbers.tolist(), int(real.sum()))
 
-    def _served(self, num_samples: int) -> Ints:
-        """Samples of each shard among the first ``num_samples`` of the deal: whole levels of ``left``, then part of one."""
+    def _num_served(self, num_samples: int) -> Ints:
+        """Return how many of the first ``num_samples`` samples of the remainder each shard serves: ``int64[N]``."""
         low, high = 0, int(self.left.max(initial=0))
         while low < high:  # the lowest level down to which all shards can be cut
             middle = (low + high) // 2
@@ -109,7 +109,7 @@ class Deal:
         return row // layout.micro_batch_size
 
     def _step(self, t: int) -> _Rows:
-        """The rows of a step."""
+        """Return the shard and the number of each sample in step ``t`` of the remainder, and a mask of real samples."""
         if t not in self._recent:
             self._recent.clear()
             self._recent[t] = self._make_step(t)
@@ -117,7 +117,7 @@ class Deal:
 
     def _make_step(self, t: int) -> _Rows:
         o = self.layout.global_batch_size
-        before, after = self._served(t * o), self._served(min((t + 1) * o, self.num_samples))
+        before, after = self._num_served(t * o), self._num_served(min((t + 1) * o, self.num_samples))
         picks = np.repeat(np.arange(len(self.left)), after - before)
         in_time = np.lexsort((self._micro_batch_of_row[: len(picks)], picks))
         numbers = np.empty(len(picks), dtype=np.int64)

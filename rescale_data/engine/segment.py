@@ -1,0 +1,106 @@
+"""`Segment`: a part of a run whose micro batches follow one plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from rescale_data.engine.recipe import SAMPLES, Histories, History
+from rescale_data.layout.layout import Layout
+from rescale_data.layout.remainder import Remainder
+from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
+from rescale_data.state import Ints
+
+_LOOKAHEAD = 64  # in micro batches of one worker
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A part of a run, on one rank, whose micro batches follow one plan.
+
+    Args:
+        stop: The micro batch after the last one, counted from `Clock.origin`; `None` if there is no last one, or only reading
+            can find it.
+        first: The first micro batch of the segment.
+        samples: ``int64[N]``, the samples that each shard had delivered at `first`; in a remainder, at the beginning of the
+            `Remainder`.
+        left: ``int64[N]``, the samples that each shard had left of the epoch at that time; `None` if only reading can find
+            them.
+        remainder: The plan of the remainder of an epoch; `None` in the main phase, where the layout is the plan.
+        histories: The data of each source, by epoch (`Histories`).
+        pads: True if batches say which of their samples are real.
+        whole_steps: True if the rows of a step count as consumed with its last micro batch (balanced steps).
+        checks_from: Up to this micro batch, nothing has to be looked for between two micro batches: no end of the segment, no
+            failed proof; else 0.
+    """
+
+    layout: Layout
+    rank: int
+    stop: int | None
+    first: int = 0
+    samples: Ints = field(default_factory=partial(np.zeros, 0, np.int64))
+    left: Ints | None = None
+    remainder: Remainder | None = None
+    histories: Histories = field(default_factory=dict[str, History])
+    pads: bool = False
+    checks_from: int = 0
+    whole_steps: bool = False
+
+    def turns(self, table: Ints) -> Turns:
+        """Return the logical shards that this rank serves in each micro batch of the segment, as `Turns`."""
+        if self.remainder is not None:
+            return partial(self.remainder.turn, self.rank)
+        if self.layout.aligned:
+            return AlignedTurns(self.layout, self.rank).turn
+        return BalancedTurns(self.layout, self.rank, table[:, SAMPLES]).turn
+
+    def served(self, u: int) -> Ints:
+        """Return the shards of the worker that makes micro batch ``u``; in a remainder, only the ones that it serves soon."""
+        workers = self.layout.workers
+        if self.remainder is None:
+            return self.layout.served(self.rank, u % workers)
+        soon = range(u, min(u + _LOOKAHEAD * workers, self.remainder.num_micro_batches), workers)
+        return np.unique(
+            np.concatenate([np.arange(len(self.remainder.left))[self.remainder.turn(self.rank, v).index] for v in soon])
+        )
+
+    def step_of(self, u: int) -> int:
+        """Return the first micro batch, within this segment, of the step that contains micro batch ``u``."""
+        return max(self.first, u - u % self.layout.gradient_accumulation_steps)
+
+    def counted(self, u: int) -> int:
+        """Return the first micro batch that a state does not include if it is saved before micro batch ``u``."""
+        return self.step_of(u) if self.whole_steps else u
+
+    def for_a_worker(self) -> Segment:
+        """Return a copy of the segment with only the fields that a worker needs to make micro batches."""
+        return Segment(
+            self.layout, self.rank, self.stop, remainder=self.remainder, histories=self.histories, pads=self.pads
+        )
+
+    @property
+    def is_last(self) -> bool:
+        """True if the epoch ends with this segment: it is a remainder, and no other round follows."""
+        known = self.left is not None
+        return self.remainder is not None and (known or self.remainder.num_samples < self.layout.global_batch_size)
+
+    def delivered(self, u: int) -> Ints:
+        """Return the samples that each shard delivers in this segment before micro batch ``u``, on all ranks: ``int64[N]``."""
+        if self.remainder is not None:
+            return self.remainder.delivered(u)
+        return self.layout.delivered(self.samples, self.first, u)
+
+    def reached(self, u: int) -> Ints:
+        """Return the samples that each shard has delivered in the run before micro batch ``u``: ``int64[N]``."""
+        return self.samples + self.delivered(u)
+
+    def num_left_at(self, u: int) -> int | None:
+        """Return the number of micro batches from ``u`` to the end of the epoch; `None` if it is not known, or endless."""
+        if self.stop is None or self.left is None:
+            return None
+        if self.remainder is not None:
+            return self.stop - u
+        main = self.delivered(self.stop)
+        return self.stop - u + Remainder(self.layout, self.left - main, self.samples, self.pads).num_micro_batches

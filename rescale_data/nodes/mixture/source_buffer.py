@@ -1,0 +1,113 @@
+"""Buffers for one source of a mixture: `SourceBuffer` holds its next documents, `KeptDocuments` ones not drawn yet."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.spans import EMPTY, NO_UPDATES, PositionUpdates, Spans
+from rescale_data.state import Ints
+
+
+class KeptDocuments:
+    """Documents of a source that is costly to read, kept until they are drawn, so that each is read once.
+
+    A document is read but not drawn if another source ends before it. Documents are kept by the position at which they begin,
+    in the order in which they were read. For an end of an epoch, the position at which the next epoch begins is kept too.
+    """
+
+    is_costly = True
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+        self._documents_read: dict[bytes, Spans] = {}
+        self._next_epoch: dict[bytes, View] = {}
+
+    def read(self, position: View, most: int) -> Spans:
+        key = position.tobytes()
+        documents = self._documents_read.get(key)
+        if documents is None:
+            documents = self._documents_read[key] = self._documents.read(position, most)
+            if not len(documents):
+                self._next_epoch[key] = after = copy_of(position)
+                self._documents.begin_next_epoch(
+                    after
+                )  # at once: the next bind of the node moves it away from this end
+        return documents if len(documents) <= most else documents[:most]
+
+    def begin_at(self, position: View) -> None:
+        """Drop the documents before a position."""
+        wanted_key = position.tobytes()
+        for key in [*self._documents_read]:
+            if key == wanted_key:
+                break
+            documents = self._documents_read.pop(key)
+            if len(documents) > 1 and (num := _num_before(documents, key, position)):
+                self._documents_read = {wanted_key: documents[num:], **self._documents_read}
+                break
+        self._next_epoch = {key: after for key, after in self._next_epoch.items() if key in self._documents_read}
+
+    def begin_next_epoch(self, position: View) -> None:
+        position[:] = self._next_epoch[position.tobytes()]
+
+
+def _num_before(documents: Spans, begin: bytes, position: View) -> int:
+    """Return how many documents lie before a position; 0 if the position is not between two documents."""
+    at = np.frombuffer(begin, dtype=np.int64).copy().data
+    for number in range(1, len(documents)):
+        documents[number - 1 :].move(at, 1)
+        if at == position:
+            return number
+    return 0
+
+
+class SourceBuffer:
+    """The next documents of one source, as many as are requested, also from its following epochs."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        position: View,
+        by_tokens: bool,
+        first: Spans = EMPTY,
+    ) -> None:
+        self._documents, self._position = documents, copy_of(position)
+        self._next_epoch, self._by_tokens = NO_UPDATES, by_tokens
+        first.move(self._position, len(first))
+        self._parts, self.num = [first] if len(first) else list[Spans](), len(first)
+        self.silent_epochs = 0
+
+    def fill(self, num: int) -> bool:
+        """Read at least one more document, up to ``num`` in the buffer; return False at the end of an epoch."""
+        spans = self._documents.read(self._position, num - self.num)
+        if not len(spans):
+            return False
+        spans.move(self._position, len(spans))
+        if len(self._next_epoch):
+            spans, self._next_epoch = spans.with_moves(spans.moves.preceded_by(self._next_epoch)), NO_UPDATES
+        self._parts.append(spans)
+        self.num += len(spans)
+        if not self._by_tokens or spans.length.any():
+            self.silent_epochs = 0
+        return True
+
+    def begin_next_epoch(self) -> None:
+        """Begin the next epoch, after `fill` has found the end of one."""
+        self.silent_epochs += 1
+        before = copy_of(self._position)
+        self._documents.begin_next_epoch(self._position)
+        moved = PositionUpdates.between(before, self._position)
+        self._next_epoch = PositionUpdates.join([self._next_epoch, moved]) if len(self._next_epoch) else moved
+
+    @property
+    def lengths(self) -> Ints:
+        """Lengths in tokens of the documents in the buffer, ``int64[num]``."""
+        return np.concatenate([part.length for part in self._parts])
+
+    def spans(self, num: int) -> list[Spans]:
+        """Return the first ``num`` documents in the buffer, as a list of parts."""
+        parts, num = list(self._parts), self.num - num
+        while num and num >= len(parts[-1]):
+            num -= len(parts.pop())
+        return [*parts[:-1], parts[-1][:-num]] if num else parts
