@@ -2,7 +2,7 @@
 
     python examples/mixture.py
 
-Each leg goes on from the state of the one before, on other ranks and with other weights. Beside it runs a single rank that
+Each segment goes on from the state of the one before, on other ranks and with other weights. Beside it runs a single rank that
 changes the weights at the same samples: every global batch must be the same. The ranks are loaders in this one process
 (``dp_rank=``, ``dp_world_size=``); in training give ``mesh=`` and put the loader into the dict of ``dcp.save`` and
 ``dcp.load``. It takes some twenty seconds.
@@ -108,7 +108,7 @@ def main() -> int:
         step = 2 * STEPS + 3
         asked.skip((step - asked.step) * GLOBAL_BATCH)
         print(
-            "Each logical shard is within two documents of its weights, which shows in a leg of a few samples a shard."
+            "Each logical shard is within two documents of its weights, which shows in a segment of a few samples a shard."
         )
         print(f"step {step}, sample 0:", *next(iter(asked))["provenance"][0].splitlines(), sep="\n  ")
     print(f"{'every global batch is the same' if same else 'BATCHES DIFFER'} ({time.perf_counter() - started:.0f} s)")

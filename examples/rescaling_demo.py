@@ -40,7 +40,7 @@ SEQ_LEN = 128
 SEED = 0
 GLOBAL_BATCH_SIZE = 24  # divides by 1, 2, 3, 4, 6, 8, 12 and 24 ranks
 LARGEST_MICRO_BATCH = 6  # what would fit into a GPU's memory
-WORKERS = (1, 2, 0)  # of the first leg, the second, ...
+WORKERS = (1, 2, 0)  # of the first segment, the second, ...
 MAX_RANKS = 16
 
 
@@ -90,7 +90,7 @@ def train(rank: int, segment: Segment) -> None:
         functools.partial(pipeline, source, segment.corpus.eos_id),
         global_batch_size=segment.global_batch_size,
         micro_batch_size=segment.micro_batch_size,
-        num_logical_shards=segment.num_logical_shards,  # all but this one may change from leg to leg
+        num_logical_shards=segment.num_logical_shards,  # all but this one may change from segment to segment
         mesh=mesh,
         num_workers=segment.num_workers,
         seed=SEED,
@@ -156,8 +156,8 @@ def run_rank(rank: int, segment: Segment) -> None:
     train(rank, segment)
 
 
-def plan_legs(world_sizes: list[int], steps: int, corpus: Corpus, folder: Path) -> list[Segment]:
-    """A leg for each world size, each from the checkpoint of the one before."""
+def plan_segments(world_sizes: list[int], steps: int, corpus: Corpus, folder: Path) -> list[Segment]:
+    """A segment for each world size, each from the checkpoint of the one before."""
     segments: list[Segment] = []
     global_batch_size = GLOBAL_BATCH_SIZE
     for number, world_size in enumerate(world_sizes):
@@ -170,7 +170,7 @@ def plan_legs(world_sizes: list[int], steps: int, corpus: Corpus, folder: Path) 
                 world_size=world_size,
                 num_workers=WORKERS[number % len(WORKERS)],
                 stop=(number + 1) * steps,
-                folder=folder / f"leg{number}",
+                folder=folder / f"segment{number}",
                 load_from=segments[-1].checkpoint if segments else None,
             )
         )
@@ -225,8 +225,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=existing,
         help="text, JSON lines, Parquet or Arrow: a folder or a file (default: Python's own library)",
     )
-    parser.add_argument("--world-sizes", type=world_sizes, default=[4, 2, 6], help="ranks of each leg (default: 4,2,6)")
-    parser.add_argument("--steps", type=positive, default=8, help="optimizer steps of each leg (default: 8)")
+    parser.add_argument(
+        "--world-sizes", type=world_sizes, default=[4, 2, 6], help="ranks of each segment (default: 4,2,6)"
+    )
+    parser.add_argument("--steps", type=positive, default=8, help="optimizer steps of each segment (default: 8)")
     return parser.parse_args(arguments)
 
 
@@ -253,16 +255,16 @@ def world_sizes(text: str) -> list[int]:
 
 
 def demo(options: argparse.Namespace, folder: Path) -> bool:
-    """Run all legs and the reference in ``folder``; whether the promises held."""
+    """Run all segments and the reference in ``folder``; whether the promises held."""
     corpus = build_corpus(options.data, folder / "corpus", num_logical_shards(options.world_sizes))
-    segments = plan_legs(options.world_sizes, options.steps, corpus, folder)
+    segments = plan_segments(options.world_sizes, options.steps, corpus, folder)
     print(f"corpus: {corpus.description}")
     print(
         f"run: {segments[0].global_batch_size} samples of {SEQ_LEN} tokens a step, "
         f"from {segments[0].num_logical_shards} logical shards"
     )
     for number, segment in enumerate(segments):
-        run(segment, f"leg {number}")
+        run(segment, f"segment {number}")
     reference = plan_reference(segments, folder)
     run(reference, "reference")
     return report(

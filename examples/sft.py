@@ -133,7 +133,7 @@ def run_leg(folder: Path, segment: int) -> tuple[list[Any], Counter[str]]:
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
-        raise SystemExit(f"a rank of leg {segment} has failed")
+        raise SystemExit(f"a rank of segment {segment} has failed")
     found = [json.loads((folder / f"came{segment}.{rank}").read_text()) for rank in range(len(ranks))]
     return [chat for came, _ in found for chat in came], sum((Counter(counts) for _, counts in found), Counter())
 
@@ -168,7 +168,7 @@ def main(num_conversations: int = 400) -> int:
     same = all(is_as_written(chat, written[chat[0]]) for chat in came)
     counted = {key: int(value) for key, value in counts.items()} == expected
     print(f"each of {len(short)} conversations once: {once}; each with its mask: {same}")
-    print(f"counted over all legs: {dict(sorted(counts.items()))}, as it should be: {counted}")
+    print(f"counted over all segments: {dict(sorted(counts.items()))}, as it should be: {counted}")
     print(
         f"{'all of it holds' if once and same and counted else 'SOMETHING DIFFERS'} ({time.perf_counter() - started:.0f} s)"
     )

@@ -65,7 +65,7 @@ def pipeline(source: rd.Source, shard: rd.Shard) -> rd.BaseNode[Any]:
 
 
 def train(source: rd.Source, segment: Segment, load_from: Path | None, save_to: Path | None) -> list[tuple[float, int]]:
-    """One leg: the loss of each step, and a hash of its batch."""
+    """One segment: the loss of each step, and a hash of its batch."""
     torch.manual_seed(0)
     model = Decoder().to("xla")
     sharding = None
@@ -125,7 +125,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         previous: Path | None = None
         for number, segment in enumerate(SEGMENTS):
-            path = Path(folder) / f"leg-{number}"
+            path = Path(folder) / f"segment-{number}"
             first = len(got)
             got += train(source, segment, previous, path)
             print(

@@ -15,7 +15,7 @@ TOPOLOGY = ("global_batch_size", "dp_world_size", "micro_batch_size")
 
 
 class Case(NamedTuple):
-    """What is the same in all legs of a run."""
+    """What is the same in all segments of a run."""
 
     kind: str
     num_rows: int

@@ -1,4 +1,4 @@
-"""R1, R2, R3 and R4 over chains of topologies, with a save at any micro batch of any leg, and all ranks but one lost there."""
+"""R1 to R4 over chains of topologies, with a save at any micro batch of any segment, and all ranks but one lost there."""
 
 import itertools
 from typing import Any, NamedTuple, TypeAlias
@@ -75,7 +75,7 @@ def _shown(loader: rd.DataLoader) -> Any:
 
 
 def legs_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Segment]]:
-    """Legs, of which some are read ahead by a thread of each rank."""
+    """Segments, of which some are read ahead by a thread of each rank."""
     counts = st.integers(0, 9)
     topologies = st.builds(lambda size, ahead: size._replace(ahead=ahead), topologies, st.sampled_from([0, 1, 3]))
     return st.lists(st.builds(Segment, topologies, counts, counts, counts), min_size=1, max_size=5)
@@ -83,7 +83,7 @@ def legs_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[S
 
 @st.composite
 def any_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 5) -> Chain:
-    """W, b and O of each leg are free: most are not aligned."""
+    """W, b and O of each segment are free: most are not aligned."""
     sizes = st.tuples(st.integers(1, max_ranks), st.integers(1, 4), st.integers(1, 3))
     topologies = sizes.map(lambda size: Topology(size[0], size[1], size[0] * size[1] * size[2]))
     n = draw(

@@ -32,7 +32,7 @@ from demo.report import report  # noqa: E402
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[[], bool], Path]:
-    """The demo, run with 2 ranks and then with 1: its check of what they wrote down, and the folder of the last leg."""
+    """The demo, run with 2 ranks and then with 1: its check of what they wrote down, and the folder of the last segment."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "START_METHOD", "forkserver")  # seconds a rank saved; ctrl-C is tested with the demo's own
@@ -41,10 +41,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[[], boo
 
 def _run(folder: Path) -> tuple[Callable[[], bool], Path]:
     corpus = build_corpus(None, folder / "corpus", 96)
-    segments = demo.plan_legs([2, 1], 2, corpus, folder)
+    segments = demo.plan_segments([2, 1], 2, corpus, folder)
     reference = demo.plan_reference(segments, folder)
     for number, segment in enumerate([*segments, reference]):
-        demo.run(segment, f"leg {number}")
+        demo.run(segment, f"segment {number}")
     pipeline = functools.partial(demo.pipeline, rd.ParquetSource(corpus.folder), corpus.eos_id)
     check = functools.partial(report, segments, reference, pipeline, demo.SEED)
     return check, segments[1].folder
@@ -75,7 +75,7 @@ def test_the_report_notices_a_sample_that_comes_twice(finished, capsys):
 
 
 class _altered:
-    """The samples of a leg's first step on rank 0, changed for a while."""
+    """The samples of a segment's first step on rank 0, changed for a while."""
 
     def __init__(self, folder: Path, change: Callable[[list[str]], None]) -> None:
         self._file, self._found, self._change = folder / "rank000.json", read(folder)[0], change
@@ -90,7 +90,7 @@ class _altered:
 
 
 def test_legs_whose_world_size_does_not_divide_the_global_batch_change_it(tmp_path):
-    segments = demo.plan_legs([4, 3, 5, 5], 8, demo.Corpus("", 256, ""), tmp_path)
+    segments = demo.plan_segments([4, 3, 5, 5], 8, demo.Corpus("", 256, ""), tmp_path)
     assert [segment.global_batch_size for segment in segments] == [24, 24, 25, 25]
     assert {segment.num_logical_shards for segment in segments} == {96}
     assert all(segment.global_batch_size % (segment.world_size * segment.micro_batch_size) == 0 for segment in segments)

@@ -130,7 +130,7 @@ class Trainer:
 
 
 class Run(NamedTuple):
-    """A run in legs, each of which ends with a save after some batches or epochs.
+    """A run in segments, each of which ends with a save after some batches or epochs.
 
     Args:
         segments: Topology, how far it reads ahead, and how many batches and ends of epochs it goes.

@@ -49,7 +49,7 @@ def evaluations(draw: st.DrawFn) -> dict[str, Any]:
     aligned = [(w, b) for w, b in fitting if n % o == 0 or (n % w == 0 and (b % (o // n) == 0 or o // n % b == 0))]
     segments = draw(st.lists(st.sampled_from(aligned), min_size=1, max_size=3))
     rows = draw(st.integers(max(1, o // 2), 5 * o + 3))
-    return {"o": o, "n": n, "legs": segments, "rows": rows, "tail": draw(st.sampled_from(["drop", "pad"]))}
+    return {"o": o, "n": n, "segments": segments, "rows": rows, "tail": draw(st.sampled_from(["drop", "pad"]))}
 
 
 @given(evaluations(), st.data())
@@ -60,11 +60,11 @@ def test_rows_are_in_the_order_of_the_dataset(run: dict[str, Any], data: st.Data
         return
     steps = num_rows // o if run["tail"] == "drop" else -(-num_rows // o)
     stops = sorted(
-        data.draw(st.lists(st.integers(0, steps), min_size=len(run["legs"]) - 1, max_size=len(run["legs"]) - 1))
+        data.draw(st.lists(st.integers(0, steps), min_size=len(run["segments"]) - 1, max_size=len(run["segments"]) - 1))
     )
     rows: list[int] = []
     state = None
-    for (w, b), stop in zip(run["legs"], [*stops, None], strict=True):
+    for (w, b), stop in zip(run["segments"], [*stops, None], strict=True):
         loaders = loaders_of(range(num_rows), w, b, **kwargs)
         for loader in loaders if state is not None else []:
             loader.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""`verify=True`: each row once an epoch, over all legs of a run, or an error that says which shard."""
+"""`verify=True`: each row once an epoch, over all segments of a run, or an error that says which shard."""
 
 from __future__ import annotations
 

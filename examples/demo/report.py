@@ -65,7 +65,7 @@ def report(
     """Print what happened; whether all promises held."""
     runs, alone = [Run(segment) for segment in segments], Run(reference)
     shards = Shards(pipeline, segments[0].num_logical_shards, seed)
-    findings = [*_steps(runs, alone), *_legs(runs, shards), _rows(runs[-1], shards)]
+    findings = [*_steps(runs, alone), *_print_segments(runs, shards), _rows(runs[-1], shards)]
     print()
     for held, text in findings:
         print(f"{'ok  ' if held else 'FAIL'}  {text}")
@@ -107,10 +107,11 @@ def _steps(runs: list[Run], alone: Run) -> list[Finding]:
     return findings
 
 
-def _legs(runs: list[Run], shards: Shards) -> list[Finding]:
+def _print_segments(runs: list[Run], shards: Shards) -> list[Finding]:
     """One line a segment: its topology, what it drew, and what its resume cost."""
     print(
-        "\n  leg  ranks x workers  global batch  micro batch  accumulation  samples  repeated  lost  dcp.load s  first batch s"
+        "\n  segment  ranks x workers  global batch  micro batch  accumulation  samples  repeated  lost  dcp.load s  "
+        "first batch s"
     )
     before = np.zeros(shards.num_logical_shards, dtype=np.int64)
     repeated_of_all = lost_of_all = 0
@@ -118,7 +119,7 @@ def _legs(runs: list[Run], shards: Shards) -> list[Finding]:
         after = delivered(run.segment)
         due = shards.samples(before, after)
         repeated, lost = (run.samples - due).total(), (due - run.samples).total()
-        print(f"{number:5}  {_describe(run)}  {run.samples.total():7}  {repeated:8}  {lost:4}  {_seconds(run)}")
+        print(f"{number:9}  {_describe(run)}  {run.samples.total():7}  {repeated:8}  {lost:4}  {_seconds(run)}")
         before, repeated_of_all, lost_of_all = after, repeated_of_all + repeated, lost_of_all + lost
     print("  (the first batch includes the start of the worker processes, where there are any)")
     table, texts = state_bytes(runs[-1].segment)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, run_legs
+from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, run_segments
 
 import rescale_data as rd
 
@@ -58,4 +58,4 @@ if __name__ == "__main__":
         folder, resume, stop = sys.argv[1:]
         train(Path(folder), int(resume), int(stop))
     else:
-        sys.exit(run_legs(__file__))
+        sys.exit(run_segments(__file__))

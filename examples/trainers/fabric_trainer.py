@@ -18,7 +18,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.fabric.strategies import ModelParallelStrategy
-from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, run_legs
+from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, run_segments
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -85,4 +85,4 @@ if __name__ == "__main__":
         folder, resume, stop = sys.argv[1:]
         train(Path(folder), int(resume), int(stop))
     else:
-        sys.exit(run_legs(__file__))
+        sys.exit(run_segments(__file__))

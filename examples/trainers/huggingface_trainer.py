@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parts.rows import EPOCHS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Sequences, run_legs
+from parts.rows import (
+    EPOCHS,
+    GLOBAL_BATCH_SIZE,
+    MICRO_BATCH_SIZE,
+    NUM_ROWS,
+    VOCABULARY,
+    Record,
+    Sequences,
+    run_segments,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import rescale_data as rd
@@ -75,4 +84,4 @@ if __name__ == "__main__":
         folder, resume, stop = sys.argv[1:]
         train(Path(folder), int(resume), int(stop))
     else:
-        sys.exit(run_legs(__file__))
+        sys.exit(run_segments(__file__))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from parts.rows import EPOCHS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, run_legs
+from parts.rows import EPOCHS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, run_segments
 from torch.distributed.fsdp import fully_shard
 
 import rescale_data as rd
@@ -103,4 +103,4 @@ if __name__ == "__main__":
         folder, resume, stop, strategy = sys.argv[1:]
         train(Path(folder), int(resume), int(stop), strategy)
     else:
-        sys.exit(run_legs(__file__, *(sys.argv[1:] or ["ddp"])))
+        sys.exit(run_segments(__file__, *(sys.argv[1:] or ["ddp"])))

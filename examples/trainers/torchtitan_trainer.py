@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, Record, run_legs
+from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, Record, run_segments
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import CheckpointManager
 
@@ -112,4 +112,4 @@ if __name__ == "__main__":
         folder, resume, stop = sys.argv[1:]
         train(Path(folder), int(resume), int(stop))
     else:
-        sys.exit(run_legs(__file__))
+        sys.exit(run_segments(__file__))

@@ -15,7 +15,16 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from parts.rows import EPOCHS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Sequences, run_legs
+from parts.rows import (
+    EPOCHS,
+    GLOBAL_BATCH_SIZE,
+    MICRO_BATCH_SIZE,
+    NUM_ROWS,
+    VOCABULARY,
+    Record,
+    Sequences,
+    run_segments,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -87,4 +96,4 @@ if __name__ == "__main__":
         folder, resume, stop = sys.argv[1:]
         train(Path(folder), int(resume), int(stop))
     else:
-        sys.exit(run_legs(__file__))
+        sys.exit(run_segments(__file__))

@@ -139,7 +139,7 @@ class Ends:
             self.verify_error = f"Epoch {at.clock.epoch} does not end as it should. {error}"
             raise DataStateError(self.verify_error) from None
         self.ranks.info(
-            "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all legs of the run.",
+            "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all segments of the run.",
             at.clock.epoch,
             int(dropped.sum()),
         )

@@ -141,7 +141,7 @@ few = settings(max_examples=max(6, settings().max_examples // 16))
 @given(st.sampled_from(sorted(PIPELINES)), segments(3), st.sets(st.integers(0, 69), max_size=20))
 @few
 def test_it_says_what_a_run_has_seen(kind: str, parts: list[Segment], blocked: set[int]) -> None:
-    """Other ranks, micro and global batches in each leg, aligned or not, and a blocklist that is new in the last."""
+    """Other ranks, micro and global batches in each segment, aligned or not, and a blocklist that is new in the last."""
     with TemporaryDirectory() as folder:
         run = Recorded(folder, repeat=True)
         pipelines = [PIPELINES[kind], partial(PIPELINES[kind], blocked=sorted(blocked))]

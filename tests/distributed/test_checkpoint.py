@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.legs import ByRank, Taken, global_batches, take
 from tests.distributed.ranks import run_ranks
+from tests.distributed.segments import ByRank, Taken, global_batches, take
 from tests.distributed.training import DATA, O, Training
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

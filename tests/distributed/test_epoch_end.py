@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import rescale_data as rd
-from tests.distributed.legs import (
+from tests.distributed.ranks import run_ranks
+from tests.distributed.segments import (
     ByRank,
     Data,
     Taken,
@@ -20,7 +21,6 @@ from tests.distributed.legs import (
     take,
     take_epoch,
 )
-from tests.distributed.ranks import run_ranks
 from tests.pipelines import Rows, plain
 from tests.states import opened
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.report import NAMES
-from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks
+from tests.distributed.segments import Data, take
 from tests.states import opened
 
 UNEVEN = Data("rows", 100, 7)

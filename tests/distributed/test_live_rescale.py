@@ -15,7 +15,7 @@ GLOBAL_BATCH_SIZE, STEPS = 24, 15
 SEGMENTS = [(4, 3, 5), (3, 4, 10), (4, 6, STEPS)]
 """Ranks, micro batch, and the step at which they stop."""
 SOURCE = rd.DatasetSource(range(430), "numbers")
-"""About ten steps are left of the filter, so an epoch ends within the legs, in the deal of what its shards still have."""
+"""About ten steps are left of the filter, so an epoch ends within the segments, in the deal of what its shards still have."""
 
 
 def keep(row: int) -> bool:
@@ -58,7 +58,7 @@ def go_on(loader: rd.DataLoader | None, k: int, w: int, b: int, was_w: int, mesh
 
 
 def live(k: int, other_k: int) -> dict[str, Any]:
-    """One rank of four: the last leaves after the first leg and comes back for the third."""
+    """One rank of four: the last leaves after the first segment and comes back for the third."""
     found: dict[str, Any] = {"rows": {}, "refused": ""}
     meshes = {w: DeviceMesh("cpu", list(range(w))) for w in (4, 3)}
     loader: rd.DataLoader | None = loader_of(k, mesh=meshes[4], micro_batch_size=3)

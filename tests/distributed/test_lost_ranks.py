@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from rescale_data.engine.ranks import circle, meeting
-from tests.distributed.legs import Data, take, take_epoch
 from tests.distributed.ranks import run_ranks
+from tests.distributed.segments import Data, take, take_epoch
 from tests.states import opened
 
 LONG = 60.0

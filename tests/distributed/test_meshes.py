@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.distributed.legs import ByRank, Data, Logged, Taken, check_exactly_once, global_batches, take
 from tests.distributed.ranks import run_ranks
+from tests.distributed.segments import ByRank, Data, Logged, Taken, check_exactly_once, global_batches, take
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import CheckpointException
 import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.state import Field
-from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks
+from tests.distributed.segments import Data, take
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

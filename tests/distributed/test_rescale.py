@@ -8,23 +8,23 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import rescale_data as rd
-from tests.distributed.legs import ByRank, Data, Logged, Taken, check_exactly_once, global_batches, take
 from tests.distributed.ranks import run_ranks
+from tests.distributed.segments import ByRank, Data, Logged, Taken, check_exactly_once, global_batches, take
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 MICRO_BATCH = {1: 12, 2: 6, 3: 4, 4: 3, 6: 2, 8: 2}
-"""The largest of a leg, by its world size: other ones, so that legs differ in A too."""
+"""The largest of a segment, by its world size: other ones, so that segments differ in A too."""
 
 
 class Case(NamedTuple):
-    """Three legs: W ranks, any ranks, one rank without a process group.
+    """Three segments: W ranks, any ranks, one rank without a process group.
 
     Args:
-        w: Ranks of the first leg; 0 for a single one without a process group.
+        w: Ranks of the first segment; 0 for a single one without a process group.
         micro_batches: That each of them takes before the save.
-        second_o: O of the second leg.
-        aligned: Whether the second leg keeps the order.
+        second_o: O of the second segment.
+        aligned: Whether the second segment keeps the order.
     """
 
     data: Data
@@ -82,7 +82,7 @@ def first_legs(names: list[str], folder: Path) -> list[list[Taken]]:
 
 
 class Second(NamedTuple):
-    """What one rank saw in the second leg of a case."""
+    """What one rank saw in the second segment of a case."""
 
     step: int
     taken: list[Taken]
@@ -104,7 +104,7 @@ def _second_leg(case: Case, loader: rd.DataLoader) -> Second:
 
 
 class Run:
-    """All cases with a second leg of W ranks."""
+    """All cases with a second segment of W ranks."""
 
     def __init__(self, w: int, folder: Path, first: dict[str, ByRank]) -> None:
         self.w, self.folder, self.first = w, folder, first
@@ -123,7 +123,7 @@ class Run:
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, ByRank]]:
     """The folder of all checkpoints, and what was taken before them."""
-    folder = tmp_path_factory.mktemp("legs")
+    folder = tmp_path_factory.mktemp("segments")
     found: dict[str, ByRank] = {}
     for w in {case.w for case in CASES.values()}:
         names = [name for name, case in CASES.items() if case.w == w]

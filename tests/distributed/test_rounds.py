@@ -6,8 +6,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.legs import ByRank, Data, Taken, check_exactly_once, global_batches, num_real, take, take_epoch
 from tests.distributed.ranks import run_ranks
+from tests.distributed.segments import (
+    ByRank,
+    Data,
+    Taken,
+    check_exactly_once,
+    global_batches,
+    num_real,
+    take,
+    take_epoch,
+)
 from tests.promises import comparable
 from tests.simulate import GlobalBatch
 
@@ -52,7 +61,7 @@ def chain_of(seed: int) -> Chain:
 
 
 def play(chain: Chain, groups: list[Any]) -> tuple[list[list[Taken]], int, float]:
-    """What this rank took in each leg, the last of them to the end of an epoch; epochs that have ended, samples dropped."""
+    """What this rank took in each segment, the last of them to the end of an epoch; epochs that have ended, samples dropped."""
     segments: list[list[Taken]] = []
     state, dropped, epoch = None, 0.0, 0
     for segment in chain.segments:

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torchdata.nodes import Loader, Prefetcher
 
 import rescale_data as rd
-from tests.distributed.legs import SEED, ByRank, Data, Taken, check_exactly_once, num_real, take, take_epoch
 from tests.distributed.ranks import run_ranks
+from tests.distributed.segments import SEED, ByRank, Data, Taken, check_exactly_once, num_real, take, take_epoch
 from tests.pipelines import data_for, pipeline_of, plain
 from tests.simulate import same_state
 

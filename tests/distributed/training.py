@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.legs import Data, Taken
+from tests.distributed.segments import Data, Taken
 from tests.pipelines import plain
 
 DATA = Data("packed", 500, 96)

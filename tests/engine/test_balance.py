@@ -126,7 +126,7 @@ CHAINS: list[tuple[Any, dict[str, Any]]] = [
 def test_chains_of_topologies_with_and_without_balance_have_one_order(
     data: Any, given: dict[str, Any], seed: int
 ) -> None:
-    """Balance begins and ends with a leg, also within a balanced step: that begins again."""
+    """Balance begins and ends with a segment, also within a balanced step: that begins again."""
     rng = random.Random(seed)
     plain = opened(data, 0, 1, 12, **given)
     state: Any = plain.state_dict()

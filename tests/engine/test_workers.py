@@ -281,7 +281,7 @@ class TestFailures:
             batches = iter(loader)
             found = [next(batches)["row"].tolist()]
             flag.touch()
-            if begins_anew:  # the worker is within a batch of the leg before
+            if begins_anew:  # the worker is within a batch of the segment before
                 loader.load_state_dict(loader.state_dict())
                 batches = iter(loader)
 

@@ -1,4 +1,4 @@
-"""A random history of a run: legs on other topologies, and in each whatever a trainer may do, checked as it goes.
+"""A random history of a run: segments on other topologies, and in each whatever a trainer may do, checked as it goes.
 
 History(random.Random(7)).play()      raises `Failure`, or an error of the loader's, with what was done in `log`
 """
@@ -167,7 +167,7 @@ class History:
                 self.o = r.choice([o for o in (2, 4, 6, 8, 12, 16, 24) if self.aligned_tops(o)])
             self.now = self.top()
             self.say(
-                "leg",
+                "segment",
                 self.now,
                 self.prefetch,
                 "" if state is None else {k: opened(state)[k] for k in ("samples", "origin", "step", "epoch")},
@@ -200,7 +200,7 @@ class History:
         self.check_batches()
 
     def change(self) -> None:
-        """Between legs: files are added, the blocklist is another."""
+        """Between segments: files are added, the blocklist is another."""
         if (
             any(kind in repr(self.plan) for kind in ("Files", "Parquet"))
             and "Stock" not in repr(self.plan)

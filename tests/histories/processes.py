@@ -22,7 +22,7 @@ WORLD_SIZE = 4
 
 
 def play(seed: int, folder: Path) -> str:
-    """All ranks draw the same; those beyond W wait for the next leg."""
+    """All ranks draw the same; those beyond W wait for the next segment."""
     h, books, rank, saved, recipe = History(random.Random(seed)), Books(), dist.get_rank(), "", None
     if h.blocks:
         return "with a blocklist"

@@ -64,7 +64,7 @@ class UnderTorchdata(History):
             make = (Pipeline(self.plan, self.files, self.lists[-1], self.first_files),), given
             crew = Crew(top.w)
             pairs = crew.all(lambda _, *it: Pair(*it), make, top, above)
-            self.say("leg", top, "" if state is None else opened(_shards_in(state))["samples"])
+            self.say("segment", top, "" if state is None else opened(_shards_in(state))["samples"])
             if state is not None:
                 crew.all(lambda i, of, saved: of[i].load(saved), pairs, state)
             state = self._segment(crew, pairs, above)

@@ -1,5 +1,5 @@
-"""Law 3: a change between legs keeps what it does not name. Of sources that stay every token comes once an epoch; those that a
-window brings again are in as many logical shards as a warning says, and none is lost.
+"""Law 3: a change between segments keeps what it does not name. Of sources that stay every token comes once an epoch; those
+that a window brings again are in as many logical shards as a warning says, and none is lost.
 
 Crossed: change, the source that it is about, node over rows, mixture, node over the mixture, top, topology after the change.
 The state is saved at many points, so that windows and documents are open in all ways.
@@ -45,7 +45,7 @@ CHANGES: dict[str, Callable[[str], list[Any]]] = {
     "files": lambda _: [WEIGHTS, WEIGHTS],
     "blocklist": lambda _: [WEIGHTS, WEIGHTS],
 }
-"""The weights of each leg, by the source that is changed."""
+"""The weights of each segment, by the source that is changed."""
 OVER = {name: ROWS[name] for name in ("plain", "Map", "Filter", "CleanDocuments", "Shuffle")}
 
 
@@ -118,8 +118,8 @@ def corpus(name: str, times: int) -> list[Row]:
     return [{**row, "text": " ".join(map(str, row["tokens"]))} for row in rows]
 
 
-class Legs:
-    """The loaders of a case, leg after leg."""
+class Segments:
+    """The loaders of a case, segment after segment."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
@@ -132,7 +132,7 @@ class Legs:
         self.use(0)
 
     def use(self, segment: int) -> None:
-        """Be what the pipeline is in a leg."""
+        """Be what the pipeline is in a segment."""
         self.segment = segment
         if self.case["change"] == "files":
             if segment:
@@ -162,7 +162,7 @@ class Legs:
         return TOPS_WITHOUT_REST[self.case["top"]](over, **form)
 
     def tokens(self, name: str) -> list[set[int]]:
-        """The tokens of a corpus that come in the present leg, in each logical shard: higher ones later, but for windows."""
+        """The tokens of a corpus in the present segment, in each logical shard: higher ones later, but for windows."""
         nodes = [{**OVER, **RANDOM}[self.case["over"]](self.below(rd.Shard(i, N), name)) for i in range(N)]
         return [{int(token) for sample in node for token in sample["tokens"]} for node in nodes]
 
@@ -214,8 +214,8 @@ def close(ranks: list[rd.DataLoader]) -> None:
         loader.close()
 
 
-def saves(segments: Legs, most: int) -> list[tuple[list[int], Any]]:
-    """What was delivered, and the state, at several points behind each of the legs but the last."""
+def saves(segments: Segments, most: int) -> list[tuple[list[int], Any]]:
+    """What was delivered, and the state, at several points behind each of the segments but the last."""
     found: list[tuple[list[int], Any]] = [([], None)]
     for segment in range(len(segments.weights) - 1):
         before, found = found[-1] if segment == 0 else found[len(found) // 2], []
@@ -242,7 +242,7 @@ def test_a_change_keeps_what_it_does_not_name(
     case: Case, most: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "rescale_data")
-    segments, last = Legs(case, tmp_path), len(CHANGES[case["change"]](case["source"])) - 1
+    segments, last = Segments(case, tmp_path), len(CHANGES[case["change"]](case["source"])) - 1
     saved = saves(segments, most)
     segments.use(0)
     before = {name: segments.tokens(name) for name in LENGTHS}

@@ -1,4 +1,4 @@
-"""`Reader(exclude=)`: served, blocked and filtered rows together are the source, whatever changes between legs."""
+"""`Reader(exclude=)`: served, blocked and filtered rows together are the source, whatever changes between segments."""
 
 import functools
 import itertools
@@ -90,7 +90,7 @@ def test_served_blocked_unreadable_and_filtered_rows_are_the_source(
 @given(st.lists(st.tuples(rows_of, st.sampled_from([1, 2, 3]), st.integers(0, 3)), min_size=2, max_size=4))
 @some
 def test_another_list_in_each_leg(segments: list[tuple[set[int], int, int]]) -> None:
-    """Each row is drawn once an epoch, and is served or blocked as the list of that leg says."""
+    """Each row is drawn once an epoch, and is served or blocked as the list of that segment says."""
     state: Any = None
     epochs: dict[int, list[int]] = defaultdict(list)
     total = 0
@@ -448,7 +448,7 @@ LISTED: dict[str, Any] = {
 def test_a_list_that_has_changed_once_is_that_of_the_next_leg_too(
     name: str, old: list[int], new: list[int], tmp_path: Any
 ) -> None:
-    """The next leg goes on where one that never stopped does."""
+    """The next segment goes on where one that never stopped does."""
     tokens = pa.array([[100 * i + k for k in range(5)] for i in range(8)], pa.list_(pa.int64()))
     parquet.write_table(pa.table({"tokens": tokens}), tmp_path / "a.parquet")
     source = rd.ParquetSource(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Data that grows, moves, shrinks and changes between the legs of a run."""
+"""Data that grows, moves, shrinks and changes between the segments of a run."""
 
 import itertools
 import logging

@@ -140,7 +140,7 @@ def test_a_later_attempt_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_bytes in (0, None):
         with pytest.raises(RemoteError, match="reset"):
             attempt(rd.Remote(timeout=5.0, retries=4), "s3://bucket/x", work, num_bytes)
-    assert given == [0.05, 0.1, 0.2, 0.4, 5.0] + [50.0] * 5
+    assert given == [0.05, 0.2, 0.8, 3.2, 5.0] + [50.0] * 5
 
 
 def test_a_slow_answer_that_comes_after_all_is_taken() -> None:

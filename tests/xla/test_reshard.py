@@ -150,7 +150,7 @@ def test_fsdp2_to_xla_and_back_by_name_with_the_data(tmp_path: Path) -> None:
 
 
 def _fsdp2(rank: int, world_size: int, load_from: Path | None, save_to: Path, steps: int) -> None:
-    """One rank of a leg without XLA, saved and loaded by stock DCP."""
+    """One rank of a segment without XLA, saved and loaded by stock DCP."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -172,7 +172,7 @@ def _xla(load_from: Path, save_to: Path, steps: int) -> None:
 
 
 def _uninterrupted(rank: int, world_size: int, checkpoint_path: Path, steps: int) -> None:
-    """The chain of legs ends where one process that never stopped does."""
+    """The chain of segments ends where one process that never stopped does."""
     net = training.model(seed=0)
     reference = training.Run(net, adamw(net), loader())
     reference.train(steps)

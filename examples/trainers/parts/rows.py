@@ -80,7 +80,7 @@ def torchrun(script: str, world_size: int, *arguments: object) -> None:
     subprocess.run([*command, *map(str, arguments)], check=True, env=environment)
 
 
-def run_legs(script: str, *arguments: object) -> int:
+def run_segments(script: str, *arguments: object) -> int:
     """Run ``script folder resume stop *arguments`` on the ranks of each segment, compare, and return the exit code."""
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         for world_size, resume, stop in SEGMENTS:

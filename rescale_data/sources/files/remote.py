@@ -57,7 +57,7 @@ class Remote:
 
     Args:
         timeout: Seconds that the last attempt of a request may take. Earlier attempts have less time: a request that takes four
-            times as long as others of its size is made again, with twice the time. The first answer to any attempt counts.
+            times as long as others of its size is made again, with four times the time. The first answer to any attempt counts.
         retries: Number of times that a failed request is made again, unless there is no such file or no permission. Pauses
             after a failure are random; their bound doubles each time, up to half a minute.
         max_requests: Number of requests that this process makes at once to a bucket or host. An answer that asks to slow down
@@ -190,7 +190,7 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
         if num_bytes is None:
             seconds *= _MANY_REQUESTS
         elif not is_last:
-            seconds = min(seconds, _pace.limit(num_bytes) * 2**number)
+            seconds = min(seconds, _pace.limit(num_bytes) * 4**number)
         began = time.monotonic()
         try:
             with request_limit.one():

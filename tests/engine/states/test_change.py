@@ -1,4 +1,4 @@
-"""A mixture that changes between the legs of a run, at another topology at the same time."""
+"""A mixture that changes between the segments of a run, at another topology at the same time."""
 
 import logging
 from collections import Counter
@@ -69,7 +69,7 @@ def steps(ranks: list[rd.DataLoader], num_steps: int) -> Ids:
 def after(
     state: dict[str, Any], weights: dict[str, float], topology: tuple[int, int], num_steps: int
 ) -> tuple[Ids, Any]:
-    """What a leg of the given weights delivers, and its state."""
+    """What a segment of the given weights delivers, and its state."""
     ranks = loaders(weights, topology)
     for loader in ranks:
         loader.load_state_dict(state)

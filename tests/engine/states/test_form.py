@@ -1,4 +1,4 @@
-"""Samples that change their form between legs: a context that is extended, labels, another dtype; each at another topology."""
+"""Samples that change their form between segments: a longer context, labels, another dtype; each at another topology."""
 
 import logging
 from collections import Counter, defaultdict
@@ -48,11 +48,11 @@ def take(ranks: list[rd.DataLoader], num_steps: int, into: dict[int, list[Any]])
                 into[shard].append({key: value[i] for key, value in taken.batch.items()})
 
 
-Legs = list[tuple[dict[str, Any], int, int]]
+Segments = list[tuple[dict[str, Any], int, int]]
 
 
-def play(packer: Any, segments: Legs) -> tuple[dict[int, list[Any]], list[rd.DataLoader], float]:
-    """Samples by shard, the loaders of the last leg, and the tokens that were in all samples."""
+def play(packer: Any, segments: Segments) -> tuple[dict[int, list[Any]], list[rd.DataLoader], float]:
+    """Samples by shard, the loaders of the last segment, and the tokens that were in all samples."""
     state, found, tokens = None, defaultdict(list), 0
     ranks: list[rd.DataLoader] = []
     for form, world_size, num_steps in segments:
@@ -69,7 +69,7 @@ def counted(ranks: list[rd.DataLoader]) -> float:
     return sum(loader.progress()["tokens/docs"] for loader in ranks)
 
 
-def segments(forms: st.SearchStrategy[dict[str, Any]], max_size: int = 4) -> st.SearchStrategy[Legs]:
+def segments(forms: st.SearchStrategy[dict[str, Any]], max_size: int = 4) -> st.SearchStrategy[Segments]:
     return st.lists(st.tuples(forms, st.sampled_from(WORLDS), st.integers(0, 4)), min_size=2, max_size=max_size)
 
 
@@ -89,7 +89,7 @@ some = settings(max_examples=max(4, settings().max_examples // 6))
 @given(segments(FORMS))
 @example(THROUGH)
 @some
-def test_the_tokens_of_each_shard_end_to_end_are_those_of_an_uninterrupted_read(chain: Legs) -> None:
+def test_the_tokens_of_each_shard_end_to_end_are_those_of_an_uninterrupted_read(chain: Segments) -> None:
     found, ranks, tokens = play(rd.TokenPacker, chain)
     for shard, samples in found.items():
         given_tokens = torch.cat([sample["tokens"].long() for sample in samples]).tolist()
@@ -117,7 +117,7 @@ LONGER = st.fixed_dictionaries(
 
 @given(segments(LONGER, max_size=3))  # two changes within a window at most
 @some
-def test_whole_documents_come_once_whatever_is_left_of_a_window(chain: Legs) -> None:
+def test_whole_documents_come_once_whatever_is_left_of_a_window(chain: Segments) -> None:
     found, ranks, _ = play(rd.WholeDocumentPacker, [({"window": WINDOW, **form}, w, n) for form, w, n in chain])
     real = 0
     for shard, samples in found.items():

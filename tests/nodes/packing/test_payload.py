@@ -93,7 +93,7 @@ def loaders(world_size: int, **others: Any) -> list[rd.DataLoader]:
 
 
 def samples_of(chain: list[tuple[dict[str, Any], int, int]]) -> dict[int, list[Any]]:
-    """By logical shard, over legs of ``(form, ranks, steps)``."""
+    """By logical shard, over segments of ``(form, ranks, steps)``."""
     state, found = None, defaultdict(list)
     for form, world_size, steps in chain:
         ranks = loaders(world_size, **form)

@@ -1,4 +1,4 @@
-"""Legs of a run, as each rank takes them and as they are put together again."""
+"""Segments of a run, as each rank takes them and as they are put together again."""
 
 import logging
 from collections import defaultdict
@@ -14,7 +14,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads: the same in all of its legs.
+    """What a run reads: the same in all of its segments.
 
     Args:
         kind: Of `tests.pipelines.PIPELINES`.
@@ -99,7 +99,7 @@ def global_batches(ranks: ByRank, o: int) -> list[list[Any]]:
 
 
 def check_exactly_once(data: Data, *segments: ByRank) -> None:
-    """R1: each shard has delivered its next sample and no other, over all legs; and the ranks of a leg end epochs together."""
+    """R1: each shard has delivered its next sample and no other, over all segments; ranks of a segment end epochs together."""
     delivered: dict[tuple[int, int], list[Any]] = defaultdict(list)
     for ranks in segments:
         for at_once in zip(*ranks, strict=True):
