@@ -1,7 +1,9 @@
 """Each attempt of a request has a time of its own; what stalls is made again; a process makes so many at once."""
 
+import errno
 import multiprocessing
 import os
+import random
 import threading
 import time
 from collections import Counter
@@ -27,9 +29,10 @@ from rescale_data.sources.files.remote import RemoteError, RequestLimit, Request
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between attempts, and nothing known of how long answers take but that they are soon there."""
-    pace = RequestTimes()
-    pace._seconds_per_byte.extend([1e-9] * 100)
-    monkeypatch.setattr(remote, "_pace", pace)
+    times = RequestTimes()
+    times._seconds_per_byte.extend([1e-9] * 100)
+    monkeypatch.setattr(remote, "_MIN_ANSWERS", 100)
+    monkeypatch.setattr(remote, "_request_times", lambda host: times)
     monkeypatch.setattr(remote, "_PAUSE", 0.001)
     remote._request_limit.cache_clear()
 
@@ -158,7 +161,49 @@ def test_a_slow_answer_that_comes_after_all_is_taken() -> None:
     assert attempt(rd.Remote(timeout=30.0, retries=1), "s3://bucket/x", request, 0) == 0
     never.set()
     assert len(made) == 2
-    assert max(remote._pace._seconds_per_byte) >= 0.05 / 2**20  # as long as the first took, not the second
+    assert (
+        max(remote._request_times("s3://bucket")._seconds_per_byte) >= 0.05 / 2**20
+    )  # as long as the first took, not the second
+
+
+def test_an_error_of_an_attempt_that_was_given_up_slows_down() -> None:
+    asked, refused = list[int](), threading.Event()
+
+    def request() -> int:
+        asked.append(number := len(asked))
+        if number == 0:
+            refused.wait(60)
+            raise OSError("503 SlowDown")
+        refused.set()
+        while remote._request_limit(8, "s3://bucket").limit > 4:
+            time.sleep(0.001)
+        return number
+
+    assert attempt(rd.Remote(max_requests=8), "s3://bucket/x", request, 0) == 1
+
+
+@pytest.mark.parametrize("error", [TimeoutError("the server's"), OSError(errno.ETIMEDOUT, "connection")])
+def test_a_time_out_of_the_filesystem_is_a_failure_with_a_pause(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(random, "uniform", lambda low, high: pauses.append(high) or 0.0)
+
+    def request() -> int:
+        raise error
+
+    with pytest.raises(RemoteError, match="in 3 attempts"):
+        attempt(rd.Remote(retries=2), "s3://bucket/x", request, 0)
+    assert pauses == [0.001, 0.002]
+
+
+def test_each_bucket_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    remote._request_times.cache_clear()
+    attempt(rd.Remote(), "s3://near/x", lambda: 7, 0)
+    assert len(remote._request_times("s3://near")._seconds_per_byte) == 1
+    assert not remote._request_times("s3://far")._seconds_per_byte
+    remote._request_times.cache_clear()
 
 
 def test_an_attempt_that_was_given_up_and_fails_is_not_counted() -> None:

@@ -60,8 +60,8 @@ class Remote:
             times as long as others of its size is made again, with four times the time. The first answer to any attempt counts.
         retries: Number of times that a failed request is made again, unless there is no such file or no permission. Pauses
             after a failure are random; their bound doubles each time, up to half a minute.
-        max_requests: Number of requests that this process makes at once to a bucket or host. An answer that asks to slow down
-            (503, 429) halves it; then it doubles again each half minute.
+        max_requests: Number of requests that this process waits for at once, to a bucket or host. An answer that asks to slow
+            down (503, 429) halves it; then it doubles again each half minute.
         read_ahead: Whether to fetch in the background what will be needed next, if ``cache_bytes`` has room for it.
 
     Raises:
@@ -180,25 +180,21 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
         RemoteError: Each attempt failed.
         FileNotFoundError, PermissionError: The file is not there, or may not be read.
     """
-    started = time.monotonic()
-    request_limit, answers = (
-        _request_limit(remote.max_requests, "/".join(url.split("/")[:3])),
-        list[Future[tuple[T, float]]](),
-    )
+    started, host, answers = time.monotonic(), "/".join(url.split("/")[:3]), list[Future[tuple[T, float]]]()
+    request_limit, times = _request_limit(remote.max_requests, host), _request_times(host)
     for number in range(remote.retries + 1):
         is_last, seconds = number == remote.retries, remote.timeout
         if num_bytes is None:
             seconds *= _MANY_REQUESTS
         elif not is_last:
-            seconds = min(seconds, _pace.limit(num_bytes) * 4**number)
-        began = time.monotonic()
+            seconds = min(seconds, times.limit(num_bytes) * 4**number)
         try:
             with request_limit.one():
                 counts().add(REQUESTS, 1)
-                answers.append(_start_request(work))
+                answers.append(_start_request(work, request_limit))
                 made, took = _first(answers, seconds)
             if num_bytes is not None:
-                _pace.add(num_bytes, took)
+                times.add(num_bytes, took)
             return made
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{url}{part} is not there: {error}") from error
@@ -208,18 +204,19 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
             if isinstance(error, _PERMANENT_ERRORS):
                 error.add_note(f"while {url}{part} was read")
                 raise
-            if _asks_to_slow_down(error):
-                request_limit.slow_down(began)
             if is_last or leaving().is_set():
                 raise _out_of_retries(url + part, error, number + 1, time.monotonic() - started) from error
-            if not isinstance(error, TimeoutError):  # a time-out has been a pause
+            if not isinstance(error, _NoAnswerError):  # to wait for an answer has been a pause
                 leaving().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _PAUSE * 2**number)))
         counts().add(RETRIES, 1)
     raise AssertionError
 
 
-def _start_request(work: Callable[[], T]) -> Future[tuple[T, float]]:
-    """Start ``work`` in a new thread, and return a future of its result and of the seconds that it took."""
+def _start_request(work: Callable[[], T], request_limit: RequestLimit) -> Future[tuple[T, float]]:
+    """Start ``work`` in a new thread, and return a future of its result and of the seconds that it took.
+
+    An error that asks to slow down lowers the limit, even if nobody waits for this answer any more.
+    """
     answer: Future[tuple[T, float]] = Future()
 
     def run() -> None:
@@ -227,6 +224,8 @@ def _start_request(work: Callable[[], T]) -> Future[tuple[T, float]]:
         try:
             answer.set_result((work(), time.monotonic() - began))
         except BaseException as error:
+            if _asks_to_slow_down(error):
+                request_limit.slow_down(began)
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="rescale_data-request").start()
@@ -234,7 +233,7 @@ def _start_request(work: Callable[[], T]) -> Future[tuple[T, float]]:
 
 
 def _first(answers: list[Future[T]], seconds: float) -> T:
-    """Return the first answer to any attempt of a request; ``TimeoutError`` if none comes in ``seconds``.
+    """Return the first answer to any attempt of a request; `_NoAnswerError` if none comes in ``seconds``.
 
     Args:
         answers: Answers to all attempts so far. Earlier attempts go on, since a slow network may answer the first one. An error
@@ -249,7 +248,11 @@ def _first(answers: list[Future[T]], seconds: float) -> T:
         if answers[-1] in done:
             return answers[-1].result()
         answers[:] = [answer for answer in answers if answer not in done]
-    raise TimeoutError(f"no answer in {seconds:.1f} s")
+    raise _NoAnswerError(f"no answer in {seconds:.1f} s")
+
+
+class _NoAnswerError(TimeoutError):
+    """No attempt of a request was answered in the time of its last attempt."""
 
 
 class RequestTimes:
@@ -323,7 +326,7 @@ def reconnected(filesystem: Any) -> Any:
     return type(filesystem)(*filesystem.storage_args, **filesystem.storage_options)
 
 
-def _asks_to_slow_down(error: Exception) -> bool:
+def _asks_to_slow_down(error: BaseException) -> bool:
     return any(mark in f"{type(error).__name__} {error}" for mark in _SLOW_DOWN_MARKS)
 
 
@@ -354,16 +357,23 @@ def _request_limit(most: int, host: str) -> RequestLimit:
     return RequestLimit(most)
 
 
+@lru_cache(maxsize=64)
+def _request_times(host: str) -> RequestTimes:
+    """Return the times of this process's requests to one bucket or host."""
+    del host
+    return RequestTimes()
+
+
 _begin: dict[str, float] = {}
-_pace = RequestTimes()
 _lock = threading.Lock()
 
 
 def _reset_after_fork() -> None:
     """Reset the state of requests in a forked child: it has no threads, and another thread may have held the lock."""
-    global _lock, _pace, _begin
-    _lock, _pace, _begin = threading.Lock(), RequestTimes(), {}
+    global _lock, _begin
+    _lock, _begin = threading.Lock(), {}
     _request_limit.cache_clear()
+    _request_times.cache_clear()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
