@@ -215,7 +215,7 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
         except (
             DamagedCheckpointError,
             FileNotFoundError,
-        ) as error:  # the stretch around it is replayed from its neighbours
+        ) as error:  # the interval around it is replayed from its neighbours
             logger.warning("The audit goes without the checkpoint %s: %s", path, error)
             why = error
         else:

@@ -83,12 +83,12 @@ class InProcess(Feed):
         self._draw: Callable[[Turn], MicroBatch] = partial(runner.take, collate=collate)
         self._turns: Turns | None = None
         self._segment: Segment | None = None
-        self._u, self._pads, self._is_served = 0, False, False
+        self._u, self._pads = 0, False
         self._seconds = self._counted = 0.0  # spent on making; the part that is already in `counts`
 
     def begin(self, segment: Segment, table: Ints, first: int) -> None:
         self.runner.load(table, segment.histories)
-        self._segment, self._is_served = segment, False
+        self._segment = segment
         self._turns, self._u, self._pads = segment.turns(table), first, segment.pads
 
     def next(self) -> MicroBatch:
@@ -103,8 +103,7 @@ class InProcess(Feed):
         turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
         if turns is None or self._segment is None:
             raise Exhausted
-        if not self._is_served:  # the number of the first micro batch determines the shards of a worker
-            self._is_served = True
+        if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker
             self.runner.serve(self._segment.served(u))
         made = self._draw(turns(u))
         if self._pads:

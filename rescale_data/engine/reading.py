@@ -21,7 +21,7 @@ from rescale_data.engine.setup import Setup
 from rescale_data.engine.shared import BATCH, RESULT, Numbers, Shared, by_first, known
 from rescale_data.engine.skip import require_countable
 from rescale_data.engine.states.load import load_state_dict as load
-from rescale_data.engine.states.statedict import local_state_dict
+from rescale_data.engine.states.statedict import local_state_dict, marked, state_and_reason
 from rescale_data.engine.states.statedict import state_dict as state_of
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
@@ -315,7 +315,6 @@ class Reading:
 
     # State
 
-    @by_first(RESULT)
     def state_dict(self) -> dict[str, Any]:
         """The state that describes the batches delivered so far: a copy, and the same on every rank.
 
@@ -327,18 +326,30 @@ class Reading:
         Raises:
             ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.
             RuntimeError: Another rank did not call it within ``timeout``.
-            DataStateError: The ranks stand at different batches.
+            DataStateError: The ranks stand at different batches, and the state is pickled. It can be loaded into.
         """
+        return marked(*self._state_dict())
+
+    @by_first(RESULT)
+    def _state_dict(self) -> tuple[dict[str, Any], str]:
         self._warn_of_threads()
-        return state_of(self._cursor, self._stream.ends)
+        return state_and_reason(self._cursor, self._stream.ends)
 
     @by_first(RESULT)
     def local_state_dict(self) -> dict[str, Any]:
         """The state as this rank knows it, without communication, for snapshots that are taken often and seldom needed.
 
         It does not pickle. `rd.whole_state` makes it what `state_dict` would have returned (collective).
+
+        Raises:
+            TypeError: The loader has ``peers=`` and several dp ranks: the first peer alone has the rows.
         """
         self._warn_of_threads()
+        if self._shared is not None and self._layout.dp_world_size > 1:
+            raise TypeError(
+                f"local_state_dict() of a loader with peers= and {self._layout.dp_world_size} dp ranks: the rows of a dp rank "
+                f"stay on the first of its peers. Call loader.state_dict() on all ranks, which returns the whole state."
+            )
         return local_state_dict(self._cursor, self._stream.ends)
 
     @by_first(RESULT)
@@ -452,6 +463,8 @@ class Reading:
             micro_batch = stream.take()
             self._last_taken = (batches.number, thread)
             self._last_batch_samples = micro_batch.num_real
+            if steps is not None and self._ended:
+                stream.rest()
             return micro_batch.batch
         finally:
             watch.began = None

@@ -22,7 +22,7 @@ from rescale_data.nodes.below import borrow, columns_of, epoch_end, pass_epochs,
 from rescale_data.nodes.changing import settle
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reader import Reader
-from rescale_data.sources.decoded.interest import serve
+from rescale_data.sources.decoded.interest import serve, withdraw
 from rescale_data.state import Ints
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -36,11 +36,15 @@ class Runner:
     """Draws samples from the pipelines of logical shards, and keeps the table of their positions.
 
     A pipeline is built when it is first used, and bound to its row, so that each draw moves the row.
+
+    Attributes:
+        is_serving: True from `serve` until `rest` or `load`.
     """
 
     def __init__(self, recipe: Recipe, schema: Schema) -> None:
         self._recipe, self.schema = recipe, schema
         self.table = schema.fresh_table(recipe.num_logical_shards)
+        self.is_serving = False
         self._histories: Histories = {}
         self._built: dict[int, Node[Any]] = {}
         self._active: list[Node[Any] | None] = [None] * recipe.num_logical_shards
@@ -59,17 +63,19 @@ class Runner:
         if histories != self._histories:
             self._histories, self._built = histories, {}
             self.schema.adopt(histories)
-        self.table[:] = table
+        self.table[:], self.is_serving = table, False
         self._active, self._repeated_turns = [None] * len(table), {}
 
     def serve(self, shards: Ints) -> None:
         """Set the shards that this process reads from now on; their sources begin to read ahead, and divide the cache."""
+        self.is_serving = True
         serve(self, self.schema.sources().values(), shards.tolist())
         self.schema.prepare(self.table, shards)
 
     def rest(self) -> None:
         """Read no shard until the next `serve`: other loaders of this process have the part of the cache that this one had."""
-        serve(self, self.schema.sources().values(), ())
+        self.is_serving = False
+        withdraw(self)
 
     def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
         """Draw one micro batch from the logical shards that `turn` names, and return it with the advanced table rows.

@@ -162,6 +162,7 @@ class Stream:
 
     def _go_to(self, table: Ints, clock: Clock, *, seen: int = 0, resumed: bool = False) -> None:
         self.rewind()
+        self.ends.runner.rest()
         self.ends = Ends(replace(self.setup, ranks=self.ranks.in_next_segment), self.ends.runner)
         self.cursor = Cursor.at(clock, table, self.ends.owners, self.layout)._replace(seen=seen, resumed=resumed)
 
@@ -186,6 +187,11 @@ class Stream:
         self._queue = Queue()
         self._failure: BaseException | None = None
         self.feed.stop(wait=wait)
+
+    def rest(self) -> None:
+        """Give back the part of the cache until the next micro batch is made, where no thread or worker is ahead."""
+        if not self.feed.is_ahead:
+            self.ends.runner.rest()
 
     # Finding the segment
 

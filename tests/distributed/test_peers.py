@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,14 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
         found["report"] = loader.report()
         found["in a fork"] = exit_code_of_a_fork(loader)
     found["requests"] = Counted.requests
+
+    uneven = make(data, 2)
+    for _ in range(1 + me // 2):
+        next(iter(uneven))
+    found["pickled"] = said(rd.DataStateError, functools.partial(pickle.dumps, uneven.state_dict()))
+    found["local"] = said(TypeError, uneven.local_state_dict)
+    dcp.load({"loader": uneven}, checkpoint_id=folder / "saved")
+    found["rolled back"] = [plain(batch) for batch in uneven]
 
     wider = make(data, 1)  # from 2 dp ranks of 2 TP peers each to one of 4
     dcp.load({"loader": wider}, checkpoint_id=folder / "saved")
@@ -289,6 +298,18 @@ def test_all_have_the_same_state_and_go_on_as_one_dp_rank_of_4(ranks: list[dict[
     assert len(first) == 20
     assert len(later) == 40
     assert sorted(first + later) == list(range(ROWS))
+
+
+def test_a_state_of_dp_ranks_at_different_batches_is_loaded_into_but_not_kept(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert "The ranks save at different batches" in found["pickled"]
+        assert found["rolled back"] == found["rest"]
+
+
+def test_rows_of_one_dp_rank_stay_with_the_one_that_reads(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert "peers= and 2 dp ranks" in found["local"]
+        assert "Call loader.state_dict() on all ranks" in found["local"]
 
 
 def test_each_peer_sends_its_batches_to_its_own_device(ranks: list[dict[str, Any]]) -> None:

@@ -65,7 +65,7 @@ class Seat:
         self._batches = iter(self.loader)
 
     def next(self) -> Any:
-        """``(batch, micro batch, epoch, is_dealt)``, or `None`."""
+        """``(batch, micro batch, epoch, has_remainder)``, or `None`."""
         self.stream.taken = []
         batch = again(lambda: next(self._batches, None))
         return None if batch is None else (batch, *self.stream.taken[0])

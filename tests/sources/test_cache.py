@@ -317,6 +317,26 @@ def test_a_loader_between_epochs_or_closed_leaves_the_cache_to_others() -> None:
     assert beside(owner_of(source)) == (1, 8)
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_a_loader_between_epochs_of_steps_or_that_goes_elsewhere_leaves_the_cache_to_others() -> None:
+    source = rd.SyntheticSource(64, length=4)
+    train, other = (
+        rd.DataLoader(source, global_batch_size=4, num_logical_shards=8, prefetch=0, repeat=True, steps_per_epoch=steps)
+        for steps in (None, 3)
+    )
+    next(iter(train))
+    state = other.state_dict()
+    for leave in (other.reset, lambda: other.load_state_dict(state)):
+        batches = iter(other)
+        for place in (16, 16, 8):  # who counts the batches does not ask for the one after the last
+            next(batches)
+            assert beside(owner_of(source)) == (1, place)
+        next(iter(other))
+        assert beside(owner_of(source)) == (1, 16)
+        leave()
+        assert beside(owner_of(source)) == (1, 8)
+
+
 @pytest.mark.parametrize("text", ["abc" * 99, "日本語" * 99, "😀" * 99])
 def test_text_counts_with_the_bytes_that_it_takes(text: str) -> None:
     assert size_of({"text": text}) == sys.getsizeof(text) >= max(map(ord, text)).bit_length() // 8 * len(text)

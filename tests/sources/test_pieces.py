@@ -153,6 +153,26 @@ class Loader:
     """Whoever reads sources."""
 
 
+class EndsOthers(list[int]):
+    """Shards of a reader that are counted while the collector ends other readers."""
+
+    def __init__(self, shards: list[int], others: list[Loader]) -> None:
+        super().__init__(shards)
+        self.others = others
+
+    def __bool__(self) -> bool:
+        self.others.clear()
+        return True
+
+
+def test_a_reader_may_end_while_the_others_are_counted(corpus: Path) -> None:
+    source, loader, others = ParquetSource(corpus), Loader(), [Loader()]
+    serve(others[0], [source], range(4))
+    serve(loader, [source], EndsOthers([1, 2], others))
+    serve(loader, [source], [1, 2])
+    assert beside(owner_of(source)) == (1, 2)
+
+
 def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     """Neither overwrites what the other has said, and with a loader its interest goes."""
     sources, loaders = [ParquetSource(corpus), ParquetSource(corpus)], [Loader(), Loader()]

@@ -31,13 +31,21 @@ def state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
     If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept
     (`UnsavableHeader`).
     """
-    unsavable = _why_unsavable(at, ends)
-    table = at.positions if unsavable else ends.whole(at)
-    state = encode(table, at.now(ends.layout).samples, header_of(at, ends))
-    if unsavable:
+    return marked(*state_and_reason(at, ends))
+
+
+def state_and_reason(at: Cursor, ends: Ends) -> tuple[dict[str, Any], str]:
+    """Return the state with all N rows, and the reason why it cannot be kept, which is empty if it can be (collective)."""
+    reason = _why_unsavable(at, ends)
+    state = encode(at.positions if reason else ends.whole(at), at.now(ends.layout).samples, header_of(at, ends))
+    if reason:
         state[TABLE][:, 0] = _NO_SHARD
-        state[HEADER] = UnsavableHeader(state[HEADER], unsavable)
-    return state
+    return state, reason
+
+
+def marked(state: dict[str, Any], reason: str) -> dict[str, Any]:
+    """Return a state that raises ``reason`` where it is pickled; the same state if the reason is empty."""
+    return {**state, HEADER: UnsavableHeader(state[HEADER], reason)} if reason else state
 
 
 def local_state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _log = logging.getLogger("rescale_data")
 def serve(reader: object, sources: Iterable[Described], shards: Sequence[int]) -> None:
     """Record that ``reader`` reads these shards of the sources in turn.
 
-    The record holds until ``reader`` is garbage-collected, or calls this again.
+    The record holds until ``reader`` is garbage-collected, or calls this again or `withdraw`.
     """
     served, key = list(sources), id(reader)
     if key not in _readers:
@@ -53,8 +53,17 @@ def serve(reader: object, sources: Iterable[Described], shards: Sequence[int]) -
         _update_total(owner)
 
 
+def withdraw(reader: object) -> None:
+    """Remove the record of ``reader``: other readers divide the cache until it calls `serve` again."""
+    _remove_interest(id(reader))
+
+
 def _remove_reader(reader: int) -> None:
     _readers.discard(reader)
+    _remove_interest(reader)
+
+
+def _remove_interest(reader: int) -> None:
     for owner in list(_interest_by_reader):  # a copy: the collector may end another reader meanwhile
         if _interest_by_reader.get(owner, {}).pop(reader, None) is not None:
             _update_total(owner)
@@ -62,7 +71,8 @@ def _remove_reader(reader: int) -> None:
 
 def _update_total(source: int) -> None:
     # A loader without shards does not count: its rank may have no row left to serve.
-    interests = [each for each in _interest_by_reader.get(source, {}).values() if each.shards]
+    given = list(_interest_by_reader.get(source, {}).values())  # a copy, see `_remove_interest`
+    interests = [each for each in given if each.shards]
     _total_interest.pop(source, None)
     if interests:
         shards = [shard for each in interests for shard in each.shards]
