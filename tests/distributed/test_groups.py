@@ -32,7 +32,9 @@ def on_4_ranks() -> dict[str, Any]:
     UNEVEN.loader(12, 1)  # ranks that started at different times have met
     loader = UNEVEN.loader(12, 1, timeout=10.0)
     take(loader, 2)
-    found["circle is shared"] = UNEVEN.loader(12, 1)._stream.ranks.circle is loader._stream.ranks.circle
+    found["communicator is shared"] = (
+        UNEVEN.loader(12, 1)._stream.ranks.communicator is loader._stream.ranks.communicator
+    )
 
     began = time.monotonic()
     if me == 0:  # what `if rank == 0: torch.save(loader.state_dict())` comes to
@@ -41,11 +43,11 @@ def on_4_ranks() -> dict[str, Any]:
     dist.barrier()
     found["together"] = opened(loader.state_dict())["shards"]["samples"].tolist()  # being left alone has broken nothing
 
-    circle, sent = loader._stream.ranks.circle, []
-    gather = circle.gather  # type: ignore[union-attr]
-    circle.gather = lambda call, tensor: (sent.append(len(tensor)), gather(call, tensor))[1]  # type: ignore[union-attr, method-assign]
+    communicator, sent = loader._stream.ranks.communicator, []
+    gather = communicator.gather  # type: ignore[union-attr]
+    communicator.gather = lambda call, tensor: (sent.append(len(tensor)), gather(call, tensor))[1]  # type: ignore[union-attr, method-assign]
     loader.state_dict()
-    del circle.gather  # type: ignore[union-attr]
+    del communicator.gather  # type: ignore[union-attr]
     found["rows sent"] = sent
 
     loader._wait_seconds = [1.0, 8.0, 2.0, 3.0][me]
@@ -62,7 +64,7 @@ def on_4_ranks() -> dict[str, Any]:
     by_dp_rank = UNEVEN.loader(12, 6, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
     take(by_dp_rank, 3)
     found["peers"] = opened(by_dp_rank.state_dict())["shards"]["samples"].tolist()
-    found["members"] = by_dp_rank._stream.ranks.circle._names  # type: ignore[union-attr]
+    found["members"] = by_dp_rank._stream.ranks.communicator._names  # type: ignore[union-attr]
     found["missing"] = _error(ValueError, lambda: UNEVEN.loader(12, dp_rank=me % 2, dp_world_size=3))
 
     world: Any = dist.group.WORLD
@@ -108,7 +110,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_groups_of_others_do_not_disturb_and_loaders_share_one(found: list[dict[str, Any]]) -> None:
-    assert all(rank["circle is shared"] for rank in found)
+    assert all(rank["communicator is shared"] for rank in found)
 
 
 def test_a_rank_that_saves_alone_is_told_so_and_may_save_with_the_others_afterwards(

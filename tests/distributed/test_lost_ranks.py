@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rescale_data.engine.ranks import circle, meeting
+from rescale_data.engine.ranks import communicator, meeting
 from tests.distributed.ranks import run_ranks
 from tests.distributed.segments import Data, take, take_epoch
 from tests.states import opened
@@ -46,19 +46,19 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
 
 def one_exchange_apart() -> str:
     """What two ranks are told of a third that has sent one of them what it owed, and the other nothing."""
-    circle_of_3: Any = UNEVEN.loader(12, 2)._stream.ranks.circle
-    me, call = dist.get_rank(), circle.Call("apart", LONG, "")
+    group_of_3: Any = UNEVEN.loader(12, 2)._stream.ranks.communicator
+    me, call = dist.get_rank(), communicator.Call("apart", LONG, "")
     mine, others = torch.full((1,), me), {rank: torch.empty(1, dtype=torch.int64) for rank in range(3)}
-    circle_of_3.gather(call, mine)
+    group_of_3.gather(call, mine)
     dist.barrier()
     if me == 1:
-        circle_of_3.exchange(call, {2: mine}, {})
+        group_of_3.exchange(call, {2: mine}, {})
         os._exit(0)
     sends, receives = ({2: mine}, {1: others[1]}) if me == 0 else ({}, {0: others[0], 1: others[1]})
     if me == 2:
-        circle_of_3.exchange(call, sends, receives)
+        group_of_3.exchange(call, sends, receives)
         receives = {0: others[0]}  # who comes no more, since it has seen that rank 1 is gone
-    return _failure(lambda: circle_of_3.exchange(call, sends, receives))
+    return _failure(lambda: group_of_3.exchange(call, sends, receives))
 
 
 def test_ranks_that_see_a_dead_one_in_different_exchanges_name_it_alone(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def late_at_a_save() -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             ahead = itertools.count(0, 61)
             patch.setattr(meeting, "_LOOK", 0.1)
-            for each in (circle, meeting):
+            for each in (communicator, meeting):
                 patch.setattr(each, "monotonic", lambda: next(ahead))
             said = _failure(loader.state_dict)
     dist.barrier()

@@ -51,7 +51,7 @@ class Round:
 
 
 class Hub:
-    """What the ranks of a circle have said, by collective."""
+    """What the ranks of a communicator have said, by collective."""
 
     def __init__(self, w: int) -> None:
         self.w, self.said, self.waiting = w, defaultdict[Any, dict[int, Any]](dict), Counter[Any]()
@@ -84,7 +84,7 @@ class Hub:
 
 
 class InThread:
-    """What `Ranks` asks of a circle."""
+    """What `Ranks` asks of a communicator."""
 
     def __init__(self, hub: Hub, me: int) -> None:
         self.hub, self.me, self.turns, self.num_loaders = hub, me, Counter[Any](), 0
@@ -150,7 +150,7 @@ class Process:
 
     def __init__(self) -> None:
         self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.circle: InThread | None = None
+        self.communicator: InThread | None = None
         threading.Thread(target=self._work, daemon=True).start()
 
     def _work(self) -> None:
@@ -194,11 +194,11 @@ class Crew:
         while len(self.processes) < w:
             self.processes.append(_idle.pop() if _idle else Process())
         hub = Hub(w)
-        self.circles = [InThread(hub, i) if w > 1 else None for i in range(w)]
+        self.communicators = [InThread(hub, i) if w > 1 else None for i in range(w)]
 
     def enter(self) -> None:
-        for process, circle in zip(self.processes, self.circles, strict=True):
-            process.circle = circle
+        for process, communicator in zip(self.processes, self.communicators, strict=True):
+            process.communicator = communicator
 
     def all(self, fn: Callable[..., Any], *given: Any) -> list[Any]:
         self.enter()
@@ -210,12 +210,12 @@ class Crew:
 
 
 def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, timeout: float) -> Ranks:
-    circle = _here.process.circle
-    if circle is None:
+    communicator = _here.process.communicator
+    if communicator is None:
         return Ranks()
     mesh: Any = object()
-    w = circle.hub.w
-    return ThreadRanks(circle.me, w, circle, mesh, timeout)  # type: ignore[arg-type]
+    w = communicator.hub.w
+    return ThreadRanks(communicator.me, w, communicator, mesh, timeout)  # type: ignore[arg-type]
 
 
 def _take(self: Stream) -> Any:

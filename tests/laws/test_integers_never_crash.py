@@ -133,7 +133,7 @@ ARRAYS = st.sampled_from(["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", 
 @st.composite
 def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
     """A function in C, with arguments of the right types."""
-    name = draw(st.sampled_from(["join", "find", "cut", "permute", "run", "weave", "append"]))
+    name = draw(st.sampled_from(["join", "find", "cut", "permute", "run", "interleave", "append"]))
     ints, sized, number = (lambda kind=kind: draw(kind) for kind in (INTS, SIZED, NUMBERS))
     if name == "join":
         return name, (draw(ARRAYS), ints(), ints(), draw(ARRAYS))
@@ -148,7 +148,7 @@ def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
         num, points = draw(st.integers(0, 3)), sized()
         numbers = np.array(draw(st.lists(NUMBERS | st.integers(0, 99), min_size=5 * num, max_size=5 * num)), np.int64)
         return name, (points, points.copy(), draw(st.integers(0, 9)), numbers, [ints() for _ in range(num)], number())
-    if name == "weave":
+    if name == "interleave":
         return name, (number(), *(sized() for _ in range(12)))
     arrays = tuple(draw(st.lists(ARRAYS, max_size=2)))
     return name, (ints(), draw(st.integers(-2, 9)), (arrays, *(ints() for _ in range(6)), None))

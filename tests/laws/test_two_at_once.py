@@ -250,7 +250,7 @@ class World:
             now = self.content(path)
             if lone and path != self.place.path("x"):
                 assert now is not None, "of a lone save and the run's own one that is told later stands"
-            elif not any((other.owner, other.turn) > (save.owner, save.turn) for other in later):
+            elif not any((other.owner, other.serial) > (save.owner, save.serial) for other in later):
                 assert now == content, f"{save} of {path} was reported"
         owner = self.open(self.place.run)
         owner.clean()
