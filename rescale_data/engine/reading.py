@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from rescale_data.engine.watch import Watch, describe, waits
 from rescale_data.errors import checks_kinds
 from rescale_data.layout.layout import Layout
 
+R = TypeVar("R")
 _logger = logging.getLogger("rescale_data")
 _WAITS = 1000
 """The number of most recent waits for a batch, from which percentiles are computed."""
@@ -99,6 +100,10 @@ class Reading:
     @property
     def _steps_per_epoch(self) -> int | None:
         return self._setup.steps_per_epoch
+
+    @by_first(RESULT)
+    def _ask(self, question: Callable[[Stream], R]) -> R:
+        return question(self._stream)
 
     # Batches
 
@@ -488,3 +493,8 @@ class Reading:
 
     def _is_at_epoch_end(self) -> bool:
         return self._steps_per_epoch is not None and not self._stream.begun and self.step % self._steps_per_epoch == 0
+
+
+def from_stream(loader: Reading, question: Callable[[Stream], R]) -> R:
+    """Return ``question(stream)``, which the first of the loader's peers computes for all of them (collective over them)."""
+    return loader._ask(question)  # pyright: ignore[reportPrivateUsage]

@@ -15,7 +15,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from rescale_data.engine.stream import stream_of
+from rescale_data.engine.reading import from_stream
+from rescale_data.engine.stream import Stream
 from rescale_data.loader import DataLoader
 
 FILE = "rescale_data.pt"
@@ -84,12 +85,11 @@ class _SaveDataState(TrainerCallback):
 
 
 def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int) -> None:
-    setup = stream_of(loader).setup
-    layout, loader_ranks = setup.layout, setup.layout.dp_world_size
+    loader_ranks, micro_batch_size = from_stream(loader, _sizes)
     if num_ranks != loader_ranks:
         raise ValueError(
-            f"The trainer has {num_ranks} data-parallel ranks, but the loader deals its rows to {loader_ranks}. Build it after "
-            f"TrainingArguments() without dp_world_size=, or with mesh= of the data-parallel ranks."
+            f"The trainer has {num_ranks} data-parallel ranks, but the loader serves its rows to {loader_ranks}. Build it "
+            f"after TrainingArguments() without dp_world_size=, or with mesh= of the data-parallel ranks."
         )
     if args.gradient_accumulation_steps != loader.gradient_accumulation_steps:
         raise ValueError(
@@ -97,9 +97,9 @@ def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int
             f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that, or another micro_batch_size."
         )
     allowed: dict[str, tuple[tuple[Any, ...], str]] = {  # values, and the argument of the loader that says it
-        "per_device_train_batch_size": ((layout.micro_batch_size,), "micro_batch_size"),
-        "dataloader_num_workers": ((0, layout.num_workers), "num_workers"),
-        "data_seed": ((None, setup.recipe.seed), "seed"),
+        "per_device_train_batch_size": ((micro_batch_size,), "micro_batch_size"),
+        "dataloader_num_workers": ((0, loader.options.num_workers), "num_workers"),
+        "data_seed": ((None, loader.options.seed), "seed"),
         "train_sampling_strategy": (("random",), "shuffle"),
         "auto_find_batch_size": ((False,), "micro_batch_size"),
     }
@@ -118,9 +118,17 @@ def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int
             )
 
 
+def _sizes(stream: Stream) -> tuple[int, int]:
+    """Return the number of data-parallel ranks, and the number of samples of a micro batch."""
+    return stream.layout.dp_world_size, stream.layout.micro_batch_size
+
+
+def _has_shifted_labels(stream: Stream) -> bool:
+    return any(getattr(node, "labels", False) for _, node in stream.schema.root.walk())
+
+
 def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
-    is_shifted = any(getattr(node, "labels", False) for _, node in stream_of(loader).schema.root.walk())
-    if is_shifted and loader.options.collate_fn is None:
+    if from_stream(loader, _has_shifted_labels) and loader.options.collate_fn is None:
         raise ValueError(
             "The packer has labels=True, so labels[t] is the token after tokens[t]. Models of transformers shift labels "
             "themselves, and would learn the token after the next. Give rd.DataLoader(collate_fn=causal_lm_batch), from "

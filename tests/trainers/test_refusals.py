@@ -46,7 +46,7 @@ def test_hugging_face_has_one_source_of_batches(tmp_path: Path) -> None:
 
 def test_hugging_face_has_the_accumulation_and_the_ranks_of_the_loader(tmp_path: Path) -> None:
     assert hugging_face_trainer(tmp_path, loader_of()).args.gradient_accumulation_steps == 2
-    with pytest.raises(ValueError, match="has 1 data-parallel ranks, but the loader deals its rows to 2"):
+    with pytest.raises(ValueError, match="has 1 data-parallel ranks, but the loader serves its rows to 2"):
         hugging_face_trainer(tmp_path, loader_of(dp_rank=0, dp_world_size=2))
 
 
@@ -91,7 +91,7 @@ def test_torchtitan() -> None:
     ("arguments", "kwargs", "says"),
     [
         ({"accumulate_grad_batches": 4}, {}, r"Give accumulate_grad_batches=2 or another micro_batch_size"),
-        ({}, {"dp_rank": 0, "dp_world_size": 2}, r"on 1 data-parallel ranks, but the loader deals its rows to 2"),
+        ({}, {"dp_rank": 0, "dp_world_size": 2}, r"on 1 data-parallel ranks, but the loader serves its rows to 2"),
         ({"reload_dataloaders_every_n_epochs": 1}, {}, r"would begin the run's first epoch anew .* Leave it out"),
         ({"limit_train_batches": 3}, {}, r"after 3 of its 8 batches .* Give rd\.DataLoader\(steps_per_epoch"),
         ({}, {"repeat": True}, r"reads a batch ahead.* Give rd\.DataLoader\(steps_per_epoch=\.\.\.\)"),
