@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 import rescale_data as rd
 from rescale_data.sources.decoded import cache as decoded_cache
-from rescale_data.sources.decoded.cache import Cache, Handles, OnEvict, Pinned, cache, owner_of
+from rescale_data.sources.decoded.cache import Cache, Handles, OnEvict, Pinned, cache, owner_of, share_with
 from rescale_data.sources.decoded.interest import beside, warn_if_thrashing
 from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.sources.source import Source
@@ -284,17 +284,30 @@ def _read_all(source: Source, shard: rd.Shard) -> Any:
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_what_all_processes_of_a_rank_keep_is_within_the_budget(k: int) -> None:
     source = rd.SyntheticSource(24 * 1024, length=16, cache_bytes=2**20)  # of 24 fragments of 73 kB
-    source.row(0)  # this process knows the budget
+    [source.row(i) for i in range(0, source.num_rows, 1024)]  # this process has filled the cache
     pipeline = partial(_read_all, source)
     with rd.DataLoader(pipeline, global_batch_size=512, num_logical_shards=6, num_workers=k, collate_fn=list) as loader:
         kept = Counter[int]()
         for batch in loader:
             for worker, nbytes in batch:
                 kept[worker] = max(kept[worker], nbytes)
-        assert sum(kept.values()) + cache().budget * (k > 0) <= 2**20
+        assert sum(kept.values()) + cache().nbytes * (k > 0) <= 2**20
+        assert cache().nbytes > 0
         assert sum(kept.values()) > 2**19 * k // (k + 1)
         assert len(kept) == max(1, k)
     assert cache().budget == 2**20
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_end_of_workers_waits_for_nobody() -> None:
+    """A finalizer may wait for it, in a thread that uses the cache."""
+    share_with(-1, 3)
+    with cache()._lock:
+        thread = threading.Thread(target=share_with, args=(-1, 0), daemon=True)
+        thread.start()
+        thread.join(120)
+        assert not thread.is_alive()
+    assert cache().budget == decoded_cache.DEFAULT_BYTES
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rescale_data.sources import indexed, jsonl
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.files import local_store
-from rescale_data.sources.files.blocks import BlockRanges
+from rescale_data.sources.files.blocks import BlockRanges, write_blocks
 from rescale_data.sources.jsonl import JsonlSource, find_lines, parse
 from rescale_data.sources.webdataset import WebDatasetSource
 from rescale_data.testing import assert_source
@@ -305,6 +305,17 @@ class TestBadData:
         monkeypatch.setattr(local_store, "_stores", {})  # as in another process
         monkeypatch.setattr(BlockRanges, "_decompress", Mock(side_effect=AssertionError))
         assert rows_of(pickle.loads(sent)) == ROWS
+
+    def test_blocks_of_another_size_are_other_entries(self, tmp_path: Path) -> None:
+        """As another release may write them."""
+        store, copy, data = (
+            local_store.LocalStore(str(tmp_path / "cache"), 10_000),
+            str(tmp_path / "copy"),
+            bytes(range(100)),
+        )
+        for size in (10, 30, 40):
+            write_blocks((data[i : i + size] for i in range(0, 100, size)), copy)
+            assert BlockRanges(copy, store).read(0, 100).to_pybytes() == data
 
     @pytest.mark.parametrize("packed", PACKED[1:])
     @pytest.mark.parametrize("kept", [0, 5, 0.5, -4])

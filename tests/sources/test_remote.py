@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -468,6 +469,51 @@ class TestLocalStore:
         path.write_bytes(b"?" + data[1:])  # as a disk may leave it
         assert kept.get("a") is None
         assert kept.read("a", lambda: bytes(100)) == pa.py_buffer(bytes(100))
+
+    @pytest.mark.parametrize("replaced", [True, False])
+    def test_a_file_that_was_damaged_after_it_was_read_is_fetched_again(self, replaced: bool, tmp_path: Path) -> None:
+        kept = LocalStore(str(tmp_path), 10_000)
+        for _ in range(2):
+            kept.read("a", lambda: b"x" * 100)
+        (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+        info, damaged = path.stat(), tmp_path / "damaged"
+        damaged.write_bytes(b"?" + path.read_bytes()[1:])
+        os.utime(damaged, ns=(info.st_atime_ns, info.st_mtime_ns))
+        if replaced:  # another file, as old
+            os.replace(damaged, path)
+        else:  # the same file, at another time
+            path.chmod(0o600)
+            path.write_bytes(damaged.read_bytes())
+            os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns + 1))
+        assert kept.read("a", lambda: b"y" * 100) == pa.py_buffer(b"y" * 100)
+
+    def test_processes_that_use_an_entry_in_turn_compute_its_checksum_once_each(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        LocalStore(str(tmp_path), 10_000).put("a", pa.py_buffer(bytes(100)))
+        stores = [LocalStore(str(tmp_path), 10_000) for _ in range(2)]
+        checked = Mock(side_effect=local_store._is_sound)
+        monkeypatch.setattr(local_store, "_is_sound", checked)
+        assert [store.get("a") for store in stores * 3] == [pa.py_buffer(bytes(100))] * 6
+        assert checked.call_count == 2
+
+    def test_what_it_knows_of_entries_has_a_bound(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(local_store, "_MAX_VERIFIED", 5)
+        kept = LocalStore(str(tmp_path), 2**20)
+        for name in [*map(str, range(20))] * 2:
+            assert kept.read(name, name.encode) == pa.py_buffer(name.encode())
+            assert len(kept._verified) <= 5
+
+    def test_entries_that_were_not_used_for_longest_go_first(self, tmp_path: Path) -> None:
+        kept = LocalStore(str(tmp_path), 10_000)
+        for i in range(6):
+            kept.put(str(i), pa.py_buffer(bytes(1000)))
+            (path,) = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_atime > 100]
+            os.utime(path, (i, i))  # last used in the order of their numbers
+        kept.get("0")
+        again = LocalStore(str(tmp_path), 6500)
+        again.put("6", pa.py_buffer(b""))
+        assert [i for i in range(6) if again.get(str(i)) is not None] == [0, 3, 4, 5]
 
     def test_another_process_may_delete_the_file_aside(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -75,9 +75,7 @@ class Cache:
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
         self._locks = weakref.WeakValueDictionary[Hashable, Any]()
         self.nbytes = 0
-        self._whole = (
-            self._budget_of_large
-        ) = -1  # -1: not known; `_budget_of_large` is the budget for which `_large` holds
+        self._whole = self._budget_of_large = -1  # not known; the second is the budget for which `_large` holds
 
     @property
     def budget(self) -> int:
@@ -155,6 +153,11 @@ class Cache:
             if key in self._ordinary:
                 self._ordinary.move_to_end(key, last=False)
 
+    def evict_to_budget(self) -> None:
+        """Evict entries until the others fit into the budget, after it has become smaller."""
+        with self._lock:
+            self._shrink(self.budget)
+
     def clear(self) -> None:
         """Remove all entries."""
         with self._lock:
@@ -187,7 +190,7 @@ class Cache:
                     value.dropped()
         return value
 
-    def _shrink(self, budget: int, new: Hashable) -> None:
+    def _shrink(self, budget: int, new: Hashable = None) -> None:
         largest = max(self._large.values(), default=0)
         limit = max(budget, largest * 9 // 8)
         derived_limit = min(limit // 2, limit - largest)
@@ -237,7 +240,7 @@ _cache = Cache()
 _handles = Handles()
 _owner_of: dict[int, int] = {}
 _by_owner: list[dict[int, Any]] = []
-_ordinary: dict[int, int] = {}
+_other_processes: dict[int, int] = {}  # numbers of processes that share the budget, by group
 
 
 def cache() -> Cache:
@@ -256,21 +259,22 @@ def room_for(source: Budgeted) -> int:
 
 
 def share_with(key: int, num_processes: int) -> None:
-    """Share the budget with other processes of this rank, in equal parts.
+    """Share the budget with other processes of this rank, in equal parts; evict what no longer fits into this process's part.
 
     Args:
         key: Number of a group of processes, such as the workers of one loader.
         num_processes: Number of processes in the group; 0 when they have ended.
     """
     if num_processes:
-        _ordinary[key] = num_processes
-    else:
-        _ordinary.pop(key, None)
+        _other_processes[key] = num_processes
+        _cache.evict_to_budget()
+    else:  # without a lock: a finalizer in a thread that has the cache's may wait for the caller
+        _other_processes.pop(key, None)
 
 
 def num_processes() -> int:
     """Return the number of processes that share the budget: this one, and others of its rank."""
-    return 1 + sum(_ordinary.values())
+    return 1 + sum(_other_processes.values())
 
 
 def owner_of(thing: object) -> int:
@@ -307,7 +311,7 @@ def _reset_after_fork() -> None:
     """Replace cache and open files in a forked child: a lock may be held there, and open files would share their offset."""
     global _cache, _handles
     _cache, _handles = Cache(), Handles()
-    _ordinary.clear()
+    _other_processes.clear()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

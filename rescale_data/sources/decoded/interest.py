@@ -105,9 +105,9 @@ def served_shards(source: int, num_logical_shards: int) -> Sequence[int]:
 
 
 def beside(source: int) -> tuple[int, int]:
-    """Return the numbers of sources and of shards that this process reads in turn with a source, itself included.
+    """Return two counts: the sources, this one included, and the shards that this process reads in turn.
 
-    They are (1, 1) without a loader.
+    They are (1, 1) without a loader. A shard counts once for each loader that reads it.
 
     Args:
         source: Key of the source, see `owner_of`.
@@ -117,9 +117,10 @@ def beside(source: int) -> tuple[int, int]:
 
 
 def room_for_block(source: Source) -> int:
-    """Return the bytes that the cache has for one block: the documents that are copied out of fragments for one shard.
+    """Return how many bytes of the cache one block may take.
 
-    The cache also has room for one fragment, and for a part of each shard's block before.
+    A block holds the documents that one shard copies out of its fragments. The cache also has room for one fragment, and for a
+    part of each shard's block before.
 
     Returns:
         Bytes; 0 if the cache has room for all fragments, or if a block would be too small to pay.

@@ -68,7 +68,10 @@ class BlockRanges(Ranges):
 
     def _block(self, block: int) -> ArrowBuffer:
         decompress = partial(self._decompress, block)
-        return decompress() if self._store is None else self._store.read(f"{self._path}|{block}", decompress)
+        if self._store is None:
+            return decompress()
+        start, stop = self._content_offsets[block : block + 2].tolist()
+        return self._store.read(f"{self._path}|{start}|{stop - start}", decompress)
 
     def _decompress(self, block: int) -> ArrowBuffer:
         start, stop = self._copy_offsets[block : block + 2].tolist()

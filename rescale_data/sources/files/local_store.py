@@ -1,9 +1,10 @@
 """`LocalStore`: ranges, decompressed blocks and pieces of fragments on a local disk, shared by all processes of a machine.
 
 Each entry is a read-only file: its data and their CRC-32. It is written under another name and renamed, and mapped by its
-readers. If several processes miss the same range, one fetches it and the others wait. When the store is nearly full, entries
-that were not used for longest are deleted first, by a process that has written much since it last looked. Files that killed
-processes left are deleted, too. Data that cannot be kept is read again when it is needed: a store never ends a run.
+readers. Its modification time is when it was written, its access time when it was last used. If several processes miss the
+same range, one fetches it and the others wait. When the store is nearly full, entries that were not used for longest are
+deleted first, by a process that has written much since it last looked. Files that killed processes left are deleted, too.
+Data that cannot be kept is read again when it is needed: a store never ends a run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import time
 import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -27,6 +29,7 @@ _ENTRIES_FOLDER = "rescale_data-1"  # 1: version of the entries; other files in 
 _TRIM_DIVISOR = 64  # a process looks for entries to delete after it has written 1/64 of the bound
 _FULL_FRACTION, _TRIMMED_FRACTION = 7 / 8, 3 / 4
 _CHECKSUM_BYTES = 4
+_MAX_VERIFIED = 2**17  # about 10 MB
 _MOUNTS = "/proc/mounts"
 _SHARED_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph")
 
@@ -45,7 +48,7 @@ class LocalStore:
     def __init__(self, folder: str, max_bytes: int) -> None:
         self._given_folder, self._folder, self.max_bytes = folder, os.path.join(folder, _ENTRIES_FOLDER), max_bytes
         self._has_warned = self._is_disabled = False
-        self._verified_sizes: dict[str, int] = {}  # sizes of files whose checksum this process has verified
+        self._verified: set[int] = set()  # hashes of inode, time of writing and size: files whose checksum was verified
         self._bytes_since_trim = max_bytes  # look at the first write: other processes may have left much
         if (kind := _filesystem_type(folder)) in _SHARED_FILESYSTEMS:
             raise ValueError(
@@ -80,17 +83,21 @@ class LocalStore:
         if self._is_disabled:
             return None
         try:
-            with pa.memory_map(path) as file:  # the mapping outlives the file, even its deletion
-                data = file.read_buffer()
-        except (OSError, pa.ArrowInvalid):  # the file is missing or empty
-            data = pa.py_buffer(b"")
-        if self._verified_sizes.get(path) != data.size and not _is_sound(data):
-            with suppress(OSError):
-                os.unlink(path)
+            info = os.stat(path)
+        except OSError:
             return None
-        self._verified_sizes[path] = data.size
+        data = _map(path)
+        version = hash((info.st_ino, info.st_mtime_ns, data.size))
+        if version not in self._verified:
+            if not _is_sound(data):
+                with suppress(OSError):
+                    os.unlink(path)
+                return None
+            if len(self._verified) >= _MAX_VERIFIED:
+                self._verified.clear()
+            self._verified.add(version)
         with suppress(OSError):
-            os.utime(path)
+            os.utime(path, ns=(time.time_ns(), info.st_mtime_ns))
         return data.slice(0, data.size - _CHECKSUM_BYTES)
 
     def put(self, name: str, data: ArrowBuffer) -> None:
@@ -149,7 +156,7 @@ class LocalStore:
             for name in names:
                 with suppress(FileNotFoundError):
                     info = os.stat(path := os.path.join(folder, name))
-                    entries.append((info.st_mtime, info.st_size, path))
+                    entries.append((info.st_atime, info.st_size, path))
         total = sum(size for _, size, _ in entries)
         if total <= self.max_bytes * _FULL_FRACTION:
             return
@@ -173,6 +180,15 @@ def _filesystem_type(folder: str) -> str:
             if len(at) >= len(mount[0]) and os.path.commonpath([at, path]) == at:
                 mount = at, kind
     return mount[1]
+
+
+def _map(path: str) -> ArrowBuffer:
+    """Return the bytes of a file, memory-mapped; none if the file is missing or empty."""
+    try:
+        with pa.memory_map(path) as file:  # the mapping outlives the file, even its deletion
+            return file.read_buffer()
+    except (OSError, pa.ArrowInvalid):
+        return pa.py_buffer(b"")
 
 
 def _write(path: str, data: ArrowBuffer) -> None:
