@@ -2,6 +2,7 @@
 
 from rescale_data import audit as audit
 from rescale_data import checkpoint as checkpoint
+from rescale_data import nodes as nodes
 from rescale_data import testing as testing
 from rescale_data.engine.balance import Balance as Balance
 from rescale_data.engine.balance import transformer_cost as transformer_cost

@@ -171,10 +171,10 @@ def test_the_rooms_of_the_package() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     import rescale_data
-    from rescale_data import audit, checkpoint, testing
+    from rescale_data import audit, checkpoint, nodes, testing
 
     text = (DOCS / "api.md").read_text()
-    for module in (rescale_data, checkpoint, audit, testing):
+    for module in (rescale_data, nodes, checkpoint, audit, testing):
         part = re.search(rf"currentmodule:: {module.__name__}\n(.*?)(?=\n## rescale_data|\Z)", text, re.DOTALL)
         assert part is not None
         documented = re.findall(r"auto\w+:: (\w+)", part[1])

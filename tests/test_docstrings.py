@@ -10,12 +10,12 @@ from types import ModuleType
 import pytest
 
 import rescale_data
-from rescale_data import audit, checkpoint, testing
+from rescale_data import audit, checkpoint, nodes, testing
 
 NOT_OURS = {"BaseNode": "torchdata's class, with its own docstring"}
 NAMES = [
     pytest.param(module, name, id=f"{module.__name__}.{name}")
-    for module in (rescale_data, checkpoint, audit, testing)
+    for module in (rescale_data, nodes, checkpoint, audit, testing)
     for name in module.__all__
     if name not in NOT_OURS
 ]

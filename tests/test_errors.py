@@ -677,6 +677,36 @@ def test_a_subclass_whose_samples_would_be_gone_past() -> None:
             def next(self) -> Any:
                 return {**super().next(), "mark": 1}
 
+    with pytest.raises(
+        TypeError, match=r"Shifted has a next\(\) of its own, and from TokenPacker write_ready\(\), which"
+    ):
+
+        class Shifted(rd.TokenPacker):
+            def next(self) -> Any:
+                return super().next()
+
+            def write(self, buffer: Any, place: int) -> None:
+                super().write(buffer, place)
+
+            def skip(self, num_samples: int) -> None:
+                super().skip(num_samples)
+
+    with pytest.raises(
+        TypeError, match=r"Written has a write\(\) of its own, and from TokenPacker write_ready\(\), which"
+    ):
+
+        class Written(rd.TokenPacker):
+            def write(self, buffer: Any, place: int) -> None:
+                super().write(buffer, place)
+
+    with pytest.raises(
+        TypeError, match=r"Skipped has a skip\(\) of its own, and from WeightedSampler skip_ahead\(\), which"
+    ):
+
+        class Skipped(rd.WeightedSampler):
+            def skip(self, num_samples: int) -> None:
+                super().skip(num_samples)
+
     class Named(rd.Reader):  # and this one has none
         name = "mine"
 

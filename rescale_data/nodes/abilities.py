@@ -19,11 +19,19 @@ if TYPE_CHECKING:
 
 
 class Ability(ABC):  # noqa: B024
-    """Base class of abilities: a class that has the abstract methods of one has it, without deriving from it."""
+    """Base class of abilities: a class that has the methods and the attributes of one has it, without deriving from it.
+
+    Only the class counts: neither a name that it sets to `None`, nor one that only its instances have.
+    """
 
     @classmethod
     def __subclasshook__(cls, kind: type) -> bool:
-        return all(hasattr(kind, name) for name in cls.__abstractmethods__) or NotImplemented
+        if Ability not in cls.__bases__:  # a node that derives from an ability
+            return NotImplemented
+        has_methods = all(callable(getattr(kind, name, None)) for name in cls.__abstractmethods__)
+        return (
+            has_methods and all(getattr(kind, name, None) is not None for name in cls.__annotations__)
+        ) or NotImplemented
 
 
 # To count samples, and to leave them out
@@ -51,6 +59,14 @@ class Skips(Ability):
     @abstractmethod
     def skip(self, num_samples: int) -> None:
         """Leave out the next ``num_samples`` samples, as if they had been drawn."""
+
+
+class SkipsAhead(Ability):
+    """A node that can leave out samples without drawing them although it cannot count them."""
+
+    @abstractmethod
+    def skip_ahead(self, num_samples: int) -> int:
+        """Leave out up to ``num_samples`` samples as the function `skip_ahead` does, and return their number."""
 
 
 # To hand over blocks
@@ -237,10 +253,6 @@ class Mixes(Ability):
     @abstractmethod
     def place(self) -> list[int]:
         """Return the slots that identify the next sample, whatever sources come and go."""
-
-    @abstractmethod
-    def skip_ahead(self, num_samples: int) -> int:
-        """Leave out samples as the function `skip_ahead` does."""
 
     @abstractmethod
     def borrow(self, other: Node[Any]) -> None:

@@ -75,8 +75,12 @@ _ENDED = "_ended"
 _NO_CHILDREN: dict[str, Any] = {}  # shared by all leaves: there may be many
 
 
-_BESIDE_NEXT = ("open_documents", "texts", "write", "skip", "epoch_end")
-"""Methods that give samples, or count them, without a call of `Node.next` (`rescale_data.nodes.abilities`)."""
+_BESIDE = {
+    "next": ("open_documents", "texts", "write", "write_ready", "skip", "skip_ahead", "epoch_end"),
+    "write": ("write_ready",),
+    "skip": ("skip_ahead",),
+}
+"""For a method, the methods that give, leave out or count samples without calling it (`rescale_data.nodes.abilities`)."""
 
 
 class Node(BaseNode[T]):
@@ -128,12 +132,12 @@ class Node(BaseNode[T]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "next" in vars(cls):
-            beside = [name for name in _BESIDE_NEXT if name not in vars(cls) and hasattr(cls, name)]
+        for own in [name for name in _BESIDE if vars(cls).get(name) is not None]:
+            beside = [name for name in _BESIDE[own] if name not in vars(cls) and getattr(cls, name, None) is not None]
             if beside:
                 parent = cls.__mro__[1].__name__
                 raise TypeError(
-                    f"{cls.__name__} has a next() of its own, and from {parent} {', '.join(f'{name}()' for name in beside)}, "
+                    f"{cls.__name__} has a {own}() of its own, and from {parent} {', '.join(f'{name}()' for name in beside)}, "
                     f"which go past it. Put it above in place of deriving it: rd.Map, or a subclass of rd.Node with the "
                     f"{parent} as a child. Or give it these as well."
                 )

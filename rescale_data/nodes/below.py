@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.nodes.abilities import Counts, HasDocuments, HasTexts, MayChange, Mixes, Skips, Writes
+from rescale_data.nodes.abilities import Counts, HasDocuments, HasTexts, MayChange, Mixes, Skips, SkipsAhead, Writes
 from rescale_data.nodes.base import Node, bind_once, draw, slots_of
 from rescale_data.nodes.batch_buffer import Columns
 from rescale_data.nodes.reader import Reader
@@ -95,7 +95,24 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
 
 
 def epoch_end(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-    """Return `Counts.epoch_end` of any node; `None` if the node cannot count its samples."""
+    """Return the samples left in the epoch of any node, and where the next epoch begins; `None` if only reading can show it.
+
+    Args:
+        node: Any node, for example the child of your own.
+        rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
+        shards: ``int64[M]``, their indices.
+
+    Returns:
+        ``int64[M]`` samples and ``int64[M, slots]`` rows (`Counts.epoch_end`), or `None`.
+
+    Example:
+        >>> import numpy as np
+        >>> import rescale_data as rd
+        >>> reader = rd.Reader(range(8), rd.Shard())
+        >>> samples, rows = rd.nodes.epoch_end(reader, np.array([reader.position]), np.array([0]))
+        >>> samples.tolist()
+        [8]
+    """
     if isinstance(node, Counts):
         return node.epoch_end(rows, shards)
     return epoch_end_of_source(node, rows, shards) if node.one_for_one else None
@@ -117,11 +134,26 @@ def repeats_itself(node: Node[Any]) -> bool:
 
 
 def skip(node: Node[Any], num_samples: int) -> None:
-    """Leave out the next samples of any node, as if they had been drawn."""
+    """Leave out the next samples of any node, as if they had been drawn; without drawing them if the node can do that.
+
+    Args:
+        node: Any node, for example the child of your own.
+        num_samples: Number of samples, at most what is left in the epoch.
+
+    Raises:
+        StopIteration: The epoch ended before, as in `Node.next`.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> reader = rd.Reader(range(8), rd.Shard(), shuffle=False)
+        >>> rd.nodes.skip(reader, 5)
+        >>> list(reader)
+        [5, 6, 7]
+    """
+    bind_once(node)
     if isinstance(node, Skips):
         node.skip(num_samples)
     elif node.one_for_one:
-        bind_once(node)
         skip(node.children["source"], num_samples)
     else:
         draw(node, num_samples)
@@ -136,7 +168,7 @@ def skip_ahead(node: Node[Any], num_samples: int) -> int:
     """
     while node.one_for_one:
         node = node.children["source"]
-    return node.skip_ahead(num_samples) if isinstance(node, Mixes) else 0
+    return node.skip_ahead(num_samples) if isinstance(node, SkipsAhead) else 0
 
 
 def open_documents(node: Node[Any], column: str) -> Documents | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.abilities import Writes
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, go_to
-from rescale_data.nodes.batch_buffer import BatchBuffer, written
+from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written
 from rescale_data.nodes.below import columns_of, epoch_end, num_below, place, shard_of, skip
 from rescale_data.nodes.changing import is_pending, take_effect
 from rescale_data.nodes.form import STATE_DOES_NOT_FIT
@@ -71,6 +72,7 @@ class Shuffle(Node[Any]):
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
     WITHIN = "window"
+    writes: Columns = MappingProxyType({})
 
     @checks_kinds
     def __init__(self, source: BaseNode[Any], window: int, *, shard: Shard | None = None) -> None:

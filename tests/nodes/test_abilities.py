@@ -55,6 +55,62 @@ def test_a_node_has_the_abilities_whose_methods_it_has() -> None:
         assert list(node) == [4, 5, 6, 7]
 
 
+def test_a_helper_with_the_name_of_a_method_is_no_ability() -> None:
+    """An ability has attributes as well: `columns_of` and the loader read them."""
+
+    class Log(Plain):
+        def write(self, text: str) -> None: ...
+        def read_begun(self) -> None: ...
+        def reform(self, rows: Any) -> None: ...
+
+        skip = 3
+
+    assert [each for each in ABILITIES if issubclass(Log, each)] == []
+    loader = rd.DataLoader(lambda shard: Log(source=rd.Reader(range(8), shard, shuffle=False)), global_batch_size=8)
+    assert sorted(next(iter(loader)).tolist()) == [*range(8)]
+
+
+def test_a_method_that_is_none_is_no_ability() -> None:
+    class Off(Known):
+        epoch_end = skip = None  # type: ignore[assignment]
+
+    assert [each for each in ABILITIES if issubclass(Off, each)] == []
+
+    class Below(Off):
+        def next(self) -> Any:
+            return super().next()
+
+    assert [each for each in ABILITIES if issubclass(Below, each)] == []
+
+
+def test_a_class_that_derives_from_an_ability_is_no_ability() -> None:
+    class Counting(abilities.Counts, Plain):
+        def epoch_end(self, rows: Any, shards: Any) -> Any:
+            return None
+
+    assert issubclass(Counting, abilities.Counts)
+    assert not issubclass(Plain, Counting)
+
+
+def test_a_subclass_gives_samples_without_many_at_once() -> None:
+    """`write_ready` set to `None`: all batches are written by the subclass's own `write`."""
+
+    class Shifted(rd.TokenPacker):
+        write_ready = None  # type: ignore[assignment]
+
+        def write(self, buffer: Any, place: int) -> None:
+            super().write(buffer, place)
+            buffer.row("tokens", place)[:] += 1000
+
+    source = rd.SyntheticSource(256, length=(5, 20), vocab_size=100)
+    loader = rd.DataLoader(
+        lambda shard: Shifted(rd.Reader(source, shard), column="tokens", seq_len=16, eos_id=0),
+        global_batch_size=4,
+        repeat=True,
+    )
+    assert all((batch["tokens"] >= 1000).all() for _, batch in zip(range(4), loader, strict=False))
+
+
 QUESTIONS: dict[str, Any] = {
     "epoch_end": lambda node, row: below.epoch_end(node, row, np.array([1])),
     "place": lambda node, row: below.place(node),

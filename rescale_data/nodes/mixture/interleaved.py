@@ -21,7 +21,7 @@ def interleaved(
         spans: The next documents of all these sources, source by source, with moves of the mixture's row.
         begins: Index in ``spans`` of the first document of each source.
         first: Number of draws before.
-        counted: The result of `MixtureRow.counted_at`: the first slot and the values of the numbers of documents, and by tokens
+        counted: The result of `MixtureRow.counts_at`: the first slot and the values of the numbers of documents, and by tokens
             also of the numbers of tokens.
     """
     moves, num = spans.moves, len(chosen)

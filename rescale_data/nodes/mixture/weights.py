@@ -121,7 +121,7 @@ class MixtureWeights:
         return [(digest, as_json(known[digest])) for digest in sorted(used - {self.rule.digest})]
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
-        """Check changes as `Mixes.check_change` of the mixture."""
+        """Raise ``DataStateError`` if changed weights or `max_epochs` do not fit what has been drawn (`Mixes.check_change`)."""
         before, progress = from_json(saved), int(self._row.amounts_drawn(rows).max()) * self._shard[1]
         if self.rule.interpolate:
             was, now = _shares_until(before, progress), _shares_until(self.rule, progress)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import Node, bind_once, changing
-from rescale_data.nodes.batch_buffer import BatchBuffer, written
+from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written
 from rescale_data.nodes.below import is_endless, names_rows, open_documents, source_names
 from rescale_data.nodes.bound import SILENT_EPOCHS, EmptyDrawLimit
 from rescale_data.nodes.column import ColumnDocuments, length_of
@@ -85,6 +85,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "document"
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
+    writes: Columns = MappingProxyType({})
+    tells_next: bool = False
 
     @checks_kinds
     def __init__(

@@ -68,7 +68,7 @@ class TokenStream:
         self.queue: TokenQueue | None = None
         """The token queue that has been read, as long as the cache keeps it; used to draw from many streams at once."""
         self.where: list[str] = []
-        """Provenance of the documents in the last drawn sample, if ``says_where``."""
+        """Provenance of the documents in the last drawn sample, if ``has_provenance``."""
 
     def bind(self, position: View, *, applies_changes: bool) -> None:
         """Continue from ``position``, and update this row with each draw.

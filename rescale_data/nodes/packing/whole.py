@@ -11,7 +11,7 @@ import torch
 
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.base import Node, View, bind_once, copy_of
-from rescale_data.nodes.batch_buffer import BatchBuffer, written
+from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written
 from rescale_data.nodes.below import is_endless, open_documents, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit, require_tokens
 from rescale_data.nodes.changing import take_effect
@@ -100,6 +100,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     UNTRAINED: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True, limits=COUNT_LIMITS),)
     """Additional field if there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
+    writes: Columns = MappingProxyType({})
 
     @checks_kinds
     def __init__(

@@ -103,15 +103,15 @@ static int sum(Arcs* a, const int64_t* counts) {
   return fits(a);
 }
 
-/* run(points, chosen, first, numbers, lengths, turn_at): draws from number `first` on. It stops at a source without a length at
+/* run(points, chosen, first, numbers, lengths, change_at): draws from number `first` on. It stops at a source without a length at
  * hand, and after a draw behind which other weights may count. numbers: int64[5, S], for each source its share, documents, tokens,
  * tokens that do not count, and draws in this run. lengths: for each source a buffer of int64, or None. Returns the next draw, and
  * the source that has no length; -1 if there is none, -2 if the numbers are too large. */
 PyObject* run(PyObject* module, PyObject* args) {
   PyObject *points_of, *chosen_of, *numbers_of, *lengths, *result = NULL;
-  long long first, turn_at;
+  long long first, change_at;
   Py_buffer points, chosen, numbers, *given = NULL;
-  if (!PyArg_ParseTuple(args, "OOLOO!L", &points_of, &chosen_of, &first, &numbers_of, &PyList_Type, &lengths, &turn_at)) return NULL;
+  if (!PyArg_ParseTuple(args, "OOLOO!L", &points_of, &chosen_of, &first, &numbers_of, &PyList_Type, &lengths, &change_at)) return NULL;
   points.obj = chosen.obj = numbers.obj = NULL;
   Arcs a = {0};
   a.num = PyList_Size(lengths);
@@ -155,7 +155,7 @@ PyObject* run(PyObject* module, PyObject* args) {
     }
     counts[source]++, drew(&a, source, length);
     ((int64_t*)chosen.buf)[next] = source;
-    stops = turn_at >= 0 && a.all_tokens >= turn_at;
+    stops = change_at >= 0 && a.all_tokens >= change_at;
   }
   result = Py_BuildValue("nn", next, missing);
 done:

@@ -422,7 +422,7 @@ static char* row_of(const Py_buffer* view, Py_ssize_t row) {
   return view->obj ? (char*)view->buf + row * view->strides[0] : NULL;
 }
 
-/* fill(stretches, first, tokens, labels, doc_ids) -> the first row that was not written */
+/* fill(queues, first, tokens, labels, doc_ids) -> the first row that was not written */
 static PyObject* fill(PyObject* module, PyObject* args) {
   enum { MOST = 64 };
   State* state = PyModule_GetState(module);
@@ -431,14 +431,14 @@ static PyObject* fill(PyObject* module, PyObject* args) {
   Py_buffer rows[3] = {{0}, {0}, {0}};
   if (!PyArg_ParseTuple(args, "OnOOO", &list, &first, &objects[0], &objects[1], &objects[2])) return NULL;
   if (!PyList_Check(list) || first < 0) {
-    PyErr_SetString(PyExc_TypeError, "fill takes a list of stretches, and the first of them");
+    PyErr_SetString(PyExc_TypeError, "fill takes a list of token queues, and the index of the first");
     return NULL;
   }
   num = PyList_Size(list);
   if (open_rows(objects[0], &rows[0], NULL) || open_rows(objects[1], &rows[1], &rows[0]) || open_rows(objects[2], &rows[2], &rows[0]))
     goto done;
   if (!rows[0].obj || num > rows[0].shape[0]) {
-    error("a batch has fewer rows than there are stretches");
+    error("a batch has fewer rows than there are token queues");
     goto done;
   }
   const int64_t size = rows[0].shape[1], needed = size + (rows[1].obj != NULL);
