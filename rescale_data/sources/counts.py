@@ -20,7 +20,7 @@ FIELDS = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, READ_SECONDS, MAKE_SECOND
   requests that were made again after an error or a stall;
 - READ_SECONDS: seconds in which a batch waited for files and their decoding;
 - MAKE_SECONDS: seconds in which batches were made, READ_SECONDS included;
-- MADE: batches that a worker has made in its segment."""
+- MADE_BATCHES: batches that a worker has made in its segment."""
 BACKGROUND_PREFIX = "rescale_data_"
 """Prefix of the names of threads that read ahead: their reading does not count as time that a batch waited."""
 

@@ -258,15 +258,15 @@ def room_for(source: Budgeted) -> int:
     return source.cache_bytes // num_processes()
 
 
-def share_with(key: int, num_processes: int) -> None:
+def share_with(key: int, num_others: int) -> None:
     """Share the budget with other processes of this rank, in equal parts; evict what no longer fits into this process's part.
 
     Args:
         key: Number of a group of processes, such as the workers of one loader.
-        num_processes: Number of processes in the group; 0 when they have ended.
+        num_others: Number of processes in the group; 0 when they have ended.
     """
-    if num_processes:
-        _other_processes[key] = num_processes
+    if num_others:
+        _other_processes[key] = num_others
         _cache.evict_to_budget()
     else:  # without a lock: a finalizer in a thread that has the cache's may wait for the caller
         _other_processes.pop(key, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
@@ -35,7 +36,7 @@ class BlockRanges(Ranges):
     """
 
     def __init__(self, path: str, store: LocalStore | None = None) -> None:
-        self._path, self._store = path, store
+        self._store = store
         self._copy, self._codec = MappedFile(path), pa.Codec("zstd")
         tail = self._copy.read(max(0, self._copy.size - 16), 16).to_pybytes().rjust(16, b"\0")
         ends = int.from_bytes(tail[:8], "little") + 1
@@ -44,6 +45,7 @@ class BlockRanges(Ranges):
             raise ValueError(f"{path} is not whole")
         table = np.frombuffer(self._copy.read(begin, 16 * ends), dtype=np.int64)
         self._content_offsets, self._copy_offsets = table[:ends], table[ends:]
+        self._name = f"{path}|{zlib.crc32(table)}"  # a copy that was made again has other blocks, if the file has changed
         if self._copy_offsets[-1] != begin:
             raise ValueError(f"{path} is not whole")
 
@@ -71,7 +73,7 @@ class BlockRanges(Ranges):
         if self._store is None:
             return decompress()
         start, stop = self._content_offsets[block : block + 2].tolist()
-        return self._store.read(f"{self._path}|{start}|{stop - start}", decompress)
+        return self._store.read(f"{self._name}|{start}|{stop - start}", decompress)
 
     def _decompress(self, block: int) -> ArrowBuffer:
         start, stop = self._copy_offsets[block : block + 2].tolist()

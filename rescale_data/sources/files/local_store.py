@@ -29,6 +29,7 @@ _ENTRIES_FOLDER = "rescale_data-1"  # 1: version of the entries; other files in 
 _TRIM_DIVISOR = 64  # a process looks for entries to delete after it has written 1/64 of the bound
 _FULL_FRACTION, _TRIMMED_FRACTION = 7 / 8, 3 / 4
 _CHECKSUM_BYTES = 4
+_USED_SECONDS = 1.0  # an access time is exact to this, so that most reads do not write it
 _MAX_VERIFIED = 2**17  # about 10 MB
 _MOUNTS = "/proc/mounts"
 _SHARED_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph")
@@ -96,8 +97,9 @@ class LocalStore:
             if len(self._verified) >= _MAX_VERIFIED:
                 self._verified.clear()
             self._verified.add(version)
-        with suppress(OSError):
-            os.utime(path, ns=(time.time_ns(), info.st_mtime_ns))
+        if time.time() - info.st_atime > _USED_SECONDS:
+            with suppress(OSError):
+                os.utime(path, ns=(time.time_ns(), info.st_mtime_ns))
         return data.slice(0, data.size - _CHECKSUM_BYTES)
 
     def put(self, name: str, data: ArrowBuffer) -> None:

@@ -35,6 +35,7 @@ _SMALL = 2**16
 _PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _RECOVERY_SECONDS = 30.0
 _MIN_ANSWERS = 100
+_ANSWERS_A_LIMIT = 50  # limits are computed again after so many answers
 _MANY_REQUESTS = 10
 _OVERHEAD_BYTES = 2**20  # a request takes about as long as so many of its bytes, even if it asks for none
 _MAX_START_SECONDS = 10.0
@@ -263,22 +264,25 @@ class RequestTimes:
 
     def __init__(self) -> None:
         self._seconds_per_byte: deque[float] = deque(maxlen=1000)
-        self._lock = threading.Lock()
+        self._usual = math.inf  # seconds a byte in which 99 % of requests are answered
+        self._num_answers, self._lock = 0, threading.Lock()
 
     def add(self, num_bytes: int, seconds: float) -> None:
+        """Add the seconds that the answer to a request took."""
         with self._lock:
             self._seconds_per_byte.append(seconds / (num_bytes + _OVERHEAD_BYTES))
+            self._num_answers += 1
+            if self._num_answers >= _MIN_ANSWERS and self._num_answers % _ANSWERS_A_LIMIT == 0:
+                self._usual = sorted(self._seconds_per_byte)[int(len(self._seconds_per_byte) * 0.99)]
 
     def limit(self, num_bytes: int) -> float:
         """Return four times the seconds in which 99 % of requests of this size are answered, at least 50 ms.
 
         Until a hundred requests were answered, it is 5 s, and 1 s more for each MiB.
         """
-        with self._lock:
-            took = list(self._seconds_per_byte)
-        if len(took) < _MIN_ANSWERS:
+        if self._usual == math.inf:
             return 5.0 + num_bytes / 2**20
-        return max(0.05, 4 * sorted(took)[int(len(took) * 0.99)] * (num_bytes + _OVERHEAD_BYTES))
+        return max(0.05, 4 * self._usual * (num_bytes + _OVERHEAD_BYTES))
 
 
 class RequestLimit:
