@@ -62,6 +62,7 @@ __all__ = [
     "changing",
     "copy_of",
     "draw",
+    "end_epoch",
     "go_to",
     "initial",
     "is_bound",
@@ -295,6 +296,11 @@ def unbind(node: Node[Any]) -> None:
     if node._is_bound:
         node._is_bound = False
         del node.position
+
+
+def end_epoch(node: Node[Any]) -> None:
+    """Record that a node has raised `StopIteration` otherwise than by ``next``: `reset(None)` then begins the next epoch."""
+    node._ended = True
 
 
 def draw(node: Node[Any], num_samples: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rescale_data.nodes.abilities import Counts, HasDocuments, HasTexts, MayChange, Mixes, Skips, SkipsAhead, Writes
-from rescale_data.nodes.base import Node, bind_once, draw, slots_of
+from rescale_data.nodes.base import Node, bind_once, draw, end_epoch, slots_of
 from rescale_data.nodes.batch_buffer import Columns
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import Documents, Texts
@@ -151,12 +151,16 @@ def skip(node: Node[Any], num_samples: int) -> None:
         [5, 6, 7]
     """
     bind_once(node)
-    if isinstance(node, Skips):
-        node.skip(num_samples)
-    elif node.one_for_one:
-        skip(node.children["source"], num_samples)
-    else:
-        draw(node, num_samples)
+    try:
+        if isinstance(node, Skips):
+            node.skip(num_samples)
+        elif node.one_for_one:
+            skip(node.children["source"], num_samples)
+        else:
+            draw(node, num_samples)
+    except StopIteration:
+        end_epoch(node)
+        raise
 
 
 def skip_ahead(node: Node[Any], num_samples: int) -> int:

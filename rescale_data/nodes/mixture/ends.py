@@ -62,7 +62,7 @@ def samples_left(
         position: The position of the mixture.
         shard: The index of the logical shard, and the number of logical shards.
         stops: By number of the source, the epoch at which the mixture has had enough of it.
-        endless: True if all other sources never end.
+        endless: True if sources begin their next epoch at once, up to their epoch in ``stops``; else each epoch is an end.
     """
     row, shards = np.array(position)[None], np.array([shard[0]])
     num_left: list[int] = []
@@ -74,7 +74,7 @@ def samples_left(
         if end is None:
             return None
         num_left.append(int(end[0][0]))
-        if source in stops:
+        if endless and source in stops:
             reader, slot = readers_of(node, 0)[0]
             num_left[-1] += reader.rows.num_rows(int(end[1][0, slot]), stops[source], shard[0])
     return num_left
