@@ -39,6 +39,7 @@ class Found:
     Args:
         rows: How many rows were looked for.
         drawn: How often one of them was drawn, to be served or left out: by a blocklist, a filter, with a step or at an end.
+            Below a node of torchdata, in how many samples it was served.
         served: The samples that hold a part of one, with those documents alone.
         steps: Which steps were looked at, the first and the one after the last.
     """
@@ -123,7 +124,8 @@ class Audit:
     def find(self, document: str) -> Found:
         """Find the steps in which a row of a source was served, or the rows of a file.
 
-        Only the logical shards are read again that had the row, between the checkpoints where they had it.
+        Only the logical shards are read again that had the row, between the checkpoints where they had it. Below a node of
+        torchdata, whose state does not say it, all are read again.
 
         Args:
             document: ``"SOURCE:ROW"`` (numbered over all files, from 0), ``"SOURCE:FILE"``, or what messages and
@@ -139,16 +141,23 @@ class Audit:
         rows = find_rows(reader.source, document.removeprefix(f"{name}:").strip())
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
         shards, drawn = defaultdict[int, set[int]](set), 0
-        for path, reader in readers:
-            positions = SourcePositions.of(self._states, path, _num_windows(schema, path))
+        intervals, num_shards = self._intervals(), len(self._states[-1].table)
+        num_windows = [_num_windows(schema, path) for path, _ in readers]
+        is_known = None not in num_windows
+        for (path, reader), num in zip(readers, num_windows, strict=True):
+            if num is None:
+                for number in range(len(intervals)):
+                    shards[number].update(range(num_shards))
+                continue
+            positions = SourcePositions.of(self._states, path, num)
             for shard, place in positions.places(reader, np.array(rows)):
                 drawn += positions.is_drawn(shard, place)
                 for number in positions.intervals_of(shard, place):
                     shards[number].add(shard)
-        intervals = self._intervals()
         served = [one for number in sorted(shards) for one in intervals[number].replay(shards[number])]
         matching = [replace(one, documents=[line for line in one.documents if line in lines]) for one in served]
-        return Found(len(rows), drawn, [one for one in matching if one.documents], self.steps)
+        found = [one for one in matching if one.documents]
+        return Found(len(rows), drawn if is_known else len(found), found, self.steps)
 
     def _intervals(self) -> list[Interval]:
         befores = [None, *self._states[:-1]]
@@ -227,9 +236,12 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
     return [state for state in states if not any(first < state.header["samples"] < stop for first, stop in left_out)]
 
 
-def _num_windows(schema: Schema, path: Sequence[str]) -> int:
-    node, num_samples = schema.root, 0
+def _num_windows(schema: Schema, path: Sequence[str]) -> int | None:
+    """Return how many nodes above a reader read further than their samples; `None` below a node of torchdata."""
+    node, num_windows = schema.root, 0
     for name in path:
-        num_samples += node.READS_AHEAD
+        if name not in node.children:
+            return None
+        num_windows += node.READS_AHEAD
         node = node.children[name]
-    return num_samples
+    return num_windows

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchdata import nodes
 
 import rescale_data as rd
 from rescale_data import checkpoint
@@ -50,8 +51,8 @@ def cut(shard: rd.Shard, blocked: Any = (), seq_len: int = 24) -> rd.BaseNode[An
 
 
 def mixture(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
-    nodes = {name: reader(name, shard, blocked) for name in SOURCES}
-    documents = rd.WeightedSampler(nodes, {"web": 0.6, "code": 0.3, "few": 0.1})
+    readers = {name: reader(name, shard, blocked) for name in SOURCES}
+    documents = rd.WeightedSampler(readers, {"web": 0.6, "code": 0.3, "few": 0.1})
     return rd.TokenPacker(documents, column="tokens", seq_len=24, eos_id=None, labels=True)
 
 
@@ -63,7 +64,13 @@ def shuffled(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
     return rd.Shuffle(cut(shard, blocked), window=4)
 
 
-PIPELINES = {pipeline.__name__: pipeline for pipeline in (rows, numbers, cut, mixture, whole, shuffled)}
+def unbatched(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+    """Below nodes of torchdata, which read further than their samples, and without a blocklist."""
+    del blocked
+    return nodes.Unbatcher(nodes.Batcher(rows(shard), 3, drop_last=False))
+
+
+PIPELINES = {pipeline.__name__: pipeline for pipeline in (rows, numbers, cut, mixture, whole, shuffled, unbatched)}
 Seen = dict[tuple[int, int], list[str]]
 
 
