@@ -30,6 +30,8 @@ from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.source import Source
 
 logger = logging.getLogger(__name__)
+_KEPT = 0.1
+"""The least share of rows that nodes above a reader keep, for an estimate of how many epochs a window spans."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,10 @@ class Audit:
                 drawn += positions.is_drawn(shard, place)
                 for number in positions.intervals_of(shard, place):
                     shards[number].add(shard)
+            if _KEPT * reader.source.num_rows < _num_documents(schema, path) * num_shards:  # over several epochs
+                for shard in range(num_shards):
+                    for number in positions.intervals_at_the_end(shard):
+                        shards[number].add(shard)
         served = [one for number in sorted(shards) for one in intervals[number].replay(shards[number])]
         matching = [replace(one, documents=[line for line in one.documents if line in lines]) for one in served]
         found = [one for one in matching if one.documents]
@@ -234,6 +240,15 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
     states = [by_samples[samples] for samples in sorted(by_samples)]
     left_out = skipped_in(states[-1])  # a checkpoint within is of an attempt that was given up
     return [state for state in states if not any(first < state.header["samples"] < stop for first, stop in left_out)]
+
+
+def _num_documents(schema: Schema, path: Sequence[str]) -> int:
+    """Return how many documents of a reader the windows above it may hold, if none is left out in between."""
+    node, num_documents = schema.root, 1
+    for name in path:
+        num_documents *= getattr(node, "window", getattr(node, "seq_len", 1) if num_documents > 1 else 1)
+        node = node.children[name]
+    return num_documents
 
 
 def _num_windows(schema: Schema, path: Sequence[str]) -> int | None:

@@ -74,6 +74,10 @@ class SourcePositions:
             until = until - 1
         return iter(np.flatnonzero((column[:-1] <= place) & (place <= until[1:])).tolist())
 
+    def intervals_at_the_end(self, shard: int) -> Iterator[int]:
+        """Yield the intervals in which a shard has windows whose end no checkpoint shows."""
+        return self.intervals_of(shard, _NO_END) if self.num_windows else iter(())
+
     def is_drawn(self, shard: int, place: int) -> bool:
         return bool(place < self.table[:, shard].max())
 

@@ -60,6 +60,15 @@ def whole(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
     return rd.WholeDocumentPacker(reader("web", shard, blocked), column="tokens", seq_len=48, window=5)
 
 
+def wide(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+    """Windows over several epochs of a source, in each of which a row is in another logical shard."""
+    readers = {
+        name: rd.Reader(SOURCES[name], shard, exclude=blocked if name == "web" else ()) for name in ("web", "code")
+    }
+    documents = rd.WeightedSampler(readers, {"web": 0.5, "code": 0.5})
+    return rd.WholeDocumentPacker(documents, column="tokens", seq_len=48, window=50)
+
+
 def shuffled(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
     return rd.Shuffle(cut(shard, blocked), window=4)
 
@@ -70,7 +79,9 @@ def unbatched(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
     return nodes.Unbatcher(nodes.Batcher(rows(shard), 3, drop_last=False))
 
 
-PIPELINES = {pipeline.__name__: pipeline for pipeline in (rows, numbers, cut, mixture, whole, shuffled, unbatched)}
+PIPELINES = {
+    pipeline.__name__: pipeline for pipeline in (rows, numbers, cut, mixture, whole, wide, shuffled, unbatched)
+}
 Seen = dict[tuple[int, int], list[str]]
 
 
@@ -157,7 +168,7 @@ def test_it_says_what_a_run_has_seen(kind: str, parts: list[Segment], blocked: s
         check(
             run,
             rd.audit.Audit(folder, *pipelines, repeat=True),
-            [1, 30, 70, *([1005, 2001] if kind == "mixture" else [])],
+            [1, 30, 70, *([1005, 2001] if kind == "mixture" else [1005, 1020] if kind == "wide" else [])],
         )
 
 
