@@ -707,6 +707,15 @@ def test_a_subclass_whose_samples_would_be_gone_past() -> None:
             def skip(self, num_samples: int) -> None:
                 super().skip(num_samples)
 
+    class Mixin:
+        def write(self, buffer: Any, place: int) -> None: ...
+
+    with pytest.raises(
+        TypeError, match=r"Mixed has the write\(\) of Mixin, and from TokenPacker write_ready\(\), which go past it"
+    ):
+
+        class Mixed(Mixin, rd.TokenPacker): ...
+
     class Named(rd.Reader):  # and this one has none
         name = "mine"
 

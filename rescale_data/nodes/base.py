@@ -120,7 +120,8 @@ class Node(BaseNode[T]):
     then private, and this node writes the position at which each child has to go on into its own row, behind its own slots."""
 
     one_for_one: bool = False
-    """True if this node yields one sample for each sample of its only child, ``source``."""
+    """True if this node yields one sample for each sample of its only child, ``source``. A class with a `next` of its own says
+    so anew."""
 
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
@@ -133,12 +134,18 @@ class Node(BaseNode[T]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for own in [name for name in _BESIDE if vars(cls).get(name) is not None]:
-            beside = [name for name in _BESIDE[own] if name not in vars(cls) and getattr(cls, name, None) is not None]
+        if _definer(cls, "next") < _definer(cls, "one_for_one"):
+            cls.one_for_one = False
+        for own in [name for name in _BESIDE if getattr(cls, name, None) is not None]:
+            at = _definer(cls, own)
+            beside = [
+                name for name in _BESIDE[own] if getattr(cls, name, None) is not None and _definer(cls, name) > at
+            ]
             if beside:
-                parent = cls.__mro__[1].__name__
+                whose = f"the {own}() of {cls.__mro__[at].__name__}" if at else f"a {own}() of its own"
+                parent = cls.__mro__[_definer(cls, beside[0])].__name__
                 raise TypeError(
-                    f"{cls.__name__} has a {own}() of its own, and from {parent} {', '.join(f'{name}()' for name in beside)}, "
+                    f"{cls.__name__} has {whose}, and from {parent} {', '.join(f'{name}()' for name in beside)}, "
                     f"which go past it. Put it above in place of deriving it: rd.Map, or a subclass of rd.Node with the "
                     f"{parent} as a child. Or give it these as well."
                 )
@@ -247,6 +254,11 @@ class Node(BaseNode[T]):
 
     def _slots(self, child: str) -> slice:
         return self._slices[child]
+
+
+def _definer(cls: type, name: str) -> int:
+    """Return the index, in the method resolution order of a class, of the first class that defines ``name``."""
+    return next((at for at, kind in enumerate(cls.__mro__) if name in vars(kind)), len(cls.__mro__))
 
 
 def initial(node: Node[Any]) -> View:

@@ -122,11 +122,12 @@ def _with_unbatcher_copies(state: dict[str, Any]) -> dict[str, Any]:
 class MappedNode(Node[Any]):
     """Wraps a torchdata `Mapper` without threads: it yields one sample per sample of its source and has the same position."""
 
+    one_for_one = True
+
     def __init__(self, mapper: ParallelMapper[Any]) -> None:
         super().__init__(source=mapper.source)
         self._map = mapper.map_fn
         self._guard = guard_of(self, "raise", "in the function of Mapper, given")
-        self.one_for_one = True
 
     def next(self) -> Any:
         sample = next(self.children["source"])

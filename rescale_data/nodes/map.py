@@ -23,6 +23,7 @@ class PerSample(Node[Any]):
     """Base class of `Map` and `RandomMap`: yields at most one sample for each sample of its source."""
 
     FIELDS = (Field(("skipped",), counts=True, limits=COUNT_LIMITS),)
+    one_for_one = True
     _extra_argument: Any = None
     """Makes the second argument of ``fn``, in a class whose ``fn`` has one; called before the sample is drawn."""
 
@@ -34,7 +35,7 @@ class PerSample(Node[Any]):
         self.fn = fn
         self._source = self.children["source"]
         self._guard, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
-        self.one_for_one = not self._guard.skips
+        self.one_for_one = self.one_for_one and not self._guard.skips
 
     def next(self) -> Any:
         num_empty = 0

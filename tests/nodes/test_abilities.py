@@ -18,6 +18,9 @@ NAMES = {
 ABILITIES = abilities.Ability.__subclasses__()
 
 
+SOURCE = rd.DatasetSource(range(32), name="numbers")
+
+
 class Plain(rd.Node[Any]):
     def next(self) -> Any:
         return next(self.children["source"])
@@ -109,6 +112,46 @@ def test_a_subclass_gives_samples_without_many_at_once() -> None:
         repeat=True,
     )
     assert all((batch["tokens"] >= 1000).all() for _, batch in zip(range(4), loader, strict=False))
+
+
+class TwoAtOnce:
+    def next(self) -> Any:
+        return super().next() + super().next()
+
+
+class Sums(rd.Map):
+    def next(self) -> Any:
+        return super().next() + super().next()
+
+
+class Summed(TwoAtOnce, rd.Map): ...
+
+
+class Logged(rd.Map):
+    one_for_one = True
+
+    def next(self) -> Any:
+        return super().next()
+
+
+@pytest.mark.parametrize("kind", [Sums, Summed])
+def test_a_subclass_with_a_next_of_its_own_is_not_one_for_one(kind: type[rd.Map]) -> None:
+    def pipeline(shard: rd.Shard) -> rd.Map:
+        return kind(rd.Reader(SOURCE, shard, shuffle=False), int)
+
+    node = pipeline(rd.Shard())
+    rd.nodes.skip(node, 3)
+    assert next(node) == 6 + 7
+    loader = rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=4)
+    assert [sum(map(len, loader)) for _ in range(2)] == [16, 16]
+    with pytest.raises(TypeError, match="how many samples come out of Sum"):
+        len(loader)
+
+
+def test_a_subclass_that_says_so_is_one_for_one() -> None:
+    loader = rd.DataLoader(lambda shard: Logged(rd.Reader(SOURCE, shard), int), global_batch_size=4)
+    assert len(loader) == 8
+    assert not Logged(rd.Reader(SOURCE, rd.Shard()), int, on_error="skip").one_for_one
 
 
 QUESTIONS: dict[str, Any] = {
