@@ -14,9 +14,10 @@ from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.opening import open_stream
 from rescale_data.engine.options import Options, Tail
+from rescale_data.engine.ranks.peers import RESULT
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.shared import RESULT, Shared, by_first
+from rescale_data.engine.shared import Shared, by_first
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import Transfer
 from rescale_data.sources.dataset import MapStyle

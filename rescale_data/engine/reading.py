@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.ranks.peers import BATCH, PEEKED, RESULT
+from rescale_data.engine.reopening import require_reopenable
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup
-from rescale_data.engine.shared import BATCH, RESULT, Numbers, Shared, by_first, known
+from rescale_data.engine.shared import Numbers, Shared, by_first, known
 from rescale_data.engine.skip import require_countable
 from rescale_data.engine.states.load import load_state_dict as load
 from rescale_data.engine.states.statedict import local_state_dict, marked, state_and_reason
@@ -179,7 +180,7 @@ class Reading:
             if not self._stream.feed.is_ahead:
                 self._stream.peek()
 
-    @by_first(BATCH)
+    @by_first(PEEKED)
     def peek(self) -> Any:
         """The next batch, which stays the next: ``next`` may return the same memory, so leave it as it is.
 
@@ -396,8 +397,7 @@ class Reading:
         if state is None:
             if delivered:
                 raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")
-            self._require_same_ranks(stream.ranks)
-            self._require_step_boundary(stream.setup)
+            require_reopenable(self._stream, stream)
         other.load_state_dict(state_of(self._cursor, self._stream.ends) if state is None else state, delivered)
         if state is None:  # keep whether the end of the epoch was seen here
             unseen = self._steps_per_epoch is not None and self._ended and other._is_at_epoch_end()
@@ -407,25 +407,6 @@ class Reading:
         self._opened = stream
         if state is not None:
             self._invalidate()
-
-    def _require_same_ranks(self, now: Ranks) -> None:
-        was = self._stream.ranks
-        if (was.rank, was.world_size, was.communicator) != (now.rank, now.world_size, now.communicator):
-            raise ValueError(
-                f"reopen() as rank {now.rank} of {now.world_size}, which was rank {was.rank} of {was.world_size} of other "
-                f"processes or an earlier process group: give state=, one state_dict() of the old ranks, the same on all new "
-                f"ones."
-            )
-
-    def _require_step_boundary(self, other: Setup) -> None:
-        was, now, begun = self._layout, other.layout, self._stream.begun
-        sizes = (was.global_batch_size, was.micro_batch_size) != (now.global_batch_size, now.micro_batch_size)
-        if begun and (sizes or self._setup.balance is not None or other.balance is not None):
-            in_step = was.gradient_accumulation_steps
-            raise ValueError(
-                f"reopen() within a step, with another global batch or micro batch: {begun} of its {in_step} micro batches "
-                f"have been taken. Call it when loader.step is {self.step + 1}, after {in_step - begun} more."
-            )
 
     def _invalidate(self) -> None:
         """Invalidate all iterators, because the ranks or the position have changed."""

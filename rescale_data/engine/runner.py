@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -11,17 +10,15 @@ import numpy as np
 
 from rescale_data.engine.collate import collate as stack
 from rescale_data.engine.micro_batch import MicroBatch, TableRows
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, path_name
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe
 from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
-from rescale_data.nodes.abilities import Proves, ReadsBegun, WritesMany
+from rescale_data.nodes.abilities import Proves, WritesMany
 from rescale_data.nodes.base import Node, initial
 from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.below import borrow, columns_of, epoch_end, pass_epochs, skip, skip_ahead
-from rescale_data.nodes.changing import settle
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.nodes.reader import Reader
 from rescale_data.sources.decoded.interest import serve, withdraw
 from rescale_data.state import Ints
 
@@ -155,29 +152,6 @@ class Runner:
             except Exhausted:
                 return count, self._slots(shard).copy()
         return num_samples, None
-
-    def farthest(self, shard: int, row: Ints, histories: Histories) -> dict[str, int]:
-        """Return, for each source, the last epoch that a shard reads again to resume within a window or document.
-
-        Args:
-            row: ``int64[1, columns]``, the position of the shard in another table than this runner's.
-            histories: The data of each source, for that table.
-        """
-        root, row = self._recipe.build(shard), row.copy()
-        adopt(root, histories)
-        settle(root, row[0, FIRST_SLOT:].data)  # as a load does: what needs an old list begins again, and is not read
-        nodes = dict(root.walk())
-        for path, begun in self.schema.begun(row).items():
-            slots = self.schema.slots_at(row, path)
-            if begun[0] and slots is not None:
-                node = nodes[path]
-                node.bind(slots[0].copy().data)
-                with contextlib.suppress(StopIteration):
-                    if isinstance(node, ReadsBegun):
-                        node.read_begun()
-                    else:
-                        next(node)
-        return {path_name(path): below.farthest for path, below in nodes.items() if isinstance(below, Reader)}
 
     def prove(self, shard: int, num_left: int) -> None:
         """Raise ``DataStateError`` unless a shard delivered each row of its epoch once, except for its last `num_left` samples.

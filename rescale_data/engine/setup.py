@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.options import Options, Tail
@@ -37,7 +38,7 @@ class Setup:
     steps_per_epoch: int | None = None
     balance: Balance | None = None
 
-    @property
+    @cached_property
     def counts_are_known(self) -> bool:
         """True if the number of samples in an epoch can be computed from the pipeline without reading data."""
         return self.schema.epoch_end(self.schema.fresh_table(self.layout.num_logical_shards)) is not None

@@ -87,18 +87,18 @@ class Shared:
         """
         self._peers.require_no_fork()
         value = self._receive(name) if self._peers.me else self._work(loader, name, kind, work)
-        return self._transferred(value) if kind == BATCH and value is not None else value
+        return self._transferred(value) if kind != RESULT and value is not None else value
 
     def _work(self, loader: Any, name: str, kind: int, work: Callable[[], Any]) -> Any:
         called = self._peers.digest_of(name)
         try:
             value = work()
-            body = to_bytes(value if kind == BATCH else (Numbers.of(loader), value, None))
+            body = to_bytes(value if kind != RESULT else (Numbers.of(loader), value, None))
         except Exception as error:
             body = to_bytes((Numbers.of(loader), None, picklable(error)))
             self._peers.send(RESULT, [called, 0, 0, 0], body)
             raise
-        at = (loader.step, loader.epoch, loader.last_batch_samples) if kind == BATCH else (0, 0, 0)
+        at = (loader.step, loader.epoch, loader.last_batch_samples) if kind != RESULT else (0, 0, 0)
         self._peers.send(kind, [called, *at], body)
         return value
 
@@ -109,10 +109,10 @@ class Shared:
                 f"This rank calls {name:.200} of a loader with peers=, the one that reads for it another method, with other "
                 f"arguments, or that of another loader. All peers of a dp rank make the same calls in the same order."
             )
-        if kind == BATCH:
+        if kind != RESULT:
             numbers = self.numbers or Numbers()
             left = numbers.batches_left
-            left = left - 1 if name.startswith("next") and isinstance(left, int) else left
+            left = left - 1 if kind == BATCH and isinstance(left, int) else left
             self.numbers = numbers._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=left)
             return value
         self.numbers, result, error = value
@@ -131,7 +131,8 @@ def by_first(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
     """Return a decorator for methods of a `Reading`: its peers call them together, and the first peer does the work.
 
     Args:
-        kind: `BATCH` if the methods return a batch, which only some peers receive; else `RESULT`.
+        kind: `BATCH` if the methods return the next batch, `PEEKED` if it stays the next; only some peers receive it. Else
+            `RESULT`.
     """
 
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

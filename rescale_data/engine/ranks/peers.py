@@ -21,7 +21,7 @@ from rescale_data.engine.message import Bytes, from_bytes
 from rescale_data.engine.ranks.meeting import digest, gloo, meet_in_job, once
 
 _numbers = itertools.count()
-BATCH, RESULT = range(2)
+BATCH, PEEKED, RESULT = range(3)
 NUM_COUNTS = 4
 """The number of counts in a message header, besides the kind and the size of the body."""
 
@@ -67,7 +67,7 @@ class Peers:
         """Broadcast a message from the first peer to the others: its kind, ``NUM_COUNTS`` counts and a packed value."""
         body, start = texts
         self._exchange(self._all, torch.tensor([kind, body.numel(), start, *counts], device="cpu"))
-        self._exchange(self._receivers if kind == BATCH else self._all, body)
+        self._exchange(self._receivers if kind != RESULT else self._all, body)
 
     def receive(self, pin_memory: bool) -> tuple[int, list[int], Any]:
         """Return the kind, the counts and the value of the first peer's next message.
@@ -77,10 +77,10 @@ class Peers:
         header = torch.zeros(3 + NUM_COUNTS, dtype=torch.int64, device="cpu")
         self._exchange(self._all, header)
         kind, size, start, *counts = header.tolist()
-        if kind == BATCH and not self.receives:
+        if kind != RESULT and not self.receives:
             return kind, counts, None
-        body = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and kind == BATCH)
-        self._exchange(self._receivers if kind == BATCH else self._all, body)
+        body = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and kind != RESULT)
+        self._exchange(self._receivers if kind != RESULT else self._all, body)
         return kind, counts, from_bytes(body, start)
 
     def _exchange(self, group: Any, tensor: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,8 +13,17 @@ import numpy as np
 from rescale_data.engine.agreement import call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
-from rescale_data.engine.recipe import ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER, SAMPLES, Histories, History
-from rescale_data.engine.schema import Nodes, Schema
+from rescale_data.engine.recipe import (
+    ENDED,
+    FIRST_SLOT,
+    NO_REMAINDER,
+    REMAINDER,
+    SAMPLES,
+    Histories,
+    History,
+    path_name,
+)
+from rescale_data.engine.schema import Nodes, Schema, adopt
 from rescale_data.engine.skip import require_countable, skip
 from rescale_data.engine.states.change import (
     Fitted,
@@ -31,8 +41,11 @@ from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
+from rescale_data.nodes import changing
+from rescale_data.nodes.abilities import ReadsBegun
 from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.form import EARLIER_KEY
+from rescale_data.nodes.reader import Reader
 from rescale_data.state import Ints, require_limits
 
 
@@ -213,18 +226,41 @@ def _last_epochs_read(
     """
     begun, ranks = stream.schema.begun(table), stream.ranks.loading
 
-    def farthest() -> list[int]:
+    def on_this_rank() -> list[int]:
         epochs_read = [[-1] * len(paths)]
         for shard in range(len(table)) if ranks.simulated else stream.ends.owned.tolist():
             if any(rows[shard] for rows in begun.values()):
-                row = table[shard : shard + 1]
-                of_shard = stream.ends.runner.farthest(shard, row, {**histories, **forms})
+                of_shard = _last_epochs_of(stream, shard, table[[shard]], {**histories, **forms})
                 epochs_read.append([of_shard.get(path, -1) for path in paths])
         return np.max(epochs_read, axis=0).tolist()
 
     if not any(rows.any() for rows in begun.values()):
-        return farthest()
-    return ranks.each(call_on_all_ranks(ranks, farthest)).max(axis=0).tolist()
+        return on_this_rank()
+    return ranks.each(call_on_all_ranks(ranks, on_this_rank)).max(axis=0).tolist()
+
+
+def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories) -> dict[str, int]:
+    """Return, for each source, the last epoch that a shard reads again to resume within a window or document.
+
+    Args:
+        row: ``int64[1, columns]``, a copy of the shard's row in the table that is loaded.
+        histories: The data of each source, for that table.
+    """
+    root, schema = stream.setup.recipe.build(shard), stream.schema
+    adopt(root, histories)
+    changing.settle(root, row[0, FIRST_SLOT:].data)  # what needs an old list begins again, and is not read
+    nodes = dict(root.walk())
+    for path, begun in schema.begun(row).items():
+        slots = schema.slots_at(row, path)
+        if begun[0] and slots is not None:
+            node = nodes[path]
+            node.bind(slots[0].copy().data)
+            with suppress(StopIteration):
+                if isinstance(node, ReadsBegun):
+                    node.read_begun()
+                else:
+                    next(node)
+    return {path_name(path): node.farthest for path, node in nodes.items() if isinstance(node, Reader)}
 
 
 def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:
