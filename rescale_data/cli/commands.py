@@ -168,12 +168,11 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert between DCP folders, torch.save files and safetensors, in bounded memory."""
-    from rescale_data.cli import conversion, render
+    from rescale_data.cli import conversion
+    from rescale_data.layout.plan import format_size
 
     result = _run_or_exit(lambda: conversion.convert(source, target, to=to, name=name, max_shard_size=max_shard_size))
-    text = (
-        f"{result['target']}: {result['format']}, {len(result['files'])} files, {render.format_size(result['bytes'])}"
-    )
+    text = f"{result['target']}: {result['format']}, {len(result['files'])} files, {format_size(result['bytes'])}"
     _print(as_json, result, lambda console: console.print(text, markup=False))
 
 

@@ -8,7 +8,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from rescale_data.cli.render import LIST_COLUMNS, format_size, list_row
+from rescale_data.cli.render import LIST_COLUMNS, list_row
+from rescale_data.layout.plan import format_size
 
 STYLE = """
 :root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto }

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from rescale_data.layout.plan import format_size
+
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
@@ -32,7 +34,7 @@ def list_row(about: Mapping[str, Any]) -> list[str]:
     return [
         about["name"],
         about["state"],
-        format_size(about.get("bytes")),
+        format_size(about["bytes"]) if "bytes" in about else "",
         ranks,
         saved,
         metrics or about.get("detail", ""),
@@ -96,16 +98,6 @@ def progress_bar(shards: Sequence[int], width: int) -> str:
     means = [sum(shards[a:b]) / (b - a) for a, b in pairwise(bounds)]
     top = max(*means, 1)
     return "".join(_LEVELS[round(mean / top * (len(_LEVELS) - 1))] for mean in means)
-
-
-def format_size(num_bytes: float | None) -> str:
-    if num_bytes is None:
-        return ""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def _show_data(console: Console, name: str, data: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from rescale_data.engine.reading import from_stream
 from rescale_data.engine.stream import Stream
+from rescale_data.integrations.dp_ranks import require_ranks
 from rescale_data.loader import DataLoader
 
 FILE = "rescale_data.pt"
@@ -85,19 +86,14 @@ class _SaveDataState(TrainerCallback):
 
 
 def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int) -> None:
-    loader_ranks, micro_batch_size = from_stream(loader, _sizes)
-    if num_ranks != loader_ranks:
-        raise ValueError(
-            f"The trainer has {num_ranks} data-parallel ranks, but the loader serves its rows to {loader_ranks}. Build it "
-            f"after TrainingArguments() without dp_world_size=, or with mesh= of the data-parallel ranks."
-        )
+    require_ranks(loader, num_ranks, "after TrainingArguments()")
     if args.gradient_accumulation_steps != loader.gradient_accumulation_steps:
         raise ValueError(
             f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}), but the loader makes a global "
             f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that, or another micro_batch_size."
         )
     allowed: dict[str, tuple[tuple[Any, ...], str]] = {  # values, and the argument of the loader that says it
-        "per_device_train_batch_size": ((micro_batch_size,), "micro_batch_size"),
+        "per_device_train_batch_size": ((from_stream(loader, _micro_batch_size),), "micro_batch_size"),
         "dataloader_num_workers": ((0, loader.options.num_workers), "num_workers"),
         "data_seed": ((None, loader.options.seed), "seed"),
         "train_sampling_strategy": (("random",), "shuffle"),
@@ -118,9 +114,8 @@ def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int
             )
 
 
-def _sizes(stream: Stream) -> tuple[int, int]:
-    """Return the number of data-parallel ranks, and the number of samples of a micro batch."""
-    return stream.layout.dp_world_size, stream.layout.micro_batch_size
+def _micro_batch_size(stream: Stream) -> int:
+    return stream.layout.micro_batch_size
 
 
 def _has_shifted_labels(stream: Stream) -> bool:

@@ -12,9 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from rescale_data.engine.reading import from_stream
 from rescale_data.engine.states.codec import Saved, at_next_epoch, is_state, read
-from rescale_data.engine.stream import Stream
+from rescale_data.integrations.dp_ranks import require_ranks
 from rescale_data.loader import DataLoader
 
 _COUNTERS = ("ready", "started", "processed", "completed")
@@ -74,7 +73,8 @@ class DataState(pl.Callback):
                 f"build another one, load its state into it, and call trainer.fit again."
             )
         for loader in loaders:
-            _require_ranks(trainer, loader)
+            num_ranks = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+            require_ranks(loader, num_ranks, "in train_dataloader()")
             self._accumulate(trainer, pl_module, loader.gradient_accumulation_steps)
             try:
                 len(loader)
@@ -140,20 +140,6 @@ def _our_loaders(dataloaders: Any) -> Iterator[DataLoader]:
 def _reset_loaders(dataloaders: Any) -> None:
     for loader in _our_loaders(dataloaders):
         loader.reset()
-
-
-def _require_ranks(trainer: pl.Trainer, loader: DataLoader) -> None:
-    num_ranks = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-    loader_ranks = from_stream(loader, _dp_world_size)
-    if num_ranks != loader_ranks:
-        raise ValueError(
-            f"Lightning trains on {num_ranks} data-parallel ranks, but the loader serves its rows to {loader_ranks}. Build it "
-            f"in train_dataloader() without dp_world_size=, or with mesh= of the data-parallel ranks."
-        )
-
-
-def _dp_world_size(stream: Stream) -> int:
-    return stream.layout.dp_world_size
 
 
 def _undo_partial_step(loop: dict[str, Any], state: Saved) -> None:

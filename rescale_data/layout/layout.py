@@ -111,7 +111,7 @@ class Layout:
     @cached_property
     def aligned(self) -> bool:
         """True if each shard is always served by the same worker, so that the order does not depend on the topology."""
-        return _is_aligned(**self._sizes())
+        return is_aligned(*self._sizes().values())
 
     @cached_property
     def misfit(self) -> str | None:
@@ -138,7 +138,7 @@ class Layout:
 
     def _cure(self, name: str) -> str:
         sizes = self._sizes()
-        near = _nearest(sizes[name], lambda size: _is_aligned(**{**sizes, name: size}))
+        near = _nearest(sizes[name], lambda size: is_aligned(*{**sizes, name: size}.values()))
         return (
             f"the nearest {name} that keep the order are {near}" if near else f"no other {name} alone keeps the order"
         )
@@ -233,11 +233,9 @@ def owners(world_size: int, num_logical_shards: int) -> Ints:
     return ((np.arange(num_logical_shards, dtype=np.int64) + 1) * world_size - 1) // num_logical_shards
 
 
-def _is_aligned(
-    *, num_logical_shards: int, global_batch_size: int, dp_world_size: int, micro_batch_size: int, num_workers: int
-) -> bool:
-    n, o, w, b, k = num_logical_shards, global_batch_size, dp_world_size, micro_batch_size, num_workers
-    a = o // (w * b)
+def is_aligned(n: int, o: int, w: int, b: int, k: int) -> bool:
+    """True if each of N shards is always served by the same of K workers of W ranks, with micro batches of b of O samples."""
+    a, k = o // (w * b), max(k, 1)
     if o % (w * b):
         return False
     if n % o == 0:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rescale_data.errors import checks_kinds, require, require_int
-from rescale_data.layout.layout import Layout, default_num_logical_shards
+from rescale_data.layout.layout import default_num_logical_shards, is_aligned
 
 _ROWS_OF_A_SCREEN = 24
 _MOST_SAMPLES = 2**32
@@ -110,10 +110,10 @@ class Plan(Sequence[Option]):
         return [
             f"  {n} logical shards of {num} source(s): each keeps a fragment of each source open",
             *(
-                f"    {w:5} rank(s): {-(-n // w) * num} open fragments a rank, {_bytes(-(-n // w) * sum(sizes))} decoded"
+                f"    {w:5} rank(s): {-(-n // w) * num} open fragments a rank, {format_size(-(-n // w) * sum(sizes))} decoded"
                 for w in sorted({1, most})
             ),
-            f"    the table in a checkpoint: at least {_bytes(state)}",
+            f"    the table in a checkpoint: at least {format_size(state)}",
             f"    the smallest source, {least.name}: {least.num_rows} rows, {least.num_rows / n:.3g} a logical shard",
         ]
 
@@ -190,7 +190,7 @@ def _options(several: Sequence[int], n: int, b: int | None, workers: Sequence[in
         for size in sizes
         if whole % (w * size) == 0
         for k in workers
-        if all(_is_aligned(n, o, w, size, k) for o in several)
+        if all(is_aligned(n, o, w, size, k) for o in several)
     ]
 
 
@@ -198,13 +198,13 @@ def _listed(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def _bytes(num: int) -> str:
-    size, unit = float(num), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.3g} {unit}"
+def format_size(num_bytes: float) -> str:
+    """Return a number of bytes with its unit, for people to read."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
 
 
 def _ints(**given: object) -> list[int]:
@@ -218,14 +218,6 @@ def _check(least: int, **values: int) -> None:
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name}={value}: it is at least {least}.")
-
-
-def _is_aligned(n: int, o: int, w: int, b: int, k: int) -> bool:
-    try:
-        layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
-    except ValueError:
-        return False
-    return layout.aligned
 
 
 def _divisors(value: int) -> list[int]:

@@ -21,6 +21,7 @@ from torch_xla.core import xla_model
 from torch_xla.distributed.spmd import ShardingType, XLAShardedTensor, wrap_if_sharded
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
 
+from rescale_data.checkpoint.optimizer.named import parameters_of
 from rescale_data.checkpoint.storage.dcp import Metadata, Pieces
 
 
@@ -60,7 +61,7 @@ class XlaAdapter:
         A copy of the optimizer without its hooks takes the step, on copies of the parameters: it may change them, by its weight
         decay or 0 / 0.
         """
-        copies = {parameter: _copy(parameter) for parameter in _parameters(optimizer)}
+        copies = {parameter: _copy(parameter) for parameter in parameters_of(optimizer)}
         primed_copy = _without_hooks(optimizer)
         primed_copy.state = defaultdict(dict)
         primed_copy.param_groups = [
@@ -108,10 +109,6 @@ def require_spmd() -> None:
             "torch_xla is not in SPMD mode, in which one process drives all devices of its host. Call "
             "torch_xla.runtime.use_spmd() at the beginning of the program, before any tensor is on an XLA device."
         )
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 _SHARDED_TYPES = (ShardingType.TILED, ShardingType.PARTIAL)  # all others are whole on each device

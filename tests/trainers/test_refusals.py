@@ -91,7 +91,7 @@ def test_torchtitan() -> None:
     ("arguments", "kwargs", "says"),
     [
         ({"accumulate_grad_batches": 4}, {}, r"Give accumulate_grad_batches=2 or another micro_batch_size"),
-        ({}, {"dp_rank": 0, "dp_world_size": 2}, r"on 1 data-parallel ranks, but the loader serves its rows to 2"),
+        ({}, {"dp_rank": 0, "dp_world_size": 2}, r"has 1 data-parallel ranks, but the loader serves its rows to 2"),
         ({"reload_dataloaders_every_n_epochs": 1}, {}, r"would begin the run's first epoch anew .* Leave it out"),
         ({"limit_train_batches": 3}, {}, r"after 3 of its 8 batches .* Give rd\.DataLoader\(steps_per_epoch"),
         ({}, {"repeat": True}, r"reads a batch ahead.* Give rd\.DataLoader\(steps_per_epoch=\.\.\.\)"),

@@ -1,0 +1,25 @@
+"""Checks that a trainer and its loader count the same data-parallel ranks."""
+
+from __future__ import annotations
+
+from rescale_data.engine.reading import from_stream
+from rescale_data.engine.stream import Stream
+from rescale_data.loader import DataLoader
+
+
+def require_ranks(loader: DataLoader, num_ranks: int, where: str) -> None:
+    """Raise ``ValueError`` unless the loader serves its rows to as many data-parallel ranks as the trainer has.
+
+    Args:
+        where: The place where a loader for all of these ranks is built, for the message.
+    """
+    loader_ranks = from_stream(loader, _dp_world_size)
+    if num_ranks != loader_ranks:
+        raise ValueError(
+            f"The trainer has {num_ranks} data-parallel ranks, but the loader serves its rows to {loader_ranks}. Build it "
+            f"{where} without dp_world_size=, or with mesh= of the data-parallel ranks."
+        )
+
+
+def _dp_world_size(stream: Stream) -> int:
+    return stream.layout.dp_world_size
