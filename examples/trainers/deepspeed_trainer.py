@@ -8,15 +8,13 @@ The first run compiles DeepSpeed's own collectives for CPUs, with a C++ compiler
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.nn.functional as F
-from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, run_segments
+from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, main
 
 import rescale_data as rd
 
@@ -56,8 +54,4 @@ def train(folder: Path, resume: int, stop: int) -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        folder, resume, stop = sys.argv[1:]
-        train(Path(folder), int(resume), int(stop))
-    else:
-        sys.exit(run_segments(__file__))
+    main(train, __file__)

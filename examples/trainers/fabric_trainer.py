@@ -10,7 +10,6 @@ strategies `fabric.load` replaces what is no model and no optimizer, and calls n
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.fabric.strategies import ModelParallelStrategy
-from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, run_segments
+from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, main
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -81,8 +80,4 @@ def train(folder: Path, resume: int, stop: int) -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        folder, resume, stop = sys.argv[1:]
-        train(Path(folder), int(resume), int(stop))
-    else:
-        sys.exit(run_segments(__file__))
+    main(train, __file__)

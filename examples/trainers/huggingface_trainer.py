@@ -8,23 +8,19 @@ What a user of `Trainer` adds: `DataStateMixin` as a base class, and ``train_loa
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
-from typing import Any
 
-import torch
+from parts.llama import StopAt, record_rows, small_model
 from parts.rows import (
     EPOCHS,
     GLOBAL_BATCH_SIZE,
     MICRO_BATCH_SIZE,
     NUM_ROWS,
-    VOCABULARY,
     Record,
     Sequences,
-    run_segments,
+    main,
 )
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import rescale_data as rd
 from rescale_data.integrations.huggingface import DataStateMixin
@@ -34,23 +30,8 @@ from rescale_data.integrations.huggingface import DataStateMixin
 class MyTrainer(DataStateMixin, Trainer):
     """Your trainer, or any of transformers': the mixin comes first."""
 
-    # to here
 
-    record: Record
-
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.record(self.state.global_step, inputs.pop("row"))
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
-class StopAt(TrainerCallback):
-    """Stands for a job that is stopped."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self._step
+# to here
 
 
 def train(folder: Path, resume: int, stop: int) -> None:
@@ -66,22 +47,13 @@ def train(folder: Path, resume: int, stop: int) -> None:
         num_workers=int(resume > 0), seed=0,
     )  # fmt: skip
     # to here
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-        )
-    )
+    model = small_model()
     # copy from here
     trainer = MyTrainer(model, arguments, train_loader=loader, eval_dataset=Sequences(50), callbacks=[StopAt(stop)])
-    trainer.record = Record(folder / f"from {resume}")  # not copied
+    record_rows(trainer, Record(folder / f"from {resume}"))  # not copied
     trainer.train(resume_from_checkpoint=checkpoint)  # a folder, or True
     # to here
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        folder, resume, stop = sys.argv[1:]
-        train(Path(folder), int(resume), int(stop))
-    else:
-        sys.exit(run_segments(__file__))
+    main(train, __file__)

@@ -9,7 +9,6 @@ What a user of Lightning adds: `DataState()` among the callbacks, and the loader
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from parts.rows import EPOCHS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, run_segments
+from parts.rows import EPOCHS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Rows, main
 from torch.distributed.fsdp import fully_shard
 
 import rescale_data as rd
@@ -99,8 +98,4 @@ def train(folder: Path, resume: int, stop: int, strategy: str) -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        folder, resume, stop, strategy = sys.argv[1:]
-        train(Path(folder), int(resume), int(stop), strategy)
-    else:
-        sys.exit(run_segments(__file__, *(sys.argv[1:] or ["ddp"])))
+    main(train, __file__, "ddp")

@@ -10,14 +10,12 @@ torchtitan's own `CheckpointManager`, which saves and loads it.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, Record, run_segments
+from parts.rows import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, Record, main
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import CheckpointManager
 
@@ -108,8 +106,4 @@ def train(folder: Path, resume: int, stop: int) -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        folder, resume, stop = sys.argv[1:]
-        train(Path(folder), int(resume), int(stop))
-    else:
-        sys.exit(run_segments(__file__))
+    main(train, __file__)

@@ -8,13 +8,11 @@ As with `Trainer`, but that `SFTTrainer` requires a dataset, which it prepares i
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
+from parts.llama import StopAt, record_rows, small_model
 from parts.rows import (
     EPOCHS,
     GLOBAL_BATCH_SIZE,
@@ -23,11 +21,11 @@ from parts.rows import (
     VOCABULARY,
     Record,
     Sequences,
-    run_segments,
+    main,
 )
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import rescale_data as rd
@@ -46,23 +44,8 @@ class Prepared(SFTTrainer):
 class MyTrainer(DataStateMixin, Prepared):
     """The mixin comes first."""
 
-    # to here
 
-    record: Record
-
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.record(self.state.global_step, inputs.pop("row"))
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
-class StopAt(TrainerCallback):
-    """Stands for a job that is stopped."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self._step
+# to here
 
 
 def train(folder: Path, resume: int, stop: int) -> None:
@@ -77,23 +60,15 @@ def train(folder: Path, resume: int, stop: int) -> None:
         num_workers=int(resume > 0), seed=0,
     )  # fmt: skip
     # to here
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-        )
-    )
+    model = small_model()
     words = Tokenizer(WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="1")
     # copy from here
     trainer = MyTrainer(model, arguments, processing_class=tokenizer, train_loader=loader, callbacks=[StopAt(stop)])
-    trainer.record = Record(folder / f"from {resume}")  # not copied
+    record_rows(trainer, Record(folder / f"from {resume}"))  # not copied
     trainer.train(resume_from_checkpoint=checkpoint)  # a folder, or True
     # to here
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        folder, resume, stop = sys.argv[1:]
-        train(Path(folder), int(resume), int(stop))
-    else:
-        sys.exit(run_segments(__file__))
+    main(train, __file__)

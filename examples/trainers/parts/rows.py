@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,25 @@ def torchrun(script: str, world_size: int, *arguments: object) -> None:
     subprocess.run([*command, *map(str, arguments)], check=True, env=environment)
 
 
-def run_segments(script: str, *arguments: object) -> int:
-    """Run ``script folder resume stop *arguments`` on the ranks of each segment, compare, and return the exit code."""
+def main(train: Callable[..., None], script: str, *default: str) -> None:
+    """Train on a rank that `torchrun` has started; else run all segments of the script, and exit with their code.
+
+    Args:
+        train: Called with the folder, the step to resume from, the step to stop at, and further arguments of the command line.
+        default: What the command line has if it is empty.
+    """
+    arguments = sys.argv[1:] or default
+    if "RANK" in os.environ:
+        folder, resume, stop, *others = arguments
+        train(Path(folder), int(resume), int(stop), *others)
+        return
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         for world_size, resume, stop in SEGMENTS:
             torchrun(script, world_size, folder, resume, stop, *arguments)
         segments = [
             (world_size, read(Path(folder) / f"from {resume}", world_size)) for world_size, resume, _ in SEGMENTS
         ]
-    return 0 if compare(segments, NUM_ROWS, STEPS, global_batch_size=GLOBAL_BATCH_SIZE, seed=0) else 1
+    sys.exit(not compare(segments, NUM_ROWS, STEPS, global_batch_size=GLOBAL_BATCH_SIZE, seed=0))
 
 
 def compare(segments: list[tuple[int, Batches]], num_rows: int, num_steps: int, **loader: Any) -> bool:
