@@ -25,7 +25,7 @@ from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
 
 SLOW_AFTER = 10.0
-"""Seconds of waiting for a batch after which a warning, logged once, names what it waits for."""
+"""Seconds that the loader waits for a batch before it logs a warning, once for this batch, that names what it waits for."""
 
 
 _RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")

@@ -164,9 +164,9 @@ def main() -> int:
         said = log.read()
     print("exit codes", codes)
     segments: list[tuple[int, Batches]] = []
-    for world_size, of_leg in itertools.groupby(lines, lambda line: line[2]):
+    for world_size, of_segment in itertools.groupby(lines, lambda line: line[2]):
         segments.append((world_size, {}))
-        for step, _, _, rows in of_leg:
+        for step, _, _, rows in of_segment:
             segments[-1][1].setdefault(step, []).extend(rows)
     if compare(segments, NUM_ROWS, STEPS, **SIZES) and codes == [0, -signal.SIGKILL, 0, 0, 0]:
         return 0

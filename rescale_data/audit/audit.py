@@ -173,8 +173,8 @@ class Audit:
         wrong = [pipeline_differences(pipeline, after) for pipeline in self._pipelines]
         for pipeline, differs in zip(self._pipelines, wrong, strict=True):
             if not differs:
-                left_out = skipped_in(self._states[-1])
-                return Interval(before, after, pipeline, left_out, self._repeat, self._tail, self._num_workers)
+                skipped = skipped_in(self._states[-1])
+                return Interval(before, after, pipeline, skipped, self._repeat, self._tail, self._num_workers)
         raise DataStateError(
             f"Up to its checkpoint of step {after.header['step']} the run had another pipeline: "
             f"{'; '.join(min(wrong, key=len))}. "
@@ -238,8 +238,8 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
     if not by_samples:
         raise why or FileNotFoundError(f"No checkpoint in {folder}.")
     states = [by_samples[samples] for samples in sorted(by_samples)]
-    left_out = skipped_in(states[-1])  # a checkpoint within is of an attempt that was given up
-    return [state for state in states if not any(first < state.header["samples"] < stop for first, stop in left_out)]
+    skipped = skipped_in(states[-1])  # a checkpoint within a skipped range belongs to an attempt that was given up
+    return [state for state in states if not any(first < state.header["samples"] < stop for first, stop in skipped)]
 
 
 def _num_documents(schema: Schema, path: Sequence[str]) -> int:

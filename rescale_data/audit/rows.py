@@ -12,7 +12,7 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import FiledSource, Source
 from rescale_data.state import Ints
 
-_EPOCH_STRIDE = 1 << 40  # more than any source has
+_EPOCH_STRIDE = 1 << 40  # more rows than any source has
 _NO_END = np.iinfo(np.int64).max
 
 

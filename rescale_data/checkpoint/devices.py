@@ -2,7 +2,7 @@
 
     device type ──► module with an ``adapter`` ──► ``Pieces``, which DCP can cut
 
-    settle()                 returns when tensors hold the values that the program has given them so far
+    synchronize()            returns when tensors hold the values that the program has given them so far
     to_save(tensor)          live ``Pieces`` of it, or the tensor itself where each host holds it whole
     to_load(tensor)          the same, with pieces on the CPU that go to the device when all of them are read
     first_state(optimizer)   the state after its first step, by parameter, sharded as it will be; the optimizer stays as it is

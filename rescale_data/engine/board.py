@@ -1,4 +1,4 @@
-"""`Board`: shared memory in which workers report counts and activity, and in which the trainer names the wanted segment."""
+"""`Board`: shared memory in which workers report counts and activity, and in which the trainer names the wanted `Begin`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXT_BYTES = 512
 
 
 class Board:
-    """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the wanted segment."""
+    """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the wanted `Begin`."""
 
     def __init__(self, num_workers: int) -> None:
         self._wanted = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
@@ -22,7 +22,7 @@ class Board:
 
     @property
     def wanted(self) -> int:
-        """The number of the segment that the trainer wants; workers stop making micro batches of any other segment."""
+        """The number of the `Begin` that the trainer wants; workers stop making micro batches of any other one."""
         return int(self._wanted.item())
 
     @wanted.setter
@@ -35,7 +35,7 @@ class Board:
 
     @property
     def made(self) -> int:
-        """The number of micro batches that all workers together have made in the current segment."""
+        """The number of micro batches that all workers together have made since the wanted `Begin`."""
         return int(self.counts[:, MADE_BATCHES].sum())
 
     def write(self, worker: int, text: str) -> None:

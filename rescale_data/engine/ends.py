@@ -33,8 +33,8 @@ class Ends:
 
     A load makes a new object. A call that fails keeps the ends found so far, and can be repeated.
 
-    Each rank reads a block of logical shards. A load with ``delivered=`` uses the layout of the earlier run: the ranks of that
-    layout served the samples, and the current ranks read them.
+    Each rank reads a block of logical shards. For a load with ``delivered=`` the layout is the one of the state: the ranks of
+    that layout served the samples, and the current ranks read them.
 
     Args:
         runner: Draws samples to count them, apart from the feed.

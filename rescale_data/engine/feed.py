@@ -1,6 +1,6 @@
 """Feeds: produce the micro batches of a segment in this process, in a background thread, or from another feed.
 
-    InThread(Mapped(InProcess(runner, collate), pin), 4)      made and pinned in a thread, 4 ahead
+    InThread(MappedFeed(InProcess(runner, collate), pin), 4)      made and pinned in a thread, 4 ahead
 
 A micro batch carries the rows of the table that it advanced. So the micro batch itself gives the position, and feeds above need
 no state. Other modules have more feeds: worker processes (`rescale_data.engine.pool`), balanced steps

@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
 
 class Slabs:
-    """The shared-memory buffers (slabs) into which a worker packs its messages, in one segment."""
+    """The shared-memory buffers (slabs) into which a worker packs its messages, since one `Begin`."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, torch.Tensor] = {}
@@ -71,7 +71,7 @@ class Slabs:
 
 
 class Inbox:
-    """The shared-memory buffers (slabs) that the receiver has from one worker, in one segment.
+    """The shared-memory buffers (slabs) that the receiver has from one worker, since one `Begin`.
 
     Args:
         pin_memory: True if values are to arrive in page-locked memory.

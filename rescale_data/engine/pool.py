@@ -43,13 +43,13 @@ class Pool(Feed):
         self._num_workers, self._num_slabs = options.num_workers, options.ahead + 1
         self._pin, self._timeout = pin_memory, options.timeout
         self._crew: Crew | None = None
-        self._num_crews = self._num_segments = self._taken = 0
+        self._num_crews = self._num_begins = self._taken = 0
         self._work: Work | None = None
         self._stop: int | None = 0
 
     def begin(self, segment: Segment, table: Ints, first: int) -> None:
-        self._num_segments += 1
-        begin = Begin.of(self._num_segments, segment, table, first, self._num_slabs)
+        self._num_begins += 1
+        begin = Begin.of(self._num_begins, segment, table, first, self._num_slabs)
         work, self._taken = Work(begin, self._num_workers), 0
         self._stop = None if segment.stop is None else segment.stop - first
         self._inboxes = [Inbox(self._pin) for _ in range(self._num_workers)]

@@ -1,8 +1,8 @@
-"""Starts and ends worker processes, sends segments to them, receives their messages, and notices when one dies.
+"""Starts and ends worker processes, sends commands to them, receives their messages, and notices when one dies.
 
     trainer                 thread of the crew                     worker
-    begin(segment) ──bell─► sends the segment once the  ──pipe──►  makes messages, while slabs are free
-    segment.messages[i] ◄── worker has answered the one  ◄─pipe──  number and message; number and None: idle
+    begin(work) ─────bell─► sends the command once the  ──pipe──►  makes messages, while slabs are free
+    work.messages[i] ◄───── worker has answered the one  ◄─pipe──  number and message; number and None: idle
     free[i].release() ────────────────────────────────semaphore─►  one more slab is free
 
 One thread alone uses the pipes, so Ctrl-C never leaves half a message in a pipe. Both directions carry less than 4 kB at a
@@ -51,7 +51,7 @@ _TEXT_BYTES = 2000
 
 
 class Work:
-    """The work of the worker processes in one segment, and the queues in which their messages arrive.
+    """The work of the worker processes for one `Begin`, and the queues in which their messages arrive.
 
     Args:
         begin: The command to the workers; `None` ends them.
@@ -109,7 +109,7 @@ class Crew:
         self._thread.start()
 
     def begin(self, work: Work) -> None:
-        """Make the workers drop their current work, and begin a segment."""
+        """Make the workers drop their current work, and begin another one."""
         self.board.wanted = work.number
         self._wanted = work
         self._send_failure()
@@ -166,7 +166,7 @@ class Crew:
     def _receive(self, pipe: Connection, number: int, idle: set[int]) -> bool:
         """Receive one message from a worker; return False at the end of the pipe.
 
-        A message of an earlier segment is opened, too, so that its memory is closed; then it is dropped.
+        A message of earlier work is opened, too, so that its memory is closed; then it is dropped.
         """
         try:
             data = pipe.recv_bytes()

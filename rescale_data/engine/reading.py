@@ -165,7 +165,7 @@ class Reading:
 
     @property
     def last_batch_samples(self) -> int:
-        """Real samples, its first, in the batch that was delivered last on this rank; less than b only with ``tail="pad"``."""
+        """Number of real samples, the first ones, in the newest batch of this rank; less than b only with ``tail="pad"``."""
         return self._last_batch_samples if self._sent is None else self._sent.last_batch_samples
 
     @by_first(RESULT)

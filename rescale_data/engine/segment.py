@@ -18,7 +18,7 @@ _LOOKAHEAD = 64  # in micro batches of one worker
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A part of a run, on one rank, whose micro batches follow one plan.
+    """A part of a run on one rank, by one plan: the main phase of an epoch, or one round of its remainder.
 
     Args:
         stop: The micro batch after the last one, counted from `Clock.origin`; `None` if there is no last one, or only reading

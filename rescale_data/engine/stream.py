@@ -163,7 +163,7 @@ class Stream:
     def _go_to(self, table: Ints, clock: Clock, *, seen: int = 0, resumed: bool = False) -> None:
         self.rewind()
         self.ends.runner.rest()
-        self.ends = Ends(replace(self.setup, ranks=self.ranks.in_next_segment), self.ends.runner)
+        self.ends = Ends(replace(self.setup, ranks=self.ranks.after_load), self.ends.runner)
         self.cursor = Cursor.at(clock, table, self.ends.owners, self.layout)._replace(seen=seen, resumed=resumed)
 
     def skip(self, num_micro_batches: int) -> None:

@@ -36,7 +36,7 @@ _WAITING_MODULES = tuple(f"rescale_data.engine.{name}" for name in ("pool", "pro
 
 
 class Watch:
-    """Watches one thread, and reports once if its work takes longer than a given time.
+    """Watches one thread, and reports work that takes longer than a given time, once each.
 
     Args:
         seconds: Work that takes longer is reported.

@@ -38,7 +38,7 @@ class Begin:
     """A command to workers: make the micro batches of a segment, from a given micro batch on.
 
     Args:
-        number: The number of the segment, counted by the pool.
+        number: The number of the command, counted by the pool; a segment may be begun several times.
         first: The first micro batch; worker i makes ``first + i``, ``first + i + K``, ...
         num_slabs: The number of slabs that a worker uses in turn.
         shards: The shards that the rank may serve in this segment.
@@ -82,7 +82,7 @@ class Worker:
         self.watch = Watch(self._slow_after / 2, lambda _, frame: board.write(number, describe(frame)))
 
     def messages(self, begin: Begin, await_slab: Callable[[], object]) -> Iterator[Message]:
-        """Yield messages with the micro batches of a segment, until another segment is wanted or an error occurs.
+        """Yield messages with the micro batches of a segment, until other work is wanted or an error occurs.
 
         An error, or `Exhausted`, is the last value.
 

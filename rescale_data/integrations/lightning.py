@@ -41,8 +41,8 @@ class DataState(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._loaded: list[dict[str, Any]] | None = None  # without a checkpoint
-        self._loader_exists = False  # for the number of batches, before accumulation could be set
+        self._loaded: list[dict[str, Any]] | None = None  # `None`: training does not begin from a checkpoint
+        self._loader_exists = False  # True if Lightning made the loader before accumulation could be set
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note if ``configure_optimizers`` has asked for the number of batches, for which Lightning makes the loader."""

@@ -56,7 +56,8 @@ class Ownership:
     """The right to save and remove checkpoints in a run's folder, or with ``lone`` a single checkpoint.
 
     Args:
-        wait: For who is no trainer, and does not supersede an owner that is still there: True looks twice, False once.
+        wait: `None` for a trainer, which supersedes an owner on another host. Other programs find out first if that owner
+            lives: True looks until it is known, False once.
 
     Raises:
         ValueError: The last owner lives on this host, or ``wait`` is given and it lives elsewhere, or is False and one look

@@ -98,9 +98,9 @@ class Pieces(torch.Tensor):
     It has the shape and the dtype of the whole, and no memory for it.
 
     Attributes:
-        items: One of each piece, by the device; their name is that of no value yet.
-        find: Gives the piece at a place, on the CPU.
-        commit: Is told what was read into a piece.
+        items: The write item of each piece, from the device's own planner; an item does not name an entry of the state yet.
+        find: Returns the piece at an index, on the CPU.
+        commit: Called after a piece was read, with its read item and its values.
     """
 
     items: list[WriteItem]

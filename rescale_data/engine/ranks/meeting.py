@@ -1,4 +1,4 @@
-"""Barriers in the job's store, used before there is a process group; they name the processes that do not arrive."""
+"""Barriers in the job's store, used before the loader has a gloo group; they name the processes that do not arrive."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Ranks:
         communicator: The processes of these ranks, in their order; `None` without a process group, and for a single rank.
         timeout: Seconds that a rank may keep the others waiting.
         loader: The number of the loader in its process, the same on all ranks (`with_new_loader`).
-        segment: The number of the segment, which keeps exchanges before and after a load apart: ranks may have stood at
+        num_loads: The number of loads and resets, which keeps exchanges before and after one apart: ranks may have stood at
             different batches.
         found_alone: True if there was no process group of several ranks, and no argument said that one rank is meant.
     """
@@ -51,12 +51,12 @@ class Ranks:
     communicator: Communicator | None = None
     timeout: float = 300.0
     loader: int = 0
-    segment: int = 0
+    num_loads: int = 0
     found_alone: bool = False
     _is_save: bool = False
     _is_load: bool = False
     _place: tuple[int, ...] = ()
-    _agreed_segment: list[int] = field(default_factory=list[int])
+    _agreed_loads: list[int] = field(default_factory=list[int])
 
     def require_no_group(self) -> None:
         """Raise ``RuntimeError`` if a process group of several ranks was made after the loader was built without one."""
@@ -78,7 +78,7 @@ class Ranks:
 
     @property
     def loading(self) -> Ranks:
-        """The same ranks, with collectives named for a load: they ignore the segment number, which may differ between ranks."""
+        """The same ranks, with collectives named for a load: ranks may have made different numbers of loads."""
         return replace(self, _is_load=True)
 
     def at(self, *place: int) -> Ranks:
@@ -86,9 +86,9 @@ class Ranks:
         return replace(self, _place=place)
 
     @property
-    def in_next_segment(self) -> Ranks:
-        """The same ranks after a load, with the number of the next segment."""
-        return replace(self, segment=max(self.segment, *self._agreed_segment, 0) + 1, _agreed_segment=[])
+    def after_load(self) -> Ranks:
+        """The same ranks after a load or a reset, whose exchanges do not mix with earlier ones."""
+        return replace(self, num_loads=max(self.num_loads, *self._agreed_loads, 0) + 1, _agreed_loads=[])
 
     def warn(self, message: str, *values: object) -> None:
         """Log a warning on dp rank 0 alone."""
@@ -181,11 +181,11 @@ class Ranks:
             return Call(f"save/{what}/{self.loader}", self.timeout, _CALL_ON_ALL)
         if self._is_load:
             return Call(f"load/{what}/{self.loader}", self.timeout, _RESTART)
-        return Call(f"read/{what}/{self.loader}/{self._place}", self.timeout, _RESTART, self._segment_number())
+        return Call(f"read/{what}/{self.loader}/{self._place}", self.timeout, _RESTART, self._agreed_num_loads())
 
-    def _segment_number(self) -> int:
-        """Return the largest segment number of any rank; ranks differ if a load failed on some of them."""
-        if self.segment > 1 and not self._agreed_segment and self.communicator is not None:
-            call = Call(f"read/segment/{self.loader}", self.timeout, _RESTART)
-            self._agreed_segment.append(int(self.communicator.agree(call, [self.segment])().max()))
-        return self._agreed_segment[0] if self._agreed_segment else self.segment
+    def _agreed_num_loads(self) -> int:
+        """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""
+        if self.num_loads > 1 and not self._agreed_loads and self.communicator is not None:
+            call = Call(f"read/loads/{self.loader}", self.timeout, _RESTART)
+            self._agreed_loads.append(int(self.communicator.agree(call, [self.num_loads])().max()))
+        return self._agreed_loads[0] if self._agreed_loads else self.num_loads
