@@ -57,7 +57,9 @@ def _imports_for(copied: str, text: str) -> list[str]:
             node.names = [each for each in node.names if re.search(rf"\b{each.asname or each.name}\b", copied)]
             lines += [ast.unparse(node) + "\n"] * bool(node.names)
     return [
-        line for line in lines if not line.startswith(("from parts.rows", "from parts.watcher", "from mixture_parts"))
+        line
+        for line in lines
+        if not line.startswith(("from parts.rows", "from parts.llama", "from parts.watcher", "from mixture_parts"))
     ]
 
 

@@ -234,7 +234,7 @@ def owners(world_size: int, num_logical_shards: int) -> Ints:
 
 
 def is_aligned(n: int, o: int, w: int, b: int, k: int) -> bool:
-    """True if each of N shards is always served by the same of K workers of W ranks, with micro batches of b of O samples."""
+    """True if each shard is always served by the same worker, in a topology of these sizes."""
     a, k = o // (w * b), max(k, 1)
     if o % (w * b):
         return False
