@@ -14,10 +14,12 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 T = TypeVar("T")
 
+_NO_TEXT = "?"
+"""A text that no key has."""
 _LOOK = 2.0
 """Seconds between checks of the store for the outcome of a barrier."""
 
@@ -45,11 +47,11 @@ def meet(store: Any, me: int, names: Sequence[int], seconds: float, value: str =
     Raises:
         Missing: Some member did not come. All members that came raise it, with the same ranks.
     """
-    number = store.compare_set("attempt", "", "0").decode()
+    number = 1 + max(map(int, store.compare_set("left", "", "-1\n").decode().split()))
     try:
-        return arrive(PrefixStore(number, store), me, names, seconds, value), int(number)
+        return arrive(PrefixStore(str(number), store), me, names, seconds, value), number
     finally:
-        store.compare_set("attempt", number, str(int(number) + 1))
+        store.append("left", f"{number}\n")  # no answer is waited for, and members may write in any order
 
 
 def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> list[str]:
@@ -62,27 +64,35 @@ def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str
         Missing: As in `meet`.
     """
     store.append("came", f"{me} {value}\n")
+    verdict, until, is_over = "", monotonic() + seconds, False
     if store.add("count", 1) >= len(names):
-        _write_verdict(store, len(names), is_over=False)
-    until, is_over = monotonic() + seconds, False
-    while not _appears(store, "verdict", min(_LOOK, seconds / 4)):
-        if monotonic() >= until:
+        verdict = _write_verdict(store, len(names), is_over=False)
+    while not verdict:
+        if _appears(store, "verdict", min(_LOOK, seconds / 4)):
+            verdict = _read(store, "verdict")
+        elif monotonic() >= until:
             if store.add("looks", 1) == 1 or is_over:  # the member that looked first may have died since
-                _write_verdict(store, len(names), is_over=True)
+                verdict = _write_verdict(store, len(names), is_over=True)
             is_over = True
-    kind, *lines = store.get("verdict").decode().splitlines()
+    kind, *lines = verdict.splitlines()
     if kind == "missing":
         raise Missing([names[int(index)] for index in lines])
     return [texts for _, texts in sorted(_arrived(lines).items())]
 
 
-def _write_verdict(store: Any, num_members: int, *, is_over: bool) -> None:
-    text = store.get("came").decode()
+def _write_verdict(store: Any, num_members: int, *, is_over: bool) -> str:
+    """Write the verdict, unless there is one, and return the one that holds; empty if there is none yet."""
+    text = _read(store, "came")
     missing = sorted({*range(num_members)} - {*_arrived(text.splitlines())})
-    if is_over:
-        store.compare_set("verdict", "", "\n".join(["missing", *map(str, missing)]))
-    elif not missing:
-        store.compare_set("verdict", "", f"all\n{text}")
+    if missing and not is_over:
+        return ""
+    verdict = "\n".join(["missing", *map(str, missing)]) if is_over else f"all\n{text}"
+    return store.compare_set("verdict", "", verdict).decode()
+
+
+def _read(store: Any, key: str) -> str:
+    """Return the text of a key that exists, in one request to the store; ``get`` makes two."""
+    return store.compare_set(key, _NO_TEXT, _NO_TEXT).decode()
 
 
 def _arrived(lines: Sequence[str]) -> dict[int, str]:
@@ -198,7 +208,33 @@ process does not have, or would leave the epoll set that both processes share, a
 
 def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> Any:
     """Return a new gloo process group that is not registered with ``torch.distributed``."""
-    return ProcessGroupGloo(PrefixStore(name, store), me, num_members, datetime.timedelta(seconds=timeout))
+    addresses = _Addresses(PrefixStore(name, store), num_members)
+    return ProcessGroupGloo(addresses, me, num_members, datetime.timedelta(seconds=timeout))
+
+
+class _Addresses(Store):
+    """The part of a store in which members of a gloo group leave their addresses, ``.../0``, ``.../1`` and so on.
+
+    gloo makes three requests for each address. Here one request reads all of them.
+    """
+
+    def __init__(self, store: Any, num_members: int) -> None:
+        super().__init__()
+        self._store, self._num_members = store, num_members
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if keys[0] not in self._values:
+            prefix = keys[0].rpartition("/")[0]
+            keys = [f"{prefix}/{index}" for index in range(self._num_members)]
+            self._store.wait(keys, timeout)
+            self._values = dict(zip(keys, self._store.multi_get(keys), strict=True))
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
 
 
 def part_of_store(name: str, group: dist.ProcessGroup | None) -> Any:

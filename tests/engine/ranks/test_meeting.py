@@ -23,7 +23,7 @@ class CountedStore(dist.Store):
         self._store, self._asked = store, asked
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in ("append", "add", "get", "wait", "check", "compare_set"):
+        if name not in ("append", "add", "get", "wait", "check", "compare_set", "set", "multi_get"):
             return super().__getattribute__(name)
 
         def ask(key: Any, *args: Any) -> Any:
@@ -62,8 +62,22 @@ def test_one_rank_looks_who_is_missing_and_all_are_told(num_ranks: int, monkeypa
     asked = [Counter[str]() for _ in range(num_ranks)]
     found = in_threads(num_ranks, lambda me: arrive(CountedStore(store, asked[me]), me, range(num_ranks), 0.5), lost)
     assert found == {me: [lost] for me in set(range(num_ranks)) - {lost}}
-    assert sum(count["get came"] for count in asked) == 1
+    assert sum(count["compare_set came"] for count in asked) == 1
     assert told(arrive, store, lost, range(num_ranks), 60.0) == [lost]  # at once: the verdict holds
+
+
+def test_a_member_waits_for_few_answers_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer is a trip to the host of the store: a meeting takes at most four, and the addresses of a group two."""
+    monkeypatch.setattr(meeting, "_LOOK", 60.0)
+    store, num_ranks = dist.HashStore(), 6
+    asked = [Counter[str]() for _ in range(num_ranks)]
+    stores = [CountedStore(store, each) for each in asked]
+    assert len(in_threads(num_ranks, lambda me: meet(stores[me], me, range(num_ranks), 240.0))) == num_ranks
+    for count in asked:
+        assert sum(number for name, number in count.items() if name.split()[0] not in ("append", "set")) <= 4, count
+        count.clear()
+    in_threads(num_ranks, lambda me: meeting.gloo("group", stores[me], me, num_ranks, 60.0))
+    assert asked == [Counter({f"set {me}": 1, "wait 0": 1, "multi_get 0": 1}) for me in range(num_ranks)]
 
 
 @pytest.mark.parametrize("attempts", [0, 1, 3])
