@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pprint
 import shutil
 import signal
@@ -28,7 +29,7 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint.convert.safetensors import INDEX, NON_TENSORS
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from tests.checkpoint.models import Plain, mesh, whole, wrap
-from tests.checkpoint.processes import run
+from tests.checkpoint.processes import context, run
 from tests.checkpoint.stand_in import StandInLoader
 from tests.states import opened
 
@@ -198,20 +199,18 @@ def test_the_index_says_which_files_belong_together(tmp_path: Path) -> None:
         checkpoint.from_safetensors(tmp_path / "st", tmp_path / "again")
 
 
-KILLED = """
-import os, signal, sys
-from rescale_data import checkpoint
-from rescale_data.checkpoint.convert.stored import StoredCheckpoint
+def convert_and_die(how: str, path: Path, out: Path) -> None:
+    """Convert a checkpoint, and be killed before its second tensor."""
+    stream = StoredCheckpoint.stream
 
-stream = StoredCheckpoint.stream
-def killed(self, names, budget):
-    for number, tensor in enumerate(stream(self, names, 1)):
-        if number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield tensor
-StoredCheckpoint.stream = killed
-getattr(checkpoint, sys.argv[1])(sys.argv[2], sys.argv[3])
-"""
+    def killed(self: StoredCheckpoint, names: list[str], budget: int) -> Iterator[torch.Tensor]:
+        for number, tensor in enumerate(stream(self, names, 1)):
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield tensor
+
+    StoredCheckpoint.stream = killed  # type: ignore[method-assign]
+    getattr(checkpoint, how)(path, out)
 
 
 @pytest.mark.parametrize("how", ["to_safetensors", "to_torch_save"])
@@ -223,8 +222,10 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path: Path, how
         out.mkdir()
     elif there:
         out.write_text("old")
-    done = subprocess.run([sys.executable, "-c", KILLED, how, tmp_path / "c", out], check=False)
-    assert done.returncode == -signal.SIGKILL
+    process = context.Process(target=convert_and_die, args=(how, tmp_path / "c", out))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert out.exists() == there
     assert not list(out.glob("*"))
     getattr(checkpoint, how)(tmp_path / "c", out)

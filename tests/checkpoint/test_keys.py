@@ -37,11 +37,11 @@ def test_a_stateful_gets_back_the_keys_it_gave(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "again", {"keeper": keeper})
 
 
-def test_a_list_in_the_state_keeps_its_keys(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", {"list": [{1: torch.ones(2)}, OrderedDict({2: 3})]})
-    state = {"list": [{1: torch.zeros(2)}, OrderedDict({2: 0})]}
+def test_mappings_and_lists_in_the_state_keep_their_keys(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"list": [{1: torch.ones(2)}, OrderedDict({2: 3})], "n": {3: {1: torch.ones(1)}}})
+    state = {"list": [{1: torch.zeros(2)}, OrderedDict({2: 0})], "n": {3: {1: torch.zeros(1)}}}
     checkpoint.load(tmp_path / "c", state)
-    assert str(state["list"]) == str([{1: torch.ones(2)}, OrderedDict({2: 3})])
+    assert str(state) == str({"list": [{1: torch.ones(2)}, OrderedDict({2: 3})], "n": {3: {1: torch.ones(1)}}})
 
 
 def schedulers() -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
-import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,39 +27,35 @@ from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import readers
 from rescale_data.checkpoint.storage.store import LocalStore
 from tests.checkpoint.files import data, manifest
+from tests.checkpoint.processes import context
 
 STATE = {"w": torch.ones(3)}
 
-OTHER = """
-import os, sys, torch
-from rescale_data import checkpoint
-manager = checkpoint.CheckpointManager(sys.argv[1])
-print(os.getpid(), flush=True)
-sys.stdin.read()
-"""
+
+def hold(folder: Path, pid: Connection) -> None:
+    """Have a manager on the folder, until this process is killed."""
+    with CheckpointManager(folder):
+        pid.send(os.getpid())
+        signal.pause()
 
 
-class Other:
-    """Another process that has a manager on the folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OTHER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.pid = self.process.stdout.readline().strip()  # type: ignore[union-attr]
-
-    def __enter__(self) -> Other:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
+@contextlib.contextmanager
+def another_process(folder: Path) -> Iterator[int]:
+    """Yield the number of another process that has a manager on the folder; it is killed in the end."""
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=hold, args=(folder, theirs))
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_second_manager_is_told_who_holds_the_folder(tmp_path: Path) -> None:
     run = tmp_path.resolve() / "run"
-    with Other(run) as other:
-        with pytest.raises(ValueError, match=rf"held by process {other.pid} on {os.uname().nodename}"):
+    with another_process(run) as pid:
+        with pytest.raises(ValueError, match=rf"held by process {pid} on {os.uname().nodename}"):
             CheckpointManager(run)
         assert RunReader(run).steps() == []
     with CheckpointManager(run) as manager:
@@ -384,25 +382,3 @@ def test_the_futures_of_a_save(tmp_path: Path) -> None:
         assert manager.latest_step() == 1
     with CheckpointManager(tmp_path, async_mode="disabled") as manager:
         assert manager.save(2, state).committed.done()
-
-
-def test_states_with_numbers_for_keys(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
-    checkpoint.save(
-        tmp_path / "c", {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "m": {3: {1: 2}}}
-    )
-    expected = {key: value.clone() for key, value in optimizer.state_dict()["state"][0].items()}
-    target = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "m": {3: {1: 0}}}
-    for value in target["optimizer"]["state"][0].values():
-        value.zero_()
-    checkpoint.load(tmp_path / "c", target)
-    assert {key: value.tolist() for key, value in target["optimizer"]["state"][0].items()} == {
-        key: value.tolist() for key, value in expected.items()
-    }
-    assert target["m"] == {3: {1: 2}}
-    assert target["schedule"]["milestones"] == {3: 1, 5: 1}
-    optimizer.load_state_dict(target["optimizer"])
