@@ -125,7 +125,7 @@ def check_same_batches(case: Case, run: Run, o: int, begins: list[Begin]) -> Non
 
 
 def comparable(batch: GlobalBatch) -> Any:
-    """A batch itself. In a deal, several samples of one shard may change places with each other (see test_deal)."""
+    """A batch itself. In a remainder, several samples of one shard may change places (see test_remainder)."""
     shards = [dict(sample)["shard"] for sample, _ in batch.rows]
     if batch.has_remainder and len(set(shards)) < len(shards):
         return shards, sorted(batch.rows)

@@ -24,7 +24,7 @@ class Topology(NamedTuple):
 
 
 class GlobalBatch(NamedTuple):
-    """Rows in rank order, each a sample and whether it is real; and whether they were dealt at the end of an epoch."""
+    """Rows in rank order, each a sample and whether it is real; and whether they are of the remainder of an epoch."""
 
     rows: list[tuple[Any, bool]]
     has_remainder: bool

@@ -74,7 +74,7 @@ def _shown(loader: rd.DataLoader) -> Any:
         return None
 
 
-def legs_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Segment]]:
+def segments_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Segment]]:
     """Segments, of which some are read ahead by a thread of each rank."""
     counts = st.integers(0, 9)
     topologies = st.builds(lambda size, ahead: size._replace(ahead=ahead), topologies, st.sampled_from([0, 1, 3]))
@@ -91,7 +91,7 @@ def any_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int
     )  # 96: empty shards
     tail = draw(st.sampled_from(["drop", "pad"]))
     num_rows = draw(st.sampled_from([4 * n, 4 * n + 5, 5 * n] if repeat else [80, 113, 144]))
-    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(legs_of(topologies))
+    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(segments_of(topologies))
 
 
 SIZES = ((24, 24), (24, 12), (12, 36), (12, 12), (30, 60), (48, 12), (8, 32))
@@ -108,7 +108,7 @@ def aligned_chain(
     options = [Topology(p.dp_world_size, p.micro_batch_size, o) for p in plan if p.dp_world_size <= max_ranks]
     tail = draw(st.sampled_from(["drop", "pad"]))
     num_rows = draw(st.sampled_from([4 * n, 4 * n + 5, 5 * n] if repeat else [150, 163, 192]))
-    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(legs_of(st.sampled_from(options)))
+    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(segments_of(st.sampled_from(options)))
 
 
 some = settings(max_examples=settings().max_examples * 2 // 5)  # each example is a whole run
@@ -130,7 +130,7 @@ CHAINS = {
     "aligned of our nodes, endless": (aligned_chain(OF_OURS, repeat=True, sizes=FEW), fewer),
     "aligned of our nodes, epochs": (aligned_chain(WITH_ENDS, repeat=False, max_ranks=1, sizes=FEW), fewer),
 }
-"""Chains of topologies; epochs whose samples must be counted are dealt anew at their end on one rank."""
+"""Chains of topologies; epochs whose samples must be counted are redistributed at their end on one rank."""
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -156,7 +156,7 @@ def test_a_chain_of_topologies(name: str) -> None:
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 def test_a_save_at_every_micro_batch_of_two_epochs(kind: str, tail: str) -> None:
-    """On the same topology a resume is exact wherever it is: in mid-step, in the deal, at an epoch's end, in the next."""
+    """On the same topology a resume is exact wherever it is: in mid-step, in the remainder, at an epoch's end, in the next."""
     topology = Topology(2 if kind in KNOWN else 1, 2, 12)
     case = Case(kind, 90, 9, False, tail)
     whole = run_of(case)

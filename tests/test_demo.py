@@ -89,7 +89,7 @@ class _altered:
         self._file.write_text(self._before)
 
 
-def test_legs_whose_world_size_does_not_divide_the_global_batch_change_it(tmp_path):
+def test_segments_whose_world_size_does_not_divide_the_global_batch_change_it(tmp_path):
     segments = demo.plan_segments([4, 3, 5, 5], 8, demo.Corpus("", 256, ""), tmp_path)
     assert [segment.global_batch_size for segment in segments] == [24, 24, 25, 25]
     assert {segment.num_logical_shards for segment in segments} == {96}

@@ -99,7 +99,7 @@ def test_a_read_that_fails_on_one_rank_keeps_no_other_waiting(top: Top) -> None:
 
 
 def test_a_blocklist_may_change_wherever_an_epoch_is() -> None:
-    """Also where what is left has been counted and dealt: some of that is blocked now."""
+    """Also where what is left has been counted and redistributed: some of that is blocked now."""
     plan, files = ("Blocked", ("Files", 4)), {"f1": 40, "f2": 31}
     rng = random.Random(0)
     before, blocked = ({n for n in range(21_000, 23_000) if rng.random() < 0.5} for _ in range(2))

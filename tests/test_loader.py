@@ -641,8 +641,8 @@ class TestTorchdata:
         counts = opened(state)
         assert [counts[name] for name in ("samples", "origin", "step", "epoch")] == [108, 108, 9, 1]
 
-    def test_an_endless_run_goes_on_from_where_the_end_of_an_epoch_was_dealt(self) -> None:
-        """Saved before the first batch of the deal, where the clock alone does not show that there is one."""
+    def test_an_endless_run_goes_on_from_the_remainder_of_an_epoch(self) -> None:
+        """Saved before the first batch of the remainder, where the clock alone does not show that there is one."""
         data = Rows(115)
 
         def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:

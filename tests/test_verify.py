@@ -113,7 +113,7 @@ def fails(loader: rd.DataLoader) -> str:
 
 @pytest.mark.parametrize("moved", [1, -1])
 @pytest.mark.parametrize("kind", ["known", "filtered"])
-def test_rows_that_a_leg_lost_or_repeated_are_an_error_at_the_end_of_the_epoch(kind: Kind, moved: int) -> None:
+def test_rows_that_a_segment_lost_or_repeated_are_an_error_at_the_end_of_the_epoch(kind: Kind, moved: int) -> None:
     def move(shards: dict[str, Any]) -> None:
         shards["row" if kind == "known" else "source.row"][5] += moved
 
@@ -134,7 +134,7 @@ def test_a_failed_proof_is_in_place_of_the_last_batch_and_reset_begins_anew() ->
 
 
 @pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_samples_that_a_deal_leaves_out_are_an_error_though_no_digest_is_wrong(tail: Any) -> None:
+def test_samples_that_a_remainder_leaves_out_are_an_error_though_no_digest_is_wrong(tail: Any) -> None:
     """The position is right, what the state says is left of the epoch is not."""
 
     def leave_out(shards: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ ROWS = {"packed": 120, "kept": 90, "every": 90}
 
 
 WRONG = (0, 11)
-"""A shard that ends first, in the main phase, and one that ends last, in a round of the deal."""
+"""A shard that ends first, in the main phase, and one that ends last, in a round of the remainder."""
 
 
 class Case(NamedTuple):

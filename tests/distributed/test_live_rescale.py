@@ -15,7 +15,7 @@ GLOBAL_BATCH_SIZE, STEPS = 24, 15
 SEGMENTS = [(4, 3, 5), (3, 4, 10), (4, 6, STEPS)]
 """Ranks, micro batch, and the step at which they stop."""
 SOURCE = rd.DatasetSource(range(430), "numbers")
-"""About ten steps are left of the filter, so an epoch ends within the segments, in the deal of what its shards still have."""
+"""About ten steps are left of the filter, so an epoch ends within the segments, with a remainder of its shards."""
 
 
 def keep(row: int) -> bool:

@@ -177,7 +177,7 @@ def test_batches_are_those_of_a_run_that_never_stopped(name: str, run_of: dict[s
     for step in range(STEPS):
         one.take(step)
         taken, expected = run_of[name][step], one.steps[name][step]
-        if step == EPOCH - 1:  # dealt: within the step, several samples of one shard come in any order
+        if step == EPOCH - 1:  # the remainder: within the step, several samples of one shard come in any order
             taken, expected = sorted(taken), sorted(expected)
         assert taken == expected, step
 

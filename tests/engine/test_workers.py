@@ -55,7 +55,7 @@ class TestSameAsWithout:
          ("kept", 3, False, "drop"), ("batched", 2, False, "pad")],
     )  # fmt: skip
     def test_batches_and_the_state_after_each(self, kind: str, k: int, repeat: bool, tail: str) -> None:
-        """Over two epochs, dealt ends included; the state is taken while workers are ahead."""
+        """Over two epochs, remainders included; the state is taken while workers are ahead."""
         with loader_of(kind, k, repeat=repeat, tail=tail) as loader:
             other = loader_of(kind, 0, repeat=repeat, tail=tail)
             for _ in range(2):

@@ -33,7 +33,7 @@ class Books:
         self.delivered: dict[Any, list[Any]] = defaultdict(list)  # by epoch and shard
         self.lists: dict[Any, list[int]] = defaultdict(list)  # of each: the number of the blocklist then
         self.dropped: Counter[int] = Counter()  # samples, by epoch
-        self.batches: list[Any] = []  # global: rows in rank order, and whether they were dealt
+        self.batches: list[Any] = []  # global: rows in rank order, and whether they are of the remainder
         self.open: list[list[Any]] = []  # of each rank, of the global batch that has begun
         self.segments: list[Any] = []  # stretches without a change: batches before it, state, pipeline
         self.histories: dict[str, Any] = {}  # of the sources: their files, by the epoch from which there were these
@@ -151,10 +151,10 @@ def same_state(one: Mapping[str, Any], other: Mapping[str, Any], besides: tuple[
 
 
 def comparable(batch: Any, *, filled: bool = True) -> Any:
-    """A global batch; in a deal, several samples of one shard may change places with each other. ``filled``: with padding."""
-    rows, dealt = batch
+    """A global batch; in a remainder, samples of one shard may change places with each other. ``filled``: with padding."""
+    rows, in_remainder = batch
     rows = [row if row[2] or filled else (row[0], None, False) for row in rows]
     shards = [shard for shard, _, _ in rows]
-    if dealt and len(set(shards)) < len(shards):
+    if in_remainder and len(set(shards)) < len(shards):
         return shards, sorted(map(repr, rows))
     return list(map(repr, rows))

@@ -220,10 +220,10 @@ def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, timeout: float) -> 
 
 def _take(self: Stream) -> Any:
     self.peek()
-    dealt = has_remainder(self.table)
+    in_remainder = has_remainder(self.table)
     micro_batch = _real_take(self)
     if hasattr(self, "taken"):
-        self.taken.append((micro_batch, self.clock.epoch, dealt))
+        self.taken.append((micro_batch, self.clock.epoch, in_remainder))
     return micro_batch
 
 

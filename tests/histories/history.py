@@ -254,7 +254,7 @@ class History:
             "sources",
             *(("pipeline",) if self.changes else ()),
         )  # folded where it can be
-        # what was dealt may be blocked
+        # rows of the remainder may be blocked
         anew = blocked_then and "blocklist" in self.changes and (saved["shards"]["remainder"] >= 0).any()
         if not anew and (at_step or now == was or saved["samples"] == saved["origin"]):
             difference = same_state(saved, loaded, besides)
@@ -546,5 +546,5 @@ class History:
             for i, (x, y) in enumerate(zip(books.batches[begin:end], mine.batches, strict=True)):
                 if comparable(x, filled=filled) != comparable(y, filled=filled):
                     raise Failure(
-                        f"R2: global batch {begin + i} of {begin}..{end} is not that of one rank (dealt {x[1]}, {y[1]})"
+                        f"R2: global batch {begin + i} of {begin}..{end} is not that of one rank (remainder {x[1]}, {y[1]})"
                     )

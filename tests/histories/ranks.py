@@ -179,7 +179,7 @@ class Seats:
                 mine.append((shard, sample, real))
         if len(books.open[0]) == self.top.o // self.top.w:
             rows = [row for rank in books.open for row in rank]
-            books.batches.append((rows, any(dealt for *_, dealt in found)))
+            books.batches.append((rows, any(in_remainder for *_, in_remainder in found)))
             books.open = [[] for _ in range(self.top.w)]
 
     def take(self, num: int, books: Books, number: int = 0) -> None:

@@ -164,9 +164,9 @@ def test_c_refuses_what_it_is_given_or_does_it(call: tuple[str, tuple[Any, ...]]
             getattr(kernel, name)(*given)
             return
         position, eos, parts = given
-        stretch = kernel.TokenQueue(position.data, position[1:].copy().data, -1, eos)
-        stretch.append(*parts)
+        queue = kernel.TokenQueue(position.data, position[1:].copy().data, -1, eos)
+        queue.append(*parts)
         rows = np.zeros((1, 3), dtype=np.int64)
-        kernel.fill([stretch], 0, rows, rows.copy(), None)
+        kernel.fill([queue], 0, rows, rows.copy(), None)
     except (ValueError, IndexError, OverflowError):
         pass

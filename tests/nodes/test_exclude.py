@@ -445,7 +445,7 @@ LISTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LISTED)
 @pytest.mark.parametrize(("old", "new"), [([], [1]), ([3], []), ([0], [2]), ([7], [])])
-def test_a_list_that_has_changed_once_is_that_of_the_next_leg_too(
+def test_a_list_that_has_changed_once_is_that_of_the_next_segment_too(
     name: str, old: list[int], new: list[int], tmp_path: Any
 ) -> None:
     """The next segment goes on where one that never stopped does."""

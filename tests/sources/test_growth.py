@@ -356,7 +356,7 @@ def ids(batches: Any) -> set[int]:
 def test_an_epoch_that_is_planned_has_begun_with_its_first_batch(
     kind: str, tmp_path: Path, asks: Any, num_taken: int
 ) -> None:
-    """With fewer rows than a global batch an epoch is dealt as soon as it is asked for."""
+    """With fewer rows than a global batch an epoch is redistributed as soon as it is asked for."""
     write(tmp_path, kind, "b", range(5))
 
     def loader() -> rd.DataLoader:

@@ -178,7 +178,7 @@ def test_below_a_node_that_draws_samples_again_it_is_an_error() -> None:
 
 @pytest.mark.parametrize("num_batches", range(0, 14, 3))
 def test_within_the_end_of_an_epoch(num_batches: int) -> None:
-    """What was dealt is taken back: each token comes once an epoch, but for what the end drops."""
+    """The remainder is taken back: each token comes once an epoch, but for what the end drops."""
     first, second = (loaders(rd.TokenPacker, 1, repeat=False, seq_len=s, last="pad")[0] for s in (64, 32))
     found: dict[int, list[Any]] = defaultdict(list)
     take([first], num_batches, found)

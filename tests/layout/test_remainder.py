@@ -1,4 +1,4 @@
-"""The deal of what is left at the end of an epoch, against one that is played out sample by sample."""
+"""The remainder of an epoch, redistributed over all ranks, against an order that is played out sample by sample."""
 
 import heapq
 from collections import Counter
@@ -16,7 +16,7 @@ Row = tuple[int, int, bool]  # shard, number of its sample, whether it is real
 
 
 @st.composite
-def deals(draw: st.DrawFn) -> Remainder:
+def remainders(draw: st.DrawFn) -> Remainder:
     layout = draw(layouts())
     n = layout.num_logical_shards
     left = draw(st.lists(st.integers(0, 7), min_size=n, max_size=n).filter(any))
@@ -25,7 +25,7 @@ def deals(draw: st.DrawFn) -> Remainder:
 
 
 def most_left_first(left: np.ndarray) -> list[int]:
-    """The order of the deal: before every sample, the shard with the most samples left, the lowest among equals."""
+    """The order of the remainder: before every sample, the shard with the most samples left, the lowest among equals."""
     heap = [(-count, shard) for shard, count in enumerate(left.tolist()) if count]
     heapq.heapify(heap)
     order = []
@@ -56,7 +56,7 @@ def in_rank_order(layout: Layout, micro_batches: list[list[list[Row]]]) -> list[
     return [[row for rank in range(layout.dp_world_size) for part in step for row in part[rank]] for step in steps]
 
 
-@given(deals())
+@given(remainders())
 def test_every_sample_is_served_once_or_counted(remainder: Remainder) -> None:
     real = Counter((s, i) for part in rows_of(remainder) for rank in part for s, i, is_real in rank if is_real)
     first = {(s, remainder.samples[s] + j) for s, count in enumerate(remainder.left.tolist()) for j in range(count)}
@@ -68,7 +68,7 @@ def test_every_sample_is_served_once_or_counted(remainder: Remainder) -> None:
     assert not remainder.pad or (real.keys() == first and dropped == 0)
 
 
-@given(deals())
+@given(remainders())
 def test_padding_fills_the_last_step_with_shards_of_its_own(remainder: Remainder) -> None:
     steps = in_rank_order(remainder.layout, rows_of(remainder))
     padded = [[row[:2] for row in step if not row[2]] for step in steps]
@@ -78,14 +78,14 @@ def test_padding_fills_the_last_step_with_shards_of_its_own(remainder: Remainder
         assert set(padded[-1]) <= {(shard, 0) for shard, _, is_real in steps[-1] if is_real}
 
 
-@given(deals())
+@given(remainders())
 def test_a_step_takes_the_shards_that_have_the_most_left(remainder: Remainder) -> None:
     order, o = most_left_first(remainder.left), remainder.layout.global_batch_size
     for t, rows in enumerate(in_rank_order(remainder.layout, rows_of(remainder))):
         assert [shard for shard, _, is_real in rows if is_real] == sorted(order[t * o : (t + 1) * o])
 
 
-@given(deals())
+@given(remainders())
 def test_at_every_micro_batch_a_shard_has_delivered_a_prefix(remainder: Remainder) -> None:
     served: dict[int, list[int]] = {shard: [] for shard in range(len(remainder.left))}
     for u, part in enumerate(rows_of(remainder)):
@@ -99,7 +99,7 @@ def test_at_every_micro_batch_a_shard_has_delivered_a_prefix(remainder: Remainde
     assert remainder.delivered(remainder.num_micro_batches).tolist() == [len(numbers) for numbers in served.values()]
 
 
-@given(deals())
+@given(remainders())
 def test_a_turn_says_which_rows_of_the_table_it_visits(remainder: Remainder) -> None:
     for rank in range(remainder.layout.dp_world_size):
         for u in range(remainder.num_micro_batches):

@@ -35,7 +35,7 @@ class Documents:
     saved_at=st.integers(0, 700),
     seed=st.integers(0, 2**16),
 )
-def test_every_token_is_dealt_once_in_rounds_of_bounded_reading(
+def test_every_token_is_delivered_once_in_rounds_of_bounded_reading(
     longest: int, n: int, o: int, saved_at: int, seed: int
 ) -> None:
     lengths = np.sort(np.random.default_rng(seed).integers(1, longest + 1, 1500)).tolist()  # the last shards have most
