@@ -1,4 +1,7 @@
-"""The end of an epoch where nobody knows beforehand how many samples it has: ranks agree, and all of them end together."""
+"""The end of an epoch where nobody knows beforehand how many samples it has: ranks agree, and all of them end together.
+
+That batches are those of one rank, and that a save goes on with other ranks, is tested in `test_rounds`.
+"""
 
 import itertools
 import random
@@ -16,7 +19,6 @@ from tests.distributed.segments import (
     Data,
     Taken,
     check_exactly_once,
-    global_batches,
     num_real,
     take,
     take_epoch,
@@ -25,9 +27,6 @@ from tests.pipelines import Rows, plain
 from tests.states import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-ROWS = {"packed": 120, "kept": 90, "every": 90}
-
 
 WRONG = (0, 11)
 """A shard that ends first, in the main phase, and one that ends last, in a round of the remainder."""
@@ -45,10 +44,11 @@ class Case(NamedTuple):
 
 
 CASES = {
-    f"{kind}, {tail}, {n} shards": Case(Data(kind, rows, n, repeat=False, tail=tail), 12)
-    for kind, rows in ROWS.items()
-    for tail, n in (("drop", 12), ("pad", 12), ("pad", 7))
-} | {"packed, worker": Case(Data("packed", 120, 12, repeat=False), 12, num_workers=1)}
+    "packed, drop, 12 shards": Case(Data("packed", 120, 12, repeat=False), 12),
+    "kept, pad, 12 shards": Case(Data("kept", 90, 12, repeat=False, tail="pad"), 12),
+    "every, pad, 7 shards": Case(Data("every", 90, 7, repeat=False, tail="pad"), 12),
+    "packed, worker": Case(Data("packed", 120, 12, repeat=False), 12, num_workers=1),
+}
 
 
 class Seen(NamedTuple):
@@ -189,35 +189,6 @@ def test_a_save_near_the_end_resumes_exactly(ranks: Any, name: str) -> None:
     for rank in of(ranks, name):
         for before, after in rank.saves.values():
             assert before + after == rank.epochs
-
-
-@in_process
-def test_such_a_save_goes_on_in_one_process(ranks: Any, name: str) -> None:
-    """With another micro batch, so that a step may be left in the middle: then nothing is lost or repeated all the same."""
-    case, folder = CASES[name], ranks[0]
-    for point in of(ranks, name)[0].saves:
-        before: ByRank = [rank.saves[point][0] for rank in of(ranks, name)]
-        alone = case.data.loader(case.o, case.o)
-        dcp.load({"loader": alone}, checkpoint_id=folder / name / str(point))
-        after: list[Taken] = []
-        while alone.epoch < 2:
-            after += take_epoch(alone)
-        check_exactly_once(case.data, before, [after])
-        whole = case.data.num_samples(0) - num_real(before, [after], epoch=0)
-        assert whole < case.o
-        assert case.data.tail == "drop" or not whole
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.data.n == case.o])
-def test_batches_are_those_of_one_rank_until_the_first_shard_ends(ranks: Any, name: str) -> None:
-    """R2 to the step before it; later batches may hold the same samples in another order."""
-    case = CASES[name]
-    shortest = min(len(case.data.stream(shard, 0, 1000)) for shard in range(case.data.n))
-    steps = shortest * case.data.n // case.o
-    assert steps > 2
-    taken: ByRank = [rank.epochs for rank in of(ranks, name)]
-    alone = take_epoch(case.data.loader(case.o, case.o))
-    assert global_batches(taken, case.o)[:steps] == global_batches([alone], case.o)[:steps]
 
 
 def _num_fills(ranks: ByRank) -> int:
