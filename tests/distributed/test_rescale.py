@@ -74,7 +74,7 @@ def load(case: Case, name: str, checkpoint: Path, o: int, b: int) -> rd.DataLoad
     return loader
 
 
-def first_legs(names: list[str], folder: Path) -> list[list[Taken]]:
+def first_segments(names: list[str], folder: Path) -> list[list[Taken]]:
     loaders = {name: CASES[name].data.loader(CASES[name].o, CASES[name].b) for name in names}
     taken = [take(loader, CASES[name].micro_batches) for name, loader in loaders.items()]
     dcp.save(loaders, checkpoint_id=folder / f"first{CASES[names[0]].w}")
@@ -88,18 +88,18 @@ class Second(NamedTuple):
     taken: list[Taken]
 
 
-def second_legs(w: int, folder: Path) -> tuple[dict[str, Second], list[str]]:
+def second_segments(w: int, folder: Path) -> tuple[dict[str, Second], list[str]]:
     loaders = {name: case.data.loader(case.second_o, case.second_b(w)) for name, case in CASES.items()}
     with Logged() as warnings:
         for first_w in {case.w for case in CASES.values()}:
             saved = {name: loader for name, loader in loaders.items() if CASES[name].w == first_w}
             dcp.load(saved, checkpoint_id=folder / f"first{first_w}")
-    seen = {name: _second_leg(CASES[name], loader) for name, loader in loaders.items()}
+    seen = {name: _second_segment(CASES[name], loader) for name, loader in loaders.items()}
     dcp.save(loaders, checkpoint_id=folder / f"second{w}")
     return seen, warnings
 
 
-def _second_leg(case: Case, loader: rd.DataLoader) -> Second:
+def _second_segment(case: Case, loader: rd.DataLoader) -> Second:
     return Second(loader.step, take(loader, case.second_steps * loader.gradient_accumulation_steps))
 
 
@@ -108,7 +108,7 @@ class Run:
 
     def __init__(self, w: int, folder: Path, first: dict[str, ByRank]) -> None:
         self.w, self.folder, self.first = w, folder, first
-        ranks = run_ranks(w, folder, second_legs, w, folder)
+        ranks = run_ranks(w, folder, second_segments, w, folder)
         self.warnings = [warnings for _, warnings in ranks]
         self.second = {name: [seen[name].taken for seen, _ in ranks] for name in CASES}
         self.steps = {name: {seen[name].step for seen, _ in ranks} for name in CASES}
@@ -127,7 +127,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, ByR
     found: dict[str, ByRank] = {}
     for w in {case.w for case in CASES.values()}:
         names = [name for name, case in CASES.items() if case.w == w]
-        ranks = run_ranks(w, folder, first_legs, names, folder) if w else [first_legs(names, folder)]
+        ranks = run_ranks(w, folder, first_segments, names, folder) if w else [first_segments(names, folder)]
         found |= dict(zip(names, map(list, zip(*ranks, strict=True)), strict=True))
     return folder, found
 

@@ -159,8 +159,8 @@ class History:
             f"steps={self.steps} faults={self.faults} aligned={self.aligned} blocks={self.blocks} files={self.files}"
         )
         self.books, self.saves = Books(), list[Any]()
-        num_legs = r.randint(1, 5)
-        for segment in range(num_legs):
+        num_segments = r.randint(1, 5)
+        for segment in range(num_segments):
             self.pipeline = Pipeline(self.plan, self.files, self.lists[-1], self.first_files)
             self.prefetch = 0 if self.faults else r.choice([0, 0, 0, 1, 3])
             if self.aligned and segment and r.random() < 0.2:
@@ -181,7 +181,7 @@ class History:
             self.begin(state, form)
             for _ in range(r.randint(0, 6)):
                 self.act()
-            if segment == num_legs - 1 and not self.repeat and not self.steps and r.random() < 0.7:
+            if segment == num_segments - 1 and not self.repeat and not self.steps and r.random() < 0.7:
                 self.to_the_end()
             _fails_in[0] = 0
             form = r.choice(["plain", "pickle", "torch", "local"])

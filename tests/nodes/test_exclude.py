@@ -89,7 +89,7 @@ def test_served_blocked_unreadable_and_filtered_rows_are_the_source(
 
 @given(st.lists(st.tuples(rows_of, st.sampled_from([1, 2, 3]), st.integers(0, 3)), min_size=2, max_size=4))
 @some
-def test_another_list_in_each_leg(segments: list[tuple[set[int], int, int]]) -> None:
+def test_another_list_in_each_segment(segments: list[tuple[set[int], int, int]]) -> None:
     """Each row is drawn once an epoch, and is served or blocked as the list of that segment says."""
     state: Any = None
     epochs: dict[int, list[int]] = defaultdict(list)

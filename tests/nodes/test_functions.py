@@ -159,7 +159,7 @@ class TestSkip:
         assert f"{node.__name__} left out web: web[{BAD[0] - 3000}]" in caplog.text
         assert caplog.text.count("left out") == 10 + sum(n & (n - 1) == 0 for n in range(11, 2 * len(BAD) + 1))
 
-    def test_a_loader_counts_and_may_switch_between_legs(self) -> None:
+    def test_a_loader_counts_and_may_switch_between_segments(self) -> None:
         """The first bad row stops a run; it is resumed with on_error="skip", and nothing else is left out."""
 
         def make(on_error: Any) -> rd.DataLoader:
