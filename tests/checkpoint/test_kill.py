@@ -175,7 +175,7 @@ def test_kills_of_one_rank_or_all(tmp_path: Path, mode: str) -> None:
     rng, committed, stuck = random.Random(KILLS), 0, 0
     for round_ in range(KILLS // 2):
         ours, theirs = context.Pipe(duplex=False)
-        processes, _ = start(2, save_for_ever, str(tmp_path / "run"), mode, theirs)
+        processes = start(2, save_for_ever, str(tmp_path / "run"), mode, theirs)
         theirs.close()
         committed = ours.recv()[1]
         time.sleep(rng.uniform(0, 0.06))  # the random moment

@@ -70,7 +70,7 @@ def test_kills_at_random_requests() -> None:
             fuse = rng.randrange(3 if victim else 40) if committed else 10**9
             ours, theirs = context.Pipe(duplex=False)
             arguments = (folder, server.options, mode, committed + 1, victim, fuse, theirs)
-            processes, _ = start(2, save_with_a_fuse, *arguments)
+            processes = start(2, save_with_a_fuse, *arguments)
             theirs.close()
             stuck += end(processes)
             killed += processes[victim].exitcode == -signal.SIGKILL
