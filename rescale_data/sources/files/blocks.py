@@ -45,7 +45,8 @@ class BlockRanges(Ranges):
             raise ValueError(f"{path} is not whole")
         table = np.frombuffer(self._copy.read(begin, 16 * ends), dtype=np.int64)
         self._content_offsets, self._copy_offsets = table[:ends], table[ends:]
-        self._name = f"{path}|{zlib.crc32(table)}"  # a copy that was made again has other blocks, if the file has changed
+        # A copy that was made again has other blocks, if the file has changed.
+        self._name = f"{path}|{zlib.crc32(table)}"
         if self._copy_offsets[-1] != begin:
             raise ValueError(f"{path} is not whole")
 
