@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from typing import Any, cast
 
-GRACE_SECONDS = 3.0
+GRACE_SECONDS = 10.0
 START_METHOD = "spawn"
 """Ranks take the blocked signal of `run_ranks` from this process itself, not from a server's."""
 

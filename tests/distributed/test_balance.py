@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rescale_data as rd
@@ -405,7 +406,7 @@ def trained(how: str) -> list[float]:
     if how == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     elif how == "fsdp":
-        fully_shard(model)
+        fully_shard(model, mesh=init_device_mesh("cpu", (n,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     balance = rd.Balance(cost=COST, over="all", weight=len_of)
     where = {} if how else {"dp_rank": 0, "dp_world_size": 1}
