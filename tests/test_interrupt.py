@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 
 import rescale_data as rd
+from rescale_data.engine.feed import InThread
 
 BATCH, ROWS = 4, 24
 
@@ -89,6 +93,10 @@ def epochs_of_steps() -> rd.DataLoader:
     return rd.DataLoader(SOURCE, global_batch_size=BATCH, num_logical_shards=BATCH, repeat=True, steps_per_epoch=3)
 
 
+def in_a_thread() -> rd.DataLoader:
+    return rd.DataLoader(SOURCE, global_batch_size=BATCH, num_logical_shards=BATCH, prefetch=2)
+
+
 def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list[list[int]], int]:
     """The batches of an epoch, Ctrl-C within a `next`; and how many had been counted when it came and did not arrive."""
     batches, batch_iterator = [], iter(loader)
@@ -109,7 +117,7 @@ def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list
         return batches, lost
 
 
-@pytest.mark.parametrize("make_loader", [known, only_reading_tells])
+@pytest.mark.parametrize("make_loader", [known, only_reading_tells, in_a_thread])
 @pytest.mark.parametrize("number", [0, 2, ROWS // BATCH - 1], ids=["first", "within", "last"])
 def test_ctrl_c_loses_and_repeats_nothing(make_loader: Callable[[], rd.DataLoader], number: int) -> None:
     whole = [batch.tolist() for batch in make_loader()]
@@ -164,3 +172,86 @@ def test_ctrl_c_in_a_function_that_reads_ahead() -> None:
             except KeyboardInterrupt:
                 continue
         assert rows == Counter(range(1, 2 * ROWS, 2))
+
+
+def test_ctrl_c_within_close_moves_nothing() -> None:
+    whole = [batch.tolist() for batch in in_a_thread()]
+    ctrl_c, at = CtrlC(1), 1
+    while ctrl_c.came or at == 1:
+        ctrl_c = CtrlC(at)
+        with in_a_thread() as loader:
+            batches = [next(iter(loader)).tolist()]
+            try:
+                with ctrl_c.pressed():
+                    loader.close()
+            except KeyboardInterrupt:
+                pass
+            assert batches + [batch.tolist() for batch in loader] == whole
+        at += 1
+    assert at > 10
+
+
+class Held:
+    """Rows, of which one is held.
+
+    Its reader presses Ctrl-C while the main thread waits for the reader, and goes on when the main thread waits again.
+
+    Args:
+        row: The one that is held.
+    """
+
+    def __init__(self, row: int) -> None:
+        self.row, self.interrupted = row, False
+        self.reading = self.most_reading = 0
+        self.entered = threading.Event()
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> int:
+        self.reading += 1
+        self.most_reading = max(self.most_reading, self.reading)
+        if row == self.row and not self.interrupted:
+            self.entered.set()
+            self._until(self._main_waits)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            self._until(lambda: self.interrupted)
+            self._until(lambda: self._main_waits() or self.most_reading > 1)
+        self.reading -= 1
+        return row
+
+    def _main_waits(self) -> bool:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        while frame is not None and frame.f_code.co_filename == threading.__file__:  # `Thread.join`
+            frame = frame.f_back
+        return frame is not None and frame.f_code is InThread.stop.__code__
+
+    def _until(self, happens: Callable[[], bool]) -> None:
+        while not happens():
+            os.sched_yield()
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals come to the main thread")
+def test_ctrl_c_while_a_thread_is_waited_for() -> None:
+    """Two threads never read at once, although Python takes a thread for ended where Ctrl-C came into `Thread.join`."""
+
+    def press(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    whole = [batch.tolist() for batch in in_a_thread()]
+    rows = Held(whole[2][0])
+    handler = signal.signal(signal.SIGUSR1, press)
+    try:
+        loader = rd.DataLoader(
+            rd.DatasetSource(rows, name="numbers"), global_batch_size=BATCH, num_logical_shards=BATCH, prefetch=2
+        )
+        batches = [next(iter(loader)).tolist()]
+        rows.entered.wait()
+        with pytest.raises(KeyboardInterrupt):
+            loader.close()
+        rows.interrupted = True
+        batches += [batch.tolist() for batch in loader]
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert rows.most_reading == 1
+    assert batches == whole

@@ -179,6 +179,7 @@ class InThread(WrappedFeed):
         self.is_ahead, self._num_batches = True, num_batches
         self._thread_id = 0
         self._thread: threading.Thread | None = None
+        self._runs = threading.Lock()  # held until the thread ends
         self._tasks: _Tasks = SimpleQueue()
         self._lock, self._is_making = threading.Lock(), False
         self._finished: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
@@ -189,9 +190,14 @@ class InThread(WrappedFeed):
         self.stop()
         self._process = os.getpid()
         self.feed.begin(segment, table, first)
+        self._tasks.put(None)  # for a thread that Ctrl-C has kept from being known here
         self._tasks, self._is_making, self._finished = SimpleQueue(), False, SimpleQueue()
-        self._thread = threading.Thread(target=_run_tasks, args=(self._tasks,), daemon=True, name="rescale_data-ahead")
-        self._thread.start()
+        self._runs = threading.Lock()
+        self._runs.acquire()
+        given = self._tasks, self._runs
+        thread = threading.Thread(target=_run_tasks, args=given, daemon=True, name="rescale_data-ahead")
+        thread.start()
+        self._thread = thread  # only after the start, which Ctrl-C may prevent
         _threaded_feeds.add(self)
         self._num_to_make = self._num_to_take = inf if segment.stop is None else segment.stop - first
         self._request_one()
@@ -226,7 +232,9 @@ class InThread(WrappedFeed):
             self.feed.interrupt()
             self._tasks.put(None)
             if wait:  # otherwise, or after Ctrl-C, the thread may still be in a read: a later `stop` waits
-                self._thread.join()
+                # Not `join`: after Ctrl-C within it, Python takes a thread that runs for one that has ended.
+                with self._runs:
+                    pass
                 self._thread = None
         self.feed.stop(wait=wait)  # the feed below may have a thread of its own, which uses the runner
 
@@ -265,11 +273,12 @@ _Tasks: TypeAlias = SimpleQueue[Callable[[], None] | None]
 _threaded_feeds: weakref.WeakSet[InThread] = weakref.WeakSet()
 
 
-def _run_tasks(tasks: _Tasks) -> None:
+def _run_tasks(tasks: _Tasks, runs: threading.Lock) -> None:
     """Run tasks from a queue until one is `None`; hold no reference to the feed between tasks, so that it can be collected."""
     while (task := tasks.get()) is not None:
         task()
         del task
+    runs.release()
 
 
 @atexit.register

@@ -321,6 +321,6 @@ class Stream:
 
     def close(self) -> None:
         """Close the feed; the position in the run does not change."""
+        self.rewind()  # first: Ctrl-C within `close` leaves no queue of a feed that has stopped
         self.feed.close()
-        self.rewind()
         self.ends.runner.rest()

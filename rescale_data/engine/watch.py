@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from types import FrameType
 
 from rescale_data.nodes.base import Node
@@ -60,14 +61,14 @@ class Watch:
         self.began: float | None = None
         self.seconds, self._report, self._clock = seconds, report, clock
         self.thread, self.reported, self._reported_work = 0, False, -1.0
-        self._stopped = threading.Event()
+        self._stopped: SimpleQueue[None] = SimpleQueue()  # an `Event` that Ctrl-C comes into may be locked for ever
         self._watcher: threading.Thread | None = None
         self._process = 0  # the process that has the background thread
 
     def start(self) -> None:
         """Start to watch the calling thread, from a background thread that looks at intervals."""
         if not self.thread:
-            self._stopped = threading.Event()
+            self._stopped = SimpleQueue()
             given = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stopped
             looks = threading.Thread(target=_watch_loop, args=given, daemon=True, name="rescale_data-watch")
             looks.start()
@@ -78,7 +79,7 @@ class Watch:
         """Stop watching, until `start` is called again."""
         self.thread = 0
         if self._watcher is not None and self._process == os.getpid():  # a forked process has no such thread
-            self._stopped.set()
+            self._stopped.put(None)
             self._watcher.join(1.0)  # a report may be under way
 
     def look(self) -> None:
@@ -90,11 +91,18 @@ class Watch:
         self._report(self._clock() - began, frames().get(self.thread))
 
 
-def _watch_loop(of: weakref.ref[Watch], pause: float, stopped: threading.Event) -> None:
-    while not stopped.wait(pause) and (watch := of()) is not None:
+def _watch_loop(of: weakref.ref[Watch], pause: float, stopped: SimpleQueue[None]) -> None:
+    while _is_empty_after(pause, stopped) and (watch := of()) is not None:
         with suppress(Exception):  # other threads change what it looks at
             watch.look()
         del watch
+
+
+def _is_empty_after(seconds: float, queue: SimpleQueue[None]) -> bool:
+    with suppress(Empty):
+        queue.get(timeout=seconds)
+        return False
+    return True
 
 
 def frames() -> dict[int, FrameType]:
