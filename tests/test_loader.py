@@ -761,17 +761,6 @@ class TestAssertRescalable:
             pipeline, dp_rank=rank, dp_world_size=w, micro_batch_size=b, num_workers=k, repeat=True, **kwargs
         )
 
-    def test_holds_for_a_pipeline_of_our_nodes(self) -> None:
-        assert_rescalable(self.make, [(4, 3, 0), (2, 2, 0), (6, 1, 0), (1, 12, 0)])
-
-    def test_holds_over_epochs(self) -> None:
-        def make(rank: int, w: int, b: int, k: int) -> rd.DataLoader:
-            return loader_of(
-                rows_pipeline, dp_rank=rank, dp_world_size=w, micro_batch_size=b, num_workers=k, tail="pad"
-            )
-
-        assert_rescalable(make, [(4, 3, 0), (2, 2, 0), (6, 1, 0)], steps=7)
-
     def test_a_chain_of_nothing(self) -> None:
         with pytest.raises(ValueError, match="topologies is empty"):
             assert_rescalable(self.make, [])
