@@ -477,6 +477,10 @@ class TestPipelines:
         with pytest.raises(TypeError, match=r"columns=.*give a list with at least one name, or None"):
             rd.ParquetSource(tmp_path, columns=columns)
 
+    def test_columns_that_name_one_twice(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"columns=\['id', 'id'\] has a name twice: give each name once"):
+            rd.ParquetSource(tmp_path, columns=["id", "id"])
+
     def test_a_state_that_is_none(self) -> None:
         with pytest.raises(TypeError, match=r"The state is a NoneType. Give what loader\.state_dict\(\) returned"):
             loader_of().load_state_dict(None)  # type: ignore[arg-type]

@@ -145,11 +145,13 @@ def check_columns(schema: ArrowSchema, columns: Sequence[str], where: str) -> No
 
 
 def chosen_columns(columns: Sequence[str] | None) -> list[str] | None:
-    """Return the argument ``columns`` of a source as a list, or `None` for all; ``TypeError`` if it is no list of names."""
+    """Return the argument ``columns`` of a source as a list, or `None` for all; raise an error if it is no list of names."""
     if columns is None:
         return None
     require(Iterable, "a list with at least one name", columns=columns)
     names: list[object] = [] if isinstance(columns, str) else [*columns]
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"columns={columns!r}: give a list with at least one name, or None for all columns.")
+    if len({*names}) < len(names):
+        raise ValueError(f"columns={columns!r} has a name twice: give each name once.")
     return list(columns)
