@@ -46,7 +46,7 @@ class BlockRanges(Ranges):
         table = np.frombuffer(self._copy.read(begin, 16 * ends), dtype=np.int64)
         self._content_offsets, self._copy_offsets = table[:ends], table[ends:]
         # A copy that was made again has other blocks, if the file has changed.
-        self._name = f"{path}|{zlib.crc32(table)}"
+        self._name = f"{path}|{zlib.crc32(table.tobytes())}"
         if self._copy_offsets[-1] != begin:
             raise ValueError(f"{path} is not whole")
 
