@@ -67,6 +67,11 @@ class WebDatasetSource(IndexedSource):
         missing = [name for name in self.columns if name not in names]
         if missing:
             raise ValueError(f"The files below {self._files.root} have no column {missing[0]!r}. They have {names}.")
+        if KEY in self.columns:
+            raise ValueError(
+                f"The files below {self._files.root} have members with the extension {KEY!r}, which is the name of a sample's "
+                f"key. Give columns= without it: {[name for name in self.columns if name != KEY]}."
+            )
         super()._check_files()
         self._warn_of_missing()
 

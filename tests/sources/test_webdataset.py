@@ -124,6 +124,12 @@ class TestBadData:
         with pytest.raises(ValueError, match=rf"a\.tar{packed} cannot .*more behind its end .*tar --concatenate"):
             WebDatasetSource(tmp_path)
 
+    def test_a_member_with_the_name_of_the_key_is_refused(self, packed: str, tmp_path: Path) -> None:
+        (tmp_path / f"a.tar{packed}").write_bytes(pack(tar_bytes([("1.__key__", b"a"), ("1.txt", b"b")]), packed))
+        with pytest.raises(ValueError, match=r"extension '__key__', .* Give columns= without it: \['txt'\]"):
+            WebDatasetSource(tmp_path)
+        assert WebDatasetSource(tmp_path, columns=["txt"]).row(0) == {"__key__": "1", "txt": b"b"}
+
     def test_what_is_no_file(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """A link has no bytes of its own, so it makes no row: that is said. Bytes with holes are not read at all."""
         with tarfile.open(tmp_path / "a.tar", "w") as tar:
