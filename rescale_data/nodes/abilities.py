@@ -105,7 +105,7 @@ class HasTexts(Ability):
 
 
 class Writes(Ability):
-    """A node that writes its samples into buffer."""
+    """A node that writes its samples into the rows of a `BatchBuffer`."""
 
     writes: Columns
     """The columns of samples that are dicts of 1-D arrays of known length and dtype; empty if samples are something else."""

@@ -59,7 +59,7 @@ __all__ = [
     "View",
     "as_node",
     "bind_once",
-    "changing",
+    "changing_children",
     "copy_of",
     "draw",
     "end_epoch",
@@ -164,7 +164,7 @@ class Node(BaseNode[T]):
         return initial(self)
 
     @cached_property
-    def _changing(self) -> Sequence[tuple[Node[Any], slice]]:
+    def _changing_children(self) -> Sequence[tuple[Node[Any], slice]]:
         """The children below which anything may change between segments, with their slots."""
         return tuple(
             (child, self._slots(name))
@@ -281,9 +281,9 @@ def slots_of(node: Node[Any], path: tuple[str, ...]) -> slice | None:
     return slice(first, first + offsets(node.fields)[-1])
 
 
-def changing(node: Node[Any]) -> Sequence[tuple[Node[Any], slice]]:
+def changing_children(node: Node[Any]) -> Sequence[tuple[Node[Any], slice]]:
     """Return the children of a node below which anything may change between segments, with their slots."""
-    return node._changing
+    return node._changing_children
 
 
 def go_to(node: Node[Any], position: View) -> None:

@@ -1,8 +1,8 @@
 """`BatchBuffer`: arrays for one micro batch. Nodes write samples into their rows, so samples need not be stacked later.
 
-columns of a node    {"tokens": (4096, int64)}
+columns of a node      {"tokens": (4096, int64)}
 buffer of b samples    {"tokens": int64[b, 4096]}     node.write(buffer, place) fills row ``place``
-batch                {"tokens": Tensor[b, 4096]}    the same memory
+batch                  {"tokens": Tensor[b, 4096]}    the same memory
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class BatchBuffer:
         return {**columns, **{name: value for name, [value] in self.lists.items()}}
 
 
-def written(node: Any) -> dict[str, Any]:
-    """Return the next sample of a node that has `Node.write`, by writing it into a buffer with one row."""
+def written_sample(node: Any) -> dict[str, Any]:
+    """Return the next sample of a node that `Writes`: it writes the sample into a buffer with one row."""
     buffer = BatchBuffer(node.writes, 1)
     node.write(buffer, 0)
     return buffer.sample()

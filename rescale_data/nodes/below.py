@@ -39,7 +39,7 @@ def shard_of(node: Node[Any], given: Shard | None) -> Shard:
 
 
 def num_below(node: Node[Any], kind: type[Node[Any]]) -> int:
-    """Return the number of nodes of a class below a node, without nodes below a mixture, which may change between segments."""
+    """Return the number of nodes of a class below a node, not below a mixture too: those may change between segments."""
     nodes = [(path, below) for path, below in node.walk() if path]
     mixtures = [path for path, below in node.walk() if isinstance(below, Mixes)]
     return sum(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rescale_data.nodes.abilities import MayChange
-from rescale_data.nodes.base import Node, View, changing
+from rescale_data.nodes.base import Node, View, changing_children
 from rescale_data.state import offsets, place_slots
 
 
@@ -37,7 +37,7 @@ def settle(node: Node[Any], position: View) -> bool:
     if isinstance(node, MayChange):
         node.settle(position)
     if not node.READS_AHEAD:
-        return sum(settle(child, position[slots]) for child, slots in changing(node)) > 0
+        return sum(settle(child, position[slots]) for child, slots in changing_children(node)) > 0
     if within(node) is None:
         return False
     source, below, again = node.children["source"], position[offsets(node.FIELDS)[-1] :], False
@@ -52,7 +52,7 @@ def settle(node: Node[Any], position: View) -> bool:
 
 def take_effect(node: Node[Any]) -> None:
     """Let a change take effect at a node's position, unless a node above reads again from before it."""
-    if not node.reread and changing(node):
+    if not node.reread and changing_children(node):
         settle(node, node.position)
         pass_blocked(node, node.position)
 
@@ -61,8 +61,8 @@ def pass_blocked(node: Node[Any], position: View) -> None:
     """Move a row of a node, at the beginning of a sample, past the rows on a blocklist."""
     if isinstance(node, MayChange):
         node.pass_blocked(position)
-    if changing(node) and not (node.READS_AHEAD and (within(node) is None or _is_within(node, position))):
-        for child, slots in changing(node):
+    if changing_children(node) and not (node.READS_AHEAD and (within(node) is None or _is_within(node, position))):
+        for child, slots in changing_children(node):
             pass_blocked(child, position[slots])
 
 
@@ -84,14 +84,14 @@ def is_stale(node: Node[Any], position: View) -> bool:
     """True if a row was written with another blocklist, or with the weight of a source that is gone."""
     if isinstance(node, MayChange) and node.is_stale(position):
         return True
-    return any(is_stale(child, position[slots]) for child, slots in changing(node))
+    return any(is_stale(child, position[slots]) for child, slots in changing_children(node))
 
 
 def is_pending(node: Node[Any], position: View) -> bool:
     """True if a change between segments has still to take effect in a row of a node (`settle`)."""
     if isinstance(node, MayChange) and node.is_pending(position):
         return True
-    return any(is_pending(child, position[slots]) for child, slots in changing(node))
+    return any(is_pending(child, position[slots]) for child, slots in changing_children(node))
 
 
 def _source(node: Node[Any], position: View) -> tuple[Node[Any], View]:

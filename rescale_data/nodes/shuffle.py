@@ -10,7 +10,7 @@ import numpy as np
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.abilities import Writes
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, go_to
-from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written
+from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written_sample
 from rescale_data.nodes.below import columns_of, epoch_end, num_below, place, shard_of, skip
 from rescale_data.nodes.changing import is_pending, take_effect
 from rescale_data.nodes.form import STATE_DOES_NOT_FIT
@@ -96,7 +96,7 @@ class Shuffle(Node[Any]):
         self._is_source_bound = True  # false if the source has ended, and has to be bound again
 
     def next(self) -> Any:
-        return written(self) if self.writes else self._draw()
+        return written_sample(self) if self.writes else self._draw()
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
         drawn: BatchBuffer = self._draw()
@@ -206,7 +206,7 @@ class Shuffle(Node[Any]):
         return not (self.reread or self.position[_EMITTED]) and is_pending(self._source, self._bookmark)
 
     def _seek_source(self, *, unpermuted: bool) -> None:
-        """Move the source to the window's beginning, unless it is there; ``passes`` is as in `_set_unpermuted`."""
+        """Move the source to the window's beginning, unless it is there; ``unpermuted`` is as in `_set_unpermuted`."""
         if unpermuted != self._is_unpermuted or not self._is_source_bound or self._source.position != self._bookmark:
             self._set_unpermuted(unpermuted)
             go_to(self._source, self._bookmark)

@@ -223,25 +223,25 @@ class Tokenize(Node[dict[str, Any]]):
 
     def _tokenize(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
         try:
-            pairs = self._tokens(samples)
+            tokens = self._tokens(samples)
         except Exception:
             return self._one_by_one(samples, where)
-        return _require_count(pairs, len(samples))
+        return _require_count(tokens, len(samples))
 
     def _one_by_one(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
         """Tokenize samples one by one, to handle the error of each sample that cannot be tokenized."""
-        pairs: list[Tokens | None] = []
+        tokens: list[Tokens | None] = []
         num_failed = self.position[0]
         for sample, place in zip(samples, where, strict=True):
             try:
-                tokens = self._tokens([sample])
+                tokens_of_sample = self._tokens([sample])
             except Exception as error:
                 replacement = self._guard.handle(error, place, num_failed)
                 num_failed += replacement is None
-                pairs.append(None if replacement is None else _integers(replacement))
+                tokens.append(None if replacement is None else _integers(replacement))
                 continue
-            pairs += _require_count(tokens, 1)
-        return pairs
+            tokens += _require_count(tokens_of_sample, 1)
+        return tokens
 
     def _tokens(self, samples: list[Any]) -> list[Tokens | None]:
         """Return the token ids of each sample; raise an error if a sample has no text or a result is not token ids."""

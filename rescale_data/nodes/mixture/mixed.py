@@ -207,7 +207,7 @@ class MixedDocuments:
                 if self._documents_of(missing).is_costly
                 else count + 1 + int(more + more**0.5)
             )
-            self._has_documents(missing, most, most)
+            self._fill_buffer(missing, most, most)
             if self._buffers[missing].num == count:
                 break
             buffer = self._buffers[missing]
@@ -227,13 +227,13 @@ class MixedDocuments:
             documents = self._documents_of(source)
             if isinstance(documents, MixedDocuments):
                 documents = NestedDocuments(documents, arcs.scale_points(points[places], source))
-            if not self._has_documents(source, len(places), len(places), documents):
+            if not self._fill_buffer(source, len(places), len(places), documents):
                 missing = int(places[self._buffers[source].num])
                 limit, ended = (missing, source) if missing < limit else (limit, ended)
         return chosen[:limit], ended
 
-    def _has_documents(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
-        """True if a source has ``num`` documents in its buffer; if it has fewer, up to ``most`` are read first."""
+    def _fill_buffer(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
+        """Read documents of a source, up to ``most``, until its buffer has ``num``; return false if there are fewer."""
         buffer = self._buffers.get(source)
         if buffer is None:
             slots = self._mixture.slots_of(source)

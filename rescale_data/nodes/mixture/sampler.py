@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import BaseNode, Node, View, changing, copy_of, draw
+from rescale_data.nodes.base import BaseNode, Node, View, changing_children, copy_of, draw
 from rescale_data.nodes.below import dtype_of, find_shard, is_endless
 from rescale_data.nodes.changing import is_blocked, is_lost, is_stale
 from rescale_data.nodes.form import History
@@ -220,7 +220,7 @@ class WeightedSampler(Node[Any]):
 
     def is_lost(self, position: View) -> bool:
         return self._weights.needs_missing_source(position) or any(
-            is_lost(child, position[slots]) for child, slots in changing(self)
+            is_lost(child, position[slots]) for child, slots in changing_children(self)
         )
 
     def is_pending(self, position: View) -> bool:

@@ -117,8 +117,7 @@ def best_fit(
 ) -> list[list[int]]:
     """Pack items by best fit decreasing: the longest first, each into the fullest bin that still has room for it.
 
-    It needs at most 11/9 of the fewest bins possible, plus one (D. S. Johnson, 1973). With limits in ``beside`` it may need
-    more.
+    It needs at most 11/9 of the fewest bins possible, plus one (D. S. Johnson, 1973). With ``extra_limits`` it may need more.
 
     Args:
         lengths: Length of each item, from 1 to ``capacity``.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import Node, bind_once, changing
-from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written
+from rescale_data.nodes.base import Node, bind_once, changing_children
+from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written_sample
 from rescale_data.nodes.below import is_endless, names_rows, open_documents, source_names
 from rescale_data.nodes.bound import SILENT_EPOCHS, EmptyDrawLimit
 from rescale_data.nodes.column import ColumnDocuments, length_of
@@ -137,11 +137,13 @@ class TokenPacker(Node[dict[str, Tensor]]):
         )
 
     def seek(self) -> None:
-        self.stream.bind(self.position[self._offset :], applies_changes=bool(changing(self)) and not self.reread)
+        self.stream.bind(
+            self.position[self._offset :], applies_changes=bool(changing_children(self)) and not self.reread
+        )
         self._is_epoch_over = False
 
     def next(self) -> dict[str, Tensor]:
-        return written(self)
+        return written_sample(self)
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
         self._draw(buffer, place)

@@ -214,7 +214,8 @@ class TokenStream:
         self.where = [name for name, counts in zip(there.where or (), has_tokens.tolist(), strict=True) if counts]
 
 
-def _forget(stream: ref[TokenStream]) -> None:
-    queue = stream()
-    if queue is not None:
-        queue.queue = None
+def _forget(stream_ref: ref[TokenStream]) -> None:
+    """Let a stream drop its token queue, if the stream still exists."""
+    stream = stream_ref()
+    if stream is not None:
+        stream.queue = None

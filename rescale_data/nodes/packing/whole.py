@@ -11,7 +11,7 @@ import torch
 
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.base import Node, View, bind_once, copy_of
-from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written
+from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written_sample
 from rescale_data.nodes.below import is_endless, open_documents, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit, require_tokens
 from rescale_data.nodes.changing import take_effect
@@ -163,7 +163,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._is_epoch_over = False
 
     def next(self) -> dict[str, Any]:
-        return written(self)
+        return written_sample(self)
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
         window = self._window()

@@ -15,7 +15,7 @@ from rescale_data.state import Ints
 def read_batched(
     requests: Sequence[tuple[FragmentDocuments, slice, int, bool]], position: memoryview
 ) -> tuple[Spans, Ints]:
-    """Read documents of several readers at once; return them in any order, and the place of each reader's documents.
+    """Read documents of several readers at once; return them in any order, with the place of each reader's documents.
 
     Args:
         requests: For each reader its documents, its part of ``position``, the most documents to read, and true if documents of
@@ -23,7 +23,7 @@ def read_batched(
         position: The row of which the readers' positions are parts.
 
     Returns:
-        The documents, and ``int64[2, len(asked)]``: for each reader, the index of its first document and the number of its
+        The documents, and ``int64[2, len(requests)]``: for each reader, the index of its first document and the number of its
         documents.
     """
     ready, others = dict[int, ReadyDocuments](), dict[int, Spans]()

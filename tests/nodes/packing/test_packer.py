@@ -193,6 +193,20 @@ class TestResume:
             cache().clear()
         assert as_lists(found) == expected
 
+    def test_a_document_that_now_ends_at_the_position(self) -> None:
+        """It was the last one. The next epoch begins at the first token, not as far behind it as the position was."""
+
+        def packer(last: list[int]) -> TokenPacker:
+            rows = [{"tokens": [*range(4)]}, {"tokens": last}]
+            return packer_of(rd.DatasetSource(rows, name="rows"), shuffle=False, seq_len=4, eos_id=None)
+
+        before, after = packer([*range(4, 11)]), packer([*range(4, 8)])
+        assert [next(before)["tokens"].tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        after.reset(before.get_state())
+        assert list(after) == []
+        after.reset(after.get_state())
+        assert [sample["tokens"].tolist() for sample in after] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
 
 class TestSamples:
     def test_are_their_callers_own(self, tmp_path: Path) -> None:
