@@ -90,8 +90,8 @@ class InThread:
         self.hub, self.me, self.turns, self.num_loaders = hub, me, Counter[Any](), 0
 
     def _put(self, call: Call, value: Any) -> Any:
-        self.turns[call.name, call.segment] += 1
-        key = call.name, call.segment, self.turns[call.name, call.segment]
+        self.turns[call.name, call.num_loads] += 1
+        key = call.name, call.num_loads, self.turns[call.name, call.num_loads]
         self.hub.put(key, self.me, value)
         return key
 
