@@ -17,6 +17,7 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.engine.feed import InThread
+from rescale_data.sources.decoded.cache import cache
 
 BATCH, ROWS = 4, 24
 
@@ -71,6 +72,7 @@ class CtrlC:
             raise KeyboardInterrupt
 
 
+DOCUMENTS = rd.DatasetSource([{"tokens": [i] * (1 + i % 7)} for i in range(400)], name="documents")
 SOURCE = rd.DatasetSource(range(ROWS), name="numbers")
 TWICE = rd.DatasetSource(range(2 * ROWS), name="twice as many")
 
@@ -189,6 +191,33 @@ def test_ctrl_c_within_close_moves_nothing() -> None:
             assert batches + [batch.tolist() for batch in loader] == whole
         at += 1
     assert at > 10
+
+
+def packed(shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.TokenPacker(rd.Reader(DOCUMENTS, shard), column="tokens", seq_len=16, eos_id=0)
+
+
+def test_ctrl_c_before_the_cache_knows_the_tokens_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [batch["tokens"].tolist() for batch in rd.DataLoader(packed, global_batch_size=BATCH, num_logical_shards=2)]
+    put, pressed = type(cache()).put, 0
+    for at in range(1, 60):
+        calls = iter(range(1, 10_000))
+
+        def put_or_press(*given: Any, at: int = at, calls: Any = calls) -> Any:
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return put(*given)
+
+        monkeypatch.setattr(type(cache()), "put", put_or_press)
+        loader = rd.DataLoader(packed, global_batch_size=BATCH, num_logical_shards=2)
+        batches: list[Any] = []
+        while loader.epoch == 0:
+            try:
+                batches.extend(batch["tokens"].tolist() for batch in loader)
+            except KeyboardInterrupt:
+                pressed += 1
+        assert batches == whole
+    assert pressed > 5
 
 
 class Held:

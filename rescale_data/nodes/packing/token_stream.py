@@ -79,7 +79,7 @@ class TokenStream:
         """
         self._position, self._applies_changes = position, applies_changes
         self._num_read = self._num_gained = 0  # documents, and the tokens they had
-        cache().forget(self._key)
+        self._forget_queue()
 
     def draw(self, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
         """Write the next sample into arrays with one row; at the end of an epoch, write the remaining tokens.
@@ -120,6 +120,10 @@ class TokenStream:
         """Move to the beginning of the next epoch, after `draw` has reached the end of the present one."""
         self._documents.begin_next_epoch(self._position[1:])
         self._position[0] = 0
+        self._forget_queue()
+
+    def _forget_queue(self) -> None:
+        self.queue = None  # which the cache may not know: Ctrl-C can come between
         cache().forget(self._key)
 
     def read_ahead(self) -> None:
