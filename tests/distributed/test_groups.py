@@ -1,8 +1,11 @@
 """The processes that a loader's collectives are made among: nobody else's group disturbs them, nobody else is in them."""
 
+import gc
 import logging
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,3 +154,16 @@ def test_the_trainers_own_group_serves_if_it_holds_the_dp_ranks(found: list[dict
 
 def test_threads_may_come_to_several_exchanges_in_any_order(found: list[dict[str, Any]]) -> None:
     assert all(rank["threads"] for rank in found)
+
+
+def lazily_connected() -> int:
+    """Return the samples of the state after two micro batches. Ranks connect when they first exchange something."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # docs/scale.md
+    loader = UNEVEN.loader(12, 1)
+    take(loader, 2)
+    gc.collect()
+    return int(opened(loader.state_dict())["shards"]["samples"].sum())
+
+
+def test_a_group_may_connect_lazily(tmp_path: Path) -> None:
+    assert run_ranks(3, tmp_path, lazily_connected) == [6] * 3

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 T = TypeVar("T")
 
@@ -208,33 +208,7 @@ process does not have, or would leave the epoll set that both processes share, a
 
 def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> Any:
     """Return a new gloo process group that is not registered with ``torch.distributed``."""
-    addresses = _Addresses(PrefixStore(name, store), num_members)
-    return ProcessGroupGloo(addresses, me, num_members, datetime.timedelta(seconds=timeout))
-
-
-class _Addresses(Store):
-    """The part of a store in which members of a gloo group leave their addresses, ``.../0``, ``.../1`` and so on.
-
-    gloo makes three requests for each address. Here one request reads all of them.
-    """
-
-    def __init__(self, store: Any, num_members: int) -> None:
-        super().__init__()
-        self._store, self._num_members = store, num_members
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if keys[0] not in self._values:
-            prefix = keys[0].rpartition("/")[0]
-            keys = [f"{prefix}/{index}" for index in range(self._num_members)]
-            self._store.wait(keys, timeout)
-            self._values = dict(zip(keys, self._store.multi_get(keys), strict=True))
-
-    def get(self, key: str) -> bytes:
-        return self._values[key]
+    return ProcessGroupGloo(PrefixStore(name, store), me, num_members, datetime.timedelta(seconds=timeout))
 
 
 def part_of_store(name: str, group: dist.ProcessGroup | None) -> Any:
