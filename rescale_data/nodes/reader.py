@@ -20,7 +20,7 @@ from rescale_data.nodes.reading.epochs import EpochView
 from rescale_data.nodes.reading.fetching import Fetching
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
 from rescale_data.nodes.reading.proof import Proof
-from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, check_order, numbers
+from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, check_order, reader_numbers
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import PositionUpdates
 from rescale_data.shard import Shard, require_shard
@@ -128,7 +128,7 @@ class Reader(Node[Any]):
         self._on_error: OnError = on_error
         check_order(shard, shuffle, by_global_batch)
         self._by_global_batch = by_global_batch
-        self._number = next(numbers)
+        self._number = next(reader_numbers)
         self._rows: ShardRows | None = None
         self._farthest = 0
         self._used_column: str | None = None  # the only column that is used, however the rows are read
@@ -232,8 +232,8 @@ class Reader(Node[Any]):
             if self._is_epoch_over or not self.to_next_row(position):
                 self._finish()
             epoch, row = position[0], position[1]
-            plan = self.rows.kept(epoch, row) or self.plan(epoch, row)
-            at = row - plan.first
+            plan = self.rows.cached_plan(epoch, row) or self.plan(epoch, row)
+            at = row - plan.first_row
             self._drawn = int(plan.rows[at])
             try:
                 value = self._read(plan, at)
@@ -339,7 +339,7 @@ class Reader(Node[Any]):
         if self._is_plain and at == position:
             return None, PositionUpdates(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends + at[1])
         plan = self.plan(at[0], at[1])
-        first = at[1] - plan.first
+        first = at[1] - plan.first_row
         next_unblocked = (
             np.arange(first, first + num_rows + 1)
             if plan.next_unblocked is None
@@ -349,7 +349,7 @@ class Reader(Node[Any]):
         ends = np.append(kept[1:], num_rows)  # behind each sample and the rows left out after it
         values = {1: at[1] + ends}
         if self._proof is not None:
-            values[3] = self._proof.after_each(at[3], at[0], at[1], num_rows)[ends - 1]
+            values[3] = self._proof.digests_after_each(at[3], at[0], at[1], num_rows)[ends - 1]
         if self._blocklist is not None:
             values[len(at) + _BLOCKED] = at[_BLOCKED] + ends - np.arange(1, len(kept) + 1)
         moves = PositionUpdates.of([*values], np.stack([*values.values()], axis=1))
@@ -365,7 +365,7 @@ class Reader(Node[Any]):
     def _num_blocked(self, position: View) -> int:
         """Return the number of blocked rows between a position and the next sample of its window."""
         plan = self.plan(position[0], position[1])
-        at = position[1] - plan.first
+        at = position[1] - plan.first_row
         return 0 if plan.next_unblocked is None else plan.next_unblocked[at] - at
 
     def settle(self, position: View) -> None:
@@ -408,7 +408,7 @@ class Reader(Node[Any]):
         if views is not self._views:
             self._views = views
             self.drop_order()
-            self._farthest, self._number = 0, next(numbers)
+            self._farthest, self._number = 0, next(reader_numbers)
 
     def open_documents(self, column: str) -> Documents | None:
         if not isinstance(self.source, TokenSource):
@@ -456,7 +456,7 @@ class Reader(Node[Any]):
     def rows_from(self, epoch: int, row: int) -> Ints:
         """Return the row numbers of the source that follow from ``row`` of the shard's epoch to the end of the window."""
         plan = self.plan(epoch, row)
-        return plan.rows[row - plan.first :]
+        return plan.rows[row - plan.first_row :]
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         if self._guard.skips or self._leaves_out:
@@ -500,7 +500,7 @@ class Reader(Node[Any]):
     def _fetch_ahead(self, fetching: Fetching, epoch: int, row: int) -> None:
         """Start to fetch the fragments that the windows after the window of ``row`` need."""
         for _ in range(1 if self._cuts_fragments else fetching.num_windows - 1):
-            epoch, row = self.rows.after(epoch, row)
+            epoch, row = self.rows.next_window(epoch, row)
             share = self.rows.share(epoch) if self._cuts_fragments else None
             fetching.begin(self._document_column, self.rows.fragments_around(epoch, row), share)
 

@@ -142,7 +142,7 @@ def test_rows_are_found_in_their_fragments(sizes: list[int], drawn: list[int]) -
             assert used == sorted({next(i for i in range(len(sizes)) if starts[i] <= r < starts[i + 1]) for r in rows})
             parts = [slice(starts[fragment], starts[fragment + 1] + 1) for fragment in used]
             offsets = [ends[part] - ends[part.start] for part in parts]
-            start, length = gather.places_of(rows, which, [part.start for part in parts], offsets)
+            start, length = gather.offsets_and_lengths(rows, which, [part.start for part in parts], offsets)
         found = [values[3 * parts[w].start :][a : a + n].tolist() for w, a, n in zip(which, start, length, strict=True)]
         assert found == [[3 * r, 3 * r + 1, 3 * r + 2] for r in rows]
 
@@ -179,8 +179,8 @@ class TestBothWays:
 
     def test_copies(self) -> None:
         array = np.arange(10, dtype=np.uint16)
-        assert gather.copied(array, np.array([7, 0, 3]), np.array([2, 3, 0])).tolist() == [7, 8, 0, 1, 2]
-        assert len(gather.copied(array, np.array([0]), np.array([0]))) == 0
+        assert gather.copy_documents(array, np.array([7, 0, 3]), np.array([2, 3, 0])).tolist() == [7, 8, 0, 1, 2]
+        assert len(gather.copy_documents(array, np.array([0]), np.array([0]))) == 0
 
     def test_where_there_is_none_it_stops(self) -> None:
         around, position = _PLAIN, np.array([0, 0])

@@ -15,51 +15,55 @@ from rescale_data.state import Ints
 def read_batched(
     requests: Sequence[tuple[FragmentDocuments, slice, int, bool]], position: memoryview
 ) -> tuple[Spans, Ints]:
-    """Read documents of several readers at once; return them in any order, with the place of each reader's documents.
+    """Read documents of several readers at once; return them in any order, with the range of each reader's documents.
 
     Args:
-        requests: For each reader its documents, its part of ``position``, the most documents to read, and true if documents of
-            the next epochs follow.
+        requests: For each reader: its documents, its slots of ``position``, the largest number of documents to read, and true
+            if documents of the next epochs follow.
         position: The row of which the readers' positions are parts.
 
     Returns:
         The documents, and ``int64[2, len(requests)]``: for each reader, the index of its first document and the number of its
         documents.
     """
-    ready, others = dict[int, ReadyDocuments](), dict[int, Spans]()
-    for number, (documents, part, most, crosses_epochs) in enumerate(requests):
-        ready_documents = documents.find_ready(position[part], most, crosses_epochs)
+    ready, unready = dict[int, ReadyDocuments](), dict[int, Spans]()
+    for reader_index, (documents, slots, max_documents, crosses_epochs) in enumerate(requests):
+        ready_documents = documents.find_ready(position[slots], max_documents, crosses_epochs)
         if ready_documents is None:
-            others[number] = documents.read(position[part], most)
+            unready[reader_index] = documents.read(position[slots], max_documents)
         else:
-            ready[number] = ready_documents
-    sizes = [len(each.rows) for each in ready.values()] + [len(each) for each in others.values()]
-    places = np.zeros((2, len(requests)), dtype=np.int64)
-    places[:, [*ready, *others]] = np.cumsum(sizes) - sizes, sizes
-    parts, slots = list(others.values()), [requests[number][1].start for number in others]
+            ready[reader_index] = ready_documents
+    sizes = [len(docs.rows) for docs in ready.values()] + [len(docs) for docs in unready.values()]
+    ranges = np.zeros((2, len(requests)), dtype=np.int64)
+    ranges[:, [*ready, *unready]] = np.cumsum(sizes) - sizes, sizes
+    all_spans, first_slots = list(unready.values()), [requests[reader_index][1].start for reader_index in unready]
     if ready:
-        parts.insert(0, _joined([*ready.values()], [requests[number][1].start for number in ready]))
-        slots.insert(0, 0)
-    return Spans.join(parts, slots), places
+        all_spans.insert(0, _joined([*ready.values()], [requests[reader_index][1].start for reader_index in ready]))
+        first_slots.insert(0, 0)
+    return Spans.join(all_spans, first_slots), ranges
 
 
 def _joined(ready: Sequence[ReadyDocuments], first_slots: Sequence[int]) -> Spans:
     """Return the documents of all readers as one `Spans`, with position updates for the row that holds all readers."""
-    firsts = np.cumsum([0, *(len(each.lent) for each in ready)])
-    which = [each.which + first for each, first in zip(ready, firsts.tolist(), strict=False)]
-    lent = [fragment for each in ready for fragment in each.lent]
-    spans = locate_rows(np.concatenate([each.rows for each in ready]), np.concatenate(which), lent)
-    runs = [(slot, *run) for each, slot in zip(ready, first_slots, strict=True) for run in each.runs]
-    slot, epoch, first, num = np.array(runs).T
-    row = np.arange(1, len(spans) + 1) + np.repeat(first - np.cumsum(num) + num, num)
+    first_fragments = np.cumsum([0, *(len(documents.fragments) for documents in ready)])
+    fragment_index = [
+        documents.fragment_index + start for documents, start in zip(ready, first_fragments.tolist(), strict=False)
+    ]
+    fragments = [fragment for documents in ready for fragment in documents.fragments]
+    spans = locate_rows(
+        np.concatenate([documents.rows for documents in ready]), np.concatenate(fragment_index), fragments
+    )
+    runs = [(slot, *run) for documents, slot in zip(ready, first_slots, strict=True) for run in documents.runs]
+    slot, epoch, start, num = np.array(runs).T
+    row = np.arange(1, len(spans) + 1) + np.repeat(start - np.cumsum(num) + num, num)
     slots_written, ends = np.repeat(slot + 1, num), np.arange(len(spans) + 1)
     if (
         epoch_starts := np.flatnonzero(num == 0)
     ).size:  # the document behind an epoch's end also moves to the next epoch
-        behind = (np.cumsum(num) - num)[epoch_starts]
+        next_documents = (np.cumsum(num) - num)[epoch_starts]
         slots_written, row = (
-            np.insert(slots_written, behind, slot[epoch_starts]),
-            np.insert(row, behind, epoch[epoch_starts]),
+            np.insert(slots_written, next_documents, slot[epoch_starts]),
+            np.insert(row, next_documents, epoch[epoch_starts]),
         )
-        ends[1:] += np.cumsum(np.bincount(behind, minlength=len(spans)))
+        ends[1:] += np.cumsum(np.bincount(next_documents, minlength=len(spans)))
     return spans.with_moves(PositionUpdates(ends, slots_written, row))

@@ -28,15 +28,15 @@ class Block:
     def has(self, epoch: int, row: int) -> bool:
         return epoch == self._epoch and bool(self._parts) and 0 <= row - self._row < len(self._parts[0])
 
-    def take(self, epoch: int, row: int, most: int) -> Spans:
-        """Return up to ``most`` documents of one part, from a row on; no documents if the block does not hold the row.
+    def take(self, epoch: int, row: int, max_documents: int) -> Spans:
+        """Return up to ``max_documents`` documents of one part, from a row on; none if the block does not hold the row.
 
         A part is dropped when its last document is taken.
         """
         if not self.has(epoch, row):
             return EMPTY
-        at = row - self._row
-        samples = self._parts[0][at : at + most]
-        if at + len(samples) == len(self._parts[0]):
+        index = row - self._row
+        documents = self._parts[0][index : index + max_documents]
+        if index + len(documents) == len(self._parts[0]):
             self._row += len(self._parts.popleft())
-        return samples
+        return documents

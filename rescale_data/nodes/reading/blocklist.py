@@ -19,8 +19,8 @@ from rescale_data.state import Ints
 Excluded: TypeAlias = Mapping[str, Collection[int] | Ints] | Collection[int] | Ints
 """Rows of a source: ``{file: rows in it}`` for a source of files, numbered as in messages; else row numbers."""
 
-_KEPT = 1024
-_AT_ONCE = 1024
+_MAX_BLOCKLISTS = 1024
+_ROWS_PER_READ = 1024
 _log = logging.getLogger("rescale_data")
 
 
@@ -37,10 +37,10 @@ class Blocklist:
     """
 
     def __init__(self, source: Source, excluded: Excluded) -> None:
-        rows = [_numbered(source, file, numbers) for file, numbers in _by_file(source, excluded)]
+        rows = [_to_source_rows(source, file, numbers) for file, numbers in _excluded_by_file(source, excluded)]
         self.rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
         """``int64[n]``, ascending row numbers over all files of the source."""
-        self.digest = _digest(_of_files(source, self.rows))
+        self.digest = _digest(_rows_by_file(source, self.rows))
         """Positive hash of the files and rows. It does not depend on the form of the list, or on files added later."""
 
     def next_unblocked(self, rows: Ints) -> memoryview | None:
@@ -51,9 +51,9 @@ class Blocklist:
         is_blocked = np.isin(rows, self.rows)
         if not is_blocked.any():
             return None
-        places = np.arange(len(rows) + 1)
-        places[:-1][is_blocked] = len(rows)
-        return np.minimum.accumulate(places[::-1])[::-1].copy().data
+        next_index = np.arange(len(rows) + 1)
+        next_index[:-1][is_blocked] = len(rows)
+        return np.minimum.accumulate(next_index[::-1])[::-1].copy().data
 
     def parameters(self) -> dict[str, Any]:
         return {"rows": len(self.rows), "digest": f"{self.digest:x}"}
@@ -67,12 +67,12 @@ logical shards get the same one."""
 def blocklist_of(source: Source, excluded: Excluded) -> Blocklist:
     """Return the `Blocklist` of a collection; the same object gives the same blocklist for all logical shards."""
     key = (id(excluded), _size(excluded), owner_of(source))
-    known = _blocklists.get(key)
-    if known is None:
-        while len(_blocklists) >= _KEPT:
+    cached = _blocklists.get(key)
+    if cached is None:
+        while len(_blocklists) >= _MAX_BLOCKLISTS:
             _blocklists.pop(next(iter(_blocklists)))
-        known = _blocklists[key] = (excluded, Blocklist(source, excluded))
-    return known[1]
+        cached = _blocklists[key] = (excluded, Blocklist(source, excluded))
+    return cached[1]
 
 
 def _size(excluded: Excluded) -> int:
@@ -107,28 +107,28 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
         >>> rd.find_rows(source, ["b", "c"])
         [1, 2]
     """
-    source, wanted, num_failed = as_source(source), frozenset(_require_several("ids", ids)), 0
+    source, wanted_ids, num_failed = as_source(source), frozenset(_require_collection("ids", ids)), 0
     rows, by_file = list[int](), defaultdict[str, list[int]](list)
-    for row, value in _values(source, column):
+    for row, value in _values_by_row(source, column):
         if isinstance(value, Exception):
             num_failed += 1
             _log.warning("%s cannot be looked up: %s: %s", source.locate(row), type(value).__name__, value)
-        elif value in wanted:
+        elif value in wanted_ids:
             rows.append(row)
     if num_failed == source.num_rows:
         raise ValueError(f"No row of {source.name} can be looked up by its column {column!r}: give one that rows have.")
     if not isinstance(source, FiledSource):
         return rows
     for row in rows:
-        file, place = source.file_row(row)
-        by_file[file].append(place)
+        file, row_in_file = source.file_row(row)
+        by_file[file].append(row_in_file)
     return dict(by_file)
 
 
-def _values(source: Source, column: str) -> Iterator[tuple[int, Any]]:
+def _values_by_row(source: Source, column: str) -> Iterator[tuple[int, Any]]:
     """Yield each row number with the row's value of a column, or with the error that reading it raised."""
-    for first in range(0, source.num_rows, _AT_ONCE):
-        rows = range(first, min(first + _AT_ONCE, source.num_rows))
+    for first_row in range(0, source.num_rows, _ROWS_PER_READ):
+        rows = range(first_row, min(first_row + _ROWS_PER_READ, source.num_rows))
         try:
             if not source.has_texts:
                 raise TypeError
@@ -143,7 +143,7 @@ def _values(source: Source, column: str) -> Iterator[tuple[int, Any]]:
                 yield row, value
 
 
-def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
+def _excluded_by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
     """Return the excluded rows of each file, sorted by file; a source without files has one empty file name."""
     if not isinstance(source, FiledSource):
         if isinstance(excluded, Mapping):
@@ -153,7 +153,7 @@ def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
             )
         return [("", _numbers("", excluded))]
     if not isinstance(excluded, Mapping):
-        if not len(_require_several("exclude", excluded)):
+        if not len(_require_collection("exclude", excluded)):
             return []
         raise TypeError(
             f"exclude= was given a {type(excluded).__name__} for {source.name}, whose rows have other numbers when files join. "
@@ -163,27 +163,27 @@ def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
     return [(file, _numbers(file, by_file[file])) for file in sorted(by_file)]
 
 
-def _of_files(source: Source, rows: Ints) -> Iterator[tuple[str, Ints]]:
+def _rows_by_file(source: Source, rows: Ints) -> Iterator[tuple[str, Ints]]:
     """Yield ``(file, rows in the file)`` for given rows of a source; a source without files has one empty file name."""
     if not isinstance(source, FiledSource):
         yield "", rows
         return
     while len(rows):
         name, _ = source.file_row(int(rows[0]))
-        of_file = source.rows_of_file(name)
-        num = int(np.searchsorted(rows, of_file.stop))
-        yield name, rows[:num] - of_file.start
-        rows = rows[num:]
+        file_rows = source.rows_of_file(name)
+        num_rows = int(np.searchsorted(rows, file_rows.stop))
+        yield name, rows[:num_rows] - file_rows.start
+        rows = rows[num_rows:]
 
 
-def _digest(listed: Iterable[tuple[str, Ints]]) -> int:
+def _digest(rows_by_file: Iterable[tuple[str, Ints]]) -> int:
     digest = hashlib.blake2b(digest_size=8)
-    for name, numbers in listed:
-        digest.update(f"{name}\0{len(numbers)}\0".encode() + numbers.tobytes())
+    for name, rows in rows_by_file:
+        digest.update(f"{name}\0{len(rows)}\0".encode() + rows.tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1 | 1
 
 
-def _numbered(source: Source, file: str, numbers: Ints) -> Ints:
+def _to_source_rows(source: Source, file: str, numbers: Ints) -> Ints:
     """Convert row numbers within a file to row numbers of the source; ``ValueError`` if the source has no such row."""
     if isinstance(source, FiledSource):
         return source.rows_in_file(file, numbers)
@@ -195,7 +195,7 @@ def _numbered(source: Source, file: str, numbers: Ints) -> Ints:
 
 
 def _numbers(file: str, rows: Any) -> Ints:
-    values = np.asarray([*_require_several("exclude", rows)])
+    values = np.asarray([*_require_collection("exclude", rows)])
     if values.size and (values.ndim != 1 or values.dtype.kind not in "iu"):
         raise TypeError(
             f"exclude= holds values of {values.dtype}{f' for {file}' * bool(file)}: give row numbers, ints."
@@ -203,7 +203,7 @@ def _numbers(file: str, rows: Any) -> Ints:
     return np.unique(values.astype(np.int64))
 
 
-def _require_several(name: str, value: Any) -> Any:
+def _require_collection(name: str, value: Any) -> Any:
     if isinstance(value, str | bytes) or not isinstance(value, Collection):
         raise TypeError(f"{name}={value!r}: give a list, a set or an array.")
     return value

@@ -26,19 +26,19 @@ class Chunks:
         self._source = source
         self._key = (owner_of(self), "chunk")
         self._mean_bytes = 0.0
-        _alive.add(self)
+        _all_chunks.add(self)
 
-    def take(self, rows: Ints, at: int) -> Any:
-        """Return the row ``rows[at]`` and drop it here; fetch it first, with the rows after it, if needed."""
-        index = int(rows[at])
+    def take(self, rows: Ints, index: int) -> Any:
+        """Return the row ``rows[index]`` and forget it; fetch it first, with the rows after it, if needed."""
+        row = int(rows[index])
         chunk: Chunk | None = cache().get(self._key)
-        if chunk is None or (index not in chunk.samples and index not in chunk.errors):
-            chunk = self._fetch(rows[at : at + self._num_rows()].tolist())
+        if chunk is None or (row not in chunk.samples and row not in chunk.errors):
+            chunk = self._fetch(rows[index : index + self._num_rows()].tolist())
             cache().register(self._source)
             cache().put(self._key, chunk)
-        if (error := chunk.errors.pop(index, None)) is not None:
+        if (error := chunk.errors.pop(row, None)) is not None:
             raise error
-        return chunk.samples.pop(index)
+        return chunk.samples.pop(row)
 
     def _fetch(self, indices: list[int]) -> Chunk:
         try:
@@ -57,8 +57,8 @@ class Chunks:
     def _num_rows(self) -> int:
         if not self._mean_bytes:
             return 1
-        room = room_for(self._source) / (2 * len(_alive) * self._mean_bytes)
-        return max(1, min(self._source.batch_rows, int(room)))
+        max_rows = room_for(self._source) / (2 * len(_all_chunks) * self._mean_bytes)
+        return max(1, min(self._source.batch_rows, int(max_rows)))
 
 
-_alive: WeakSet[Chunks] = WeakSet()
+_all_chunks: WeakSet[Chunks] = WeakSet()

@@ -45,17 +45,17 @@ class Texts:
     def __init__(self, source: Source, column: str, reader: Reader) -> None:
         self._source, self._column, self._reader = source, column, reader
 
-    def read(self, position: memoryview, most: int) -> tuple[list[str], PositionUpdates]:
-        """Return up to ``most`` next texts and the position update of each; no texts at the end of the epoch.
+    def read(self, position: memoryview, max_texts: int) -> tuple[list[str], PositionUpdates]:
+        """Return up to ``max_texts`` next texts and the position update of each; no texts at the end of the epoch.
 
         If it raises, the caller reads samples of the node instead, and these raise an error with the row.
         """
-        at = copy_of(position)
-        if not self._reader.to_next_row(at):
+        next_position = copy_of(position)
+        if not self._reader.to_next_row(next_position):
             return [], NO_UPDATES
-        rows = self._reader.rows_from(at[0], at[1])[:most]
-        kept, moves = self._reader.moves(position, at, len(rows))
-        return self._source.texts(self._column, rows if kept is None else rows[kept]), moves
+        rows = self._reader.rows_from(next_position[0], next_position[1])[:max_texts]
+        unblocked, moves = self._reader.moves(position, next_position, len(rows))
+        return self._source.texts(self._column, rows if unblocked is None else rows[unblocked]), moves
 
     def begin_next_epoch(self, position: memoryview) -> None:
         self._reader.begin_unblocked_epoch(position)

@@ -81,9 +81,9 @@ class ShardEpochs:
             return epoch
         for view, stop in zip(self.views, self._stops(), strict=True):
             if epoch < stop:
-                following = next_epoch_with_rows(shard, max(epoch, view.since), *self.args(view))
-                if following < stop:
-                    return following
+                candidate = next_epoch_with_rows(shard, max(epoch, view.since), *self.args(view))
+                if candidate < stop:
+                    return candidate
         raise AssertionError
 
     def goes_on(self, epoch: int) -> bool:
@@ -101,9 +101,11 @@ class ShardEpochs:
         n = self.shard.num_logical_shards
         return epoch if self.view(epoch).num_rows >= n else epoch // n
 
-    def num_rows(self, first: int, stop: int, shard: int) -> int:
-        """Return the number of rows of a shard in the epochs ``first .. stop - 1``."""
-        return int(np.diff(self.sizes_before(np.array([first, max(first, stop)]), np.full(2, shard)))[0])
+    def num_rows(self, first_epoch: int, stop_epoch: int, shard: int) -> int:
+        """Return the number of rows of a shard in the epochs ``first_epoch .. stop_epoch - 1``."""
+        return int(
+            np.diff(self.sizes_before(np.array([first_epoch, max(first_epoch, stop_epoch)]), np.full(2, shard)))[0]
+        )
 
     def epoch_ends(self, epochs: Ints, shards: Ints) -> tuple[Ints, Ints]:
         """Return the number of rows from each epoch's beginning to the end that a reader sees, and the epoch after that end.
@@ -113,16 +115,20 @@ class ShardEpochs:
         if not (self.shard.repeat and self.is_small):
             return self.sizes(epochs, shards), epochs + 1
         ends = [self.end_of(epoch, shard) for epoch, shard in zip(epochs.tolist(), shards.tolist(), strict=True)]
-        left, following = np.array(ends, dtype=np.int64).reshape(-1, 2).T
-        return left, following
+        num_left, next_epochs = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+        return num_left, next_epochs
 
     def end_of(self, epoch: int, shard: int) -> tuple[int, int]:
         """Return the result of `epoch_ends` for one epoch and shard."""
         n, size = self.shard.num_logical_shards, self.num_rows(epoch, epoch + 1, shard)
         if not (self.shard.repeat and size):
             return size, self.next_epoch(epoch, shard)
-        large = [v.since for v, stop in zip(self.views, self._stops(), strict=True) if v.num_rows >= n and stop > epoch]
-        stop = min(epoch - epoch % n + n, *(max(epoch, since) + 1 for since in large), epoch + n)
+        starts = [
+            view.since
+            for view, stop in zip(self.views, self._stops(), strict=True)
+            if view.num_rows >= n and stop > epoch
+        ]
+        stop = min(epoch - epoch % n + n, *(max(epoch, since) + 1 for since in starts), epoch + n)
         return self.num_rows(epoch, stop, shard), self.next_epoch(stop - 1, shard)
 
     def epoch_after(self, epoch: int, num_rows: int, shard: int) -> tuple[int, int]:
@@ -145,26 +151,28 @@ class ShardEpochs:
 
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in the given epoch."""
-        of_view = np.stack([self._sizes(epochs, shards, view) for view in self.views])
-        return of_view[np.searchsorted(self.since, epochs, side="right") - 1, np.arange(len(shards))]
+        sizes_by_view = np.stack([self._sizes(epochs, shards, view) for view in self.views])
+        return sizes_by_view[np.searchsorted(self.since, epochs, side="right") - 1, np.arange(len(shards))]
 
     def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in all epochs before the given one."""
         total = np.zeros_like(epochs)
         for view, stop in zip(self.views, self._stops(), strict=True):
-            until = np.clip(epochs, view.since, stop)
+            clipped_epochs = np.clip(epochs, view.since, stop)
             if self.steps is not None:
-                total += (until - view.since) * self.steps.sizes(shards, view.num_rows)
+                total += (clipped_epochs - view.since) * self.steps.sizes(shards, view.num_rows)
                 continue
             since = np.full_like(epochs, view.since)
-            total += rows_before(shards, until, *self.args(view)) - rows_before(shards, since, *self.args(view))
+            total += rows_before(shards, clipped_epochs, *self.args(view)) - rows_before(
+                shards, since, *self.args(view)
+            )
         return total
 
     def _sizes(self, epochs: Ints, shards: Ints, view: EpochView) -> Ints:
         if self.steps is not None:
             return self.steps.sizes(shards, view.num_rows)
-        parts = range_numbers(shards, epochs, *self.args(view))
-        return shard_sizes(parts, view.num_rows, self.shard.num_logical_shards)
+        range_indices = range_numbers(shards, epochs, *self.args(view))
+        return shard_sizes(range_indices, view.num_rows, self.shard.num_logical_shards)
 
     def args(self, view: EpochView) -> tuple[int, int, int]:
         """Return the arguments common to the functions of `rescale_data.rounds`: rows, logical shards and seed."""

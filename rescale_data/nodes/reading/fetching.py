@@ -8,7 +8,7 @@ from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
-_AT_ONCE = 64
+_MAX_FRAGMENTS = 64
 _MAX_WINDOWS = 5
 
 
@@ -19,13 +19,13 @@ class Fetching:
         source: The source.
         fragments: ``int64[F + 1]``, the first row of each fragment, and the end.
         key: Key of the source, under which the shards of this process are registered.
-        width: Rows of a window.
+        width: Number of rows of a window.
     """
 
     def __init__(self, source: Source, fragments: Ints, key: int, width: int) -> None:
         self._source, self._key = source, key
         self._num_fragments = len(fragments) - 1
-        self._of_window = width * self._num_fragments / max(1, int(fragments[-1]))
+        self._fragments_per_window = width * self._num_fragments / max(1, int(fragments[-1]))
 
     @property
     def num_windows(self) -> int:
@@ -33,11 +33,11 @@ class Fetching:
 
         A window takes as many fragments as its rows fill. The first window takes one more, since it begins inside a fragment.
         """
-        here = max(1, min(len(served_shards(self._key, self._num_fragments)), self._num_fragments))
-        room = room_for(self._source) // max(1, here * self._source.fragment_bytes)
-        return min(_MAX_WINDOWS, int(max(0, room - 1) / self._of_window))
+        num_shards = max(1, min(len(served_shards(self._key, self._num_fragments)), self._num_fragments))
+        max_fragments = room_for(self._source) // max(1, num_shards * self._source.fragment_bytes)
+        return min(_MAX_WINDOWS, int(max(0, max_fragments - 1) / self._fragments_per_window))
 
     def begin(self, column: str | None, fragments: list[int], share: ShardShare | None) -> None:
         """Start to fetch some fragments of a column in the background."""
-        for fragment in fragments[:_AT_ONCE]:
+        for fragment in fragments[:_MAX_FRAGMENTS]:
             self._source.prepare(column, fragment, share)

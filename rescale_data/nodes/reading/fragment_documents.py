@@ -12,7 +12,7 @@ import numpy as np
 
 from rescale_data.nodes.reading.block import Block
 from rescale_data.nodes.reading.gather import fragments_of
-from rescale_data.nodes.reading.lent import SharedFragment, copy_rows, lent, locate_rows
+from rescale_data.nodes.reading.lent import SharedFragment, copy_rows, locate_rows, shared_fragments
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of, room_for
@@ -29,20 +29,20 @@ _DECODED_AHEAD = 2  # further fragments that need room if decoding is costly
 
 @dataclass(frozen=True, slots=True)
 class ReadyDocuments:
-    """Places of documents within decoded fragments that need not be copied.
+    """Locations of documents within decoded fragments, for documents that need not be copied.
 
     Args:
         runs: ``(epoch, row, number)`` for each run of documents: their epoch, the shard's row of the first document, and their
             number. The number is 0 where an epoch has ended and documents of the next one follow.
         rows: Rows of the source.
-        which: For each row, the number of its fragment in ``lent``.
-        lent: The fragments.
+        fragment_index: For each row, the index of its fragment in ``fragments``.
+        fragments: The decoded fragments.
     """
 
     runs: list[tuple[int, int, int]]
     rows: Ints
-    which: Ints
-    lent: list[SharedFragment]
+    fragment_index: Ints
+    fragments: list[SharedFragment]
 
 
 class FragmentDocuments:
@@ -60,7 +60,7 @@ class FragmentDocuments:
     """
 
     __slots__ = (
-        "_block_key", "_bytes", "_column", "_decoding", "_fragments", "_owner", "_reader", "_share", "_source",
+        "_block_key", "_bytes", "_column", "_decoder", "_fragments", "_owner", "_reader", "_share", "_source",
     )  # fmt: skip
 
     def __init__(self, source: TokenSource, column: str, reader: Reader, num_bytes: int) -> None:
@@ -69,48 +69,48 @@ class FragmentDocuments:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._source, self._owner, self._column, self._reader = source, owner_of(source), column, reader
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
-        self._decoding = source if source.decodes_ahead else None
+        self._decoder = source if source.decodes_ahead else None
         self._bytes, self._block_key = num_bytes, (self._owner, "block", *reader.key)
         self._share: ShardShare | None = None
 
     is_costly = False
 
     def read(self, position: memoryview, most: int) -> Spans:
-        at = copy_of(position)
-        if not self._reader.to_next_row(at):
+        next_position = copy_of(position)
+        if not self._reader.to_next_row(next_position):
             return EMPTY
-        epoch, row = at[0], at[1]
+        epoch, row = next_position[0], next_position[1]
         spans = self._of_block(epoch, row, most) or self._read_fragments(epoch, row, most)
-        kept, moves = self._reader.moves(position, at, len(spans))
-        return spans.with_moves(moves) if kept is None else spans.take(kept, moves)
+        unblocked, moves = self._reader.moves(position, next_position, len(spans))
+        return spans.with_moves(moves) if unblocked is None else spans.take(unblocked, moves)
 
     def _read_fragments(self, epoch: int, row: int, most: int) -> Spans:
         self._share = self._reader.share(epoch)
         rows = self._reader.rows_from(epoch, row)
-        used, which = fragments_of(rows[:most], self._fragments)
-        first = self._get_fragment(self._fragment_at(int(rows[0])))
-        if self._can_stay(epoch, row, used, first):
-            return locate_rows(rows[:most], which, [self._get_fragment(fragment) for fragment in used])
-        if self._decoding is not None and self._share is None and (room := room_for_block(self._decoding)):
-            return self._take(self._block_of(epoch, row, self._num_rows(first, room), room), epoch, row, most)
-        rows = rows[: min(most, self._num_rows(first, self._bytes))]
-        return _limited(self._bytes * _MAX_EXCESS, self._copied(rows, [len(rows)])[0])
+        fragments, fragment_index = fragments_of(rows[:most], self._fragments)
+        first_fragment = self._get_fragment(self._fragment_at(int(rows[0])))
+        if self._can_stay(epoch, row, fragments, first_fragment):
+            return locate_rows(rows[:most], fragment_index, [self._get_fragment(fragment) for fragment in fragments])
+        if self._decoder is not None and self._share is None and (room := room_for_block(self._decoder)):
+            return self._take(self._block_of(epoch, row, self._num_rows(first_fragment, room), room), epoch, row, most)
+        rows = rows[: min(most, self._num_rows(first_fragment, self._bytes))]
+        return _limit_bytes(self._bytes * _MAX_EXCESS, self._copy(rows, [len(rows)])[0])
 
     def _block_of(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
         """Return a new block with copies of up to ``num_rows`` documents: whole windows, or a part of one window."""
         windows = self._reader.rows.windows(epoch, row)
         rows = next(windows)[:num_rows]
-        while (more := next(windows, None)) is not None and len(rows) + len(more) <= num_rows:
-            rows = np.concatenate([rows, more])
-        parts = self._copied(
-            rows, [len(rows) * part // BLOCK_PARTS for part in range(1, BLOCK_PARTS + 1)], self._decoding
+        while (next_rows := next(windows, None)) is not None and len(rows) + len(next_rows) <= num_rows:
+            rows = np.concatenate([rows, next_rows])
+        block_parts = self._copy(
+            rows, [len(rows) * part // BLOCK_PARTS for part in range(1, BLOCK_PARTS + 1)], self._decoder
         )
-        ends = np.cumsum([part.nbytes for part in parts])
-        return Block(epoch, row, parts[: max(1, int(ends.searchsorted(_MAX_EXCESS * num_bytes)))])
+        ends = np.cumsum([part.nbytes for part in block_parts])
+        return Block(epoch, row, block_parts[: max(1, int(ends.searchsorted(_MAX_EXCESS * num_bytes)))])
 
     def _of_block(self, epoch: int, row: int, most: int) -> Spans:
         """Return documents from the cached block of copies; no documents if there is no block, or none with this row."""
-        block: Block | None = None if self._decoding is None else cache().get(self._block_key)
+        block: Block | None = None if self._decoder is None else cache().get(self._block_key)
         return EMPTY if block is None else self._take(block, epoch, row, most)
 
     def _take(self, block: Block, epoch: int, row: int, most: int) -> Spans:
@@ -126,82 +126,84 @@ class FragmentDocuments:
 
         Args:
             position: The position of the reader.
-            most: Most documents to return.
+            most: Largest number of documents to return.
             crosses_epochs: True if documents of the next epochs follow.
         """
-        epoch, row, left = position[0], position[1], most
-        if self._decoding is not None and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
+        epoch, row, num_left = position[0], position[1], most
+        if self._decoder is not None and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
             return None
         self._share = self._reader.share(epoch)
-        runs, parts = list[tuple[int, int, int]](), list[Ints]()
+        runs, row_arrays = list[tuple[int, int, int]](), list[Ints]()
         if self._reader.is_stale(position):
             return None
-        while left and self._share is None and self._reader.advances_by_one(epoch):
+        while num_left and self._share is None and self._reader.advances_by_one(epoch):
             if row < self._reader.rows.size(epoch):
-                parts.append(self._reader.rows_from(epoch, row)[:left])
-                runs.append((epoch, row, len(parts[-1])))
-                row, left = row + len(parts[-1]), left - len(parts[-1])
+                row_arrays.append(self._reader.rows_from(epoch, row)[:num_left])
+                runs.append((epoch, row, len(row_arrays[-1])))
+                row, num_left = row + len(row_arrays[-1]), num_left - len(row_arrays[-1])
             elif crosses_epochs and row:
-                after = np.array(position).data
-                after[0], after[1] = epoch, row
-                self._reader.begin_next_epoch(after)
-                epoch, row = after[0], after[1]
+                next_position = np.array(position).data
+                next_position[0], next_position[1] = epoch, row
+                self._reader.begin_next_epoch(next_position)
+                epoch, row = next_position[0], next_position[1]
                 runs.append((epoch, row, 0))
             else:
                 break
-        if not parts:
+        if not row_arrays:
             return None
         if not runs[-1][2]:  # the epoch behind the last end has no documents here
             runs.pop()
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        used, which = fragments_of(rows, self._fragments)
-        first = self._get_fragment(self._fragment_at(int(rows[0])))
-        if not self._can_stay(position[0], position[1], used, first):
+        rows = row_arrays[0] if len(row_arrays) == 1 else np.concatenate(row_arrays)
+        fragments, fragment_index = fragments_of(rows, self._fragments)
+        first_fragment = self._get_fragment(self._fragment_at(int(rows[0])))
+        if not self._can_stay(position[0], position[1], fragments, first_fragment):
             return None
-        return ReadyDocuments(runs, rows, which, [self._get_fragment(fragment) for fragment in used])
+        return ReadyDocuments(runs, rows, fragment_index, [self._get_fragment(fragment) for fragment in fragments])
 
-    def _can_stay(self, epoch: int, row: int, used: list[int], first: SharedFragment) -> bool:
+    def _can_stay(self, epoch: int, row: int, fragments: list[int], first_fragment: SharedFragment) -> bool:
         """True if documents need not be copied out of decoded fragments. Also starts to decode the next fragments ahead."""
         if self._share is not None:
             return False
-        if self._decoding is None:
-            return self._have_room(len(used), first)
-        if self._have_room(2, first):
-            for soon in self._reader.rows.ends(epoch, row):
-                self._decoding.decode_ahead(self._column, self._fragment_at(soon))
-        return self._have_room(len(used) + _DECODED_AHEAD, first)
+        if self._decoder is None:
+            return self._have_room(len(fragments), first_fragment)
+        if self._have_room(2, first_fragment):
+            for next_row in self._reader.rows.ends(epoch, row):
+                self._decoder.decode_ahead(self._column, self._fragment_at(next_row))
+        return self._have_room(len(fragments) + _DECODED_AHEAD, first_fragment)
 
     def begin_next_epoch(self, position: memoryview) -> None:
         self._reader.begin_unblocked_epoch(position)
 
-    def _copied(self, rows: Ints, stops: Sequence[int], passed: TokenSource | None = None) -> list[Spans]:
+    def _copy(self, rows: Ints, stops: Sequence[int], passed_source: TokenSource | None = None) -> list[Spans]:
         """Return copies of documents, one `Spans` with its own arrays for the documents up to each stop.
 
         Args:
             rows: Rows of the source.
             stops: Ascending numbers of rows; the last one is the number of all rows.
-            passed: Source whose `pass_by` is called for each fragment that is no longer needed here.
+            passed_source: Source whose `pass_by` is called for each fragment that is no longer needed here.
         """
-        used, which = fragments_of(rows, self._fragments)
-        parts: list[list[Spans]] = [[] for _ in stops]
-        order: list[list[Ints]] = [[] for _ in stops]
-        for number, fragment in enumerate(used):  # one fragment at a time, so that few are in memory at once
-            piece = self._get_fragment(fragment)
-            there = np.flatnonzero(which == number)
-            for part, places in enumerate(np.split(there, np.searchsorted(there, stops[:-1]))):
-                if len(places):
-                    parts[part].append(copy_rows(rows[places], piece))
-                    order[part].append(places)
-            if passed is not None:
-                passed.pass_by(self._column, fragment)
+        fragments, fragment_index = fragments_of(rows, self._fragments)
+        copies: list[list[Spans]] = [[] for _ in stops]
+        indices: list[list[Ints]] = [[] for _ in stops]
+        for index, fragment in enumerate(fragments):  # one fragment at a time, so that few are in memory at once
+            shared_fragment = self._get_fragment(fragment)
+            row_indices = np.flatnonzero(fragment_index == index)
+            for part, part_indices in enumerate(np.split(row_indices, np.searchsorted(row_indices, stops[:-1]))):
+                if len(part_indices):
+                    copies[part].append(copy_rows(rows[part_indices], shared_fragment))
+                    indices[part].append(part_indices)
+            if passed_source is not None:
+                passed_source.pass_by(self._column, fragment)
         return [
-            Spans.join(piece).take(np.argsort(np.concatenate(at))) for piece, at in zip(parts, order, strict=True) if at
+            Spans.join(spans).take(np.argsort(np.concatenate(order)))
+            for spans, order in zip(copies, indices, strict=True)
+            if order
         ]
 
     def _num_rows(self, shared_fragment: SharedFragment, num_bytes: int) -> int:
         """Return the number of rows in ``num_bytes`` bytes, estimated from the mean size of the rows of one fragment."""
-        mean = shared_fragment.values.nbytes / (len(shared_fragment.offsets) - 1)
-        return max(1, int(num_bytes / max(1.0, mean)))
+        mean_bytes = shared_fragment.values.nbytes / (len(shared_fragment.offsets) - 1)
+        return max(1, int(num_bytes / max(1.0, mean_bytes)))
 
     def _have_room(self, num_fragments: int, shared_fragment: SharedFragment) -> bool:
         """True if the cache has room for ``num_fragments`` such fragments for each logical shard and each source."""
@@ -213,19 +215,21 @@ class FragmentDocuments:
         if self._share is not None:
             tokens = self._source.tokens_of(self._column, fragment, self._share)
         key = self._owner, self._column, fragment, 0 if tokens is None else id(tokens)
-        shared_fragment = lent.get(key)
+        shared_fragment = shared_fragments.get(key)
         if shared_fragment is None:
             if tokens is None:
                 tokens = self._source.tokens(self._column, fragment)
                 num_sharing = max(1, beside(self._owner)[1] // (len(self._fragments) - 1))
-            shared_fragment = lent[key] = SharedFragment(tokens, int(self._fragments[fragment]), num_sharing)
+            shared_fragment = shared_fragments[key] = SharedFragment(
+                tokens, int(self._fragments[fragment]), num_sharing
+            )
         return shared_fragment
 
     def _fragment_at(self, row: int) -> int:
         return bisect_right(self._fragments.data, row) - 1
 
 
-def _limited(num_bytes: int, spans: Spans) -> Spans:
+def _limit_bytes(num_bytes: int, spans: Spans) -> Spans:
     """Return the first documents, up to about ``num_bytes`` bytes; an estimate of their number may have been too large."""
     ends = np.cumsum(spans.length * spans.arrays[0].itemsize)
     return spans if ends[-1] <= num_bytes else spans[: int(ends.searchsorted(num_bytes)) + 1]

@@ -124,8 +124,8 @@ def token_queue(
     return (_NumpyQueue if kernel is None else _native(kernel.TokenQueue))(special_tokens, position, dropped)
 
 
-def fill(queues: list[Any], first: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
-    """Write the next sample of each token queue into its row of the batch, from row ``first`` on, and advance the queues.
+def fill(queues: list[Any], first_row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
+    """Write the next sample of each token queue into its row of the batch, from row ``first_row`` on, and advance the queues.
 
     It stops at a missing token queue, and at a token queue with too few tokens: a sample, and with labels one token more.
 
@@ -133,11 +133,11 @@ def fill(queues: list[Any], first: int, tokens: Rows, labels: Rows | None, doc_i
         The first row that was not written.
     """
     if kernel is None:
-        while first < len(queues) and _draw(queues[first], first, tokens, labels, doc_ids):
-            first += 1
-        return first
+        while first_row < len(queues) and _draw(queues[first_row], first_row, tokens, labels, doc_ids):
+            first_row += 1
+        return first_row
     try:
-        return kernel.fill(queues, first, tokens, labels, doc_ids)
+        return kernel.fill(queues, first_row, tokens, labels, doc_ids)
     except OverflowError as error:
         queue: TokenQueue = queues[error.args[0]]
         _require_fit(queue.rest(), tokens.dtype)
@@ -148,23 +148,23 @@ def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrde
     """Return ``order.rows(epoch, row, fragments)``, computed in C if possible."""
     if kernel is None or order.full or not order.window:
         return order.rows(epoch, row, fragments)
-    first, stop = order.span(row)
-    rows = np.empty(stop - first, dtype=np.int64)
+    first_row, stop_row = order.span(row)
+    rows = np.empty(stop_row - first_row, dtype=np.int64)
     virtual, first_rows = None, None
     if fragments is not None:
         virtual, first_rows = np.ascontiguousarray(fragments.virtual), np.ascontiguousarray(fragments.first)
-    kernel.permute(order.key(epoch, first), order.start + first, virtual, first_rows, rows)
+    kernel.permute(order.key(epoch, first_row), order.start + first_row, virtual, first_rows, rows)
     return rows
 
 
-def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
+def copy_documents(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
     """Return a copy of documents of one array, concatenated."""
     if kernel is None:
-        part = Spans((array,), np.zeros_like(start), start, length, NO_UPDATES, (None,))
-        return np.frombuffer(b"".join(part.views()), dtype=array.dtype)
-    into = np.empty(int(length.sum()), dtype=array.dtype)
-    kernel.join(array, np.ascontiguousarray(start), np.ascontiguousarray(length), into)
-    return into
+        spans = Spans((array,), np.zeros_like(start), start, length, NO_UPDATES, (None,))
+        return np.frombuffer(b"".join(spans.views()), dtype=array.dtype)
+    destination = np.empty(int(length.sum()), dtype=array.dtype)
+    kernel.join(array, np.ascontiguousarray(start), np.ascontiguousarray(length), destination)
+    return destination
 
 
 def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
@@ -175,29 +175,29 @@ def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
         starts: ``int64[F + 1]``, the first row of each fragment.
     """
     if kernel is None:
-        at = np.searchsorted(starts, rows, side="right") - 1
-        used = np.unique(at)
-        return used.tolist(), np.searchsorted(used, at)
-    which = np.empty_like(rows)
-    return kernel.find(rows, starts, which), which
+        fragment = np.searchsorted(starts, rows, side="right") - 1
+        fragments = np.unique(fragment)
+        return fragments.tolist(), np.searchsorted(fragments, fragment)
+    index = np.empty_like(rows)
+    return kernel.find(rows, starts, index), index
 
 
-def places_of(rows: Ints, which: Ints, first: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
+def offsets_and_lengths(rows: Ints, index: Ints, first_row: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
     """Return the offset of each row in the values of its fragment, and the length of each row.
 
     Args:
-        rows, which: Rows, and the index of each row's fragment, as in `fragments_of`.
-        first: For each fragment, the row at which its offsets begin.
+        rows, index: Rows, and the index of each row's fragment, as in `fragments_of`.
+        first_row: For each fragment, the row at which its offsets begin.
         offsets: ``int64`` offsets of each fragment.
     """
     start, length = np.empty_like(rows), np.empty_like(rows)
     if kernel is not None:
-        kernel.cut(rows, which, np.array(first, dtype=np.int64), offsets, start, length)
+        kernel.cut(rows, index, np.array(first_row, dtype=np.int64), offsets, start, length)
         return start, length
-    for number, (begin, ends) in enumerate(zip(first, offsets, strict=True)):
-        places = np.flatnonzero(which == number)
-        local = rows[places] - begin
-        start[places], length[places] = ends[local], ends[local + 1] - ends[local]
+    for number, (begin, ends) in enumerate(zip(first_row, offsets, strict=True)):
+        row_indices = np.flatnonzero(index == number)
+        local_rows = rows[row_indices] - begin
+        start[row_indices], length[row_indices] = ends[local_rows], ends[local_rows + 1] - ends[local_rows]
     return start, length
 
 
@@ -227,15 +227,16 @@ def log_if_no_kernel() -> None:
 
 @once
 def _log_no_kernel() -> None:
-    why, cure = "was installed without a C compiler", "Install it again where there is a compiler."
+    reason, remedy = "was installed without a C compiler", "Install it again where there is a compiler."
     if _is_old:
-        why, cure = (
+        reason, remedy = (
             "has a C extension of another version",
             "Rebuild it: python setup.py build_ext --inplace, or install again.",
         )
     _log.log(
         logging.WARNING if _is_old else logging.INFO,
-        "rescale_data %s: packing goes through NumPy, with the same samples, at about half the speed. %s", why, cure,
+        "rescale_data %s: packing goes through NumPy, with the same samples, at about half the speed. %s",
+        reason, remedy,
     )  # fmt: skip
 
 
@@ -249,9 +250,9 @@ def _native(base: Any) -> Any:
         def __new__(cls, special_tokens: SpecialTokens, position: memoryview, dropped: Callable[[], None]) -> Any:
             reach = np.array(position[1:], dtype=np.int64).data
             bos, eos = (-1 if token is None else token for token in (special_tokens.bos_id, special_tokens.eos_id))
-            made = super().__new__(cls, position, reach, bos, eos)
-            made.dropped, made.reach, made.nbytes = dropped, reach, 0
-            return made
+            queue = super().__new__(cls, position, reach, bos, eos)
+            queue.dropped, queue.reach, queue.nbytes = dropped, reach, 0
+            return queue
 
         def append(self, spans: Spans) -> None:
             moves = spans.moves
@@ -262,8 +263,8 @@ def _native(base: Any) -> Any:
                 raise DataStateError(str(error)) from None
 
         def rest(self) -> Spans:
-            first, *others = self.parts or [EMPTY]
-            return Spans.join([first[self.document :], *others])
+            first_part, *other_parts = self.parts or [EMPTY]
+            return Spans.join([first_part[self.document :], *other_parts])
 
     return Native
 
@@ -277,11 +278,11 @@ class _NumpyQueue(Pinned):
         self._special_tokens, self._position, self._spans, self._document = special_tokens, position, EMPTY, 0
         self.tokens: TokenArray = np.zeros(0, dtype=np.int8)
         self._starts = np.zeros(1, dtype=np.int64)
-        self._at, self._used = position[0], False
+        self._offset, self._is_used = position[0], False
 
     @property
     def left(self) -> int:
-        return len(self.tokens) - self._at
+        return len(self.tokens) - self._offset
 
     def append(self, spans: Spans) -> None:
         begin = int(self._starts[self._document])
@@ -289,27 +290,27 @@ class _NumpyQueue(Pinned):
         self._spans = Spans.join([self.rest(), spans])
         self.tokens = np.concatenate([self.tokens[begin:], tokens])
         self._starts = np.concatenate([self._starts[self._document :] - begin, starts[1:] + (self._starts[-1] - begin)])
-        self._document, self._at = 0, self._at - begin
+        self._document, self._offset = 0, self._offset - begin
         spans.move(self.reach, len(spans))
-        if self._at > self._starts[min(1, len(self._spans))]:
+        if self._offset > self._starts[min(1, len(self._spans))]:
             raise DataStateError(OFFSET_BEYOND_END)
 
     def rest(self) -> Spans:
         return self._spans[self._document :]
 
     def was_used(self) -> bool:
-        used, self._used = self._used, False
+        used, self._is_used = self._is_used, False
         return used
 
     def next(self, num_tokens: int) -> tuple[TokenArray, Ints]:
         """Return the next tokens and the indices at which documents end among them; advance the position."""
-        start, stop = self._at, self._at + num_tokens
+        start, stop = self._offset, self._offset + num_tokens
         document = int(self._starts.searchsorted(stop))
         document -= int(self._starts[document] > stop)
         ends = self._starts[self._document + 1 : document + 1] - start
         self._spans[self._document : document].move(self._position[1:], document - self._document)
-        self._at, self._document, self._position[0] = stop, document, stop - int(self._starts[document])
-        self._used = True
+        self._offset, self._document, self._position[0] = stop, document, stop - int(self._starts[document])
+        self._is_used = True
         return self.tokens[start:stop], ends
 
 
@@ -333,9 +334,9 @@ def _require_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
     if all(np.can_cast(array.dtype, dtype) for array in spans.arrays):
         return
     views = [np.asarray(view) for view in spans.views() if len(view)]
-    least, most = min((int(v.min()) for v in views), default=0), max((int(v.max()) for v in views), default=0)
-    if least < np.iinfo(dtype).min or most > np.iinfo(dtype).max:
-        raise ValueError(f"The tokens from {least} to {most} do not fit {dtype}: give a wider dtype.")
+    low, high = min((int(view.min()) for view in views), default=0), max((int(view.max()) for view in views), default=0)
+    if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
+        raise ValueError(f"The tokens from {low} to {high} do not fit {dtype}: give a wider dtype.")
 
 
 OFFSET_BEYOND_END = (

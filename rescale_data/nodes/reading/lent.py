@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from rescale_data.nodes.reading.gather import copied, places_of
+from rescale_data.nodes.reading.gather import copy_documents, offsets_and_lengths
 from rescale_data.nodes.reading.spans import NO_UPDATES, PositionUpdates, Spans, plain
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
@@ -17,31 +17,33 @@ class SharedFragment:
 
     Args:
         tokens: The decoded tokens.
-        first: The row of the source at which the fragment begins.
+        first_row: The row of the source at which the fragment begins.
         num_sharing: About the number of shards that keep it at once; each of them counts its part of the bytes.
     """
 
     __slots__ = ("__weakref__", "_tokens", "first", "nbytes", "offsets", "values")
 
-    def __init__(self, tokens: Tokens, first: int, num_sharing: int = 1) -> None:
+    def __init__(self, tokens: Tokens, first_row: int, num_sharing: int = 1) -> None:
         self._tokens = tokens  # kept because it may release pages when it is deleted
         self.values, self.offsets = plain(tokens.values), np.ascontiguousarray(tokens.offsets, dtype=np.int64)
-        self.first, self.nbytes = first + tokens.first, tokens.nbytes // num_sharing
+        self.first, self.nbytes = first_row + tokens.first, tokens.nbytes // num_sharing
 
 
-lent: WeakValueDictionary[tuple[int, str, int, int], SharedFragment] = WeakValueDictionary()
+shared_fragments: WeakValueDictionary[tuple[int, str, int, int], SharedFragment] = WeakValueDictionary()
 """Fragments that a packer of any shard still holds, by source, column, number of the fragment, and piece of it."""
 
 
-def locate_rows(rows: Ints, which: Ints, fragments: list[SharedFragment]) -> Spans:
+def locate_rows(rows: Ints, index: Ints, fragments: list[SharedFragment]) -> Spans:
     """Return rows as `Spans` that point into decoded fragments, without position updates."""
-    start, length = places_of(rows, which, [each.first for each in fragments], [each.offsets for each in fragments])
-    return Spans(tuple([each.values for each in fragments]), which, start, length, NO_UPDATES, tuple(fragments))
+    start, length = offsets_and_lengths(
+        rows, index, [fragment.first for fragment in fragments], [fragment.offsets for fragment in fragments]
+    )
+    return Spans(tuple([fragment.values for fragment in fragments]), index, start, length, NO_UPDATES, tuple(fragments))
 
 
 def copy_rows(rows: Ints, fragment: SharedFragment) -> Spans:
     """Return copies of some rows of one fragment as `Spans`, without position updates."""
-    there = locate_rows(rows, np.zeros_like(rows), [fragment])
-    unmoved = PositionUpdates(np.zeros(len(rows) + 1, dtype=np.int64), NO_UPDATES.slot, NO_UPDATES.value)
-    array, length = copied(fragment.values, there.start, there.length), there.length
-    return Spans((array,), there.array, np.cumsum(length) - length, length, unmoved, (None,))
+    spans = locate_rows(rows, np.zeros_like(rows), [fragment])
+    no_updates = PositionUpdates(np.zeros(len(rows) + 1, dtype=np.int64), NO_UPDATES.slot, NO_UPDATES.value)
+    array, length = copy_documents(fragment.values, spans.start, spans.length), spans.length
+    return Spans((array,), spans.array, np.cumsum(length) - length, length, no_updates, (None,))

@@ -76,36 +76,36 @@ class PickedDocuments:
         behind that document.
         """
         num_dropped = position[self._dropped] + self._num_dropped
-        document: list[int] = []  # document of each piece
-        after: list[tuple[int, int]] = []  # after each piece: documents dropped so far, number of the next piece
-        places: list[slice] = []
-        cut = self._pieces(spans)
-        for number, pieces in enumerate(cut):
+        documents: list[int] = []  # document of each piece
+        node_values: list[tuple[int, int]] = []  # after each piece: documents dropped so far, number of the next piece
+        slices: list[slice] = []
+        all_pieces = self._pieces(spans)
+        for number, pieces in enumerate(all_pieces):
             num_dropped += not pieces
             for piece in range(0 if number else first_piece, len(pieces)):
-                document.append(number)
-                after.append((num_dropped, 0 if piece + 1 == len(pieces) else piece + 1))
-                places.append(pieces[piece])
-        node_values, at = np.array(after, dtype=np.int64).reshape(-1, 2), np.array(document, dtype=np.int64)
+                documents.append(number)
+                node_values.append((num_dropped, 0 if piece + 1 == len(pieces) else piece + 1))
+                slices.append(pieces[piece])
+        values, index = np.array(node_values, dtype=np.int64).reshape(-1, 2), np.array(documents, dtype=np.int64)
         begin, end = (
-            np.array([getattr(place, name) for place in places], dtype=np.int64) for name in ("start", "stop")
+            np.array([getattr(piece, name) for piece in slices], dtype=np.int64) for name in ("start", "stop")
         )
-        passed = PositionUpdates.between(position[_NUM_OWN:], self._source_position)
-        below = (
-            PositionUpdates.join([passed, spans.moves])
-            .merge_groups(1 + at + (node_values[:, 1] == 0))
+        skipped_updates = PositionUpdates.between(position[_NUM_OWN:], self._source_position)
+        source_updates = (
+            PositionUpdates.join([skipped_updates, spans.moves])
+            .merge_groups(1 + index + (values[:, 1] == 0))
             .shifted(_NUM_OWN)
         )
         picked = Spans(
             spans.arrays,
-            spans.array[at],
-            spans.start[at] + begin,
+            spans.array[index],
+            spans.start[index] + begin,
             end - begin,
-            below.combined_with(self._node_updates(node_values)),
+            source_updates.combined_with(self._node_updates(values)),
             spans.keeps,
-            None if spans.where is None else tuple(spans.where[number] for number in document),
+            None if spans.where is None else tuple(spans.where[number] for number in documents),
         )
-        return picked, len(cut)
+        return picked, len(all_pieces)
 
     def _node_updates(self, node_values: Ints) -> PositionUpdates:
         slots = [self._dropped] if self._piece is None else [self._dropped, self._piece]

@@ -34,25 +34,25 @@ class Proof:
         stop = min(row + num_rows, self._reader.rows.size(epoch))
         while row < stop:
             plan = self._reader.plan(epoch, row)
-            first, sums = plan.first, plan.sums
-            until = min(stop - first, len(sums) - 1)
-            digest, row = digest + sums[until] - sums[row - first], first + until
+            first_row, sums = plan.first_row, plan.sums
+            stop_index = min(stop - first_row, len(sums) - 1)
+            digest, row = digest + sums[stop_index] - sums[row - first_row], first_row + stop_index
         return digest & _MASK
 
-    def after_each(self, digest: int, epoch: int, row: int, num_rows: int) -> Ints:
-        """Return ``int64[num_rows]``, the digest after each of the next rows, which lie in one window."""
+    def digests_after_each(self, digest: int, epoch: int, row: int, num_rows: int) -> Ints:
+        """Return ``int64[num_rows]``, the digest after each of the next ``num_rows`` rows, which lie in one window."""
         plan = self._reader.plan(epoch, row)
-        here = np.asarray(plan.sums)[row - plan.first :][: num_rows + 1]
-        return ((here[1:] - here[0] + np.uint64(digest)) & np.uint64(_MASK)).astype(np.int64)
+        sums = np.asarray(plan.sums)[row - plan.first_row :][: num_rows + 1]
+        return ((sums[1:] - sums[0] + np.uint64(digest)) & np.uint64(_MASK)).astype(np.int64)
 
     def check(self, epoch: int, row: int, digest: int) -> None:
         """Raise ``DataStateError`` if the rows that were read are not the first ``row`` rows of the epoch."""
         source, shard, rows = self._reader.source, self._reader.shard, self._reader.rows
         size = rows.size(epoch)
-        whole = row - row % rows.width if row < size else size  # rows of whole windows, whose order does not matter
-        parts = (rows.unshuffled_rows(epoch, first, min(first + _CHUNK, whole)) for first in range(0, whole, _CHUNK))
-        expected = sum(_sum(rows.numbered(epoch, part)) for part in parts)
-        if self.read(expected & _MASK, epoch, whole, row - whole) != digest:
+        stop = row - row % rows.width if row < size else size  # rows of whole windows, whose order does not matter
+        chunks = (rows.unshuffled_rows(epoch, start, min(start + _CHUNK, stop)) for start in range(0, stop, _CHUNK))
+        expected = sum(_sum(rows.to_epoch_rows(epoch, chunk)) for chunk in chunks)
+        if self.read(expected & _MASK, epoch, stop, row - stop) != digest:
             raise DataStateError(
                 f"{source.name}, logical shard {shard.index} of {shard.num_logical_shards}: the rows that were delivered in "
                 f"epoch {epoch} are not the first {row} of the {size} that it owns: some were lost or repeated since the epoch "

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 1024
 _NO_SUMS = memoryview(b"")
-_ENTRY = 900  # bytes of a plan in the cache in addition to its arrays, and of the objects that its reader keeps as long
-numbers = itertools.count()
+_PLAN_OVERHEAD = (
+    900  # bytes of a plan in the cache in addition to its arrays, and of the objects that its reader keeps as long
+)
+reader_numbers = itertools.count()
 """Numbers for readers; readers of several shards that differ in the shard alone share one."""
 
 
@@ -45,7 +47,7 @@ class Plan(OnEvict):
 
     Args:
         epoch: The epoch.
-        first: The shard's row at which the plan begins.
+        first_row: The shard's row at which the plan begins.
         rows: ``int64[n]``, rows of the source.
         sums: `running_sums` of the rows, if `Shard.verify` is set; else empty.
         next_unblocked: `Blocklist.next_unblocked` of the rows, if some of them are left out.
@@ -54,7 +56,7 @@ class Plan(OnEvict):
     """
 
     epoch: int
-    first: int
+    first_row: int
     rows: Ints
     sums: memoryview
     next_unblocked: memoryview | None
@@ -66,7 +68,7 @@ class Plan(OnEvict):
             self.rows.nbytes
             + self.sums.nbytes
             + (0 if self.next_unblocked is None else self.next_unblocked.nbytes)
-            + _ENTRY
+            + _PLAN_OVERHEAD
         )
 
     def evicted(self) -> None:
@@ -84,7 +86,7 @@ class ShardRows(ShardEpochs):
         shuffle, by_global_batch: See `Reader`.
         views: Contents of the source, in the order of their first epochs; default: all of it.
         reader: The reader that keeps this object, as long as the cache has room for its plan.
-        number: Number shared by readers that differ in the shard alone (`numbers`); default: a new one.
+        number: Number shared by readers that differ in the shard alone (`reader_numbers`); default: a new one.
         blocklist: The rows that the reader leaves out.
     """
 
@@ -110,7 +112,7 @@ class ShardRows(ShardEpochs):
         self.is_full = shuffle is True and source.fragments is None
         self.window = 0 if self.is_full else _window(shuffle)
         self._source_key = owner_of(source)
-        self._plan_key = (self._source_key, "plan", next(numbers) if number < 0 else number, shard.index)
+        self._plan_key = (self._source_key, "plan", next(reader_numbers) if number < 0 else number, shard.index)
         self._epoch, self._size = -1, 0  # the last epoch given to `size`, and its size
         self.farthest = 0  # the last epoch that was read
         self._plan: Plan | None = None
@@ -122,8 +124,8 @@ class ShardRows(ShardEpochs):
         return self.order(0).width
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
-        part = self.range_number(epoch, self.shard.index if shard < 0 else shard)
-        return _order(*self.args(self.view(epoch)), part, self.window, self.is_full, self.steps)
+        range_index = self.range_number(epoch, self.shard.index if shard < 0 else shard)
+        return _order(*self.args(self.view(epoch)), range_index, self.window, self.is_full, self.steps)
 
     def size(self, epoch: int) -> int:
         """Return the number of rows of the shard in an epoch."""
@@ -134,28 +136,28 @@ class ShardRows(ShardEpochs):
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
         """Return the plan of the window around ``row``, and true if this call has computed it."""
-        plan = self.kept(epoch, row)
+        plan = self.cached_plan(epoch, row)
         if plan is not None:
             return plan, False
         rows = self.window_rows(epoch, row)
-        sums = running_sums(self.numbered(epoch, rows)) if self.shard.verify else _NO_SUMS
+        sums = running_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_SUMS
         next_unblocked = None if self._blocklist is None else self._blocklist.next_unblocked(rows)
         plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, next_unblocked, self._reader)
         cache().put(self._plan_key, plan)
         self._plan = plan  # until the cache drops it: then the reader drops this object too
         return plan, True
 
-    def kept(self, epoch: int, row: int) -> Plan | None:
+    def cached_plan(self, epoch: int, row: int) -> Plan | None:
         """Return the last computed plan if it holds a row of an epoch, else `None`."""
         plan = self._plan
-        if plan is not None and plan.epoch == epoch and 0 <= row - plan.first < len(plan.rows):
+        if plan is not None and plan.epoch == epoch and 0 <= row - plan.first_row < len(plan.rows):
             return plan
         return None
 
     @property
     def plan_bytes(self) -> int:
         """Approximate size in bytes of the plan of one logical shard in the cache."""
-        return _ENTRY + min(self.width, self.order(0).size) * 8 * (1 + self.shard.verify)
+        return _PLAN_OVERHEAD + min(self.width, self.order(0).size) * 8 * (1 + self.shard.verify)
 
     def window_rows(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Return the row numbers of the source in the window around ``row`` of a shard, in the order of reading."""
@@ -167,30 +169,30 @@ class ShardRows(ShardEpochs):
     def _round_order(self, num_rows: int, number: int) -> Ints:
         """Return all rows of a source with fewer rows than shards, in the order of a round (N epochs for N shards)."""
         key = (self._source_key, "few", self.shard.seed, num_rows, number)
-        every = np.arange(num_rows, dtype=np.int64)
-        return cache().make(key, lambda: encipher(every, num_rows, "full", self.shard.seed, number))
+        all_rows = np.arange(num_rows, dtype=np.int64)
+        return cache().make(key, lambda: encipher(all_rows, num_rows, "full", self.shard.seed, number))
 
     def windows(self, epoch: int, row: int) -> Iterator[Ints]:
         """Yield the row numbers of the source that the shard reads from ``row`` of an epoch on, one window at a time."""
         while row < self.size(epoch):
-            first, stop = self.order(epoch).span(row)
-            yield self.window_rows(epoch, row)[row - first :]
-            row = stop
+            first_row, stop_row = self.order(epoch).span(row)
+            yield self.window_rows(epoch, row)[row - first_row :]
+            row = stop_row
 
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Return the fragments of the source that hold the rows of the window around ``row`` of a shard."""
         fragments, order = self._source.fragments, self.order(epoch, shard)
-        here = order.virtual(*order.span(row))
-        if fragments is None or not len(here):
+        virtual = order.virtual(*order.span(row))
+        if fragments is None or not len(virtual):
             return []
-        first, stop = int(here[0]), int(here[-1]) + 1
+        start, stop = int(virtual[0]), int(virtual[-1]) + 1
         permuted = self.fragments(epoch)
         if permuted is not None:
-            return (np.searchsorted(fragments, permuted.between(first, stop), side="right") - 1).tolist()
-        ends = np.searchsorted(fragments, [first, stop - 1], side="right")
+            return (np.searchsorted(fragments, permuted.between(start, stop), side="right") - 1).tolist()
+        ends = np.searchsorted(fragments, [start, stop - 1], side="right")
         return list(range(int(ends[0]) - 1, int(ends[1])))
 
-    def after(self, epoch: int, row: int) -> tuple[int, int]:
+    def next_window(self, epoch: int, row: int) -> tuple[int, int]:
         """Return the epoch and row at which the window after the window of ``row`` begins."""
         stop = self.order(epoch).span(row)[1]
         return (epoch, stop) if stop < self.size(epoch) else (self.next_epoch(epoch), 0)
@@ -200,28 +202,30 @@ class ShardRows(ShardEpochs):
         order = self.order(epoch)
         return order.ends(order.span(row)[1], self.fragments(epoch))
 
-    def unshuffled_rows(self, epoch: int, first: int, stop: int, shard: int = -1) -> Ints:
-        """Return the rows of the source for rows ``first .. stop - 1`` of a shard, before windows are permuted."""
-        return self.order(epoch, shard).unshuffled_rows(self.shuffle_key(epoch), first, stop, self.fragments(epoch))
+    def unshuffled_rows(self, epoch: int, first_row: int, stop_row: int, shard: int = -1) -> Ints:
+        """Return the rows of the source for rows ``first_row .. stop_row - 1`` of a shard, before windows are permuted."""
+        return self.order(epoch, shard).unshuffled_rows(
+            self.shuffle_key(epoch), first_row, stop_row, self.fragments(epoch)
+        )
 
-    def numbered(self, epoch: int, rows: Ints) -> Ints:
+    def to_epoch_rows(self, epoch: int, rows: Ints) -> Ints:
         """Convert row numbers of the source to row numbers within the contents of an epoch, without files added later."""
         fragments, view = self._source.fragments, self.view(epoch)
         if fragments is None or view.fragments is None:
             return rows
         starts, lengths = fragments[:-1][view.fragments], np.diff(fragments)[view.fragments]
-        at = np.searchsorted(starts, rows, side="right") - 1
-        return rows - starts[at] + (np.cumsum(lengths) - lengths)[at]
+        index = np.searchsorted(starts, rows, side="right") - 1
+        return rows - starts[index] + (np.cumsum(lengths) - lengths)[index]
 
     def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
         """Return sorted pairs ``(shard, row of the shard)`` that read given rows of the source in an epoch."""
         shards = np.arange(self.shard.num_logical_shards, dtype=np.int64)
         sizes, blocked = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
         for shard in np.flatnonzero(sizes).tolist():
-            here = np.flatnonzero(np.isin(self.unshuffled_rows(epoch, 0, int(sizes[shard]), shard), rows))
-            for first in sorted({self.order(epoch, shard).span(row)[0] for row in here.tolist()}):
-                within = np.flatnonzero(np.isin(self.window_rows(epoch, first, shard), rows))
-                blocked += [(shard, first + row) for row in within.tolist()]
+            reads = np.flatnonzero(np.isin(self.unshuffled_rows(epoch, 0, int(sizes[shard]), shard), rows))
+            for first_row in sorted({self.order(epoch, shard).span(row)[0] for row in reads.tolist()}):
+                indices = np.flatnonzero(np.isin(self.window_rows(epoch, first_row, shard), rows))
+                blocked += [(shard, first_row + row) for row in indices.tolist()]
         return blocked
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
@@ -257,14 +261,14 @@ def _order(
     num_rows: int,
     num_logical_shards: int,
     seed: int,
-    part: int,
+    range_index: int,
     window: int,
     full: bool,
     steps: GlobalBatchOrder | None,
 ) -> ShardOrder:
     return ShardOrder(
         num_rows=num_rows,
-        shard=part,
+        shard=range_index,
         num_logical_shards=num_logical_shards,
         seed=seed,
         window=window,

@@ -53,25 +53,28 @@ class ShardShare:
         begin = self._virtual(fragment)
         num_shards = self._shard.num_logical_shards
         starts = shard_starts(np.arange(num_shards + 1), self._num_rows, num_shards)
-        first = int(np.searchsorted(starts, begin, side="right")) - 1
-        last = int(np.searchsorted(starts, begin + num_rows, side="left"))
-        here = set(served_shards(self._source, num_shards)) | {self._index}
-        parts: list[RowRange] = []
-        for part in range(first, last):
-            start = max(int(starts[part]) - begin, 0)
-            stop = min(int(starts[part + 1]) - begin, num_rows)
-            shard = (part - self._range_shift) % num_shards
-            if shard in here and stop > start:
-                parts.append(RowRange(self._key(shard), start, stop))
-        return parts
+        first_range = int(np.searchsorted(starts, begin, side="right")) - 1
+        stop_range = int(np.searchsorted(starts, begin + num_rows, side="left"))
+        served = set(served_shards(self._source, num_shards)) | {self._index}
+        pieces: list[RowRange] = []
+        for index in range(first_range, stop_range):
+            start = max(int(starts[index]) - begin, 0)
+            stop = min(int(starts[index + 1]) - begin, num_rows)
+            shard = (index - self._range_shift) % num_shards
+            if shard in served and stop > start:
+                pieces.append(RowRange(self._key(shard), start, stop))
+        return pieces
 
     def cut(self, fragment: int) -> RowRange:
         virtual = self._begins.get(fragment)
         if virtual is None:
             virtual = self._begins[fragment] = self._virtual(fragment)
         num_shards = self._shard.num_logical_shards
-        part = (self._index + self._range_shift) % num_shards
-        begin, end = part * self._num_rows // num_shards - virtual, (part + 1) * self._num_rows // num_shards - virtual
+        index = (self._index + self._range_shift) % num_shards
+        begin, end = (
+            index * self._num_rows // num_shards - virtual,
+            (index + 1) * self._num_rows // num_shards - virtual,
+        )
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
         return RowRange(self.key, max(begin, 0), min(end, num_rows))
 
@@ -80,8 +83,8 @@ class ShardShare:
         row = self._fragments[fragment]
         if self._order is None:
             return int(row)
-        there = (self._order.first == row) & (np.diff(self._order.virtual) > 0)
-        return int(self._order.virtual[np.flatnonzero(there)[0]])
+        begins_at_row = (self._order.first == row) & (np.diff(self._order.virtual) > 0)
+        return int(self._order.virtual[np.flatnonzero(begins_at_row)[0]])
 
     def _key(self, shard: int) -> Hashable:
         n, seed = self._shard.num_logical_shards, self._shard.seed

@@ -22,6 +22,8 @@ TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 class Kept(Protocol):
+    """An object that owns the memory of an array, with its size in bytes."""
+
     @property
     def nbytes(self) -> int: ...
 
@@ -56,18 +58,18 @@ class PositionUpdates:
         return PositionUpdates(ends, slots.reshape(-1), np.ascontiguousarray(value).reshape(-1))
 
     @staticmethod
-    def between(before: memoryview, after: memoryview) -> PositionUpdates:
-        """Return the position updates of one document that change the position ``before`` into ``after``."""
-        old, new = np.asarray(before), np.asarray(after)
+    def between(earlier: memoryview, later: memoryview) -> PositionUpdates:
+        """Return the position updates of one document that change the position ``earlier`` into ``later``."""
+        old, new = np.asarray(earlier), np.asarray(later)
         slot = np.flatnonzero(old != new)
         return PositionUpdates(np.array([0, len(slot)]), slot, new[slot])
 
     def __len__(self) -> int:
         return len(self.ends) - 1
 
-    def __getitem__(self, part: slice) -> PositionUpdates:
-        first, stop, _ = part.indices(len(self))
-        ends = self.ends[first : max(first, stop) + 1]
+    def __getitem__(self, items: slice) -> PositionUpdates:
+        start, stop, _ = items.indices(len(self))
+        ends = self.ends[start : max(start, stop) + 1]
         inside = slice(int(ends[0]), int(ends[-1]))
         return PositionUpdates(ends - ends[0], self.slot[inside], self.value[inside])
 
@@ -75,30 +77,30 @@ class PositionUpdates:
         """Return the position updates of some documents, in a new order."""
         counts = np.diff(self.ends)[index]
         ends = np.concatenate([[0], np.cumsum(counts)])
-        at = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], counts)
-        return PositionUpdates(ends, self.slot[at], self.value[at])
+        update_index = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], counts)
+        return PositionUpdates(ends, self.slot[update_index], self.value[update_index])
 
     def merge_groups(self, stops: Ints) -> PositionUpdates:
         """Merge the position updates of documents into one update per group; groups end at ``stops[0]``, ``stops[1]``, ..."""
         ends = np.concatenate([[0], self.ends[stops]])
         return PositionUpdates(ends, self.slot[: ends[-1]], self.value[: ends[-1]])
 
-    def combined_with(self, other: PositionUpdates) -> PositionUpdates:
+    def combined_with(self, other_updates: PositionUpdates) -> PositionUpdates:
         """Merge the position updates of two nodes for the same documents; for each document, this node's come first."""
-        ends = self.ends + other.ends
-        mine = np.arange(len(self.slot)) + np.repeat(other.ends[:-1], np.diff(self.ends))
-        theirs = np.arange(len(other.slot)) + np.repeat(self.ends[1:], np.diff(other.ends))
+        ends = self.ends + other_updates.ends
+        index = np.arange(len(self.slot)) + np.repeat(other_updates.ends[:-1], np.diff(self.ends))
+        other_index = np.arange(len(other_updates.slot)) + np.repeat(self.ends[1:], np.diff(other_updates.ends))
         slot, value = np.empty((2, ends[-1]), dtype=np.int64)
-        slot[mine], slot[theirs] = self.slot, other.slot
-        value[mine], value[theirs] = self.value, other.value
+        slot[index], slot[other_index] = self.slot, other_updates.slot
+        value[index], value[other_index] = self.value, other_updates.value
         return PositionUpdates(ends, slot, value)
 
-    def preceded_by(self, before: PositionUpdates) -> PositionUpdates:
-        """Return the same position updates; the first document additionally does all updates of ``before``, before its own."""
-        ends = self.ends + len(before.slot)
+    def preceded_by(self, earlier: PositionUpdates) -> PositionUpdates:
+        """Return the same position updates; the first document additionally does the updates ``earlier``, before its own."""
+        ends = self.ends + len(earlier.slot)
         ends[0] = 0
         return PositionUpdates(
-            ends, np.concatenate([before.slot, self.slot]), np.concatenate([before.value, self.value])
+            ends, np.concatenate([earlier.slot, self.slot]), np.concatenate([earlier.value, self.value])
         )
 
     def shifted(self, first_slot: int) -> PositionUpdates:
@@ -106,13 +108,13 @@ class PositionUpdates:
         return PositionUpdates(self.ends, self.slot + first_slot, self.value)
 
     @staticmethod
-    def join(parts: Sequence[PositionUpdates], first_slots: Sequence[int] = ()) -> PositionUpdates:
-        """Concatenate position updates of successive documents; each part is shifted by its first slot if these are given."""
-        sizes = [len(part.slot) for part in parts]
-        slot = np.concatenate([part.slot for part in parts])
-        value = np.concatenate([part.value for part in parts])
-        ends = np.concatenate([[0], *[part.ends[1:] for part in parts]])
-        ends[1:] += np.repeat(np.cumsum([0, *sizes[:-1]]), [len(part) for part in parts])
+    def join(all_updates: Sequence[PositionUpdates], first_slots: Sequence[int] = ()) -> PositionUpdates:
+        """Concatenate position updates of successive documents; each item is shifted by its first slot if these are given."""
+        sizes = [len(updates.slot) for updates in all_updates]
+        slot = np.concatenate([updates.slot for updates in all_updates])
+        value = np.concatenate([updates.value for updates in all_updates])
+        ends = np.concatenate([[0], *[updates.ends[1:] for updates in all_updates]])
+        ends[1:] += np.repeat(np.cumsum([0, *sizes[:-1]]), [len(updates) for updates in all_updates])
         return PositionUpdates(ends, slot + np.repeat(first_slots, sizes) if len(first_slots) else slot, value)
 
     def apply(self, position: memoryview, num_documents: int) -> None:
@@ -134,7 +136,7 @@ class Spans:
         arrays: Arrays of integers, 1-D and contiguous, of any dtypes; read-only (`plain`). They live as long as the spans.
         array, start, length: ``int64[D]``.
         moves: The moves by each document of the position from which they were read.
-        keeps: For each array, the object that it is a part of, and that has to stay; `None` if it stands alone.
+        keeps: For each array, the object that owns its memory, and that has to stay; `None` if the array owns it itself.
         where: Provenance of each document, if requested (`Reader(provenance=True)`).
     """
 
@@ -150,50 +152,50 @@ class Spans:
     def of(array: TokenArray, moves: PositionUpdates, where: str | None = None) -> Spans:
         """Return the spans of one document, which is a whole array."""
         zero = np.zeros(1, dtype=np.int64)
-        named = None if where is None else (where,)
-        return Spans((plain(array),), zero, zero, np.array([len(array)]), moves, (None,), named)
+        provenances = None if where is None else (where,)
+        return Spans((plain(array),), zero, zero, np.array([len(array)]), moves, (None,), provenances)
 
     @staticmethod
-    def mark(before: memoryview, after: memoryview) -> Spans:
-        """Return the spans of one mark: a position update from ``before`` to ``after`` without a document."""
+    def mark(earlier: memoryview, later: memoryview) -> Spans:
+        """Return the spans of one mark: a position update from ``earlier`` to ``later`` without a document."""
         zero = np.zeros(1, dtype=np.int64)
-        return Spans((), zero - 1, zero, zero, PositionUpdates.between(before, after), ())
+        return Spans((), zero - 1, zero, zero, PositionUpdates.between(earlier, later), ())
 
     @staticmethod
-    def join(parts: Sequence[Spans], first_slots: Sequence[int] = ()) -> Spans:
-        """Concatenate the documents of all parts.
+    def join(all_spans: Sequence[Spans], first_slots: Sequence[int] = ()) -> Spans:
+        """Concatenate the documents of several `Spans`.
 
-        Their moves are in one row, or `PositionUpdates.shifted` their first slots if these are given.
+        Their moves are in one row, or are shifted by their first slots if these are given (`PositionUpdates.shifted`).
         """
-        if len(parts) <= 1 and not any(first_slots):
-            return parts[0] if parts else EMPTY
-        sizes = [len(part.length) for part in parts]
-        array = np.concatenate([part.array for part in parts])
-        first = np.repeat(np.cumsum([0, *[len(part.arrays) for part in parts[:-1]]]), sizes)
+        if len(all_spans) <= 1 and not any(first_slots):
+            return all_spans[0] if all_spans else EMPTY
+        sizes = [len(spans.length) for spans in all_spans]
+        array = np.concatenate([spans.array for spans in all_spans])
+        first_array = np.repeat(np.cumsum([0, *[len(spans.arrays) for spans in all_spans[:-1]]]), sizes)
         return Spans(
-            tuple([array for part in parts for array in part.arrays]),
-            np.where(array < 0, -1, array + first),
-            np.concatenate([part.start for part in parts]),
-            np.concatenate([part.length for part in parts]),
-            PositionUpdates.join([part.moves for part in parts], first_slots),
-            tuple([kept for part in parts for kept in part.keeps]),
-            tuple(name for part in parts for name in part.where or ("",) * len(part))
-            if any(p.where for p in parts)
+            tuple([array for spans in all_spans for array in spans.arrays]),
+            np.where(array < 0, -1, array + first_array),
+            np.concatenate([spans.start for spans in all_spans]),
+            np.concatenate([spans.length for spans in all_spans]),
+            PositionUpdates.join([spans.moves for spans in all_spans], first_slots),
+            tuple([owner for spans in all_spans for owner in spans.keeps]),
+            tuple(name for spans in all_spans for name in spans.where or ("",) * len(spans))
+            if any(spans.where for spans in all_spans)
             else None,
         )
 
     def __len__(self) -> int:
         return len(self.length)
 
-    def __getitem__(self, part: slice) -> Spans:
-        where = None if self.where is None else self.where[part]
+    def __getitem__(self, items: slice) -> Spans:
+        lines = None if self.where is None else self.where[items]
         return Spans(
-            self.arrays, self.array[part], self.start[part], self.length[part], self.moves[part], self.keeps, where
+            self.arrays, self.array[items], self.start[items], self.length[items], self.moves[items], self.keeps, lines
         )
 
     def take(self, index: Ints, moves: PositionUpdates | None = None) -> Spans:
         """Return some of the documents in a new order, with their position updates or with given ones."""
-        where = None if self.where is None else tuple(self.where[i] for i in index.tolist())
+        provenance = None if self.where is None else tuple(self.where[i] for i in index.tolist())
         return Spans(
             self.arrays,
             self.array[index],
@@ -201,7 +203,7 @@ class Spans:
             self.length[index],
             self.moves.take(index) if moves is None else moves,
             self.keeps,
-            where,
+            provenance,
         )
 
     def with_moves(self, moves: PositionUpdates) -> Spans:
@@ -214,26 +216,26 @@ class Spans:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the documents keep in memory. An object that several parts share is counted once."""
-        kept = [array if of is None else of for array, of in zip(self.arrays, self.keeps, strict=True)]
-        num_bytes = sum({id(each): each.nbytes for each in kept}.values())
+        """Number of bytes that the documents keep in memory. An object that owns several arrays is counted once."""
+        owners = [array if owner is None else owner for array, owner in zip(self.arrays, self.keeps, strict=True)]
+        num_bytes = sum({id(owner): owner.nbytes for owner in owners}.values())
         return num_bytes + 24 * len(self) + 16 * len(self.moves.slot)
 
     def require_within(self) -> None:
         """Raise ``IndexError`` if a document reaches beyond its array."""
         size = np.array([*map(len, self.arrays), 0], dtype=np.int64)  # the last size is for marks
-        which, last = self.array, len(self.arrays) - 1
-        room = size[np.clip(which, -1, last)] - self.length - self.start
-        if len(which) and ((which + 1) | (last - which) | self.start | self.length | room).min() < 0:
+        index, last_index = self.array, len(self.arrays) - 1
+        room = size[np.clip(index, -1, last_index)] - self.length - self.start
+        if len(index) and ((index + 1) | (last_index - index) | self.start | self.length | room).min() < 0:
             raise IndexError("a document reaches beyond its array, or lies in none")
 
     def views(self) -> list[memoryview]:
         """Return a memory view of the tokens of each document, without the marks; errors as in `require_within`."""
-        each = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
-        data, places = [array.data for array in self.arrays], [place for place in each if place[0] >= 0]
-        if not all(0 <= start <= stop <= len(data[array]) for array, start, stop in places):  # NumPy is slower for few
+        all_ranges = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
+        data, ranges = [array.data for array in self.arrays], [span for span in all_ranges if span[0] >= 0]
+        if not all(0 <= start <= stop <= len(data[array]) for array, start, stop in ranges):  # NumPy is slower for few
             self.require_within()
-        return [data[array][start:stop] for array, start, stop in places]
+        return [data[array][start:stop] for array, start, stop in ranges]
 
 
 def plain(array: npt.NDArray[Any]) -> TokenArray:

@@ -149,7 +149,7 @@ def test_fragments_that_shards_share_count_once(
     corpora: list[Path], decoded: Counter[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[Any] = []
-    monkeypatch.setattr(FragmentDocuments, "_copied", lambda self, *given: copies.append(given))  # pyright: ignore
+    monkeypatch.setattr(FragmentDocuments, "_copy", lambda self, *given: copies.append(given))  # pyright: ignore
     bytes_of_all = SOURCES * ROWS * 61 * 8  # a quarter of what they are were each shard's its own
     for _ in itertools.islice(loader(sources_of(corpora, cache_bytes=6 * bytes_of_all), packed=True), 60):
         pass
