@@ -45,15 +45,11 @@ def read_batched(
 
 def _joined(ready: Sequence[ReadyDocuments], first_slots: Sequence[int]) -> Spans:
     """Return the documents of all readers as one `Spans`, with position updates for the row that holds all readers."""
-    first_fragments = np.cumsum([0, *(len(documents.fragments) for documents in ready)])
-    fragment_index = [
-        documents.fragment_index + start for documents, start in zip(ready, first_fragments.tolist(), strict=False)
-    ]
-    fragments = [fragment for documents in ready for fragment in documents.fragments]
-    spans = locate_rows(
-        np.concatenate([documents.rows for documents in ready]), np.concatenate(fragment_index), fragments
-    )
-    runs = [(slot, *run) for documents, slot in zip(ready, first_slots, strict=True) for run in documents.runs]
+    first_fragments = np.cumsum([0, *(len(docs.fragments) for docs in ready)])
+    indices = [docs.fragment_index + start for docs, start in zip(ready, first_fragments.tolist(), strict=False)]
+    fragments = [fragment for docs in ready for fragment in docs.fragments]
+    spans = locate_rows(np.concatenate([docs.rows for docs in ready]), np.concatenate(indices), fragments)
+    runs = [(slot, *run) for docs, slot in zip(ready, first_slots, strict=True) for run in docs.runs]
     slot, epoch, start, num = np.array(runs).T
     row = np.arange(1, len(spans) + 1) + np.repeat(start - np.cumsum(num) + num, num)
     slots_written, ends = np.repeat(slot + 1, num), np.arange(len(spans) + 1)

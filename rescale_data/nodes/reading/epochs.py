@@ -124,9 +124,7 @@ class ShardEpochs:
         if not (self.shard.repeat and size):
             return size, self.next_epoch(epoch, shard)
         starts = [
-            view.since
-            for view, stop in zip(self.views, self._stops(), strict=True)
-            if view.num_rows >= n and stop > epoch
+            v.since for v, stop in zip(self.views, self._stops(), strict=True) if v.num_rows >= n and stop > epoch
         ]
         stop = min(epoch - epoch % n + n, *(max(epoch, since) + 1 for since in starts), epoch + n)
         return self.num_rows(epoch, stop, shard), self.next_epoch(stop - 1, shard)
@@ -158,14 +156,12 @@ class ShardEpochs:
         """Return ``int64[M]``, the number of rows of each given shard in all epochs before the given one."""
         total = np.zeros_like(epochs)
         for view, stop in zip(self.views, self._stops(), strict=True):
-            clipped_epochs = np.clip(epochs, view.since, stop)
+            clipped = np.clip(epochs, view.since, stop)
             if self.steps is not None:
-                total += (clipped_epochs - view.since) * self.steps.sizes(shards, view.num_rows)
+                total += (clipped - view.since) * self.steps.sizes(shards, view.num_rows)
                 continue
             since = np.full_like(epochs, view.since)
-            total += rows_before(shards, clipped_epochs, *self.args(view)) - rows_before(
-                shards, since, *self.args(view)
-            )
+            total += rows_before(shards, clipped, *self.args(view)) - rows_before(shards, since, *self.args(view))
         return total
 
     def _sizes(self, epochs: Ints, shards: Ints, view: EpochView) -> Ints:
