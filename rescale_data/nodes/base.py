@@ -76,7 +76,7 @@ _ENDED = "_ended"
 _NO_CHILDREN: dict[str, Any] = {}  # shared by all leaves: there may be many
 
 
-_BESIDE = {
+_BYPASSES = {
     "next": ("open_documents", "texts", "write", "write_ready", "skip", "skip_ahead", "epoch_end"),
     "write": ("write_ready",),
     "skip": ("skip_ahead",),
@@ -136,16 +136,22 @@ class Node(BaseNode[T]):
         super().__init_subclass__(**kwargs)
         if _definer(cls, "next") < _definer(cls, "one_for_one"):
             cls.one_for_one = False
-        for own in [name for name in _BESIDE if getattr(cls, name, None) is not None]:
-            at = _definer(cls, own)
-            beside = [
-                name for name in _BESIDE[own] if getattr(cls, name, None) is not None and _definer(cls, name) > at
+        for method in [name for name in _BYPASSES if getattr(cls, name, None) is not None]:
+            class_index = _definer(cls, method)
+            bypasses = [
+                name
+                for name in _BYPASSES[method]
+                if getattr(cls, name, None) is not None and _definer(cls, name) > class_index
             ]
-            if beside:
-                whose = f"the {own}() of {cls.__mro__[at].__name__}" if at else f"a {own}() of its own"
-                parent = cls.__mro__[_definer(cls, beside[0])].__name__
+            if bypasses:
+                defined_method = (
+                    f"the {method}() of {cls.__mro__[class_index].__name__}"
+                    if class_index
+                    else f"a {method}() of its own"
+                )
+                parent = cls.__mro__[_definer(cls, bypasses[0])].__name__
                 raise TypeError(
-                    f"{cls.__name__} has {whose}, and from {parent} {', '.join(f'{name}()' for name in beside)}, "
+                    f"{cls.__name__} has {defined_method}, and from {parent} {', '.join(f'{name}()' for name in bypasses)}, "
                     f"which go past it. Put it above in place of deriving it: rd.Map, or a subclass of rd.Node with the "
                     f"{parent} as a child. Or give it these as well."
                 )
@@ -169,7 +175,7 @@ class Node(BaseNode[T]):
         return tuple(
             (child, self._slots(name))
             for name, child in self.children.items()
-            if any(isinstance(below, MayChange) and below.changeable for _, below in child.walk())
+            if any(isinstance(descendant, MayChange) and descendant.changeable for _, descendant in child.walk())
         )
 
     def bind(self, position: View) -> None:
@@ -183,11 +189,11 @@ class Node(BaseNode[T]):
     def _bind_children(self) -> None:
         """Bind each child to its part of this node's position."""
         for name, child in self.children.items():
-            part = self.position[self._slots(name)]
+            child_position = self.position[self._slots(name)]
             if self.READS_AHEAD:
-                child.position[:] = part
-                part = child.position
-            child.bind(part)
+                child.position[:] = child_position
+                child_position = child.position
+            child.bind(child_position)
 
     def seek(self) -> None:
         """Drop everything that was derived from the old position. The position is new, and the children are bound already."""
@@ -231,10 +237,10 @@ class Node(BaseNode[T]):
         Args:
             is_drawn: True if something was drawn although the row does not show it: a node above is within the first sample.
         """
-        first = initial(self)
+        initial_row = initial(self)
         for slot in place_slots(self.FIELDS):
-            is_drawn |= self.READS_AHEAD and position[slot] != first[slot]
-            position[slot] = first[slot]
+            is_drawn |= self.READS_AHEAD and position[slot] != initial_row[slot]
+            position[slot] = initial_row[slot]
         for name, child in self.children.items():
             child.next_epoch(position[self._slots(name)], is_drawn=is_drawn and len(self.children) == 1)
 
@@ -258,7 +264,7 @@ class Node(BaseNode[T]):
 
 def _definer(cls: type, name: str) -> int:
     """Return the index, in the method resolution order of a class, of the first class that defines ``name``."""
-    return next((at for at, kind in enumerate(cls.__mro__) if name in vars(kind)), len(cls.__mro__))
+    return next((index for index, kind in enumerate(cls.__mro__) if name in vars(kind)), len(cls.__mro__))
 
 
 def initial(node: Node[Any]) -> View:
@@ -273,12 +279,12 @@ def initial(node: Node[Any]) -> View:
 
 def slots_of(node: Node[Any], path: tuple[str, ...]) -> slice | None:
     """Return the slots of the node at ``path`` in a row of a node above it; `None` inside a torchdata node."""
-    first = 0
+    start = 0
     for name in path:
         if name not in node.children:
             return None
-        node, first = node.children[name], first + node._slots(name).start
-    return slice(first, first + offsets(node.fields)[-1])
+        node, start = node.children[name], start + node._slots(name).start
+    return slice(start, start + offsets(node.fields)[-1])
 
 
 def changing_children(node: Node[Any]) -> Sequence[tuple[Node[Any], slice]]:

@@ -35,18 +35,18 @@ class BatchBuffer:
         self.lists: dict[str, list[Any]] = {}
         """Values that are no arrays, by name, one for each sample written so far: provenance, payload of its documents."""
 
-    def row(self, column: str, place: int) -> npt.NDArray[Any]:
-        """Return row ``place`` of a column as a view of shape ``[1, length]``."""
-        return self.arrays[column][place : place + 1]
+    def row(self, column: str, index: int) -> npt.NDArray[Any]:
+        """Return row ``index`` of a column as a view of shape ``[1, length]``."""
+        return self.arrays[column][index : index + 1]
 
-    def put(self, column: str, place: int, values: npt.NDArray[Any], fill: int) -> None:
-        """Write a 1-D array into row ``place`` of a column, padded with ``fill`` to the length of the column."""
+    def put(self, column: str, index: int, values: npt.NDArray[Any], fill: int) -> None:
+        """Write a 1-D array into row ``index`` of a column, padded with ``fill`` to the length of the column."""
         array, length = self.arrays[column], len(values)
         if length == array.shape[1]:
-            array[place] = values
+            array[index] = values
         else:
-            array[place, :length] = values
-            array[place, length:] = fill
+            array[index, :length] = values
+            array[index, length:] = fill
 
     def add(self, column: str, value: Any) -> None:
         """Append the next sample's value to a list, for values that are not arrays; call it in the order of the rows."""

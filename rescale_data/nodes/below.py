@@ -17,19 +17,19 @@ from rescale_data.state import Ints, offsets, place_slots
 
 def find_shard(node: Node[Any]) -> Shard | None:
     """Return the logical shard read by a node or by a node below it; `None` if there is none (`Node.of_shard`)."""
-    return next((below.of_shard for _, below in node.walk() if below.of_shard is not None), None)
+    return next((inner.of_shard for _, inner in node.walk() if inner.of_shard is not None), None)
 
 
 def is_endless(node: Node[Any]) -> bool:
     """True if a node reads an endless stream (`Shard.repeat`); its consumer restarts it at the end of each epoch."""
-    return any(below.of_shard.repeat for _, below in node.walk() if below.of_shard is not None)
+    return any(inner.of_shard.repeat for _, inner in node.walk() if inner.of_shard is not None)
 
 
-def shard_of(node: Node[Any], given: Shard | None) -> Shard:
-    """Return ``given`` if it is a shard, else the logical shard that the node reads; ``ValueError`` if there is none."""
-    if given is not None:
-        require_shard(given, node)
-    shard = given or find_shard(node)
+def shard_of(node: Node[Any], explicit_shard: Shard | None) -> Shard:
+    """Return ``explicit_shard`` if it is given, else the logical shard that the node reads; ``ValueError`` if there is none."""
+    if explicit_shard is not None:
+        require_shard(explicit_shard, node)
+    shard = explicit_shard or find_shard(node)
     if shard is None:
         raise ValueError(
             "No node below reads a logical shard (as rd.Reader does), so there is nothing to key random numbers with. Give "
@@ -40,16 +40,17 @@ def shard_of(node: Node[Any], given: Shard | None) -> Shard:
 
 def num_below(node: Node[Any], kind: type[Node[Any]]) -> int:
     """Return the number of nodes of a class below a node, not below a mixture too: those may change between segments."""
-    nodes = [(path, below) for path, below in node.walk() if path]
-    mixtures = [path for path, below in node.walk() if isinstance(below, Mixes)]
+    nodes = [(path, inner) for path, inner in node.walk() if path]
+    mixtures = [path for path, inner in node.walk() if isinstance(inner, Mixes)]
     return sum(
-        isinstance(below, kind) and not any(path[: len(above)] == above for above in mixtures) for path, below in nodes
+        isinstance(inner, kind) and not any(path[: len(mixture)] == mixture for mixture in mixtures)
+        for path, inner in nodes
     )
 
 
 def source_names(node: Node[Any]) -> list[str]:
     """Return the sorted names of the sources that a node and the nodes below it read."""
-    return sorted({below.reads.name for _, below in node.walk() if below.reads is not None})
+    return sorted({inner.reads.name for _, inner in node.walk() if inner.reads is not None})
 
 
 def readers_of(node: Node[Any], start: int) -> list[tuple[Reader, int]]:
@@ -57,17 +58,17 @@ def readers_of(node: Node[Any], start: int) -> list[tuple[Reader, int]]:
 
     The first slot of a reader is its epoch.
     """
-    readers = [(below, slots_of(node, path)) for path, below in node.walk() if isinstance(below, Reader)]
+    readers = [(inner, slots_of(node, path)) for path, inner in node.walk() if isinstance(inner, Reader)]
     return [(reader, start + slots.start) for reader, slots in readers if slots is not None]
 
 
-def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
-    """Advance a node's position by whole epochs, up to the epoch that holds the last of the next ``most`` samples.
+def pass_epochs(node: Node[Any], row: Ints, shard: int, num_to_skip: int) -> int:
+    """Advance a node's position by whole epochs, up to the epoch that holds the last of the next ``num_to_skip`` samples.
 
     Args:
         row: ``int64[slots]``, at the beginning of an epoch; changed in place.
         shard: Index of the logical shard.
-        most: Number of samples, at least 1.
+        num_to_skip: Number of samples, at least 1.
 
     Returns:
         The number of samples in the epochs that were passed; 0 if it is not known.
@@ -81,13 +82,13 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
         return 0
     if not any(reader.rows.is_small or reader.rows.is_growing for reader, _ in readers):  # each epoch is like the next
         size = int(end[0][0])
-        num = (most - 1) // size if size else 0
+        num = (num_to_skip - 1) // size if size else 0
         row += num * (end[1][0] - row)
         return num * size
     reader, slot = readers[0]
-    if not all(below is reader or below.one_for_one for below in nodes):  # a window spans several epochs of a round
+    if not all(inner is reader or inner.one_for_one for inner in nodes):  # a window spans several epochs of a round
         return 0
-    row[slot], num = reader.rows.epoch_after(int(row[slot]), most, shard)
+    row[slot], num = reader.rows.epoch_after(int(row[slot]), num_to_skip, shard)
     return num
 
 
@@ -120,9 +121,9 @@ def epoch_end(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | 
 
 def epoch_end_of_source(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
     """Return `epoch_end` of a node that yields one sample for each sample of its source and keeps its own slots."""
-    own = offsets(node.FIELDS)[-1]
-    end = epoch_end(node.children["source"], rows[:, own:], shards)
-    return None if end is None else (end[0], np.concatenate([rows[:, :own], end[1]], axis=1))
+    num_own = offsets(node.FIELDS)[-1]
+    end = epoch_end(node.children["source"], rows[:, num_own:], shards)
+    return None if end is None else (end[0], np.concatenate([rows[:, :num_own], end[1]], axis=1))
 
 
 def repeats_itself(node: Node[Any]) -> bool:
@@ -212,10 +213,10 @@ def place(node: Node[Any]) -> list[int]:
     """
     if isinstance(node, Mixes):
         return node.place()
-    slots, first = place_slots(node.FIELDS), offsets(node.FIELDS)[-1]
+    slots, offset = place_slots(node.FIELDS), offsets(node.FIELDS)[-1]
     for child in node.children.values():
-        slots += [first + slot for slot in place(child)]
-        first += offsets(child.fields)[-1]
+        slots += [offset + slot for slot in place(child)]
+        offset += offsets(child.fields)[-1]
     return slots
 
 

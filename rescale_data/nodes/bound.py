@@ -8,11 +8,11 @@ from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View, slots_of
 from rescale_data.nodes.below import find_shard, source_names
 
-_EVERY = 256  # draws between two checks
+_DRAWS_PER_CHECK = 256  # draws between two checks
 SILENT_EPOCHS = 2
 """Whole epochs without a result after which a source is taken to have none."""
 _MAX_EPOCHS_IF_SOME_IDLE = 64
-_DRAWS = 2**24  # the limit where no source of ours shows progress
+_MAX_DRAWS = 2**24  # the limit where no source of ours shows progress
 
 
 def require_tokens(num_epochs: int) -> None:
@@ -37,7 +37,7 @@ class EmptyDrawLimit:
 
     def __init__(self, node: Node[Any], name: str = "") -> None:
         self._node, self._name = node, name or type(node).__name__
-        self._since: list[list[int]] = []
+        self._start_positions: list[list[int]] = []
 
     def count_empty(self, num_before: int, position: View | None = None, num: int = 1) -> int:
         """Return the number of draws without a result, after ``num`` more; raise `DataStateError` if there are too many.
@@ -45,38 +45,40 @@ class EmptyDrawLimit:
         Args:
             num_before: The count so far.
             position: The position of ``node``, if it is not its own.
-            num: Draws in vain since then.
+            num: Number of draws without a result since then.
         """
-        after = num_before + num
-        if after // _EVERY > num_before // _EVERY:
-            where = self._node.position if position is None else position
-            self._check_progress(after, where, is_first=num_before < _EVERY)
-        return after
+        num_after = num_before + num
+        if num_after // _DRAWS_PER_CHECK > num_before // _DRAWS_PER_CHECK:
+            current = self._node.position if position is None else position
+            self._check_progress(num_after, current, is_first=num_before < _DRAWS_PER_CHECK)
+        return num_after
 
-    def _check_progress(self, misses: int, position: View, *, is_first: bool) -> None:
-        now = [
-            _place(self._node, position, path, below) for path, below in self._node.walk() if below.reads is not None
+    def _check_progress(self, num_empty: int, position: View, *, is_first: bool) -> None:
+        positions = [
+            _position_of(self._node, position, path, inner)
+            for path, inner in self._node.walk()
+            if inner.reads is not None
         ]
         if is_first:
-            self._since = now
+            self._start_positions = positions
             return
-        passed = [here[0] - there[0] for here, there in zip(now, self._since, strict=True) if here != there]
-        num_resting = len(now) - len(passed)
-        enough = _MAX_EPOCHS_IF_SOME_IDLE if num_resting else SILENT_EPOCHS + 1
-        if misses >= _DRAWS if not passed else min(passed) > SILENT_EPOCHS and max(passed) >= enough:
-            self._raise(misses)
+        epochs = [new[0] - old[0] for new, old in zip(positions, self._start_positions, strict=True) if new != old]
+        num_idle = len(positions) - len(epochs)
+        required = _MAX_EPOCHS_IF_SOME_IDLE if num_idle else SILENT_EPOCHS + 1
+        if num_empty >= _MAX_DRAWS if not epochs else min(epochs) > SILENT_EPOCHS and max(epochs) >= required:
+            self._raise(num_empty)
 
-    def _raise(self, misses: int) -> None:
+    def _raise(self, num_empty: int) -> None:
         names, shard = ", ".join(source_names(self._node)), find_shard(self._node)
-        where = "" if shard is None else f" in logical shard {shard.index} of {shard.num_logical_shards}"
+        in_shard = "" if shard is None else f" in logical shard {shard.index} of {shard.num_logical_shards}"
         raise DataStateError(
-            f"{self._name} has drawn {misses} samples in a row from {names or 'its source'}{where} "
+            f"{self._name} has drawn {num_empty} samples in a row from {names or 'its source'}{in_shard} "
             f"and kept none, over more than {SILENT_EPOCHS} whole epochs: all were filtered out, skipped or empty. Check the "
             f"predicate or the column, or give fewer logical shards or more data."
         )
 
 
-def _place(node: Node[Any], position: View, path: tuple[str, ...], below: Node[Any]) -> list[int]:
-    """Return the position of the node ``below``, taken from ``position`` of ``node`` if possible, else its live position."""
+def _position_of(node: Node[Any], position: View, path: tuple[str, ...], inner: Node[Any]) -> list[int]:
+    """Return the position of the node ``inner``, taken from ``position`` of ``node`` if possible, else its live position."""
     slots = slots_of(node, path)
-    return (below.position if slots is None else position[slots]).tolist()
+    return (inner.position if slots is None else position[slots]).tolist()

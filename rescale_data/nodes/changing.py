@@ -40,14 +40,14 @@ def settle(node: Node[Any], position: View) -> bool:
         return sum(settle(child, position[slots]) for child, slots in changing_children(node)) > 0
     if within(node) is None:
         return False
-    source, below, again = node.children["source"], position[offsets(node.FIELDS)[-1] :], False
+    source, source_position, restarts = node.children["source"], position[offsets(node.FIELDS)[-1] :], False
     if _is_within(node, position):
-        again = is_lost(source, below) if within(node) == "document" else is_stale(source, below)
-        if not again:
+        restarts = is_lost(source, source_position) if within(node) == "document" else is_stale(source, source_position)
+        if not restarts:
             return False
         for slot in place_slots(node.FIELDS):
             position[slot] = 0
-    return settle(source, below) or again
+    return settle(source, source_position) or restarts
 
 
 def take_effect(node: Node[Any]) -> None:

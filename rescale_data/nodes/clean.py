@@ -96,8 +96,8 @@ class CleanDocuments(Node[dict[str, Any]]):
     def open_documents(self, column: str) -> Documents | None:
         if column != self.column:
             return None
-        inner, bound = open_documents(self._source, column), EmptyDrawLimit(self._source, type(self).__name__)
-        return inner and PickedDocuments(inner, self._all_pieces, bound, dropped=_SHORT, piece=_PIECE)
+        documents, limit = open_documents(self._source, column), EmptyDrawLimit(self._source, type(self).__name__)
+        return documents and PickedDocuments(documents, self._all_pieces, limit, dropped=_SHORT, piece=_PIECE)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return dtype_of(self._source, column)
@@ -114,8 +114,8 @@ class CleanDocuments(Node[dict[str, Any]]):
             stop -= 1
         if stop - start < self.min_length:
             return []
-        step = self.max_length or max(1, stop - start)
-        return [slice(first, min(first + step, stop)) for first in range(start, max(stop, start + 1), step)]
+        length = self.max_length or max(1, stop - start)
+        return [slice(begin, min(begin + length, stop)) for begin in range(start, max(stop, start + 1), length)]
 
     def parameters(self) -> dict[str, Any]:
         return {

@@ -45,9 +45,9 @@ class ColumnDocuments:
     def __init__(self, node: Node[Any], column: str, reader: str, *extractors: ValueExtractor) -> None:
         self._extractors = extractors
         self._node, self._column, self._reader = node, column, reader
-        for _, below in node.walk():
-            below.reread = True
-        self._ended, self._leaves_out = False, any(may_change(below) for _, below in node.walk())
+        for _, inner in node.walk():
+            inner.reread = True
+        self._ended, self._leaves_out = False, any(may_change(inner) for _, inner in node.walk())
 
     is_costly = True
 
@@ -61,20 +61,20 @@ class ColumnDocuments:
         except StopIteration:
             self._ended = True
             return EMPTY
-        where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
-        kept = DocumentValues()
+        provenance = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
+        values = DocumentValues()
         try:
             tokens = _integers(sample, self._column, self._reader)
             for extract in self._extractors:
-                kept.update(extract(sample, len(tokens)))
+                values.update(extract(sample, len(tokens)))
         except (TypeError, ValueError) as error:
             add_place(error, self._reader, self._node.locate())
             raise
-        after = copy_of(self._node.position)
+        next_position = copy_of(self._node.position)
         if self._leaves_out:
-            pass_blocked(self._node, after)
-        spans = Spans.of(tokens.copy(), PositionUpdates.between(position, after), where)
-        return replace(spans, keeps=(kept,)) if self._extractors else spans
+            pass_blocked(self._node, next_position)
+        spans = Spans.of(tokens.copy(), PositionUpdates.between(position, next_position), provenance)
+        return replace(spans, keeps=(values,)) if self._extractors else spans
 
     def begin_next_epoch(self, position: memoryview) -> None:
         position[:] = self._node.position

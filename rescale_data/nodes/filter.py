@@ -23,7 +23,7 @@ from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
-_LOOK_AFTER = 1000
+_DROPS_PER_CHECK = 1000
 _log = logging.getLogger("rescale_data")
 _counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
 """Counts of this process by predicate: samples kept, samples dropped, and True if a warning was logged."""
@@ -45,14 +45,14 @@ class FilteredDocuments:
 
     def __init__(self, node: Filter, column: str, blocks: Documents) -> None:
         self._node, self._column, self._documents = node, column, blocks
-        self._in_blocks = True
+        self._reads_blocks = True
 
     def read(self, position: View, most: int) -> Spans:
-        if self._in_blocks:
+        if self._reads_blocks:
             try:
                 return self._documents.read(position, most)
             except Exception:
-                self._documents, self._in_blocks = ColumnDocuments(self._node, self._column, "Filter"), False
+                self._documents, self._reads_blocks = ColumnDocuments(self._node, self._column, "Filter"), False
         return self._documents.read(position, most)
 
     def begin_next_epoch(self, position: View) -> None:
@@ -125,12 +125,12 @@ class Filter(Node[Any]):
     def open_documents(self, column: str) -> Documents | None:
         """Return a reader of many documents at a time if samples have this column alone; else `None`."""
         dtype = self.dtype_of(column)
-        inner = None if self._guard.skips or dtype is None else open_documents(self._source, column)
-        if inner is None or dtype is None:
+        documents = None if self._guard.skips or dtype is None else open_documents(self._source, column)
+        if documents is None or dtype is None:
             return None
-        bound = EmptyDrawLimit(self._source, type(self).__name__)
+        limit = EmptyDrawLimit(self._source, type(self).__name__)
         return FilteredDocuments(
-            self, column, PickedDocuments(inner, partial(self._pieces, column, dtype), bound, dropped=0)
+            self, column, PickedDocuments(documents, partial(self._pieces, column, dtype), limit, dropped=0)
         )
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
@@ -142,14 +142,14 @@ class Filter(Node[Any]):
         copies, kept_parts = tokens.astype(dtype), list[list[slice]]()
         for start, stop in pairwise(ends.tolist()):
             sample = {column: copies[start:stop]}
-            given = sample[column]
+            column_tokens = sample[column]
             try:
                 stays = bool(self.predicate(sample))
             except Exception:
                 if not kept_parts:
                     raise
                 break
-            if sample.get(column) is not given:
+            if sample.get(column) is not column_tokens:
                 raise _SampleModifiedError
             kept_parts.append([slice(0, stop - start)] if stays else [])
         if not np.array_equal(copies, tokens):
@@ -162,13 +162,13 @@ class Filter(Node[Any]):
 
     def _drop(self) -> None:
         self._counts[1] += 1
-        kept, dropped, warned = self._counts
-        if not dropped % _LOOK_AFTER and dropped > 9 * kept and not warned:
+        num_kept, num_dropped, has_warned = self._counts
+        if not num_dropped % _DROPS_PER_CHECK and num_dropped > 9 * num_kept and not has_warned:
             self._counts[2] = True
             _log.warning(
                 "Filter(%s) has dropped %d of %d samples, all of which were read. Filter the files once and read what is left, "
                 "or give ParquetSource and ArrowSource a filter=, which reads no more than what matches.",
-                self._name, dropped, kept + dropped,
+                self._name, num_dropped, num_kept + num_dropped,
             )  # fmt: skip
 
     def parameters(self) -> dict[str, Any]:

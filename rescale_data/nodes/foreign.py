@@ -46,9 +46,9 @@ class Foreign(Node[T]):
 
     def __init__(self, node: BaseNode[T]) -> None:
         self.node = node
-        self._samplers = [below for below in _all_below(node) if isinstance(below, SamplerWrapper)]
-        self._first = node.state_dict()
-        self.FIELDS = (_STATUS_FIELD, *(field_of(path, value) for path, value in flatten(self._first)))
+        self._samplers = [inner for inner in _all_below(node) if isinstance(inner, SamplerWrapper)]
+        self._built_state = node.state_dict()
+        self.FIELDS = (_STATUS_FIELD, *(field_of(path, value) for path, value in flatten(self._built_state)))
         super().__init__()
 
     def seek(self) -> None:
@@ -60,18 +60,18 @@ class Foreign(Node[T]):
             return next(self.node)
         except StopIteration:
             status = _AT_BEGINNING
-            self._begin()
+            self._begin_epoch()
             raise
         finally:
-            self._keep(self.position, status)
+            self._save_state(self.position, status)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         if is_drawn or position[0] == _WITHIN:
             self._reset(position)
-            self._begin()
-            self._keep(position, _AT_BEGINNING)
+            self._begin_epoch()
+            self._save_state(position, _AT_BEGINNING)
 
-    def _begin(self) -> None:
+    def _begin_epoch(self) -> None:
         epochs = [(sampler, sampler.epoch) for sampler in self._samplers if isinstance(sampler.sampler, Stateful)]
         for sampler in self._samplers:  # a sampler without a call since a resume would stay in its epoch
             if not isinstance(sampler.sampler, Stateful):
@@ -83,12 +83,12 @@ class Foreign(Node[T]):
                 sampler.reset(None)
 
     def _reset(self, position: View) -> None:
-        kept = state_of(self.fields, position)
-        as_built = kept.pop(_STATUS_FIELD.key) == _AS_BUILT
+        state = state_of(self.fields, position)
+        as_built = state.pop(_STATUS_FIELD.key) == _AS_BUILT
         # the node may go on writing into the state that it receives
-        self.node.reset(_with_unbatcher_copies(copy.deepcopy(self._first) if as_built else kept))
+        self.node.reset(_with_unbatcher_copies(copy.deepcopy(self._built_state) if as_built else state))
 
-    def _keep(self, position: View, status: int) -> None:
+    def _save_state(self, position: View, status: int) -> None:
         position[:] = row_of(
             self.fields, {_STATUS_FIELD.key: status, **self.node.state_dict()}, type(self.node).__name__
         )
@@ -115,8 +115,8 @@ class _UnbatcherState(dict[str, Any]):
 
 def _with_unbatcher_copies(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state to reset a node with, in which `Unbatcher` states return copies that no other node can modify."""
-    inside = {key: _with_unbatcher_copies(value) if type(value) is dict else value for key, value in state.items()}
-    return _UnbatcherState(inside) if inside.keys() == _UNBATCHER_KEYS else inside
+    copies = {key: _with_unbatcher_copies(value) if type(value) is dict else value for key, value in state.items()}
+    return _UnbatcherState(copies) if copies.keys() == _UNBATCHER_KEYS else copies
 
 
 class MappedNode(Node[Any]):
@@ -138,11 +138,11 @@ class MappedNode(Node[Any]):
 
 
 @as_node.register(BaseNode)
-def _wrapped(node: BaseNode[Any]) -> Node[Any]:
-    for below in _all_below(node):
-        _refuse_threads(below)
-        _refuse_one_pass(below)
-        _refuse_nested(below)
+def _wrap(node: BaseNode[Any]) -> Node[Any]:
+    for inner in _all_below(node):
+        _refuse_threads(inner)
+        _refuse_one_pass(inner)
+        _refuse_nested(inner)
     return MappedNode(node) if isinstance(node, ParallelMapper) else Foreign(node)
 
 
@@ -191,10 +191,10 @@ def _refuse_one_pass(node: BaseNode[Any]) -> None:
             f"second epoch could begin it again. Give an object whose __iter__ begins anew, or use rd.IterableSource."
         )
     if isinstance(node, SamplerWrapper):
-        first, again = (list(islice(iter(node.sampler), _NUM_COMPARED)) for _ in range(2))
-        if str(first) != str(again):
+        order, again = (list(islice(iter(node.sampler), _NUM_COMPARED)) for _ in range(2))
+        if str(order) != str(again):
             raise TypeError(
-                f"The {type(wrapped).__name__} of SamplerWrapper yields another order each time ({first}, then {again}), so a "
+                f"The {type(wrapped).__name__} of SamplerWrapper yields another order each time ({order}, then {again}), so a "
                 f"resume would lose and repeat rows. Use rd.Reader(dataset, shard), which shuffles, or a sampler whose "
                 f"order follows from set_epoch(epoch)."
             )
@@ -206,8 +206,8 @@ def _refuse_nested(node: BaseNode[Any]) -> None:
     The inner one would not begin its next epoch after some resumes.
     """
     if isinstance(node, MultiNodeWeightedSampler):
-        for below in _all_below(node):
-            if below is not node and isinstance(below, MultiNodeWeightedSampler):
+        for inner in _all_below(node):
+            if inner is not node and isinstance(inner, MultiNodeWeightedSampler):
                 raise TypeError(
                     "A MultiNodeWeightedSampler reads another, which after some resumes would not begin its next epoch. Make "
                     "one of both with the products of their weights, or use rd.WeightedSampler."
@@ -223,24 +223,24 @@ def _wrapped_by(node: BaseNode[Any]) -> Any:
 
 def _with_ranks(node: BaseNode[Any]) -> Iterator[Any]:
     """Yield each object that has a rank and a number of ranks: ``node``, the nodes below it and the samplers they wrap."""
-    for below in _all_below(node):
-        yield from (part for part in (below, _wrapped_by(below)) if all(value is not None for value in _ranks_of(part)))
+    for inner in _all_below(node):
+        yield from (part for part in (inner, _wrapped_by(inner)) if all(value is not None for value in _ranks_of(part)))
 
 
-def _ranks_of(part: Any) -> tuple[Any, Any]:
+def _ranks_of(reader: Any) -> tuple[Any, Any]:
     """Return the rank and the number of ranks of an object, by torchdata's attribute names or `DistributedSampler`'s."""
-    return getattr(part, "rank", None), getattr(part, "world_size", getattr(part, "num_replicas", None))
+    return getattr(reader, "rank", None), getattr(reader, "world_size", getattr(reader, "num_replicas", None))
 
 
 def _parameters(node: BaseNode[Any]) -> dict[str, Any]:
     """Return the public attributes of a torchdata node, and of torchdata nodes below it, that JSON can hold."""
     public = {k: v.item() if isinstance(v, np.generic) else v for k, v in vars(node).items() if not k.startswith("_")}
-    below = {
+    children = {
         name: {"node": type(child).__name__, **_parameters(child)}
         for name, child in _children(node)
         if not isinstance(child, Node)
     }
-    return {**{k: v for k, v in public.items() if _is_plain(v)}, **below}
+    return {**{k: v for k, v in public.items() if _is_plain(v)}, **children}
 
 
 def _is_plain(value: Any) -> bool:

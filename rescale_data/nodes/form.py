@@ -35,9 +35,9 @@ def num_tokens(history: History, samples: Ints, seq_len: int) -> float:
     """Return the tokens, with padding, in ``samples`` delivered by some logical shards; exact if all N shards are given."""
     if not history:
         return float(samples.sum()) * seq_len
-    before, form = history[-1]
-    share = len(samples) / form["shards"]
-    return share * form["tokens"] + (float(samples.sum()) - share * before) * seq_len
+    num_before, form = history[-1]
+    fraction = len(samples) / form["shards"]
+    return fraction * form["tokens"] + (float(samples.sum()) - fraction * num_before) * seq_len
 
 
 class Stage(NamedTuple):
@@ -49,16 +49,16 @@ class Stage(NamedTuple):
     num_emitted: int = 0
 
 
-def stages(emitted: int, history: History, now: Stage) -> Iterator[Stage]:
-    """Yield the earlier formats in which samples of a window were yielded, oldest first, then the present format ``now``."""
-    for back in (2, 1):
-        num_emitted = emitted >> (back * _BITS) & MOST
+def stages(emitted: int, history: History, present: Stage) -> Iterator[Stage]:
+    """Yield the earlier formats in which samples of a window were yielded, oldest first, then the ``present`` format."""
+    for age in (2, 1):
+        num_emitted = emitted >> (age * _BITS) & MOST
         if num_emitted:
-            if back > len(history):
+            if age > len(history):
                 raise DataStateError(STATE_DOES_NOT_FIT)
-            form = history[-back][1]
+            form = history[-age][1]
             yield Stage(form["seq_len"], form["max_documents"], form.get("limits", {}), num_emitted)
-    yield now
+    yield present
 
 
 def begin_form(emitted: Ints) -> None:

@@ -13,9 +13,9 @@ CODE, VERSION = "fn.code", "version"
 """Parameter names. When a state is loaded, changed code only logs a warning; versions are compared if both sides have one."""
 
 
-def require_function(fn: object, of: str) -> None:
+def require_function(fn: object, argument: str) -> None:
     if not callable(fn):
-        raise TypeError(f"{fn!r} is a {type(fn).__name__}: give a function of {of}.")
+        raise TypeError(f"{fn!r} is a {type(fn).__name__}: give a function of {argument}.")
 
 
 def identity(fn: Any, version: str | int | None) -> dict[str, Any]:

@@ -43,27 +43,27 @@ class Guard:
         self._name = kind.__name__
         self._note = note or f"in the function of {self._name}, given"
 
-    def handle(self, error: Exception, where: str, num_before: int) -> Any:
+    def handle(self, error: Exception, location: str, num_before: int) -> Any:
         """Raise ``error``, or return the value to use in place of the failed result; `None` skips the sample.
 
         `None` means that the sample is left out; the node then counts it.
 
         Args:
             error: The error that was caught.
-            where: The place of the sample, from `Node.locate`.
+            location: The place of the sample, from `Node.locate`.
             num_before: Number of samples that this logical shard left out before. The first few are logged, then ever fewer.
         """
-        where = where or "a sample whose place is not known"
+        location = location or "a sample whose place is not known"
         if not self.skips or (self._decide == "skip" and isinstance(error, BUGS)):
-            _raise(error, f"{self._note} {where}")
-        replacement = self._decide(error, where) if callable(self._decide) else None
+            _raise(error, f"{self._note} {location}")
+        replacement = self._decide(error, location) if callable(self._decide) else None
         if replacement is not None:
             return replacement
         number = num_before + 1
         if number <= _LOGGED_IN_FULL or not number & num_before:
             _log.warning(
                 "%s left out %s (number %d of its logical shard): %s: %s",
-                self._name, where, number, type(error).__name__, error,
+                self._name, location, number, type(error).__name__, error,
             )  # fmt: skip
         return None
 
@@ -83,16 +83,16 @@ def described(sample: object) -> str:
     return f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
 
 
-def add_place(error: Exception, node: str, where: str) -> None:
+def add_place(error: Exception, node: str, location: str) -> None:
     """Add a note with the sample's source and row to an error; do nothing if these are not known.
 
     Args:
         error: An error in the content of the sample.
         node: Name of the node that raised it.
-        where: The place, from `Node.locate`.
+        location: The place, from `Node.locate`.
     """
-    if where:
-        error.add_note(f"in {node}, given {where}")
+    if location:
+        error.add_note(f"in {node}, given {location}")
 
 
 def _raise(error: Exception, note: str) -> NoReturn:

@@ -129,11 +129,11 @@ class RandomMap(PerSample):
         self.label = label
         shard = shard_of(self, shard)
         self._key = (shard.seed, shard.index, num_below(self, RandomMap))
-        self._slots_of_place = place(self._source)
+        self._place_slots = place(self._source)
 
     def _extra_argument(self) -> np.random.Generator:
         position = self._source.position
-        return generator(f"random_map/{self.label}", *self._key, *(position[slot] for slot in self._slots_of_place))
+        return generator(f"random_map/{self.label}", *self._key, *(position[slot] for slot in self._place_slots))
 
     def parameters(self) -> dict[str, Any]:
         return {"label": self.label, **self._identity}

@@ -11,14 +11,14 @@ from typing import Any
 PROVENANCE = "provenance"
 
 
-def with_provenance(sample: Any, where: str | list[str]) -> dict[str, Any]:
+def with_provenance(sample: Any, location: str | list[str]) -> dict[str, Any]:
     """Return the sample with its provenance under one more key; ``TypeError`` if the sample is no mapping."""
     if not isinstance(sample, Mapping):
         raise TypeError(
             f"Reader(provenance=True) adds the key {PROVENANCE!r} to each sample, but a sample is a {type(sample).__name__}. "
             f"Let the dataset return dicts, or leave provenance out."
         )
-    return {**sample, PROVENANCE: where}
+    return {**sample, PROVENANCE: location}
 
 
 def copy_provenance(sample: Any, result: Any) -> Any:

@@ -32,7 +32,7 @@ from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
 
-_BLOCKED, _LIST = -2, -1  # slots, if `exclude` is given
+_BLOCKED, _LIST_DIGEST = -2, -1  # slots, if `exclude` is given
 _MAY_CHANGE = frozenset({"exclude"})
 
 
@@ -134,7 +134,7 @@ class Reader(Node[Any]):
         self._used_column: str | None = None  # the only column that is used, however the rows are read
         self._document_column: str | None = None  # the column that is read without its rows
         self._is_epoch_over = self._cuts_fragments = False
-        self._drawn = -1
+        self._drawn_row = -1
         self._share: ShardShare | None = None
         source = self.source
         if source.batch_rows > 1:
@@ -189,7 +189,7 @@ class Reader(Node[Any]):
 
     def for_shard(self, shard: Shard, on_evict: Callable[[], None]) -> Reader:
         """Return a reader of another shard with the same arguments and a callback for when its row order leaves the cache."""
-        made = Reader(
+        reader = Reader(
             self.source,
             shard,
             shuffle=self.shuffle,
@@ -197,8 +197,8 @@ class Reader(Node[Any]):
             provenance=self._adds_provenance,
             on_error=self._on_error,
         )
-        made._views, made._number, made._on_evict = self._views, self._number, on_evict
-        return made
+        reader._views, reader._number, reader._on_evict = self._views, self._number, on_evict
+        return reader
 
     @property
     def key(self) -> tuple[int, int]:
@@ -218,32 +218,32 @@ class Reader(Node[Any]):
 
     def begin(self, row: View) -> None:
         if self._blocklist is not None:  # also at the beginning of the first window, which a node above reads again
-            row[_LIST] = self._blocklist.digest
+            row[_LIST_DIGEST] = self._blocklist.digest
 
     def seek(self) -> None:
         self._is_epoch_over = False
         if not self._by_global_batch:
-            here = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
-            self._cuts_fragments = self.source.cuts_pay(here, packed=self._document_column is not None)
+            num_shards = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
+            self._cuts_fragments = self.source.cuts_pay(num_shards, packed=self._document_column is not None)
 
     def next(self) -> Any:
         position = self.position
         while True:
             if self._is_epoch_over or not self.to_next_row(position):
-                self._finish()
+                self._end_epoch()
             epoch, row = position[0], position[1]
             plan = self.rows.cached_plan(epoch, row) or self.plan(epoch, row)
-            at = row - plan.first_row
-            self._drawn = int(plan.rows[at])
+            index = row - plan.first_row
+            self._drawn_row = int(plan.rows[index])
             try:
-                value = self._read(plan, at)
+                value = self._read(plan, index)
             except Exception as error:
                 value = self._guard.handle(error, self.locate(), position[2])
                 if value is None:
                     self.advance(position, 1)
                     position[2] += 1
                     continue
-            if self._is_plain and at + 1 < len(plan.rows):
+            if self._is_plain and index + 1 < len(plan.rows):
                 position[1] = row + 1  # equals `advance` if the epoch goes on after this row
             else:
                 self.advance(position, 1)
@@ -256,20 +256,20 @@ class Reader(Node[Any]):
         if self._leaves_out:
             for _ in range(num_samples):
                 if self._is_epoch_over or not self.to_next_row(self.position):
-                    self._finish()
+                    self._end_epoch()
                 self.advance(self.position, 1)
             return None
         if not num_samples:
             return None
         if self._is_epoch_over or not self.to_next_row(self.position):
-            self._finish()
+            self._end_epoch()
         epoch, row = self.position[0], self.position[1]
         stop = row + num_samples
         if stop > self.rows.size(epoch) and stop > self.rows.end_of(epoch, self.shard.index)[0]:
-            self._finish()
+            self._end_epoch()
         if stop > self.rows.size(epoch):  # it goes on at once to other epochs
-            self.position[0], before = self.rows.epoch_after(epoch, stop, self.shard.index)
-            self.position[1], num_samples = 0, stop - before
+            self.position[0], num_before = self.rows.epoch_after(epoch, stop, self.shard.index)
+            self.position[1], num_samples = 0, stop - num_before
             if self._proof is not None:
                 self.position[3] = 0
         return self.advance(self.position, num_samples)
@@ -288,7 +288,7 @@ class Reader(Node[Any]):
         while position[1] < size(position[0]) and (num := self._num_blocked(position)):
             self.advance(position, num)
             position[_BLOCKED] += num
-        position[_LIST] = self._blocklist.digest
+        position[_LIST_DIGEST] = self._blocklist.digest
         return position[1] < size(position[0])
 
     def advance(self, position: View, num_rows: int) -> None:
@@ -319,54 +319,54 @@ class Reader(Node[Any]):
         """True if reading any row of an epoch only adds 1 to the row number in the position."""
         return self._proof is None and not self._leaves_out and not self.rows.goes_on(epoch)
 
-    def moves(self, position: View, at: View, num_rows: int) -> tuple[Ints | None, PositionUpdates]:
+    def moves(self, position: View, start: View, num_rows: int) -> tuple[Ints | None, PositionUpdates]:
         """Return the indices of the next rows that are not blocked, and the position update of each of these rows.
 
         Args:
             position: The position from which the rows are read.
-            at: The same position after `to_next_row`.
-            num_rows: Number of rows from ``at`` on, all of one window.
+            start: The same position after `to_next_row`.
+            num_rows: Number of rows from ``start`` on, all of one window.
 
         Returns:
-            ``int64[k]`` places among the rows, `None` for all of them; the moves of ``position``.
+            ``int64[k]`` indices among the rows, `None` for all of them; the updates of ``position``.
         """
-        if self.rows.goes_on(at[0]):  # the shard has no other row in this epoch
-            after = copy_of(at)
-            self.advance(after, num_rows)
-            self.pass_blocked(after)
-            return None, PositionUpdates.between(position, after)
+        if self.rows.goes_on(start[0]):  # the shard has no other row in this epoch
+            position_after = copy_of(start)
+            self.advance(position_after, num_rows)
+            self.pass_blocked(position_after)
+            return None, PositionUpdates.between(position, position_after)
         ends = np.arange(1, num_rows + 1)
-        if self._is_plain and at == position:
-            return None, PositionUpdates(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends + at[1])
-        plan = self.plan(at[0], at[1])
-        first = at[1] - plan.first_row
+        if self._is_plain and start == position:
+            return None, PositionUpdates(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends + start[1])
+        plan = self.plan(start[0], start[1])
+        first_index = start[1] - plan.first_row
         next_unblocked = (
-            np.arange(first, first + num_rows + 1)
+            np.arange(first_index, first_index + num_rows + 1)
             if plan.next_unblocked is None
-            else np.asarray(plan.next_unblocked)[first:][: num_rows + 1]
+            else np.asarray(plan.next_unblocked)[first_index:][: num_rows + 1]
         )
-        kept = np.flatnonzero(next_unblocked[:-1] == np.arange(first, first + num_rows))
-        ends = np.append(kept[1:], num_rows)  # behind each sample and the rows left out after it
-        values = {1: at[1] + ends}
+        unblocked = np.flatnonzero(next_unblocked[:-1] == np.arange(first_index, first_index + num_rows))
+        ends = np.append(unblocked[1:], num_rows)  # behind each sample and the rows left out after it
+        values = {1: start[1] + ends}
         if self._proof is not None:
-            values[3] = self._proof.digests_after_each(at[3], at[0], at[1], num_rows)[ends - 1]
+            values[3] = self._proof.digests_after_each(start[3], start[0], start[1], num_rows)[ends - 1]
         if self._blocklist is not None:
-            values[len(at) + _BLOCKED] = at[_BLOCKED] + ends - np.arange(1, len(kept) + 1)
+            values[len(start) + _BLOCKED] = start[_BLOCKED] + ends - np.arange(1, len(unblocked) + 1)
         moves = PositionUpdates.of([*values], np.stack([*values.values()], axis=1))
-        last = copy_of(at)
-        moves.apply(last, len(kept))
-        behind = copy_of(last)
-        self.to_next_row(behind)
+        last_position = copy_of(start)
+        moves.apply(last_position, len(unblocked))
+        next_position = copy_of(last_position)
+        self.to_next_row(next_position)
         moves = PositionUpdates.join(
-            [PositionUpdates.between(position, at), moves, PositionUpdates.between(last, behind)]
+            [PositionUpdates.between(position, start), moves, PositionUpdates.between(last_position, next_position)]
         )
-        return kept, moves.merge_groups(np.array([*range(2, len(kept) + 1), len(kept) + 2]))
+        return unblocked, moves.merge_groups(np.array([*range(2, len(unblocked) + 1), len(unblocked) + 2]))
 
     def _num_blocked(self, position: View) -> int:
         """Return the number of blocked rows between a position and the next sample of its window."""
         plan = self.plan(position[0], position[1])
-        at = position[1] - plan.first_row
-        return 0 if plan.next_unblocked is None else plan.next_unblocked[at] - at
+        index = position[1] - plan.first_row
+        return 0 if plan.next_unblocked is None else plan.next_unblocked[index] - index
 
     def settle(self, position: View) -> None:
         """Change nothing: `pass_blocked` writes the present list."""
@@ -376,15 +376,15 @@ class Reader(Node[Any]):
             self.to_next_row(position)
 
     def is_blocked(self, position: View) -> bool:
-        within = position[1] < self.rows.size(position[0])
-        return self.is_stale(position) and within and self._num_blocked(position) > 0
+        in_epoch = position[1] < self.rows.size(position[0])
+        return self.is_stale(position) and in_epoch and self._num_blocked(position) > 0
 
     def is_lost(self, position: View) -> bool:
         """True if only the old blocklist can identify the row that was begun, because unreadable rows are skipped as well."""
         return self._guard.skips and self.is_stale(position)
 
     def is_stale(self, position: View) -> bool:
-        return self._blocklist is not None and position[_LIST] != self._blocklist.digest
+        return self._blocklist is not None and position[_LIST_DIGEST] != self._blocklist.digest
 
     def is_pending(self, position: View) -> bool:
         return self.is_stale(position)
@@ -403,8 +403,11 @@ class Reader(Node[Any]):
         source, views = self.source, None
         if len(history) > 1 and isinstance(source, FiledSource) and source.fragments is not None:
             lengths = np.diff(source.fragments)
-            chosen = [source.subset(manifest) for _, manifest in history]
-            views = [EpochView(epoch, int(lengths[c].sum()), c) for (epoch, _), c in zip(history, chosen, strict=True)]
+            subsets = [source.subset(manifest) for _, manifest in history]
+            views = [
+                EpochView(epoch, int(lengths[subset].sum()), subset)
+                for (epoch, _), subset in zip(history, subsets, strict=True)
+            ]
         if views is not self._views:
             self._views = views
             self.drop_order()
@@ -417,8 +420,8 @@ class Reader(Node[Any]):
         if self._guard.skips or self.provenance:
             return None
         self._document_column = column
-        here = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
-        return FragmentDocuments(self.source, column, self, block_bytes(room_for(self.source), here))
+        num_shards = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
+        return FragmentDocuments(self.source, column, self, block_bytes(room_for(self.source), num_shards))
 
     def texts(self, column: str) -> Texts | None:
         if self._guard.skips or self.provenance or not self.source.has_texts:
@@ -462,14 +465,14 @@ class Reader(Node[Any]):
         if self._guard.skips or self._leaves_out:
             return None
         end = rows.copy()
-        left, end[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
+        num_left, end[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
         end[:, 1] = 0
         if self._proof is not None:
             end[:, 3] = 0
-        return left - rows[:, 1], end
+        return num_left - rows[:, 1], end
 
     def locate(self) -> str:
-        return f"{self.source.name}: {self.source.locate(self._drawn)}" if self._drawn >= 0 else ""
+        return f"{self.source.name}: {self.source.locate(self._drawn_row)}" if self._drawn_row >= 0 else ""
 
     def parameters(self) -> dict[str, Any]:
         columns = [self._used_column] if self._used_column is not None else self.source.columns
@@ -504,13 +507,13 @@ class Reader(Node[Any]):
             share = self.rows.share(epoch) if self._cuts_fragments else None
             fetching.begin(self._document_column, self.rows.fragments_around(epoch, row), share)
 
-    def _read(self, plan: Plan, at: int) -> Any:
+    def _read(self, plan: Plan, start: int) -> Any:
         if self._chunks is not None:
-            return self._chunks.take(plan.rows, at)
+            return self._chunks.take(plan.rows, start)
         share = self.share(plan.epoch) if self._cuts_fragments else None
-        return self.source.row(self._drawn) if share is None else self.source.row_of(self._drawn, share)
+        return self.source.row(self._drawn_row) if share is None else self.source.row_of(self._drawn_row, share)
 
-    def _finish(self) -> None:
+    def _end_epoch(self) -> None:
         if not self._is_epoch_over:
             self._is_epoch_over = True
             self.begin_next_epoch(self.position)

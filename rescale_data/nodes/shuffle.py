@@ -29,15 +29,17 @@ class Window(Derived):
 
     Args:
         samples: Samples as the node yields them, or a buffer of one for each if the node writes.
-        where: The place of each sample, for messages.
+        locations: The location of each sample, for messages.
         order: ``int64[window]``, the order in which they are yielded.
-        after: The position of the node after all of them.
+        next_position: The position of the node after all of them.
     """
 
-    def __init__(self, samples: list[Any], where: list[str], order: Ints, after: View) -> None:
+    def __init__(self, samples: list[Any], locations: list[str], order: Ints, next_position: View) -> None:
         self.samples: list[Any] = samples
-        self.where, self.order, self.after = where, order.tolist(), after
-        self.nbytes = sum(size_of((s.arrays, s.lists) if isinstance(s, BatchBuffer) else s) for s in samples)
+        self.locations, self.order, self.next_position = locations, order.tolist(), next_position
+        self.nbytes = sum(
+            size_of((sample.arrays, sample.lists) if isinstance(sample, BatchBuffer) else sample) for sample in samples
+        )
 
     def __len__(self) -> int:
         return len(self.order)
@@ -84,10 +86,10 @@ class Shuffle(Node[Any]):
         self.writes = columns_of(self._source)
         shard = shard_of(self, shard)
         self._shard, self._order_key = shard.index, (shard.seed, shard.index, num_below(self, Shuffle))
-        self._places = place(self._source)
-        self._below = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
+        self._place_slots = place(self._source)
+        self._inner_nodes = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
         self._key, self._cache_room = (owner_of(self), "window"), CacheRoom(self, "window", window)
-        self._is_unpermuted, self._where = True, ""
+        self._is_unpermuted, self._location = True, ""
         self._set_unpermuted(False)
 
     def seek(self) -> None:
@@ -99,10 +101,10 @@ class Shuffle(Node[Any]):
         return written_sample(self) if self.writes else self._draw()
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
-        drawn: BatchBuffer = self._draw()
-        for name, array in drawn.arrays.items():
+        sample: BatchBuffer = self._draw()
+        for name, array in sample.arrays.items():
             buffer.arrays[name][place] = array[0]
-        for name, [value] in drawn.lists.items():
+        for name, [value] in sample.lists.items():
             buffer.add(name, value)
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
@@ -113,16 +115,18 @@ class Shuffle(Node[Any]):
         """Skip samples: whole windows by `skip` of the source if it knows how many are left, the others by drawing them."""
         bind_once(self)
         while num_samples:
-            whole = (
-                0 if self.position[_EMITTED] or self._is_epoch_over else min(num_samples, self._left()) // self.window
+            num_windows = (
+                0
+                if self.position[_EMITTED] or self._is_epoch_over
+                else min(num_samples, self._num_left()) // self.window
             )
-            if whole and not self._is_pending():
+            if num_windows and not self._is_pending():
                 take_effect(self)
                 self._seek_source(unpermuted=False)
-                skip(self._source, whole * self.window)
+                skip(self._source, num_windows * self.window)
                 self._bookmark[:] = self._source.position
                 self._is_cached = False
-                num_samples -= whole * self.window
+                num_samples -= num_windows * self.window
             else:
                 self._draw()
                 num_samples -= 1
@@ -131,12 +135,12 @@ class Shuffle(Node[Any]):
         end = epoch_end(self._source, rows[:, 1:], shards)
         if end is None:
             return None
-        after = rows.copy()
-        after[:, _EMITTED], after[:, 1:] = 0, end[1]
-        return end[0] - rows[:, _EMITTED], after
+        next_rows = rows.copy()
+        next_rows[:, _EMITTED], next_rows[:, 1:] = 0, end[1]
+        return end[0] - rows[:, _EMITTED], next_rows
 
     def locate(self) -> str:
-        return self._where
+        return self._location
 
     def parameters(self) -> dict[str, Any]:
         return {"window": self.window}
@@ -145,56 +149,58 @@ class Shuffle(Node[Any]):
         """Return the next sample, or a batch buffer that holds it; raise `StopIteration` at the end of the epoch."""
         window: Window | None = cache().get(self._key) if self._is_cached else None
         if window is None:
-            window = self._make()
+            window = self._make_window()
             if self._is_cached:
                 self._cache_room.count_drop(window.nbytes, len(window))
             if self.position[_EMITTED] >= len(window):
                 raise DataStateError(STATE_DOES_NOT_FIT)
             cache().put(self._key, window)
             self._is_cached = True
-        number = self.position[_EMITTED]
-        chosen = window.order[number]
-        sample, window.samples[chosen], self._where = window.samples[chosen], None, window.where[chosen]
-        if number + 1 < len(window):
-            self.position[_EMITTED] = number + 1
+        index = self.position[_EMITTED]
+        chosen = window.order[index]
+        sample, window.samples[chosen], self._location = window.samples[chosen], None, window.locations[chosen]
+        if index + 1 < len(window):
+            self.position[_EMITTED] = index + 1
         else:
-            self._bookmark[:] = window.after
+            self._bookmark[:] = window.next_position
             self.position[_EMITTED], self._is_cached = 0, False
             cache().forget(self._key)
         return sample
 
-    def _make(self) -> Window:
+    def _make_window(self) -> Window:
         """Draw the samples of a new window from the source, and the order in which to yield them."""
         if self._is_epoch_over:
             raise StopIteration
         take_effect(self)
         unpermuted = self._is_pending()
-        at = [self._bookmark[slot] for slot in self._places]
+        values = [self._bookmark[slot] for slot in self._place_slots]
         self._seek_source(unpermuted=unpermuted)
         samples: list[Any] = []
-        where: list[str] = []
-        after = copy_of(self._bookmark)
+        locations: list[str] = []
+        next_position = copy_of(self._bookmark)
         try:
             while len(samples) < (1 if unpermuted else self.window):
-                samples.append(self._draw_below())
-                where.append(self._source.locate())
-                after[:] = self._source.position
+                samples.append(self._draw_from_source())
+                locations.append(self._source.locate())
+                next_position[:] = self._source.position
         except StopIteration:
             self._is_source_bound = False
             if not samples:
                 self._is_epoch_over = True
                 self._bookmark[:] = self._source.position
                 raise
-        return Window(samples, where, permutation(len(samples), "shuffle", *self._order_key, *at), after)
+        return Window(
+            samples, locations, permutation(len(samples), "shuffle", *self._order_key, *values), next_position
+        )
 
-    def _draw_below(self) -> Any:
+    def _draw_from_source(self) -> Any:
         if not (self.writes and isinstance(self._source, Writes)):
             return next(self._source)
         buffer = BatchBuffer(self.writes, 1)
         self._source.write(buffer, 0)
         return buffer
 
-    def _left(self) -> int:
+    def _num_left(self) -> int:
         """Return the number of samples from the beginning of the window to the end of the epoch; 0 if unknown."""
         end = epoch_end(self._source, np.array(self._bookmark)[None], np.array([self._shard]))
         return 0 if end is None else int(end[0][0])
@@ -214,5 +220,5 @@ class Shuffle(Node[Any]):
 
     def _set_unpermuted(self, unpermuted: bool) -> None:
         self._is_unpermuted = unpermuted
-        for node in self._below:
+        for node in self._inner_nodes:
             node.reread = not unpermuted

@@ -83,7 +83,7 @@ class StreamReader(Node[Any]):
                 continue
             self.position[_COUNT] += 1
             if self._stateful is not None:
-                self._keep(self._stateful)
+                self._save_state(self._stateful)
             has_provenance = self.provenance and isinstance(row, Mapping)
             return with_provenance(row, self.locate()) if has_provenance else row
         if not self._is_epoch_over:
@@ -98,8 +98,8 @@ class StreamReader(Node[Any]):
 
     def locate(self) -> str:
         stream, count = self.position[_STREAM], self.position[_COUNT]
-        here = stream < len(self._streams) and count > 0
-        return f"{self.source.name}: stream {self._streams[stream]}, row {count - 1}" if here else ""
+        is_known = stream < len(self._streams) and count > 0
+        return f"{self.source.name}: stream {self._streams[stream]}, row {count - 1}" if is_known else ""
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         name = self.source.name
@@ -143,7 +143,7 @@ class StreamReader(Node[Any]):
             self._stateful.load_state_dict(state)
         return rows
 
-    def _keep(self, stream: Stateful) -> None:
+    def _save_state(self, stream: Stateful) -> None:
         try:
             data = json.dumps(stream.state_dict(), separators=(",", ":")).encode()
         except TypeError as error:
@@ -151,11 +151,11 @@ class StreamReader(Node[Any]):
                 f"{self.source.name}: the state of a stream is not made of JSON values: {error}. Let its state_dict() return "
                 f"numbers, strings, lists and dicts, or give state_bytes=0 to count rows instead."
             ) from error
-        room = self.source.state_bytes
-        if len(data) > room:
+        limit = self.source.state_bytes
+        if len(data) > limit:
             raise DataStateError(
-                f"{self.source.name}: the state of a stream takes {len(data)} bytes, {len(data) - room} more than "
-                f"state_bytes={room}, which is fixed for a whole run. Give IterableSource(state_bytes={2 * len(data)}), or "
+                f"{self.source.name}: the state of a stream takes {len(data)} bytes, {len(data) - limit} more than "
+                f"state_bytes={limit}, which is fixed for a whole run. Give IterableSource(state_bytes={2 * len(data)}), or "
                 f"state_bytes=0 to count rows instead."
             )
         view = _bytes(self.position)

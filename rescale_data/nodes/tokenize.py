@@ -49,12 +49,12 @@ class Batch(Derived):
     """Samples that were tokenized together, each with the source's position after it; a mark replaces a missing sample.
 
     Args:
-        where: The place of each sample, for messages.
+        locations: The location of each sample, for messages.
         entries: Sample or mark, and the position of the source after it.
         nbytes: Size for the cache.
     """
 
-    where: list[str]
+    locations: list[str]
     entries: list[tuple[dict[str, Any] | _Mark, View]]
     nbytes: int
 
@@ -120,15 +120,15 @@ class Tokenize(Node[dict[str, Any]]):
 
     def seek(self) -> None:
         self._bookmark = self.position[self._slots("source")]
-        self._at = -1  # index in the cached batch; -1 before there is a batch
+        self._index = -1  # index in the cached batch; -1 before there is a batch
         self._num_texts = FIRST_TEXTS  # texts of the next batch
         self._is_epoch_over = False
 
     def next(self) -> dict[str, Any]:
         num_empty = 0
         while not self._is_epoch_over:
-            sample, after = self._entry()
-            self._bookmark[:] = after
+            sample, next_position = self._next_entry()
+            self._bookmark[:] = next_position
             if sample is _Mark.END:
                 self._is_epoch_over = True
             elif sample is _Mark.FAILED:
@@ -145,7 +145,7 @@ class Tokenize(Node[dict[str, Any]]):
         if self._is_epoch_over:  # a new bind would let the source go on with its next epoch
             raise StopIteration
         go_to(self._source, self._bookmark)
-        self._at = -1
+        self._index = -1
         try:
             skip(self._source, num_samples)
         except StopIteration:
@@ -162,22 +162,22 @@ class Tokenize(Node[dict[str, Any]]):
         return {"column": self.column, "into": self.into, "tokenizer": self._fingerprint()}
 
     def locate(self) -> str:
-        batch: Batch | None = cache().get(self._key) if self._at > 0 else None
-        return "" if batch is None or self._at > len(batch.where) else batch.where[self._at - 1]
+        batch: Batch | None = cache().get(self._key) if self._index > 0 else None
+        return "" if batch is None or self._index > len(batch.locations) else batch.locations[self._index - 1]
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"skipped_rows": float(rows[:, 0].sum())}
 
-    def _entry(self) -> tuple[dict[str, Any] | _Mark, View]:
-        batch: Batch | None = cache().get(self._key) if self._at >= 0 else None
-        if batch is None or self._at == len(batch.entries):
-            was_dropped = batch is None and self._at >= 0
-            batch, self._at = self._load(), 0
+    def _next_entry(self) -> tuple[dict[str, Any] | _Mark, View]:
+        batch: Batch | None = cache().get(self._key) if self._index >= 0 else None
+        if batch is None or self._index == len(batch.entries):
+            was_dropped = batch is None and self._index >= 0
+            batch, self._index = self._load(), 0
             if was_dropped:
                 self._cache_room.count_drop(batch.nbytes, len(batch.entries))
             cache().put(self._key, batch)
-        self._at += 1
-        return batch.entries[self._at - 1]
+        self._index += 1
+        return batch.entries[self._index - 1]
 
     def open_documents(self, column: str) -> Documents | None:
         nodes = [node for _, node in self.walk()]
@@ -190,53 +190,53 @@ class Tokenize(Node[dict[str, Any]]):
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return None
 
-    def next_texts(self, most: int) -> list[tuple[Tokens, View]]:
+    def next_texts(self, max_texts: int) -> list[tuple[Tokens, View]]:
         """Return the tokens of the next texts, each with this node's position after it; no texts at the end of the epoch.
 
         The node moves to the last of these positions.
         """
         pairs: list[tuple[Tokens, View]] = []
-        for sample, after in self._load(most).entries:
+        for sample, next_position in self._load(max_texts).entries:
             if pairs and isinstance(sample, _Mark):
                 break
-            self._bookmark[:] = after
+            self._bookmark[:] = next_position
             if not isinstance(sample, _Mark):
                 pairs.append((sample[self.into], copy_of(self.position)))
         return pairs
 
-    def _load(self, most: int = sys.maxsize) -> Batch:
-        """Draw and tokenize the samples after the last yielded one, up to ``most``."""
+    def _load(self, max_texts: int = sys.maxsize) -> Batch:
+        """Draw and tokenize the samples after the last yielded one, up to ``max_texts``."""
         if self._source.position != self._bookmark:
             go_to(self._source, self._bookmark)
-        samples, where = list[Any](), list[str]()
-        after: list[View] = []
-        while len(after) < min(most, self._num_texts) and len(samples) == len(after):
+        samples, locations = list[Any](), list[str]()
+        next_positions: list[View] = []
+        while len(next_positions) < min(max_texts, self._num_texts) and len(samples) == len(next_positions):
             with suppress(StopIteration):
                 samples.append(next(self._source))
-                where.append(self._source.locate())
-            after.append(copy_of(self._source.position))
+                locations.append(self._source.locate())
+            next_positions.append(copy_of(self._source.position))
         self._num_texts = min(2 * self._num_texts, self.batch_size)
-        tokens = self._tokenize(samples, where)
-        made = [self._sample(*pair) for pair in zip(samples, tokens, strict=True)]
-        entries = list(zip([*made, _Mark.END], after, strict=False))
-        return Batch(where, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
+        tokens = self._tokenize(samples, locations)
+        tokenized = [self._sample(*pair) for pair in zip(samples, tokens, strict=True)]
+        entries = list(zip([*tokenized, _Mark.END], next_positions, strict=False))
+        return Batch(locations, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
 
-    def _tokenize(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
+    def _tokenize(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:
         try:
             tokens = self._tokens(samples)
         except Exception:
-            return self._one_by_one(samples, where)
+            return self._one_by_one(samples, locations)
         return _require_count(tokens, len(samples))
 
-    def _one_by_one(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
+    def _one_by_one(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:
         """Tokenize samples one by one, to handle the error of each sample that cannot be tokenized."""
         tokens: list[Tokens | None] = []
         num_failed = self.position[0]
-        for sample, place in zip(samples, where, strict=True):
+        for sample, location in zip(samples, locations, strict=True):
             try:
                 tokens_of_sample = self._tokens([sample])
             except Exception as error:
-                replacement = self._guard.handle(error, place, num_failed)
+                replacement = self._guard.handle(error, location, num_failed)
                 num_failed += replacement is None
                 tokens.append(None if replacement is None else _integers(replacement))
                 continue

@@ -78,9 +78,9 @@ class TokenizedDocuments:
         if not samples:
             return EMPTY
         arrays = tuple(plain(tokens.copy()) for tokens, _ in samples)
-        number, length = np.arange(len(samples)), np.array([*map(len, arrays)])
-        moves = PositionUpdates.of(np.arange(len(position)), np.array([after for _, after in samples], dtype=np.int64))
-        return Spans(arrays, number, np.zeros_like(number), length, moves, (None,) * len(samples))
+        index, length = np.arange(len(samples)), np.array([*map(len, arrays)])
+        moves = PositionUpdates.of(np.arange(len(position)), np.array([end for _, end in samples], dtype=np.int64))
+        return Spans(arrays, index, np.zeros_like(index), length, moves, (None,) * len(samples))
 
 
 def end_to_end(lists: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
@@ -93,10 +93,10 @@ def end_to_end(lists: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
         if any(ids and ids[0].__class__ is bool for ids in lists):  # a mask is no list of ids
             return None
         try:
-            parts = [struct.pack(f"{len(ids)}q", *ids) for ids in lists]  # takes half the time of array.array or NumPy
+            data = [struct.pack(f"{len(ids)}q", *ids) for ids in lists]  # takes half the time of array.array or NumPy
         except struct.error:
             return None
-        values = np.frombuffer(b"".join(parts), dtype=np.int64)
+        values = np.frombuffer(b"".join(data), dtype=np.int64)
     elif kinds == {np.ndarray}:
         values = np.concatenate(lists)
     else:
