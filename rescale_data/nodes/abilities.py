@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Ability(ABC):  # noqa: B024
-    """Base class of abilities: a class that has the methods and the attributes of one has it, without deriving from it.
+    """Base class of abilities. A class has an ability if it has its methods and attributes; it need not derive from it.
 
     Only the class counts: neither a name that it sets to `None`, nor one that only its instances have.
     """
@@ -42,19 +42,19 @@ class Counts(Ability):
 
     @abstractmethod
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        """Return the samples left in the epoch, and the rows at which the next begins; `None` if only reading can show it.
+        """Return the number of samples left in the epoch, and the positions at which the next epoch begins.
 
         Args:
             rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
             shards: ``int64[M]``, their indices.
 
         Returns:
-            ``int64[M]`` samples and ``int64[M, slots]`` rows, or `None`.
+            ``int64[M]`` samples and ``int64[M, slots]`` positions, or `None` if only reading can show it.
         """
 
 
 class Skips(Ability):
-    """A node that leaves out samples in another way than by drawing them."""
+    """A node that can skip samples without drawing each of them."""
 
     @abstractmethod
     def skip(self, num_samples: int) -> None:
@@ -62,7 +62,7 @@ class Skips(Ability):
 
 
 class SkipsAhead(Ability):
-    """A node that can leave out samples without drawing them although it cannot count them."""
+    """A node that can skip samples without drawing them although it cannot count the samples of an epoch."""
 
     @abstractmethod
     def skip_ahead(self, num_samples: int) -> int:
@@ -116,12 +116,12 @@ class Writes(Ability):
 
 
 class WritesMany(Ability):
-    """A class of nodes of which many write their samples in one call."""
+    """A class of nodes that writes the samples of several of its nodes in one call."""
 
     @staticmethod
     @abstractmethod
     def write_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
-        """Draw the next sample of each node into its row from ``first`` on, as long as a copy is enough.
+        """Draw the next sample of each node into its row of the buffer, from row ``first`` on, while copying is enough.
 
         Args:
             nodes: Nodes of this class, one for each row.
@@ -133,7 +133,7 @@ class WritesMany(Ability):
         """
 
 
-# To tell, and to be told
+# To report, and to prepare
 
 
 class Reports(Ability):
@@ -172,25 +172,25 @@ class Proves(Ability):
 
 
 class ReadsBegun(Ability):
-    """A node that `READS_AHEAD` and can read the document it is within without drawing a sample."""
+    """A node that reads ahead (`READS_AHEAD`) and can read a partly drawn document again without drawing a sample."""
 
     tells_next: bool
     """True if a sample of this node reveals how the next one begins: by the label of its last token."""
 
     @abstractmethod
     def read_begun(self) -> None:
-        """Read again the document that is drawn in part, as going on within it requires."""
+        """Read the partly drawn document again, so that the node can go on within it."""
 
 
 # To change between the segments of a run; see `rescale_data.nodes.changing`
 
 
 class Adopts(Ability):
-    """A node that needs to know earlier data or parameters of a run."""
+    """A node that needs to know which data or parameters earlier segments of a run used."""
 
     @abstractmethod
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        """Set the manifests that describe the source which this node reads, each from its epoch on.
+        """Set the manifests (descriptions) of the source that this node reads, each valid from its epoch on.
 
         Args:
             history: ``(epoch, manifest)`` in order; the last one is the present manifest. Empty if there is no earlier one.
@@ -199,14 +199,14 @@ class Adopts(Ability):
 
 
 class HasForm(Ability):
-    """A node some of whose parameters set only the form of the same data; it has a ``seq_len``, and `Adopts` earlier forms."""
+    """A node with parameters that set only the form of its samples, such as ``seq_len``; it also `Adopts` earlier forms."""
 
     FORM: frozenset[str]
     """The `Node.parameters` that may differ when a state is loaded, and hold from then on."""
 
     @abstractmethod
     def reform(self, rows: Ints) -> None:
-        """Convert rows that were saved with the last form in the node's history; ``rows`` is a view, changed in place."""
+        """Convert positions that were saved with the last form in the node's history; ``rows`` is a view, changed in place."""
 
 
 class MayChange(Ability):
@@ -217,31 +217,31 @@ class MayChange(Ability):
 
     @abstractmethod
     def begin(self, row: View) -> None:
-        """Write the values in use into a row of this node at the beginning of a run; the other own slots are 0."""
+        """Write the parameter values in use into a position of this node, when a run begins; its other own slots are 0."""
 
     @abstractmethod
     def settle(self, position: View) -> None:
-        """Let changed values count from this row on, at the beginning of a sample."""
+        """Apply changed parameter values from this position on, which is at the beginning of a sample."""
 
     @abstractmethod
     def pass_blocked(self, position: View) -> None:
-        """Move this row, at the beginning of a sample, past the rows on a blocklist."""
+        """Move this position, which is at the beginning of a sample, past the rows on a blocklist."""
 
     @abstractmethod
     def is_blocked(self, position: View) -> bool:
-        """True if the sample at this row, which has been begun, is on a new blocklist."""
+        """True if the sample that was begun at this position is on a new blocklist."""
 
     @abstractmethod
     def is_lost(self, position: View) -> bool:
-        """True if the present blocklist and sources no longer show which sample begins at this row."""
+        """True if the present blocklist and sources no longer show which sample begins at this position."""
 
     @abstractmethod
     def is_stale(self, position: View) -> bool:
-        """True if this row was written with another blocklist, or with the weight of a source that is gone."""
+        """True if this position was written with another blocklist, or with the weight of a source that was removed."""
 
     @abstractmethod
     def is_pending(self, position: View) -> bool:
-        """True if a change between segments has still to take effect in the own slots of this row."""
+        """True if a change between segments has not taken effect yet in this node's own slots of the position."""
 
 
 class Mixes(Ability):
@@ -252,11 +252,11 @@ class Mixes(Ability):
 
     @abstractmethod
     def place(self) -> list[int]:
-        """Return the slots that identify the next sample, whatever sources come and go."""
+        """Return the slots of a position that identify the next sample, whatever sources are added or removed."""
 
     @abstractmethod
     def borrow(self, other: Node[Any]) -> None:
-        """Share memory with ``other``, the same node in another logical shard; the children have done so."""
+        """Share memory with ``other``, the same node in another logical shard; the children share theirs already."""
 
     @abstractmethod
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
@@ -269,7 +269,7 @@ class Mixes(Ability):
 
     @abstractmethod
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        """Return the earlier parameters that `Adopts.adopt` needs to go on within a window that was begun with them.
+        """Return the parameters with which an open window was begun, and which `Adopts.adopt` needs to go on within it.
 
         Args:
             saved: The `Node.parameters` of this node in the state, with the previous result of this method under "earlier".

@@ -171,7 +171,7 @@ class Node(BaseNode[T]):
 
     @cached_property
     def _changing_children(self) -> Sequence[tuple[Node[Any], slice]]:
-        """The children below which anything may change between segments, with their slots."""
+        """The children whose parameters or data may change between segments, there or below, with their slots."""
         return tuple(
             (child, self._slots(name))
             for name, child in self.children.items()
@@ -268,7 +268,7 @@ def _definer(cls: type, name: str) -> int:
 
 
 def initial(node: Node[Any]) -> View:
-    """Return a fresh row of a node, of a stream that has yielded nothing."""
+    """Return the initial position of a node, before its first sample, as a new row."""
     row = np.zeros(offsets(node.fields)[-1], dtype=np.int64)
     for name, child in node.children.items():
         row[node._slots(name)] = initial(child)
@@ -278,7 +278,7 @@ def initial(node: Node[Any]) -> View:
 
 
 def slots_of(node: Node[Any], path: tuple[str, ...]) -> slice | None:
-    """Return the slots of the node at ``path`` in a row of a node above it; `None` inside a torchdata node."""
+    """Return the slots of the node at ``path`` in the position of a node above it; `None` inside a torchdata node."""
     start = 0
     for name in path:
         if name not in node.children:
@@ -288,7 +288,7 @@ def slots_of(node: Node[Any], path: tuple[str, ...]) -> slice | None:
 
 
 def changing_children(node: Node[Any]) -> Sequence[tuple[Node[Any], slice]]:
-    """Return the children of a node below which anything may change between segments, with their slots."""
+    """Return a node's children whose parameters or data may change between segments, there or below, with their slots."""
     return node._changing_children
 
 
@@ -299,12 +299,12 @@ def go_to(node: Node[Any], position: View) -> None:
 
 
 def is_bound(node: Node[Any]) -> bool:
-    """True if a node stands at its position; it may have a position that it has not gone to yet."""
+    """True if a node has been bound to its position (`Node.bind`), so that it continues from there."""
     return node._is_bound
 
 
 def bind_once(node: Node[Any]) -> None:
-    """Go on from the position of a node if it has not been bound yet."""
+    """Bind a node to its position if it has not been bound yet."""
     if not node._is_bound:
         node.bind(node.position)
 
@@ -317,12 +317,12 @@ def unbind(node: Node[Any]) -> None:
 
 
 def end_epoch(node: Node[Any]) -> None:
-    """Record that a node has raised `StopIteration` otherwise than by ``next``: `reset(None)` then begins the next epoch."""
+    """Record that a node has raised `StopIteration` outside of ``next``: `reset(None)` then begins the next epoch."""
     node._ended = True
 
 
 def draw(node: Node[Any], num_samples: int) -> None:
-    """Leave out samples by drawing them."""
+    """Skip ``num_samples`` samples by drawing and dropping them."""
     for _ in range(num_samples):
         next(node)
 

@@ -1,4 +1,4 @@
-"""Questions to a node, and about the nodes below it: their logical shard, sources, readers, epochs and abilities."""
+"""Functions that ask a node and the nodes below it for their logical shard, sources, readers, epochs and abilities."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shard_of(node: Node[Any], explicit_shard: Shard | None) -> Shard:
 
 
 def num_below(node: Node[Any], kind: type[Node[Any]]) -> int:
-    """Return the number of nodes of a class below a node, not below a mixture too: those may change between segments."""
+    """Return the number of nodes of a class below a node, without those below a mixture, which may change between segments."""
     nodes = [(path, inner) for path, inner in node.walk() if path]
     mixtures = [path for path, inner in node.walk() if isinstance(inner, Mixes)]
     return sum(
@@ -54,7 +54,7 @@ def source_names(node: Node[Any]) -> list[str]:
 
 
 def readers_of(node: Node[Any], start: int) -> list[tuple[Reader, int]]:
-    """Return ``(reader, index)`` for each `Reader` at or below a node: its first index in a row where the node is at ``start``.
+    """Return ``(reader, slot)`` for each `Reader` at or below a node: its first slot in a row where the node is at ``start``.
 
     The first slot of a reader is its epoch.
     """
@@ -96,7 +96,7 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, num_to_skip: int) -> int
 
 
 def epoch_end(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-    """Return the samples left in the epoch of any node, and where the next epoch begins; `None` if only reading can show it.
+    """Return the number of samples left in the epoch of any node, and the positions at which the next epoch begins.
 
     Args:
         node: Any node, for example the child of your own.
@@ -104,7 +104,7 @@ def epoch_end(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | 
         shards: ``int64[M]``, their indices.
 
     Returns:
-        ``int64[M]`` samples and ``int64[M, slots]`` rows (`Counts.epoch_end`), or `None`.
+        ``int64[M]`` samples and ``int64[M, slots]`` positions (`Counts.epoch_end`), or `None` if only reading can show it.
 
     Example:
         >>> import numpy as np

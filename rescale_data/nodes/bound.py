@@ -1,4 +1,4 @@
-"""`EmptyDrawLimit`: raises an error if a node draws too long from an endless source without a sample to yield."""
+"""`EmptyDrawLimit`: raises an error if a node draws too many samples from an endless source without one to yield."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class EmptyDrawLimit:
             return
         epochs = [new[0] - old[0] for new, old in zip(positions, self._start_positions, strict=True) if new != old]
         num_idle = len(positions) - len(epochs)
-        required = _MAX_EPOCHS_IF_SOME_IDLE if num_idle else SILENT_EPOCHS + 1
-        if num_empty >= _MAX_DRAWS if not epochs else min(epochs) > SILENT_EPOCHS and max(epochs) >= required:
+        required_epochs = _MAX_EPOCHS_IF_SOME_IDLE if num_idle else SILENT_EPOCHS + 1
+        if num_empty >= _MAX_DRAWS if not epochs else min(epochs) > SILENT_EPOCHS and max(epochs) >= required_epochs:
             self._raise(num_empty)
 
     def _raise(self, num_empty: int) -> None:

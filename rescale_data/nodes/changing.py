@@ -21,12 +21,12 @@ from rescale_data.state import offsets, place_slots
 
 
 def within(node: Node[Any]) -> Literal["document", "window"] | None:
-    """Return what a node reads again to go on within it; `None` if it does not let changes below it take effect."""
+    """Return the unit that a node reads again to go on within it; `None` if it does not let changes below it take effect."""
     return getattr(node, "WITHIN", None)
 
 
 def settle(node: Node[Any], position: View) -> bool:
-    """Let changes between segments take effect in a row of a node. No node reads again from before it.
+    """Apply changes between segments to a position of a node. No node may read again from an earlier position.
 
     Some nodes read again from a position, to go on within a document. Such a node passes this call on when it is not within a
     document, and in `next` whenever it begins one.
@@ -51,14 +51,14 @@ def settle(node: Node[Any], position: View) -> bool:
 
 
 def take_effect(node: Node[Any]) -> None:
-    """Let a change take effect at a node's position, unless a node above reads again from before it."""
+    """Apply changes between segments at a node's position, unless a node above reads again from an earlier position."""
     if not node.reread and changing_children(node):
         settle(node, node.position)
         pass_blocked(node, node.position)
 
 
 def pass_blocked(node: Node[Any], position: View) -> None:
-    """Move a row of a node, at the beginning of a sample, past the rows on a blocklist."""
+    """Move a position of a node, which is at the beginning of a sample, past the rows on a blocklist."""
     if isinstance(node, MayChange):
         node.pass_blocked(position)
     if changing_children(node) and not (node.READS_AHEAD and (within(node) is None or _is_within(node, position))):
@@ -67,28 +67,28 @@ def pass_blocked(node: Node[Any], position: View) -> None:
 
 
 def is_blocked(node: Node[Any], position: View) -> bool:
-    """True if the sample at a row of a node, which has been begun, is on a new blocklist."""
+    """True if the sample that was begun at a position of a node is on a new blocklist."""
     if isinstance(node, MayChange):
         return node.is_blocked(position)
     return is_blocked(*_source(node, position)) if node.one_for_one else is_lost(node, position)
 
 
 def is_lost(node: Node[Any], position: View) -> bool:
-    """True if the present blocklist and sources no longer show which sample begins at a row of a node."""
+    """True if the present blocklist and sources no longer show which sample begins at a position of a node."""
     if isinstance(node, MayChange):
         return node.is_lost(position)
     return is_lost(*_source(node, position)) if node.one_for_one else is_stale(node, position)
 
 
 def is_stale(node: Node[Any], position: View) -> bool:
-    """True if a row was written with another blocklist, or with the weight of a source that is gone."""
+    """True if a position was written with another blocklist, or with the weight of a source that was removed."""
     if isinstance(node, MayChange) and node.is_stale(position):
         return True
     return any(is_stale(child, position[slots]) for child, slots in changing_children(node))
 
 
 def is_pending(node: Node[Any], position: View) -> bool:
-    """True if a change between segments has still to take effect in a row of a node (`settle`)."""
+    """True if a change between segments has not taken effect yet in a position of a node (`settle`)."""
     if isinstance(node, MayChange) and node.is_pending(position):
         return True
     return any(is_pending(child, position[slots]) for child, slots in changing_children(node))

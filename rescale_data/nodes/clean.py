@@ -97,7 +97,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         if column != self.column:
             return None
         documents, limit = open_documents(self._source, column), EmptyDrawLimit(self._source, type(self).__name__)
-        return documents and PickedDocuments(documents, self._all_pieces, limit, dropped=_SHORT, piece=_PIECE)
+        return documents and PickedDocuments(documents, self._all_pieces, limit, dropped_slot=_SHORT, piece_slot=_PIECE)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return dtype_of(self._source, column)

@@ -130,7 +130,7 @@ class Filter(Node[Any]):
             return None
         limit = EmptyDrawLimit(self._source, type(self).__name__)
         return FilteredDocuments(
-            self, column, PickedDocuments(documents, partial(self._pieces, column, dtype), limit, dropped=0)
+            self, column, PickedDocuments(documents, partial(self._pieces, column, dtype), limit, dropped_slot=0)
         )
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:

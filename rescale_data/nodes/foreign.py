@@ -98,8 +98,8 @@ class Foreign(Node[T]):
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
         yield path, self
-        for below_path, node in _nodes_below(self.node, path):
-            yield from node.walk(below_path)
+        for inner_path, node in _nodes_below(self.node, path):
+            yield from node.walk(inner_path)
 
 
 class _UnbatcherState(dict[str, Any]):
@@ -191,12 +191,12 @@ def _refuse_one_pass(node: BaseNode[Any]) -> None:
             f"second epoch could begin it again. Give an object whose __iter__ begins anew, or use rd.IterableSource."
         )
     if isinstance(node, SamplerWrapper):
-        order, again = (list(islice(iter(node.sampler), _NUM_COMPARED)) for _ in range(2))
-        if str(order) != str(again):
+        first_order, second_order = (list(islice(iter(node.sampler), _NUM_COMPARED)) for _ in range(2))
+        if str(first_order) != str(second_order):
             raise TypeError(
-                f"The {type(wrapped).__name__} of SamplerWrapper yields another order each time ({order}, then {again}), so a "
-                f"resume would lose and repeat rows. Use rd.Reader(dataset, shard), which shuffles, or a sampler whose "
-                f"order follows from set_epoch(epoch)."
+                f"The {type(wrapped).__name__} of SamplerWrapper yields another order each time ({first_order}, then "
+                f"{second_order}), so a resume would lose and repeat rows. Use rd.Reader(dataset, shard), which "
+                f"shuffles, or a sampler whose order follows from set_epoch(epoch)."
             )
 
 

@@ -32,7 +32,7 @@ STATE_DOES_NOT_FIT = (
 
 
 def num_tokens(history: History, samples: Ints, seq_len: int) -> float:
-    """Return the tokens, with padding, in ``samples`` delivered by some logical shards; exact if all N shards are given."""
+    """Return the number of tokens, with padding, in samples delivered by some logical shards; exact if all N are given."""
     if not history:
         return float(samples.sum()) * seq_len
     num_before, form = history[-1]
@@ -62,7 +62,7 @@ def stages(emitted: int, history: History, present: Stage) -> Iterator[Stage]:
 
 
 def begin_form(emitted: Ints) -> None:
-    """Record the samples that windows have yielded so far under the previous sample format; ``emitted`` changes in place."""
+    """Move the numbers of samples that windows have yielded to the previous sample format; ``emitted`` changes in place."""
     if (emitted >> (2 * _BITS)).any():
         raise DataStateError(
             "A third change of seq_len, max_documents or limits within one window of a WholeDocumentPacker. Train on with the "

@@ -128,7 +128,7 @@ class Reader(Node[Any]):
         self._on_error: OnError = on_error
         check_order(shard, shuffle, by_global_batch)
         self._by_global_batch = by_global_batch
-        self._number = next(reader_numbers)
+        self._reader_number = next(reader_numbers)
         self._rows: ShardRows | None = None
         self._farthest = 0
         self._used_column: str | None = None  # the only column that is used, however the rows are read
@@ -157,7 +157,7 @@ class Reader(Node[Any]):
                 self._by_global_batch,
                 self._views,
                 self,
-                self._number,
+                self._reader_number,
                 self._blocklist,
             )
             self._rows = shard_rows
@@ -197,13 +197,13 @@ class Reader(Node[Any]):
             provenance=self._adds_provenance,
             on_error=self._on_error,
         )
-        reader._views, reader._number, reader._on_evict = self._views, self._number, on_evict
+        reader._views, reader._reader_number, reader._on_evict = self._views, self._reader_number, on_evict
         return reader
 
     @property
     def key(self) -> tuple[int, int]:
         """Part of a cache key that identifies this reader and its shard."""
-        return self._number, self.shard.index
+        return self._reader_number, self.shard.index
 
     @property
     def farthest(self) -> int:
@@ -369,7 +369,7 @@ class Reader(Node[Any]):
         return 0 if plan.next_unblocked is None else plan.next_unblocked[index] - index
 
     def settle(self, position: View) -> None:
-        """Change nothing: `pass_blocked` writes the present list."""
+        """Do nothing: `pass_blocked` writes the digest of the present blocklist."""
 
     def pass_blocked(self, position: View) -> None:
         if self._blocklist is not None:
@@ -411,7 +411,7 @@ class Reader(Node[Any]):
         if views is not self._views:
             self._views = views
             self.drop_order()
-            self._farthest, self._number = 0, next(reader_numbers)
+            self._farthest, self._reader_number = 0, next(reader_numbers)
 
     def open_documents(self, column: str) -> Documents | None:
         if not isinstance(self.source, TokenSource):

@@ -47,7 +47,7 @@ class CacheRoom:
             self._warn(nbytes * self._num_samples // max(1, num_samples) * num_shards, num_shards)
 
     def _num_shards(self) -> int:
-        """Return the number of logical shards of this process that read a source of the node, for the source with the most."""
+        """Return the largest number of logical shards of this process that read one source of the node."""
         sources = [(node.reads, node.of_shard) for _, node in self._node.walk() if node.reads is not None]
         counts = [
             len(served_shards(owner_of(source), 1 if shard is None else shard.num_logical_shards))

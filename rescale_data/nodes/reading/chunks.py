@@ -29,7 +29,7 @@ class Chunks:
         _all_chunks.add(self)
 
     def take(self, rows: Ints, index: int) -> Any:
-        """Return the row ``rows[index]`` and forget it; fetch it first, with the rows after it, if needed."""
+        """Return the row ``rows[index]`` and drop it from the cache; if needed, fetch it first, with the rows after it."""
         row = int(rows[index])
         chunk: Chunk | None = cache().get(self._key)
         if chunk is None or (row not in chunk.samples and row not in chunk.errors):

@@ -39,7 +39,7 @@ _SINCE_FIRST_EPOCH = [0]
 
 
 class ShardEpochs:
-    """Epochs of one logical shard: their number of rows and their successors. Some calls name another shard.
+    """Epochs of one logical shard: the number of rows in each, and the next one. Some methods take another shard.
 
     Args:
         shard: The logical shard.
@@ -72,7 +72,7 @@ class ShardEpochs:
         view = self.view(epoch)
         if self.steps is not None or view.num_rows >= self.shard.num_logical_shards:
             return shard
-        return range_number(shard, epoch, *self.args(view))
+        return range_number(shard, epoch, *self.round_args(view))
 
     def next_epoch(self, epoch: int, shard: int = -1) -> int:
         """Return the epoch after ``epoch``; in an endless stream, the next epoch in which the shard has a row."""
@@ -81,7 +81,7 @@ class ShardEpochs:
             return epoch
         for view, stop in zip(self.views, self._stops(), strict=True):
             if epoch < stop:
-                candidate = next_epoch_with_rows(shard, max(epoch, view.since), *self.args(view))
+                candidate = next_epoch_with_rows(shard, max(epoch, view.since), *self.round_args(view))
                 if candidate < stop:
                     return candidate
         raise AssertionError
@@ -108,7 +108,7 @@ class ShardEpochs:
         )
 
     def epoch_ends(self, epochs: Ints, shards: Ints) -> tuple[Ints, Ints]:
-        """Return the number of rows from each epoch's beginning to the end that a reader sees, and the epoch after that end.
+        """Return the number of rows that a reader reads from each epoch's beginning before it ends, and the epoch that follows.
 
         Reading may go on over the ends of some epochs (`goes_on`).
         """
@@ -139,13 +139,13 @@ class ShardEpochs:
             num_rows: Number of rows to read.
             shard: Index of the shard.
         """
-        num = 1
+        num_epochs = 1
         if self.is_small and not (self.shard.repeat and self.views[-1].num_rows):
             return epoch, 0
-        while self.num_rows(epoch, epoch + num, shard) < num_rows:
-            num *= 2
-        num = bisect_left(range(num), num_rows, key=lambda n: self.num_rows(epoch, epoch + n + 1, shard))
-        return epoch + num, self.num_rows(epoch, epoch + num, shard)
+        while self.num_rows(epoch, epoch + num_epochs, shard) < num_rows:
+            num_epochs *= 2
+        num_epochs = bisect_left(range(num_epochs), num_rows, key=lambda n: self.num_rows(epoch, epoch + n + 1, shard))
+        return epoch + num_epochs, self.num_rows(epoch, epoch + num_epochs, shard)
 
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in the given epoch."""
@@ -161,16 +161,18 @@ class ShardEpochs:
                 total += (clipped - view.since) * self.steps.sizes(shards, view.num_rows)
                 continue
             since = np.full_like(epochs, view.since)
-            total += rows_before(shards, clipped, *self.args(view)) - rows_before(shards, since, *self.args(view))
+            total += rows_before(shards, clipped, *self.round_args(view)) - rows_before(
+                shards, since, *self.round_args(view)
+            )
         return total
 
     def _sizes(self, epochs: Ints, shards: Ints, view: EpochView) -> Ints:
         if self.steps is not None:
             return self.steps.sizes(shards, view.num_rows)
-        range_indices = range_numbers(shards, epochs, *self.args(view))
+        range_indices = range_numbers(shards, epochs, *self.round_args(view))
         return shard_sizes(range_indices, view.num_rows, self.shard.num_logical_shards)
 
-    def args(self, view: EpochView) -> tuple[int, int, int]:
+    def round_args(self, view: EpochView) -> tuple[int, int, int]:
         """Return the arguments common to the functions of `rescale_data.rounds`: rows, logical shards and seed."""
         return view.num_rows, self.shard.num_logical_shards, self.shard.seed
 

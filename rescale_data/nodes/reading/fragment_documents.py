@@ -80,7 +80,7 @@ class FragmentDocuments:
         if not self._reader.to_next_row(next_position):
             return EMPTY
         epoch, row = next_position[0], next_position[1]
-        spans = self._of_block(epoch, row, most) or self._read_fragments(epoch, row, most)
+        spans = self._read_block(epoch, row, most) or self._read_fragments(epoch, row, most)
         unblocked, moves = self._reader.moves(position, next_position, len(spans))
         return spans.with_moves(moves) if unblocked is None else spans.take(unblocked, moves)
 
@@ -92,11 +92,13 @@ class FragmentDocuments:
         if self._can_stay(epoch, row, fragments, first_fragment):
             return locate_rows(rows[:most], fragment_index, [self._get_fragment(fragment) for fragment in fragments])
         if self._decoder is not None and self._share is None and (room := room_for_block(self._decoder)):
-            return self._take(self._block_of(epoch, row, self._num_rows(first_fragment, room), room), epoch, row, most)
+            return self._take(
+                self._make_block(epoch, row, self._num_rows(first_fragment, room), room), epoch, row, most
+            )
         rows = rows[: min(most, self._num_rows(first_fragment, self._bytes))]
         return _limit_bytes(self._bytes * _MAX_EXCESS, self._copy(rows, [len(rows)])[0])
 
-    def _block_of(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
+    def _make_block(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
         """Return a new block with copies of up to ``num_rows`` documents: whole windows, or a part of one window."""
         windows = self._reader.rows.windows(epoch, row)
         rows = next(windows)[:num_rows]
@@ -108,8 +110,8 @@ class FragmentDocuments:
         ends = np.cumsum([part.nbytes for part in block_parts])
         return Block(epoch, row, block_parts[: max(1, int(ends.searchsorted(_MAX_EXCESS * num_bytes)))])
 
-    def _of_block(self, epoch: int, row: int, most: int) -> Spans:
-        """Return documents from the cached block of copies; no documents if there is no block, or none with this row."""
+    def _read_block(self, epoch: int, row: int, most: int) -> Spans:
+        """Return documents from the cached block of copies; no documents if there is no block or it does not hold the row."""
         block: Block | None = None if self._decoder is None else cache().get(self._block_key)
         return EMPTY if block is None else self._take(block, epoch, row, most)
 
@@ -122,7 +124,7 @@ class FragmentDocuments:
         return spans
 
     def find_ready(self, position: memoryview, most: int, crosses_epochs: bool) -> ReadyDocuments | None:
-        """Return the places of the next documents in decoded fragments; `None` if the caller has to use `read`.
+        """Return the locations of the next documents in decoded fragments; `None` if the caller has to use `read`.
 
         Args:
             position: The position of the reader.

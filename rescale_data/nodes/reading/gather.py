@@ -112,16 +112,16 @@ class TokenQueue(Protocol):
 
 
 def token_queue(
-    special_tokens: SpecialTokens, position: memoryview, dropped: Callable[[], None] = lambda: None
+    special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None] = lambda: None
 ) -> TokenQueue:
     """Return an empty token queue, implemented in C if the extension is available.
 
     Args:
         special_tokens: The tokens around each document.
         position: int64 slots: an offset in the first document, and the position from which documents are read.
-        dropped: Called when the cache drops the token queue.
+        on_drop: Called when the cache drops the token queue.
     """
-    return (_NumpyQueue if kernel is None else _native(kernel.TokenQueue))(special_tokens, position, dropped)
+    return (_NumpyQueue if kernel is None else _native(kernel.TokenQueue))(special_tokens, position, on_drop)
 
 
 def fill(queues: list[Any], first_row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
@@ -207,16 +207,16 @@ def joined(spans: Spans, special_tokens: SpecialTokens) -> tuple[TokenArray, Int
     The dtype is the stored one if it holds all tokens.
     """
     ends = np.concatenate([[0], np.cumsum(special_tokens.lengths(spans))])
-    stored = {array.dtype for array in spans.arrays}
+    dtypes = {array.dtype for array in spans.arrays}
     _require_fit(spans, special_tokens.dtype)
-    dtype = stored.pop() if len(stored) == 1 else special_tokens.dtype
+    dtype = dtypes.pop() if len(dtypes) == 1 else special_tokens.dtype
     dtype = special_tokens.dtype if any(token > np.iinfo(dtype).max for token in special_tokens.tokens) else dtype
     views = [v if v.format == dtype.char else np.asarray(v).astype(dtype).data for v in spans.views()]
     separator = np.array(special_tokens.tokens, dtype=dtype).tobytes()
     # One join of [nothing, the documents, nothing]: an eos too many at the front and a bos too many at the end.
     tokens = np.frombuffer(separator.join((b"", *views, b"")), dtype=dtype)
-    front = int(special_tokens.eos_id is not None)
-    return tokens[front : front + int(ends[-1])], ends
+    num_front = int(special_tokens.eos_id is not None)
+    return tokens[num_front : num_front + int(ends[-1])], ends
 
 
 def log_if_no_kernel() -> None:
@@ -247,11 +247,11 @@ def _native(base: Any) -> Any:
     class Native(base, Pinned):
         __slots__ = ("dropped", "nbytes", "reach")
 
-        def __new__(cls, special_tokens: SpecialTokens, position: memoryview, dropped: Callable[[], None]) -> Any:
+        def __new__(cls, special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None]) -> Any:
             reach = np.array(position[1:], dtype=np.int64).data
             bos, eos = (-1 if token is None else token for token in (special_tokens.bos_id, special_tokens.eos_id))
             queue = super().__new__(cls, position, reach, bos, eos)
-            queue.dropped, queue.reach, queue.nbytes = dropped, reach, 0
+            queue.dropped, queue.reach, queue.nbytes = on_drop, reach, 0
             return queue
 
         def append(self, spans: Spans) -> None:
@@ -272,8 +272,8 @@ def _native(base: Any) -> Any:
 class _NumpyQueue(Pinned):
     """Token queue implemented in NumPy, with the same results as the C class `kernel.TokenQueue`."""
 
-    def __init__(self, special_tokens: SpecialTokens, position: memoryview, dropped: Callable[[], None]) -> None:
-        self.nbytes, self.dropped = 0, dropped
+    def __init__(self, special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None]) -> None:
+        self.nbytes, self.dropped = 0, on_drop
         self.reach = np.array(position[1:], dtype=np.int64).data
         self._special_tokens, self._position, self._spans, self._document = special_tokens, position, EMPTY, 0
         self.tokens: TokenArray = np.zeros(0, dtype=np.int8)

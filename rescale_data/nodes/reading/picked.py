@@ -23,22 +23,22 @@ class PickedDocuments:
         documents: The documents of its source.
         pieces: Returns the pieces to keep of each document, none for a document that is left out. It may return them for only
             the first few documents, and may raise.
-        bound: Limits the number of documents left out in a row.
-        dropped: The own slot that counts documents left out.
-        piece: The own slot with the number of a document's next piece; `None` if each document is one piece.
+        draw_limit: Limits the number of documents left out in a row.
+        dropped_slot: The own slot that counts documents left out.
+        piece_slot: The own slot with the number of a document's next piece; `None` if each document is one piece.
     """
 
     def __init__(
         self,
         documents: Documents,
         pieces: Callable[[Spans], list[list[slice]]],
-        bound: EmptyDrawLimit,
+        draw_limit: EmptyDrawLimit,
         *,
-        dropped: int,
-        piece: int | None = None,
+        dropped_slot: int,
+        piece_slot: int | None = None,
     ) -> None:
-        self._documents, self._pieces, self._draw_limit = documents, pieces, bound
-        self._dropped, self._piece = dropped, piece
+        self._documents, self._pieces, self._draw_limit = documents, pieces, draw_limit
+        self._dropped_slot, self._piece_slot = dropped_slot, piece_slot
 
     is_costly = True
 
@@ -62,12 +62,12 @@ class PickedDocuments:
         source = position[_NUM_OWN:]
         source[:] = self._source_position
         self._documents.begin_next_epoch(source)
-        if self._piece is not None:
-            position[self._piece] = 0
-        position[self._dropped] += self._num_dropped
+        if self._piece_slot is not None:
+            position[self._piece_slot] = 0
+        position[self._dropped_slot] += self._num_dropped
 
     def _first_piece(self, position: memoryview) -> int:
-        return 0 if self._piece is None else position[self._piece]
+        return 0 if self._piece_slot is None else position[self._piece_slot]
 
     def _cut(self, spans: Spans, position: memoryview, first_piece: int) -> tuple[Spans, int]:
         """Return the pieces to keep of some documents, and the number of documents that were examined.
@@ -75,7 +75,7 @@ class PickedDocuments:
         A piece moves the position to its own document, behind all documents before it. The last piece of a document moves it
         behind that document.
         """
-        num_dropped = position[self._dropped] + self._num_dropped
+        num_dropped = position[self._dropped_slot] + self._num_dropped
         documents: list[int] = []  # document of each piece
         node_values: list[tuple[int, int]] = []  # after each piece: documents dropped so far, number of the next piece
         slices: list[slice] = []
@@ -108,5 +108,5 @@ class PickedDocuments:
         return picked, len(all_pieces)
 
     def _node_updates(self, node_values: Ints) -> PositionUpdates:
-        slots = [self._dropped] if self._piece is None else [self._dropped, self._piece]
+        slots = [self._dropped_slot] if self._piece_slot is None else [self._dropped_slot, self._piece_slot]
         return PositionUpdates.of(slots, node_values[:, : len(slots)])

@@ -78,7 +78,7 @@ class Plan(OnEvict):
 
 
 class ShardRows(ShardEpochs):
-    """Rows of one logical shard in the order of each epoch. Some calls name another shard of the same source.
+    """Rows of one logical shard in the order of each epoch. Some methods take another shard of the same source.
 
     Args:
         source: The source.
@@ -125,7 +125,7 @@ class ShardRows(ShardEpochs):
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
         range_index = self.range_number(epoch, self.shard.index if shard < 0 else shard)
-        return _order(*self.args(self.view(epoch)), range_index, self.window, self.is_full, self.steps)
+        return _order(*self.round_args(self.view(epoch)), range_index, self.window, self.is_full, self.steps)
 
     def size(self, epoch: int) -> int:
         """Return the number of rows of the shard in an epoch."""
@@ -220,13 +220,13 @@ class ShardRows(ShardEpochs):
     def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
         """Return sorted pairs ``(shard, row of the shard)`` that read given rows of the source in an epoch."""
         shards = np.arange(self.shard.num_logical_shards, dtype=np.int64)
-        sizes, blocked = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
+        sizes, pairs = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
         for shard in np.flatnonzero(sizes).tolist():
-            reads = np.flatnonzero(np.isin(self.unshuffled_rows(epoch, 0, int(sizes[shard]), shard), rows))
-            for first_row in sorted({self.order(epoch, shard).span(row)[0] for row in reads.tolist()}):
+            shard_rows = np.flatnonzero(np.isin(self.unshuffled_rows(epoch, 0, int(sizes[shard]), shard), rows))
+            for first_row in sorted({self.order(epoch, shard).span(row)[0] for row in shard_rows.tolist()}):
                 indices = np.flatnonzero(np.isin(self.window_rows(epoch, first_row, shard), rows))
-                blocked += [(shard, first_row + row) for row in indices.tolist()]
-        return blocked
+                pairs += [(shard, first_row + row) for row in indices.tolist()]
+        return pairs
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
         """Return the pieces of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""

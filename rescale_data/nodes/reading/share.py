@@ -40,7 +40,7 @@ class ShardShare:
         self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source
         self._index, self._range_shift = index, range_shift
         self._num_rows = int(fragments[-1] if order is None else order.virtual[-1])
-        self._begins: dict[int, int] = {}
+        self._virtual_starts: dict[int, int] = {}
 
     @property
     def key(self) -> Hashable:
@@ -66,9 +66,9 @@ class ShardShare:
         return pieces
 
     def cut(self, fragment: int) -> RowRange:
-        virtual = self._begins.get(fragment)
+        virtual = self._virtual_starts.get(fragment)
         if virtual is None:
-            virtual = self._begins[fragment] = self._virtual(fragment)
+            virtual = self._virtual_starts[fragment] = self._virtual(fragment)
         num_shards = self._shard.num_logical_shards
         index = (self._index + self._range_shift) % num_shards
         begin, end = (
@@ -79,7 +79,7 @@ class ShardShare:
         return RowRange(self.key, max(begin, 0), min(end, num_rows))
 
     def _virtual(self, fragment: int) -> int:
-        """Return the place of a fragment's first row in the order of the rows of the epoch."""
+        """Return the index of a fragment's first row among all rows in the order of the epoch."""
         row = self._fragments[fragment]
         if self._order is None:
             return int(row)
