@@ -9,7 +9,7 @@ import numpy as np
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node
-from rescale_data.nodes.below import num_below, place, shard_of
+from rescale_data.nodes.below import num_nodes_below, place, shard_of
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import OnError, guard_of
@@ -128,7 +128,7 @@ class RandomMap(PerSample):
         super().__init__(source, fn, on_error, version)
         self.label = label
         shard = shard_of(self, shard)
-        self._key = (shard.seed, shard.index, num_below(self, RandomMap))
+        self._key = (shard.seed, shard.index, num_nodes_below(self, RandomMap))
         self._place_slots = place(self._source)
 
     def _extra_argument(self) -> np.random.Generator:

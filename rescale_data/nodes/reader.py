@@ -265,7 +265,7 @@ class Reader(Node[Any]):
             self._end_epoch()
         epoch, row = self.position[0], self.position[1]
         stop = row + num_samples
-        if stop > self.rows.size(epoch) and stop > self.rows.end_of(epoch, self.shard.index)[0]:
+        if stop > self.rows.size(epoch) and stop > self.rows.epoch_end(epoch, self.shard.index)[0]:
             self._end_epoch()
         if stop > self.rows.size(epoch):  # it goes on at once to other epochs
             self.position[0], num_before = self.rows.epoch_after(epoch, stop, self.shard.index)
@@ -296,7 +296,7 @@ class Reader(Node[Any]):
         if self._proof is not None:
             position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
         position[1] += num_rows
-        if position[1] >= self.rows.size(position[0]) and self.rows.goes_on(position[0]):
+        if position[1] >= self.rows.size(position[0]) and self.rows.continues_round(position[0]):
             self.begin_next_epoch(position)
 
     def begin_next_epoch(self, position: View) -> None:
@@ -317,7 +317,7 @@ class Reader(Node[Any]):
 
     def advances_by_one(self, epoch: int) -> bool:
         """True if reading any row of an epoch only adds 1 to the row number in the position."""
-        return self._proof is None and not self._leaves_out and not self.rows.goes_on(epoch)
+        return self._proof is None and not self._leaves_out and not self.rows.continues_round(epoch)
 
     def moves(self, position: View, start: View, num_rows: int) -> tuple[Ints | None, PositionUpdates]:
         """Return the indices of the next rows that are not blocked, and the position update of each of these rows.
@@ -330,7 +330,7 @@ class Reader(Node[Any]):
         Returns:
             ``int64[k]`` indices among the rows, `None` for all of them; the updates of ``position``.
         """
-        if self.rows.goes_on(start[0]):  # the shard has no other row in this epoch
+        if self.rows.continues_round(start[0]):  # the shard has no other row in this epoch
             position_after = copy_of(start)
             self.advance(position_after, num_rows)
             self.pass_blocked(position_after)

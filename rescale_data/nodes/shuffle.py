@@ -11,7 +11,7 @@ from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.abilities import Writes
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, go_to
 from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written_sample
-from rescale_data.nodes.below import columns_of, epoch_end, num_below, place, shard_of, skip
+from rescale_data.nodes.below import columns_of, epoch_end, num_nodes_below, place, shard_of, skip
 from rescale_data.nodes.changing import is_pending, take_effect
 from rescale_data.nodes.form import STATE_DOES_NOT_FIT
 from rescale_data.nodes.room import CacheRoom
@@ -85,7 +85,7 @@ class Shuffle(Node[Any]):
         self._source = self.children["source"]
         self.writes = columns_of(self._source)
         shard = shard_of(self, shard)
-        self._shard, self._order_key = shard.index, (shard.seed, shard.index, num_below(self, Shuffle))
+        self._shard, self._order_key = shard.index, (shard.seed, shard.index, num_nodes_below(self, Shuffle))
         self._place_slots = place(self._source)
         self._inner_nodes = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
         self._key, self._cache_room = (owner_of(self), "window"), CacheRoom(self, "window", window)

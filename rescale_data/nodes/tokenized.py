@@ -44,10 +44,10 @@ class TokenizedDocuments:
             if self._next_position != position:
                 self._num_texts = FIRST_TEXTS
             try:
-                spans = self._of_texts(self._texts, position, min(most, self._num_texts))
+                spans = self._read_texts(self._texts, position, min(most, self._num_texts))
             except Exception:
                 spans = None  # the sample then raises the error, and names its row
-        return self._of_samples(position, most) if spans is None else spans
+        return self._read_samples(position, most) if spans is None else spans
 
     def begin_next_epoch(self, position: memoryview) -> None:
         if self._texts is not None:
@@ -56,7 +56,7 @@ class TokenizedDocuments:
         else:
             position[:] = copy_of(self._node.position)
 
-    def _of_texts(self, texts: Texts, position: memoryview, most: int) -> Spans | None:
+    def _read_texts(self, texts: Texts, position: memoryview, most: int) -> Spans | None:
         strings, moves = texts.read(position[1:], most)
         if not strings:
             return EMPTY
@@ -70,7 +70,7 @@ class TokenizedDocuments:
         self._num_texts = min(2 * self._num_texts, self._node.batch_size)
         return spans
 
-    def _of_samples(self, position: memoryview, most: int) -> Spans:
+    def _read_samples(self, position: memoryview, most: int) -> Spans:
         if self._ended or self._node.position != position:
             go_to(self._node, position)
         samples = self._node.next_texts(most)

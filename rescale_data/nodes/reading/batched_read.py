@@ -38,12 +38,12 @@ def read_batched(
     ranges[:, [*ready, *unready]] = np.cumsum(sizes) - sizes, sizes
     all_spans, first_slots = list(unready.values()), [requests[reader_index][1].start for reader_index in unready]
     if ready:
-        all_spans.insert(0, _joined([*ready.values()], [requests[reader_index][1].start for reader_index in ready]))
+        all_spans.insert(0, _join_ready([*ready.values()], [requests[reader_index][1].start for reader_index in ready]))
         first_slots.insert(0, 0)
     return Spans.join(all_spans, first_slots), ranges
 
 
-def _joined(ready: Sequence[ReadyDocuments], first_slots: Sequence[int]) -> Spans:
+def _join_ready(ready: Sequence[ReadyDocuments], first_slots: Sequence[int]) -> Spans:
     """Return the documents of all readers as one `Spans`, with position updates for the row that holds all readers."""
     first_fragments = np.cumsum([0, *(len(docs.fragments) for docs in ready)])
     indices = [docs.fragment_index + start for docs, start in zip(ready, first_fragments.tolist(), strict=False)]

@@ -86,7 +86,7 @@ class ShardEpochs:
                     return candidate
         raise AssertionError
 
-    def goes_on(self, epoch: int) -> bool:
+    def continues_round(self, epoch: int) -> bool:
         """True if reading continues past the end of this epoch, since the source has fewer rows than logical shards."""
         n = self.shard.num_logical_shards
         is_small = self.shard.repeat and self.view(epoch).num_rows < n
@@ -110,15 +110,15 @@ class ShardEpochs:
     def epoch_ends(self, epochs: Ints, shards: Ints) -> tuple[Ints, Ints]:
         """Return the number of rows that a reader reads from each epoch's beginning before it ends, and the epoch that follows.
 
-        Reading may go on over the ends of some epochs (`goes_on`).
+        Reading may go on over the ends of some epochs (`continues_round`).
         """
         if not (self.shard.repeat and self.is_small):
             return self.sizes(epochs, shards), epochs + 1
-        ends = [self.end_of(epoch, shard) for epoch, shard in zip(epochs.tolist(), shards.tolist(), strict=True)]
+        ends = [self.epoch_end(epoch, shard) for epoch, shard in zip(epochs.tolist(), shards.tolist(), strict=True)]
         num_left, next_epochs = np.array(ends, dtype=np.int64).reshape(-1, 2).T
         return num_left, next_epochs
 
-    def end_of(self, epoch: int, shard: int) -> tuple[int, int]:
+    def epoch_end(self, epoch: int, shard: int) -> tuple[int, int]:
         """Return the result of `epoch_ends` for one epoch and shard."""
         n, size = self.shard.num_logical_shards, self.num_rows(epoch, epoch + 1, shard)
         if not (self.shard.repeat and size):

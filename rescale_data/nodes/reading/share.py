@@ -50,7 +50,7 @@ class ShardShare:
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
         if not num_rows:
             return []
-        begin = self._virtual(fragment)
+        begin = self._virtual_start(fragment)
         num_shards = self._shard.num_logical_shards
         starts = shard_starts(np.arange(num_shards + 1), self._num_rows, num_shards)
         first_range = int(np.searchsorted(starts, begin, side="right")) - 1
@@ -66,19 +66,16 @@ class ShardShare:
         return pieces
 
     def cut(self, fragment: int) -> RowRange:
-        virtual = self._virtual_starts.get(fragment)
-        if virtual is None:
-            virtual = self._virtual_starts[fragment] = self._virtual(fragment)
+        start = self._virtual_starts.get(fragment)
+        if start is None:
+            start = self._virtual_starts[fragment] = self._virtual_start(fragment)
         num_shards = self._shard.num_logical_shards
         index = (self._index + self._range_shift) % num_shards
-        begin, end = (
-            index * self._num_rows // num_shards - virtual,
-            (index + 1) * self._num_rows // num_shards - virtual,
-        )
+        begin, end = index * self._num_rows // num_shards - start, (index + 1) * self._num_rows // num_shards - start
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
         return RowRange(self.key, max(begin, 0), min(end, num_rows))
 
-    def _virtual(self, fragment: int) -> int:
+    def _virtual_start(self, fragment: int) -> int:
         """Return the index of a fragment's first row among all rows in the order of the epoch."""
         row = self._fragments[fragment]
         if self._order is None:
