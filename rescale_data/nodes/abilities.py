@@ -121,7 +121,7 @@ class WritesMany(Ability):
     @staticmethod
     @abstractmethod
     def write_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
-        """Draw the next sample of each node into its row of the buffer, from row ``first`` on, while copying is enough.
+        """Write the next sample of each node into the buffer, one per row from ``first`` on; stop at one that needs more work.
 
         Args:
             nodes: Nodes of this class, one for each row.
@@ -129,7 +129,7 @@ class WritesMany(Ability):
             first: The first row to write.
 
         Returns:
-            The first row that was not written. The caller uses `Writes.write` for it.
+            The first row that was not written, because a copy is not enough. The caller uses `Writes.write` for it.
         """
 
 
