@@ -73,13 +73,15 @@ class ArrowSource(TableSource):
         rows = ipc.read_rows(ranges, blocks)
         ends = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
         cuts = group_pieces(cumulative_sums(rows), cumulative_sums(blocks.body), FRAGMENT_ROWS, FRAGMENT_BYTES, ends)
-        first, last = cuts[:-1], cuts[1:] - 1
-        places = {"batch": first, "batches": np.diff(cuts), "offset": blocks.offset[first]}
-        places["length"] = blocks.stop[last] - places["offset"]
-        rows, nbytes = (np.add.reduceat(counts, first) if len(counts) else counts for counts in (rows, blocks.body))
+        first_batches, last_batches = cuts[:-1], cuts[1:] - 1
+        locations = {"batch": first_batches, "batches": np.diff(cuts), "offset": blocks.offset[first_batches]}
+        locations["length"] = blocks.stop[last_batches] - locations["offset"]
+        rows, nbytes = (
+            np.add.reduceat(counts, first_batches) if len(counts) else counts for counts in (rows, blocks.body)
+        )
         is_compressed = ipc.starts_compressed(ranges, blocks)
         kind = {**schema_kind(schema), "has_footer": has_footer, "is_compressed": is_compressed}
-        return Footer(rows, nbytes, places, kind)
+        return Footer(rows, nbytes, locations, kind)
 
     def _open(self, file: int) -> _Opened:
         return _Opened(self._files.ranges(file))
@@ -96,14 +98,14 @@ class ArrowSource(TableSource):
             return super()._load_tokens(column, fragment)
         opened: _Opened = self._handle(file)
         data = opened.ranges.read(*self._byte_range(fragment))
-        if (column, fragment) not in opened.places:
+        if (column, fragment) not in opened.column_places:
             # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
             columns = self._file_schema(file).names
-            opened.places[column, fragment] = Place.of(self._decode(fragment, columns).column(column), data)
-        place = opened.places[column, fragment]
-        if place is None:
+            opened.column_places[column, fragment] = Place.find(self._decode(fragment, columns).column(column), data)
+        column_place = opened.column_places[column, fragment]
+        if column_place is None:
             return super()._load_tokens(column, fragment)
-        tokens = place.tokens(data)
+        tokens = column_place.tokens(data)
         opened.ranges.release_with(tokens, data)
         return tokens
 
@@ -112,14 +114,14 @@ class ArrowSource(TableSource):
 
         Arrow itself does not check that offsets lie within their buffers, and would read beyond them.
         """
-        table, known = (
+        table, validated = (
             self._columns_of(fragment, columns),
             self._handle(self._index.file_of(fragment)).validated_columns,
         )
-        if (fragment, *columns) not in known:
+        if (fragment, *columns) not in validated:
             for column in table.columns:
                 _as_bytes(column).validate(full=True)
-            known.add((fragment, *columns))
+            validated.add((fragment, *columns))
         return table
 
     def _columns_of(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
@@ -131,8 +133,8 @@ class ArrowSource(TableSource):
         return _read_messages(data, self._file_schema(file), ipc.read_messages(data)).select(list(columns))
 
     def _batches(self, fragment: int) -> range:
-        first = self._index.place("batch", fragment)
-        return range(first, first + self._index.place("batches", fragment))
+        first_batch = self._index.location("batch", fragment)
+        return range(first_batch, first_batch + self._index.location("batches", fragment))
 
     def _release_with(self, decoded: object, fragment: int) -> None:
         if self._files.filesystem is not None:
@@ -147,11 +149,11 @@ class ArrowSource(TableSource):
 
     def _read_columns(self, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
         schema, ranges = self._file_schema(file), self._ranges(file)
-        fields = [schema.get_field_index(name) for name in columns]
-        options = pa.ipc.IpcReadOptions(included_fields=fields)
-        key = (owner_of(self), file, *fields)
-        whole = ranges.whole()
-        reader: Any = handles().make(key, lambda: pa.ipc.open_file(whole, options=options))
+        field_indices = [schema.get_field_index(name) for name in columns]
+        options = pa.ipc.IpcReadOptions(included_fields=field_indices)
+        key = (owner_of(self), file, *field_indices)
+        source_file = ranges.as_arrow()
+        reader: Any = handles().make(key, lambda: pa.ipc.open_file(source_file, options=options))
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))
 
 
@@ -161,19 +163,19 @@ class _Opened:
 
     Args:
         ranges: Byte ranges of the file.
-        places: Places of token columns in fragments, by column and fragment; `None` if pyarrow must read the column.
+        column_places: Places of token columns in fragments, by column and fragment; `None` if pyarrow must read the column.
         validated_columns: Fragments whose columns were checked: the fragment and the names of the columns.
     """
 
     ranges: Ranges
-    places: dict[tuple[str, int], Place | None] = field(default_factory=dict[tuple[str, int], Place | None])
+    column_places: dict[tuple[str, int], Place | None] = field(default_factory=dict[tuple[str, int], Place | None])
     validated_columns: set[tuple[int | str, ...]] = field(default_factory=set[tuple[int | str, ...]])
 
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
     """Return whole record batches, read without their file's footer."""
-    places = zip(blocks.offset.tolist(), (blocks.metadata + blocks.body).tolist(), strict=True)
-    messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in places]
+    extents = zip(blocks.offset.tolist(), (blocks.metadata + blocks.body).tolist(), strict=True)
+    messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in extents]
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 
 

@@ -54,10 +54,12 @@ class Condition:
         try:
             kind = self._evaluate(schema.empty_table()).type
         except pa.ArrowException as error:
-            why = str(error).partition("\n")[0]
-            why = why.rpartition(" in ")[0] if why.startswith("No match") else why  # the rest is a list of columns
+            reason = str(error).partition("\n")[0]
+            reason = (
+                reason.rpartition(" in ")[0] if reason.startswith("No match") else reason
+            )  # the rest is a list of columns
             raise ValueError(
-                f"filter={self} cannot be asked of the columns {schema.names}: {why}. Ask for columns that are there, and "
+                f"filter={self} cannot be asked of the columns {schema.names}: {reason}. Ask for columns that are there, and "
                 f"compare each with values of its type."
             ) from None
         if kind != pa.bool_():
@@ -95,13 +97,13 @@ def chosen(footer: Footer, matches: dict[int, Ints]) -> Footer:
         footer: Footer with all rows of the file.
         matches: Rows of each fragment that match, by fragment; a fragment that is missing here has none.
     """
-    kept = [fragment for fragment, rows in sorted(matches.items()) if len(rows)]
-    counts = np.array([len(matches[fragment]) for fragment in kept], dtype=np.int64)
+    fragments = [fragment for fragment, rows in sorted(matches.items()) if len(rows)]
+    counts = np.array([len(matches[fragment]) for fragment in fragments], dtype=np.int64)
     base = np.cumsum(footer.rows) - footer.rows
     return Footer(
         counts,
-        footer.nbytes[kept] * counts // np.maximum(1, footer.rows[kept]),
-        {**{name: values[kept] for name, values in footer.places.items()}, "base": base[kept]},
+        footer.nbytes[fragments] * counts // np.maximum(1, footer.rows[fragments]),
+        {**{name: values[fragments] for name, values in footer.locations.items()}, "base": base[fragments]},
         footer.kind,
-        np.concatenate([np.zeros(0, np.int64), *(matches[fragment] for fragment in kept)]).astype(np.uint32),
+        np.concatenate([np.zeros(0, np.int64), *(matches[fragment] for fragment in fragments)]).astype(np.uint32),
     )

@@ -78,10 +78,10 @@ class FileSource(FragmentedSource):
         return self._handle(file).ranges
 
     def row(self, index: int) -> dict[str, Any]:
-        at = self._known.fragment_at(index)
-        rows = self._rows(at)
+        fragment = self._known_files.fragment_at(index)
+        rows = self._rows(fragment)
         try:
-            return rows.row(index - int(self._index.starts[at]))
+            return rows.row(index - int(self._index.starts[fragment]))
         except BadRow as bad:
             raise self._bad_row_error(index, bad) from None
 
@@ -119,12 +119,12 @@ class FileSource(FragmentedSource):
         return fetched.data
 
     def _footer_bytes(
-        self, what: str, file: int, fetch: Callable[[], ArrowBuffer], *, read_soon: bool = True
+        self, section: str, file: int, fetch: Callable[[], ArrowBuffer], *, read_soon: bool = True
     ) -> ArrowBuffer:
         """Return the bytes of a file's footer or index. For a remote file, the cache keeps them after the file is closed.
 
         Args:
-            what: "footer" or "index", a part of the key in the cache.
+            section: "footer" or "index", a part of the key in the cache.
             file: Number of the file.
             fetch: Reads the bytes.
             read_soon: True if the file is about to be read. Otherwise the bytes are kept only if as many bytes for each file
@@ -132,10 +132,10 @@ class FileSource(FragmentedSource):
         """
         if self._files.filesystem is None:
             return fetch()
-        key = (owner_of(self), what, file)
+        key = (owner_of(self), section, file)
         with cache().alone(key):
-            kept: FileIndex | None = cache().get(key)
-            value = FileIndex(fetch()) if kept is None else kept
+            cached: FileIndex | None = cache().get(key)
+            value = FileIndex(fetch()) if cached is None else cached
             if read_soon or value.nbytes * len(self._files.names) <= room_for(self) // 16:
                 cache().register(self)
                 cache().put(key, value)
@@ -146,7 +146,7 @@ class FileSource(FragmentedSource):
 
     def _byte_range(self, fragment: int) -> tuple[int, int]:
         """Return ``(offset, length)`` of a fragment in its file, as the index holds them for most formats."""
-        return self._index.place("offset", fragment), self._index.place("length", fragment)
+        return self._index.location("offset", fragment), self._index.location("length", fragment)
 
     def _rows(self, fragment: int) -> Rows:
         key = self._key(fragment)
@@ -182,11 +182,11 @@ class FileSource(FragmentedSource):
         """
         sources, shards = beside(owner_of(self))
         room = room_for(self)
-        rest = room - 2 * sources * shards * self.fragment_bytes
+        spare_bytes = room - 2 * sources * shards * self.fragment_bytes
         total = sources * len(self._index) * self.fragment_bytes
-        if self._files.filesystem is not None or total <= room or 2 * rest < room:
+        if self._files.filesystem is not None or total <= room or 2 * spare_bytes < room:
             return True
-        return fragment * _GOLDEN_FACTOR % 2**32 * total < rest * 2**32
+        return fragment * _GOLDEN_FACTOR % 2**32 * total < spare_bytes * 2**32
 
     def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
         """Return the cache key of a fragment, of one of its columns, or of the piece that one logical shard reads."""
@@ -196,8 +196,8 @@ class FileSource(FragmentedSource):
     def _handle(self, file: int) -> Any:
         return handles().make((owner_of(self), file), lambda: self._open(file))
 
-    def _bad_row_error(self, index: int, why: BadRow) -> ValueError:
-        return ValueError(f"{self.locate(index)}: {why}")
+    def _bad_row_error(self, index: int, bad: BadRow) -> ValueError:
+        return ValueError(f"{self.locate(index)}: {bad}")
 
 
 def _counted(decoded: V) -> V:

@@ -23,8 +23,8 @@ def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
         return manifest
     by_folder: dict[str, list[Any]] = {}
     for file in manifest[FILES]:
-        folder, below, _ = file[0].partition("/")
-        by_folder.setdefault(folder if below else ".", []).append(file)
+        folder, slash, _ = file[0].partition("/")
+        by_folder.setdefault(folder if slash else ".", []).append(file)
     if len(by_folder) > _MAX_FOLDERS:
         by_folder = {".": list(manifest[FILES])}
     folders = [[name, len(files), _digest(files), num_rows(files)] for name, files in sorted(by_folder.items())]

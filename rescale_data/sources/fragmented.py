@@ -66,26 +66,26 @@ class FragmentedSource(FiledSource):
             raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
         self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
         files = replace(self._find(paths, storage_options, remote), store=store)
-        self._known = KnownFiles(files, NO_FRAGMENTS)  # from which footers are read
+        self._known_files = KnownFiles(files, NO_FRAGMENTS)  # from which footers are read
         self._folder = self._index_folder(paths)
         if index_dir is not None or self._must_index:
-            self._known = self._mapped()
+            self._known_files = self._map_index()
         else:
-            self._known = KnownFiles(files, join_footers(self._read_footers(range(len(files.names)))))
-        self.name, self.fragments = self._known.name, self._index.starts
+            self._known_files = KnownFiles(files, join_footers(self._read_footers(range(len(files.names)))))
+        self.name, self.fragments = self._known_files.name, self._index.starts
         self.num_rows = int(self._index.starts[-1])
         self.fragment_bytes = int(np.median(self._index.nbytes)) if len(self._index) else 0
         self._check_files()
 
     @property
     def _files(self) -> Files:
-        return self._known.files
+        return self._known_files.files
 
     @property
     def _index(self) -> Fragments:
-        return self._known.index
+        return self._known_files.index
 
-    def _mapped(self) -> KnownFiles:
+    def _map_index(self) -> KnownFiles:
         """Return the files with their index, mapped. It is made first if it is missing."""
         if self._files.filesystem is not None and self._index_dir is None:
             raise ValueError(
@@ -105,15 +105,15 @@ class FragmentedSource(FiledSource):
             raise
 
     def _index_folder(self, paths: Paths) -> IndexFolder:
-        root, given = self._files.root, [paths] if isinstance(paths, str | os.PathLike) else paths
+        root, path_list = self._files.root, [paths] if isinstance(paths, str | os.PathLike) else paths
         about = {"format": self.FORMAT, **self._index_arguments()}
         if self._index_dir is None:
             folder = os.path.join(root, INDEX_FOLDER)
-            given = [os.path.relpath(os.path.expanduser(path), root) for path in given]
-            return IndexFolder(folder, about, digest(given), self.FILES_A_PART)
+            path_list = [os.path.relpath(os.path.expanduser(path), root) for path in path_list]
+            return IndexFolder(folder, about, digest(path_list), self.FILES_A_PART)
         filesystem_name = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
         about |= {"root": root, "filesystem": filesystem_name}
-        return IndexFolder(self._index_dir, about, digest([os.fspath(path) for path in given]), self.FILES_A_PART)
+        return IndexFolder(self._index_dir, about, digest([os.fspath(path) for path in path_list]), self.FILES_A_PART)
 
     def _index_arguments(self) -> Mapping[str, Any]:
         """Return the arguments on which fragments depend, as JSON values."""
@@ -147,19 +147,19 @@ class FragmentedSource(FiledSource):
 
     def manifest(self) -> Mapping[str, Any]:
         """Return the list of files; with ``index_dir=``, whose index has that list, digests of folders instead."""
-        full = {"format": self.FORMAT, FILES: self._known.entries()}
+        full = {"format": self.FORMAT, FILES: self._known_files.entries()}
         return full if self._index_dir is None else fold(full)
 
     def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if FILES in manifest:
             return manifest
-        rest = {key: value for key, value in manifest.items() if key != FOLDERS}
-        full = ({**rest, FILES: known.entries()} for known in self._all_known())
-        return next((each for each in full if fold(each) == manifest), None)
+        other_fields = {key: value for key, value in manifest.items() if key != FOLDERS}
+        manifests = ({**other_fields, FILES: files.entries()} for files in self._all_known())
+        return next((full for full in manifests if fold(full) == manifest), None)
 
     def _all_known(self) -> Iterator[KnownFiles]:
         """Yield files with their fragments: the current ones, then the ones in each index of ``index_dir``, newest first."""
-        yield self._known
+        yield self._known_files
         for bundle in () if self._index_dir is None else self._folder.all():
             yield KnownFiles.mapped(bundle, self._files)
 
@@ -170,30 +170,32 @@ class FragmentedSource(FiledSource):
                 f"{self.name}: some logical shards are in an epoch of fewer files than there are now, and the index that lists "
                 f"those is no longer in index_dir={self._index_dir!r}: bring it back."
             )
-        named = {name for name, *_ in full[FILES]}
-        files = np.array([name in named for name in self._files.names])
+        listed_names = {name for name, *_ in full[FILES]}
+        files = np.array([name in listed_names for name in self._files.names])
         return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
 
     def rows_of_file(self, name: str) -> range:
-        return self._known.rows_of(self._known.file_named(name))
+        return self._known_files.rows_of(self._known_files.file_named(name))
 
     def rows_in_file(self, name: str, rows: Ints) -> Ints:
-        of_file, is_filtered = self.rows_of_file(name), self._index.chosen is not None
-        least, most = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)
-        if least < 0 or (not is_filtered and most >= len(of_file)):
+        file_rows, is_filtered = self.rows_of_file(name), self._index.chosen is not None
+        min_row, max_row = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)
+        if min_row < 0 or (not is_filtered and max_row >= len(file_rows)):
             raise ValueError(
-                f"{name} of {self.name} has the rows 0 to {len(of_file) - 1}: there are none from {least} to {most}."
+                f"{name} of {self.name} has the rows 0 to {len(file_rows) - 1}: there are none from {min_row} to {max_row}."
             )
         if not is_filtered:
-            return of_file.start + rows
-        return of_file.start + np.flatnonzero(np.isin(self._known.kept_rows(self._known.file_named(name)), rows))
+            return file_rows.start + rows
+        return file_rows.start + np.flatnonzero(
+            np.isin(self._known_files.kept_rows(self._known_files.file_named(name)), rows)
+        )
 
     def file_row(self, index: int) -> tuple[str, int]:
-        file, row = self._known.in_file(index)
+        file, row = self._known_files.in_file(index)
         return self._files.names[file], row
 
     def locate(self, index: int) -> str:
-        file, row = self._known.in_file(index)
+        file, row = self._known_files.in_file(index)
         return f"{self._files.path(file)}, row {row}"
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""`Fragments`: the places of all fragments in a source's files, as arrays that can be mapped from one index file."""
+"""`Fragments`: the locations of all fragments in a source's files, as arrays that can be mapped from one index file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Footer:
     Args:
         rows: ``int64[F]``, the number of rows of each fragment.
         nbytes: ``int64[F]``, the bytes that each fragment takes in memory, estimated.
-        places: Arrays ``int64[F]`` by name, from which the format finds a fragment in the file.
+        locations: Arrays ``int64[F]`` by name, from which the format finds a fragment in the file.
         kind: Facts of the file that the format needs, as JSON values. Equal facts of many files are kept once.
         chosen: ``uint32[sum of rows]``, for each row that a filter kept its number in the fragment; `None` without a filter.
         arrays: Other arrays that the format keeps of the file, in a part of the index that holds this file alone.
@@ -33,7 +33,7 @@ class Footer:
 
     rows: Ints
     nbytes: Ints
-    places: Mapping[str, Ints] = field(default_factory=dict[str, Ints])
+    locations: Mapping[str, Ints] = field(default_factory=dict[str, Ints])
     kind: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chosen: npt.NDArray[np.uint32] | None = None
     arrays: Arrays = field(default_factory=dict[str, npt.NDArray[Any]])
@@ -46,16 +46,16 @@ class Fragments:
     Args:
         starts: ``int64[F + 1]``, the first row of each fragment, and the number of rows.
         nbytes: ``int64[F]``, the bytes that each fragment takes in memory, estimated.
-        places: Arrays ``int64[F]`` by name, see `Footer`.
+        locations: Arrays ``int64[F]`` by name, see `Footer`.
         files: ``int64[files + 1]``, the first fragment of each file, and the number of fragments.
         kinds: The different ``Footer.kind`` of the files, each once.
-        kind_of: ``int32[files]``, the place of each file's kind in ``kinds``.
+        kind_of: ``int32[files]``, the index of each file's kind in ``kinds``.
         chosen: See `Footer`.
     """
 
     starts: Ints
     nbytes: Ints
-    places: Mapping[str, Ints]
+    locations: Mapping[str, Ints]
     files: Ints
     kinds: Sequence[Mapping[str, Any]]
     kind_of: npt.NDArray[np.int32]
@@ -67,8 +67,8 @@ class Fragments:
     def file_of(self, fragment: int) -> int:
         return bisect_right(self.files.data, fragment) - 1
 
-    def place(self, name: str, fragment: int) -> int:
-        return int(self.places[name][fragment])
+    def location(self, name: str, fragment: int) -> int:
+        return int(self.locations[name][fragment])
 
     def kind(self, file: int) -> Mapping[str, Any]:
         return self.kinds[int(self.kind_of[file])]
@@ -85,33 +85,33 @@ class Fragments:
 
     def footer(self, file: int) -> Footer:
         """Return the fragments of one file as a `Footer`."""
-        part = slice(*self.files[file : file + 2].tolist())
-        rows = slice(*self.starts[[part.start, part.stop]].tolist())
+        fragments = slice(*self.files[file : file + 2].tolist())
+        rows = slice(*self.starts[[fragments.start, fragments.stop]].tolist())
         return Footer(
-            np.diff(self.starts[part.start : part.stop + 1]),
-            self.nbytes[part],
-            {name: values[part] for name, values in self.places.items()},
+            np.diff(self.starts[fragments.start : fragments.stop + 1]),
+            self.nbytes[fragments],
+            {name: values[fragments] for name, values in self.locations.items()},
             self.kind(file),
             None if self.chosen is None else self.chosen[rows],
         )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return all arrays of the fragments, by name, as an index stores them; `of` reads them back."""
-        own = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
+        """Return all arrays of the fragments, by name, as an index stores them; `load` reads them back."""
+        base_arrays = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
         chosen = {} if self.chosen is None else {_CHOSEN: self.chosen}
-        return {**own, **chosen, **{_PLACE + name: values for name, values in self.places.items()}}
+        return {**base_arrays, **chosen, **{_PLACE + name: values for name, values in self.locations.items()}}
 
     @staticmethod
-    def of(bundle: Bundle, *, copy: bool = False) -> Fragments:
+    def load(bundle: Bundle, *, copy: bool = False) -> Fragments:
         """Return the fragments that an index stores, as views of the mapped file or as copies."""
 
-        def take(name: str) -> npt.NDArray[Any]:
+        def load_array(name: str) -> npt.NDArray[Any]:
             return np.array(bundle.array(name)) if copy else bundle.array(name)
 
-        own = {name: take(name) for name in ("starts", "nbytes", "files", "kind_of")}
-        places = {name.removeprefix(_PLACE): take(name) for name in bundle.names if name.startswith(_PLACE)}
-        chosen = take(_CHOSEN) if _CHOSEN in bundle.names else None
-        return Fragments(**own, places=places, kinds=bundle.facts["kinds"], chosen=chosen)
+        base_arrays = {name: load_array(name) for name in ("starts", "nbytes", "files", "kind_of")}
+        locations = {name.removeprefix(_PLACE): load_array(name) for name in bundle.names if name.startswith(_PLACE)}
+        chosen = load_array(_CHOSEN) if _CHOSEN in bundle.names else None
+        return Fragments(**base_arrays, locations=locations, kinds=bundle.facts["kinds"], chosen=chosen)
 
 
 def join_footers(footers: Sequence[Footer]) -> Fragments:
@@ -127,7 +127,7 @@ def join_footers(footers: Sequence[Footer]) -> Fragments:
     return Fragments(
         cumulative_sums(_joined([footer.rows for footer in footers])),
         _joined([footer.nbytes for footer in footers]),
-        {name: _joined([footer.places[name] for footer in footers]) for name in footers[0].places},
+        {name: _joined([footer.locations[name] for footer in footers]) for name in footers[0].locations},
         cumulative_sums(np.array([len(footer.rows) for footer in footers], dtype=np.int64)),
         distinct,
         np.array(kind_of, dtype=np.int32),
@@ -135,10 +135,10 @@ def join_footers(footers: Sequence[Footer]) -> Fragments:
     )
 
 
-def adjacent_places(places: Ints) -> tuple[Ints, dict[str, Ints]]:
-    """Return sizes and places of adjacent fragments, given the bytes at which they begin and the last one ends."""
-    lengths = np.diff(places)
-    return lengths, {"offset": places[:-1], "length": lengths}
+def adjacent_locations(bounds: Ints) -> tuple[Ints, dict[str, Ints]]:
+    """Return sizes and locations of adjacent fragments, given the bytes at which they begin and the last one ends."""
+    lengths = np.diff(bounds)
+    return lengths, {"offset": bounds[:-1], "length": lengths}
 
 
 def group_pieces(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | None = None) -> Ints:
@@ -153,12 +153,12 @@ def group_pieces(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: 
         max_bytes: Bytes of a fragment at most, unless its only piece has more.
         ends: Pieces at which a fragment begins in any case, ascending.
     """
-    last = len(rows) - 1
-    stops, cuts = np.append([] if ends is None else ends, last).astype(np.int64), [0]
-    while (at := cuts[-1]) < last:
-        by_rows = np.searchsorted(rows, rows[at] + max_rows, side="right") - 1
-        by_bytes = np.searchsorted(nbytes, nbytes[at] + max_bytes, side="right") - 1
-        cuts.append(max(at + 1, int(min(by_rows, by_bytes, stops[np.searchsorted(stops, at, side="right")]))))
+    num_pieces = len(rows) - 1
+    stops, cuts = np.append([] if ends is None else ends, num_pieces).astype(np.int64), [0]
+    while (start := cuts[-1]) < num_pieces:
+        by_rows = np.searchsorted(rows, rows[start] + max_rows, side="right") - 1
+        by_bytes = np.searchsorted(nbytes, nbytes[start] + max_bytes, side="right") - 1
+        cuts.append(max(start + 1, int(min(by_rows, by_bytes, stops[np.searchsorted(stops, start, side="right")]))))
     return np.array(cuts, dtype=np.int64)
 
 
@@ -167,8 +167,8 @@ def cumulative_sums(counts: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _joined(parts: Sequence[Ints]) -> Ints:
-    return np.concatenate(parts).astype(np.int64)
+def _joined(arrays: Sequence[Ints]) -> Ints:
+    return np.concatenate(arrays).astype(np.int64)
 
 
 def _or_empty(chosen: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:

@@ -1,11 +1,11 @@
-"""The index of a source on disk: places of its fragments and a list of its files, written once for all processes and runs.
+"""Index of a source on disk: the locations of its fragments and the list of its files, written once for all processes and runs.
 
-    <folder>/<about>-<files>.rdpart      some files: their fragments, and other arrays that their format keeps
-    <folder>/<about>-<files>.rdindex     all files: their fragments and their list, joined from parts
+    <folder>/<identity>-<files>.rdpart      some files: their fragments, and other arrays that their format keeps
+    <folder>/<identity>-<files>.rdindex     all files: their fragments and their list, joined from parts
 
-about: a digest of the format and of the arguments on which fragments depend. files: a digest of names, sizes and times. So no
-index is ever changed: other files have another index, and a part that a killed process left is good for the next one. Processes
-that find no index make it together: the first process that comes to a part makes it. Every process maps the index.
+identity: a digest of the format and of the arguments on which fragments depend. files: a digest of names, sizes and times. So
+no index is ever changed: other files have another index, and a part that a killed process left is good for the next one.
+Processes that find no index make it together: the first process that comes to a part makes it. Every process maps the index.
 
 A local file may have another time than in an earlier index, as on a host to which files were copied. It counts as unchanged if
 its size and its probed bytes (`Files.probe`) are the same.
@@ -47,20 +47,20 @@ class IndexFolder:
 
     Args:
         folder: Path of the folder, which all ranks share.
-        about: The format, and the arguments on which fragments depend, as JSON values.
-        given: Digest of the paths that the source was given. An earlier index for the same paths shows which files are gone.
+        identity: The format, and the arguments on which fragments depend, as JSON values.
+        paths_digest: Digest of the paths that the source was given. An earlier index for them shows which files are gone.
         files_a_part: Number of files that one process reads, as one part.
     """
 
     folder: str
-    about: Mapping[str, Any]
-    given: str
+    identity: Mapping[str, Any]
+    paths_digest: str
     files_a_part: int
 
     @property
-    def _about(self) -> dict[str, Any]:
-        """The values that identify an index: ``about``, and the version of the index format."""
-        return {"version": _VERSION, **self.about}
+    def _identity(self) -> dict[str, Any]:
+        """The values that identify an index: ``identity``, and the version of the index format."""
+        return {"version": _VERSION, **self.identity}
 
     def open(self, files: Files, read: ReadFooters) -> Bundle:
         """Return the index of these files, memory-mapped; it is written first if it is missing or damaged.
@@ -87,15 +87,15 @@ class IndexFolder:
 
     def _require_own_index(self, bundle: Bundle) -> Bundle:
         """Return ``bundle``; raise ``ValueError`` if it is not an index of this source."""
-        if bundle.facts.get("about") != json.loads(json.dumps(self._about)):
+        if bundle.facts.get("about") != json.loads(json.dumps(self._identity)):
             raise ValueError(
-                f"{bundle.path} is an index of {bundle.facts.get('about')}, not of {self._about}. Delete it."
+                f"{bundle.path} is an index of {bundle.facts.get('about')}, not of {self._identity}. Delete it."
             )
         if bundle.facts.get("listing", "") not in os.path.basename(bundle.path):
             raise ValueError(f"{bundle.path} is an index of other files, under a name that is not its own. Delete it.")
         return bundle
 
-    def part(self, files: Files) -> str:
+    def part_path(self, files: Files) -> str:
         """Return the path of the part of an index that describes these files."""
         return self._path(files, _PART)
 
@@ -104,7 +104,7 @@ class IndexFolder:
         return os.path.join(self.folder, Strings(index, _PARTS)[int(index.array(_PART_OF)[file])])
 
     def _path(self, files: Files, suffix: str) -> str:
-        return os.path.join(self.folder, f"{digest(self._about)}-{_listing_digest(files)}{suffix}")
+        return os.path.join(self.folder, f"{digest(self._identity)}-{_listing_digest(files)}{suffix}")
 
     def _index_paths(self, begin: str) -> Iterator[str]:
         try:
@@ -116,79 +116,86 @@ class IndexFolder:
             yield entry.path
 
     def _make(self, path: str, files: Files, read: ReadFooters) -> Bundle:
-        known = self._known(files)
+        known_footers = self._unchanged_footers(files)
         os.makedirs(self.folder, exist_ok=True)
-        todo = [file for file, name in enumerate(files.names) if name not in known]
-        _log.info("%s: %d of %d files are read for its index, %s", files.root, len(todo), len(files.names), path)
-        chunks = [todo[at : at + self.files_a_part] for at in range(0, len(todo), self.files_a_part)]
-        parts = {self.part(files.select(chunk)): chunk for chunk in chunks}
-        self._make_parts(parts, read)
-        for part, chunk in parts.items():
-            index = Fragments.of(Bundle(part), copy=True)  # a copy: there may be too many parts to map them all
-            known |= {files.names[file]: (index.footer(i), os.path.basename(part)) for i, file in enumerate(chunk)}
-        return cast(Bundle, open_or_create(path, Bundle, lambda temporary: self._write(temporary, files, known)))
+        to_read = [file for file, name in enumerate(files.names) if name not in known_footers]
+        _log.info("%s: %d of %d files are read for its index, %s", files.root, len(to_read), len(files.names), path)
+        chunks = [to_read[start : start + self.files_a_part] for start in range(0, len(to_read), self.files_a_part)]
+        files_by_part = {self.part_path(files.select(chunk)): chunk for chunk in chunks}
+        self._make_parts(files_by_part, read)
+        for part_path, chunk in files_by_part.items():
+            index = Fragments.load(Bundle(part_path), copy=True)  # a copy: too many parts to map them all
+            known_footers |= {
+                files.names[file]: (index.footer(i), os.path.basename(part_path)) for i, file in enumerate(chunk)
+            }
+        return cast(
+            Bundle, open_or_create(path, Bundle, lambda temporary: self._write(temporary, files, known_footers))
+        )
 
-    def _make_parts(self, parts: Mapping[str, Sequence[int]], read: ReadFooters) -> None:
-        """Write the missing parts: first all that no other process is writing, then all that another has not finished."""
-        shuffled_parts = random.sample(list(parts), len(parts))
+    def _make_parts(self, files_by_part: Mapping[str, Sequence[int]], read: ReadFooters) -> None:
+        """Write the missing parts of an index: first the ones that no other process is writing, then the unfinished ones."""
+        shuffled_parts = random.sample(list(files_by_part), len(files_by_part))
         with ThreadPoolExecutor(max(1, _OPENING_THREADS // self.files_a_part)) as pool:
             for wait in (False, True):
 
-                def make(part: str, wait: bool = wait) -> None:
-                    make_part(part, parts[part], read, wait=wait)
+                def make(path: str, wait: bool = wait) -> None:
+                    make_part(path, files_by_part[path], read, wait=wait)
 
                 list(pool.map(make, shuffled_parts))
 
-    def _known(self, files: Files) -> dict[str, tuple[Footer, str]]:
+    def _unchanged_footers(self, files: Files) -> dict[str, tuple[Footer, str]]:
         """Return the footer and the part's name for each unchanged file, by file name, from earlier indices.
 
         Warnings name files that have changed and files that are gone.
         """
-        known, changed = dict[str, tuple[Footer, str]](), set[str]()
-        warns_of_gone = True
-        for path in self._index_paths(f"{digest(self._about)}-"):
+        footers, changed = dict[str, tuple[Footer, str]](), set[str]()
+        warns_of_missing = True
+        for path in self._index_paths(f"{digest(self._identity)}-"):
             try:
                 bundle = self._require_own_index(Bundle(path))
             except ValueError:  # it is damaged
                 continue
-            earlier_files, index, probes = listed(bundle, files), Fragments.of(bundle), Strings(bundle, _PROBES)
-            old = {name: file for file, name in enumerate(earlier_files.names)}
-            if warns_of_gone and bundle.facts["given"] == self.given:
-                warns_of_gone = False
-                if gone := sorted(old.keys() - {*files.names}):
-                    _log.warning("%s: %s are in its index, and no longer there.", files.root, _first_few(gone))
+            earlier_files, index, probes = listed(bundle, files), Fragments.load(bundle), Strings(bundle, _PROBES)
+            numbers = {name: file for file, name in enumerate(earlier_files.names)}
+            if warns_of_missing and bundle.facts["given"] == self.paths_digest:
+                warns_of_missing = False
+                if missing_names := sorted(numbers.keys() - {*files.names}):
+                    _log.warning("%s: %s are in its index, and no longer there.", files.root, _first_few(missing_names))
             for file, name in enumerate(files.names):
-                if name not in old or name in known:
+                if name not in numbers or name in footers:
                     continue
-                if _is_same(files, file, earlier_files, old[name], probes):
-                    known[name] = index.footer(old[name]), os.path.basename(self.part_of_file(bundle, old[name]))
+                if _is_same(files, file, earlier_files, numbers[name], probes):
+                    footers[name] = (
+                        index.footer(numbers[name]),
+                        os.path.basename(self.part_of_file(bundle, numbers[name])),
+                    )
                 else:
                     changed.add(name)
-            if len(known) == len(files.names):
+            if len(footers) == len(files.names):
                 break
-        if changed_names := sorted(changed - known.keys()):
+        if changed_names := sorted(changed - footers.keys()):
             _log.warning(
                 "%s: %s changed since an index of them was made, and are read anew.",
                 files.root,
                 _first_few(changed_names),
             )
-        return known
+        return footers
 
-    def _write(self, path: str, files: Files, known: Mapping[str, tuple[Footer, str]]) -> None:
-        index = join_footers([known[name][0] for name in files.names])
-        parts = {part: number for number, part in enumerate(dict.fromkeys(known[name][1] for name in files.names))}
-        part_of = np.array([parts[known[name][1]] for name in files.names], dtype=np.int32)
-        facts: dict[str, Any] = {"about": self._about, "given": self.given}
+    def _write(self, path: str, files: Files, footers: Mapping[str, tuple[Footer, str]]) -> None:
+        index = join_footers([footers[name][0] for name in files.names])
+        numbers = {part: i for i, part in enumerate(dict.fromkeys(footers[name][1] for name in files.names))}
+        part_ids = np.array([numbers[footers[name][1]] for name in files.names], dtype=np.int32)
+        facts: dict[str, Any] = {"about": self._identity, "given": self.paths_digest}
         facts |= {"listing": _listing_digest(files), "kinds": list(index.kinds)}
-        of_files = {**string_arrays(_PROBES, files.probes()), **string_arrays(_PARTS, [*parts]), _PART_OF: part_of}
-        write_bundle(path, facts, {**index.arrays(), **_listing(files), **of_files})
+        extra = {**string_arrays(_PROBES, files.probes()), **string_arrays(_PARTS, [*numbers]), _PART_OF: part_ids}
+        write_bundle(path, facts, {**index.arrays(), **_listing(files), **extra})
 
 
-def make_part(part: str, files: Sequence[int], read: ReadFooters, *, wait: bool = True) -> Bundle | None:
+def make_part(index_part: str, files: Sequence[int], read: ReadFooters, *, wait: bool = True) -> Bundle | None:
     """Return a part of an index, memory-mapped; it is written first if it is missing or damaged.
 
     Args:
-        part: Path of the part.
+        index_part: Path of the part.
         files: Numbers of the files in it.
         read: Reads the footers of files, given their numbers.
         wait: Whether to wait for a process that is making the part. If not, return `None` in that case.
@@ -197,15 +204,15 @@ def make_part(part: str, files: Sequence[int], read: ReadFooters, *, wait: bool 
     def write(temporary: str) -> None:
         footers = read(files)
         index = join_footers(footers)
-        own = {_FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
-        write_bundle(temporary, {"kinds": list(index.kinds)}, {**index.arrays(), **own})
+        format_arrays = {_FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
+        write_bundle(temporary, {"kinds": list(index.kinds)}, {**index.arrays(), **format_arrays})
 
-    return open_or_create(part, Bundle, write, wait=wait)
+    return open_or_create(index_part, Bundle, write, wait=wait)
 
 
-def format_array(part: Bundle, name: str) -> Any:
+def format_array(index_part: Bundle, name: str) -> Any:
     """Return an array that a format stores for the only file in a part, memory-mapped. See `Footer.arrays`."""
-    return part.array(_FORMAT_PREFIX + name)
+    return index_part.array(_FORMAT_PREFIX + name)
 
 
 def listed(bundle: Bundle, files: Files) -> Files:
@@ -218,10 +225,12 @@ def _listing(files: Files) -> dict[str, Any]:
     return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
 
 
-def _is_same(files: Files, file: int, earlier_files: Files, old: int, probes: Sequence[str]) -> bool:
+def _is_same(files: Files, file: int, earlier_files: Files, number: int, probes: Sequence[str]) -> bool:
     """True if a file is unchanged since an index was made: same size, and same time stamp, ETag or digest of sampled bytes."""
-    same_size = int(files.sizes[file]) == int(earlier_files.sizes[old])
-    return same_size and (files.stamps[file] == earlier_files.stamps[old] or files.is_unchanged_copy(file, probes[old]))
+    same_size = int(files.sizes[file]) == int(earlier_files.sizes[number])
+    return same_size and (
+        files.stamps[file] == earlier_files.stamps[number] or files.is_unchanged_copy(file, probes[number])
+    )
 
 
 def count_parts(folder: str) -> int:
@@ -242,5 +251,5 @@ def digest(*values: Any) -> str:
 
 
 def _first_few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(names[:_MAX_SHOWN]) + more
+    suffix = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + suffix

@@ -25,7 +25,7 @@ from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragmented import CACHE_DIR_BYTES
-from rescale_data.sources.fragments import Arrays, Footer, adjacent_places, group_pieces
+from rescale_data.sources.fragments import Arrays, Footer, adjacent_locations, group_pieces
 from rescale_data.sources.index import format_array, make_part
 from rescale_data.state import Ints
 
@@ -34,7 +34,7 @@ FRAGMENT_BYTES = 2**22
 _log = logging.getLogger("rescale_data")
 
 
-def scanned(starts: Ints, arrays: Arrays, facts: Mapping[str, Any] | None = None) -> Footer:
+def make_footer(starts: Ints, arrays: Arrays, facts: Mapping[str, Any] | None = None) -> Footer:
     """Return the footer of a file that was scanned.
 
     Args:
@@ -43,7 +43,7 @@ def scanned(starts: Ints, arrays: Arrays, facts: Mapping[str, Any] | None = None
         facts: Other facts that the format keeps, as JSON values.
     """
     cuts = group_pieces(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-    return Footer(np.diff(cuts), *adjacent_places(starts[cuts]), facts or {}, arrays={"starts": starts, **arrays})
+    return Footer(np.diff(cuts), *adjacent_locations(starts[cuts]), facts or {}, arrays={"starts": starts, **arrays})
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Opened:
     """An open file, and the part of the index that describes only this file."""
 
     ranges: Ranges
-    part: Bundle
+    index_part: Bundle
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return an array that the format keeps, mapped."""
-        return format_array(self.part, name)
+        return format_array(self.index_part, name)
 
 
 class IndexedSource(FileSource):
@@ -111,12 +111,12 @@ class IndexedSource(FileSource):
         return True
 
     def _footer(self, file: int) -> Footer:
-        return self._scan(self._open_ranges(file, self._folder.part(self._files.select([file]))))
+        return self._scan(self._open_ranges(file, self._folder.part_path(self._files.select([file]))))
 
     def _open(self, file: int) -> Opened:
-        path = self._folder.part_of_file(cast(Bundle, self._known.bundle), file)
-        part = make_part(path, [file], self._read_footers)  # again, if it was deleted or damaged
-        return Opened(self._open_ranges(file, path), cast(Bundle, part))
+        path = self._folder.part_of_file(cast(Bundle, self._known_files.bundle), file)
+        index_part = make_part(path, [file], self._read_footers)  # again, if it was deleted or damaged
+        return Opened(self._open_ranges(file, path), cast(Bundle, index_part))
 
     def _raw_byte_range(self, fragment: int) -> tuple[int, int]:
         return self._byte_range(fragment)
@@ -125,10 +125,10 @@ class IndexedSource(FileSource):
         """Return the open file of a fragment, its range of rows in the file, and the bytes at which these begin and end."""
         file = self._index.file_of(fragment)
         opened: Opened = self._handle(file)
-        first, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
-        return opened, slice(first, stop), np.array(opened.array("starts")[first : stop + 1])
+        first_row, stop_row = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
+        return opened, slice(first_row, stop_row), np.array(opened.array("starts")[first_row : stop_row + 1])
 
-    def _open_ranges(self, file: int, part: str) -> Ranges:
+    def _open_ranges(self, file: int, part_path: str) -> Ranges:
         """Return an object that reads byte ranges of a file.
 
         A compressed file is first copied, if there is no copy yet, into blocks for random access.
@@ -136,10 +136,10 @@ class IndexedSource(FileSource):
         codec = codec_of(self._files.names[file])
         if codec is None:
             return self._files.ranges(file)
-        copy = os.path.splitext(part)[0] + ".rdblocks"
-        opened = partial(BlockRanges, store=self._files.store)
+        copy = os.path.splitext(part_path)[0] + ".rdblocks"
+        open_copy = partial(BlockRanges, store=self._files.store)
         return cast(
-            Ranges, open_or_create(copy, opened, lambda temporary: self._write_copy(file, codec, copy, temporary))
+            Ranges, open_or_create(copy, open_copy, lambda temporary: self._write_copy(file, codec, copy, temporary))
         )
 
     def _write_copy(self, file: int, codec: str, copy: str, temporary: str) -> None:

@@ -102,38 +102,38 @@ def _footer_blocks(file: Ranges) -> Blocks:
     data = np.frombuffer(file.read(size - 10 - length, length), dtype=np.uint8)
     footer = _read_numbers(data, np.zeros(1, np.int64), "<i4")
     vector = _dereference(data, _field_positions(data, footer, _FOOTER_RECORD_BATCHES))
-    first, count = int(vector[0]) + 4, int(_read_numbers(data, vector, "<i4")[0])
-    table = np.frombuffer(data, dtype=_BLOCK, count=count, offset=first)
+    blocks_offset, count = int(vector[0]) + 4, int(_read_numbers(data, vector, "<i4")[0])
+    table = np.frombuffer(data, dtype=_BLOCK, count=count, offset=blocks_offset)
     return Blocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
 
 
 def read_messages(data: ArrowBuffer) -> Blocks:
     """Return the record batches in some bytes that begin with a message."""
-    view, at = memoryview(data), 0
+    view, offset = memoryview(data), 0
     blocks: list[tuple[int, int, int]] = []
-    while at < len(view):
-        prefix, length = _message_lengths(*_TWO_INT32.unpack_from(view, at))
-        kind, body = _message(view, at + prefix)
+    while offset < len(view):
+        prefix, length = _message_lengths(*_TWO_INT32.unpack_from(view, offset))
+        kind, body = _message(view, offset + prefix)
         if kind == _RECORD_BATCH:
-            blocks.append((at, prefix + length, body))
-        at += prefix + length + body
+            blocks.append((offset, prefix + length, body))
+        offset += prefix + length + body
     return Blocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
 
 
 def _stream_blocks(file: Ranges) -> Blocks:
-    at, size = 0, file.size
+    offset, size = 0, file.size
     blocks: list[tuple[int, int, int]] = []
-    while at + 8 <= size:
-        prefix, length = _message_lengths(*_TWO_INT32.unpack(file.read(at, 8)))
+    while offset + 8 <= size:
+        prefix, length = _message_lengths(*_TWO_INT32.unpack(file.read(offset, 8)))
         if length == 0:
             break
-        data = memoryview(file.read(at + prefix, max(0, length)))
+        data = memoryview(file.read(offset + prefix, max(0, length)))
         if not 0 < length <= len(data):
-            raise ValueError(f"it ends in the middle of a message, or is no Arrow IPC stream, at byte {at}")
+            raise ValueError(f"it ends in the middle of a message, or is no Arrow IPC stream, at byte {offset}")
         kind, body = _message(data, 0)
         if kind == _RECORD_BATCH:
-            blocks.append((at, prefix + length, body))
-        at += prefix + length + body
+            blocks.append((offset, prefix + length, body))
+        offset += prefix + length + body
     return Blocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
 
 
@@ -142,19 +142,19 @@ def _message_lengths(mark: int, length: int) -> tuple[int, int]:
     return (8, length) if mark == -1 else (4, mark)
 
 
-def _message(view: memoryview, at: int) -> tuple[int, int]:
-    """Return the type of a message and the bytes of its body; its metadata begins at ``at``."""
-    table = at + _INT32.unpack_from(view, at)[0]
+def _message(view: memoryview, position: int) -> tuple[int, int]:
+    """Return the type of a message and the bytes of its body; its metadata begins at ``position``."""
+    table = position + _INT32.unpack_from(view, position)[0]
     vtable = table - _INT32.unpack_from(view, table)[0]
     size, *slots = _VTABLE_ENTRIES.unpack_from(view, vtable)
     kind, body = (slots[1 + slot] if 4 + 2 * slot < size else 0 for slot in (_MESSAGE_TYPE, _MESSAGE_BODY))
     return view[table + kind] if kind else 0, _INT64.unpack_from(view, table + body)[0] if body else 0
 
 
-def _read_numbers(data: Bytes, at: Ints, kind: str) -> Ints:
+def _read_numbers(data: Bytes, position: Ints, kind: str) -> Ints:
     """Return the numbers of dtype ``kind`` at some positions, as int64."""
     width = np.dtype(kind).itemsize
-    raw = data[np.minimum(at[:, None] + np.arange(width), len(data) - 1)]
+    raw = data[np.minimum(position[:, None] + np.arange(width), len(data) - 1)]
     return np.ascontiguousarray(raw).view(kind)[:, 0].astype(np.int64)
 
 
@@ -171,5 +171,5 @@ def _field_positions(data: Bytes, table: Ints, slot: int) -> Ints:
     return np.where(offset > 0, table + offset, 0)
 
 
-def _dereference(data: Bytes, at: Ints) -> Ints:
-    return at + _read_numbers(data, at, "<i4")
+def _dereference(data: Bytes, position: Ints) -> Ints:
+    return position + _read_numbers(data, position, "<i4")

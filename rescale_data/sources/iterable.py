@@ -35,10 +35,10 @@ class Shardable(Protocol):
 class _PartFactory:
     """Factory that returns one part of a stream that splits itself, given the part's number."""
 
-    whole: Shardable
+    stream: Shardable
 
     def __call__(self, index: int) -> Iterable[Any]:
-        return self.whole.shard(num_shards=self.whole.num_shards, index=index)
+        return self.stream.shard(num_shards=self.stream.num_shards, index=index)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class IterableSource(Described):
 
 def stateful(stream: Iterable[Any], iterator: Iterator[Any]) -> Stateful | None:
     """Return the object that saves a stream's position: the iterator if it has a state, else the stream, else `None`."""
-    candidates = [each for each in (iterator, stream) if isinstance(each, Stateful)]
+    candidates = [candidate for candidate in (iterator, stream) if isinstance(candidate, Stateful)]
     return candidates[0] if candidates else None
 
 
@@ -136,10 +136,12 @@ def _kept(make: Factory, state_bytes: int) -> Keeps:
     return "nothing" if iterator is stream and make(0) is stream else "count"
 
 
-def _has_buffer(part: Any) -> bool:
+def _has_buffer(iterable: Any) -> bool:
     """True if a part of Hugging Face's ``IterableDataset`` shuffles in a buffer, which its ``state_dict`` does not save."""
-    below = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
-    return "BufferShuffled" in type(part).__name__ or any(_has_buffer(each) for each in below if each is not None)
+    inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]
+    return "BufferShuffled" in type(iterable).__name__ or any(
+        _has_buffer(child) for child in inner if child is not None
+    )
 
 
 def _to_factory(streams: Any, num_streams: int | None) -> tuple[Factory, int]:

@@ -16,7 +16,7 @@ from rescale_data.sources.file_source import Rows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.fragments import Footer
-from rescale_data.sources.indexed import IndexedSource, scanned
+from rescale_data.sources.indexed import IndexedSource, make_footer
 from rescale_data.state import Ints
 
 _CHUNK_BYTES = 2**24
@@ -63,15 +63,15 @@ class JsonlSource(IndexedSource):
     )
 
     def locate(self, index: int) -> str:
-        file, row = self._known.in_file(index)
+        file, row = self._known_files.in_file(index)
         empty = self._handle(file).array("empty")
         return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty, row, side='right'))}"
 
     def texts(self, column: str, rows: Ints) -> list[str]:
         fragments = np.searchsorted(self._index.starts, rows, side="right") - 1
-        places, at = (rows - self._index.starts[fragments]).tolist(), fragments.tolist()
-        lines = {fragment: cast(_Lines, self._rows(fragment)) for fragment in {*at}}
-        parsed = (parse(lines[fragment].line(place)) for fragment, place in zip(at, places, strict=True))
+        numbers, fragment_list = (rows - self._index.starts[fragments]).tolist(), fragments.tolist()
+        lines = {fragment: cast(_Lines, self._rows(fragment)) for fragment in {*fragment_list}}
+        parsed = (parse(lines[fragment].line(number)) for fragment, number in zip(fragment_list, numbers, strict=True))
         values = [select_columns(row, self.columns)[column] for row in parsed]
         if {*map(type, values)} - {str}:
             raise BadRow(f"{column!r} is not a string in each of these rows.")
@@ -79,7 +79,7 @@ class JsonlSource(IndexedSource):
 
     def _scan(self, ranges: Ranges) -> Footer:
         starts, empty = find_lines(ranges)
-        return scanned(starts, {"empty": empty})
+        return make_footer(starts, {"empty": empty})
 
     def _load(self, fragment: int) -> Rows:
         data = self._bytes(fragment, self._raw_byte_range(fragment))
@@ -156,9 +156,9 @@ def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
     """
     begin = 3 if ranges.size and ranges.read(0, 3).to_pybytes() == _BYTE_ORDER_MARK else 0
     edges = [np.array([begin], dtype=np.int64)]
-    for at in range(0, ranges.size, _CHUNK_BYTES):
-        chunk = np.frombuffer(ranges.read(at, _CHUNK_BYTES), dtype=np.uint8)
-        edges.append(np.flatnonzero(chunk == _NEWLINE) + (at + 1))
+    for offset in range(0, ranges.size, _CHUNK_BYTES):
+        chunk = np.frombuffer(ranges.read(offset, _CHUNK_BYTES), dtype=np.uint8)
+        edges.append(np.flatnonzero(chunk == _NEWLINE) + (offset + 1))
     bounds = np.concatenate(edges)
     if bounds[-1] < ranges.size:
         bounds = np.append(bounds, ranges.size)

@@ -34,7 +34,7 @@ class KnownFiles:
     @staticmethod
     def mapped(bundle: Bundle, files: Files) -> KnownFiles:
         """Return the files that an index lists, below the root of ``files``."""
-        return KnownFiles(listed(bundle, files), Fragments.of(bundle), bundle)
+        return KnownFiles(listed(bundle, files), Fragments.load(bundle), bundle)
 
     def __reduce__(self) -> tuple[Callable[..., KnownFiles], tuple[Any, ...]]:
         if self.bundle is None:
@@ -53,10 +53,10 @@ class KnownFiles:
 
     def file_named(self, name: str) -> int:
         """Return the number of a file, given its name below the root, its path, its URL, or the end of its path."""
-        names, end = self.files.names, posixpath.normpath(name.rpartition("://")[2])
-        at = bisect_left(names, end)
-        files = [at] if at < len(names) and names[at] == end else []
-        files = files or [file for file in range(len(names)) if f"/{self.files.path(file)}".endswith(f"/{end}")]
+        names, path_end = self.files.names, posixpath.normpath(name.rpartition("://")[2])
+        index = bisect_left(names, path_end)
+        files = [index] if index < len(names) and names[index] == path_end else []
+        files = files or [file for file in range(len(names)) if f"/{self.files.path(file)}".endswith(f"/{path_end}")]
         if len(files) != 1:
             raise ValueError(f"{len(files)} of the files of {self.name} are named {name!r}: give the path of one.")
         return files[0]
@@ -67,10 +67,10 @@ class KnownFiles:
 
     def kept_rows(self, file: int) -> Ints:
         """Return ``int64[n]``, the numbers within a file of its rows that the filter kept."""
-        index, kept = self.index, [np.zeros(0, dtype=np.int64)]
+        index, row_numbers = self.index, [np.zeros(0, dtype=np.int64)]
         for fragment in range(*index.files[file : file + 2].tolist()):
-            kept.append(index.place("base", fragment) + np.asarray(index.chosen_of(fragment), dtype=np.int64))
-        return np.concatenate(kept)
+            row_numbers.append(index.location("base", fragment) + np.asarray(index.chosen_of(fragment), dtype=np.int64))
+        return np.concatenate(row_numbers)
 
     def fragment_at(self, row: int) -> int:
         """Return the fragment of a row."""
@@ -82,4 +82,4 @@ class KnownFiles:
         file, chosen = self.index.file_of(fragment), self.index.chosen_of(fragment)
         if chosen is None:
             return file, row - self.index.first_row(file)
-        return file, self.index.place("base", fragment) + int(chosen[row - self.index.starts[fragment]])
+        return file, self.index.location("base", fragment) + int(chosen[row - self.index.starts[fragment]])

@@ -19,7 +19,7 @@ from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Files
 from rescale_data.sources.files.ranges import Ranges
-from rescale_data.sources.fragments import Footer, adjacent_places, group_pieces
+from rescale_data.sources.fragments import Footer, adjacent_locations, group_pieces
 from rescale_data.sources.source import Tokens, TokenSource
 from rescale_data.state import Ints
 
@@ -75,7 +75,7 @@ class MegatronSource(FileSource, TokenSource):
         return np.dtype(self._index.kinds[0]["dtype"])
 
     def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int:
-        nbytes, dtype = self._index.places["length"], self.token_dtype(column or COLUMN)
+        nbytes, dtype = self._index.locations["length"], self.token_dtype(column or COLUMN)
         return int((nbytes if fragments is None else nbytes[fragments]).sum()) // dtype.itemsize
 
     def tokens(self, column: str, fragment: int) -> Tokens:
@@ -101,7 +101,7 @@ class MegatronSource(FileSource, TokenSource):
         if index.dtype.kind not in "iu":
             raise ValueError(f"it holds numbers of type {index.dtype}, not tokens")
         cuts = group_pieces(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-        return Footer(np.diff(cuts), *adjacent_places(starts[cuts]), {"dtype": index.dtype.str})
+        return Footer(np.diff(cuts), *adjacent_locations(starts[cuts]), {"dtype": index.dtype.str})
 
     def _open(self, file: int) -> _Opened:
         index = self._footer_bytes("index", file, lambda: open_index(self._files, file))
@@ -114,8 +114,8 @@ class MegatronSource(FileSource, TokenSource):
         file = self._index.file_of(fragment)
         data = self._bytes(fragment, self._raw_byte_range(fragment))
         opened: _Opened = self._handle(file)
-        first, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
-        starts, dtype = opened.index.starts(first, stop), opened.index.dtype
+        start, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
+        starts, dtype = opened.index.starts(start, stop), opened.index.dtype
         tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
         opened.ranges.release_with(tokens, data)  # a packer may keep the tokens longer than the cache does
         return _Documents(tokens)
@@ -147,7 +147,7 @@ class _DocumentIndex:
         if raw[:9].tobytes() != _MAGIC or len(raw) < _HEADER_BYTES:
             raise ValueError("its .idx is not one of Megatron's, or ends in its header")
         code = int(raw[17])
-        sequences, documents = (int.from_bytes(raw[at : at + 8].tobytes(), "little") for at in (18, 26))
+        sequences, documents = (int.from_bytes(raw[offset : offset + 8].tobytes(), "little") for offset in (18, 26))
         ends = np.cumsum([_HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
         if code not in _DTYPES or documents < 1 or ends[-1] > len(raw):
             raise ValueError(f"its .idx ends at byte {len(raw)} of {ends[-1]}, or has an unknown dtype ({code})")
@@ -155,22 +155,22 @@ class _DocumentIndex:
         self.num_documents = documents - 1
         self._checked_ranges: set[tuple[int, int]] = set()  # ranges of documents that were checked: they lie end to end
         self._lengths = raw[ends[0] : ends[1]].view("<i4")
-        self._places = raw[ends[1] : ends[2]].view("<i8")
-        self._first = raw[ends[2] : ends[3]].view("<i8")
+        self._sequence_offsets = raw[ends[1] : ends[2]].view("<i8")
+        self._first_sequences = raw[ends[2] : ends[3]].view("<i8")
 
-    def starts(self, first: int, stop: int) -> Ints:
-        """Return the bytes of the ``.bin`` at which documents ``first .. stop - 1`` begin, and at which the last one ends."""
-        sequences = np.array(self._first[first : stop + 1], dtype=np.int64)
+    def starts(self, start: int, stop: int) -> Ints:
+        """Return the bytes of the ``.bin`` at which documents ``start .. stop - 1`` begin, and at which the last one ends."""
+        sequences = np.array(self._first_sequences[start : stop + 1], dtype=np.int64)
         begin, end = int(sequences[0]), int(sequences[-1])
         sequence_starts = np.zeros(max(0, end - begin) + 1, dtype=np.int64)
         if end > begin:
-            sequence_starts[:-1] = self._places[begin:end]
+            sequence_starts[:-1] = self._sequence_offsets[begin:end]
             sequence_starts[-1] = sequence_starts[-2] + int(self._lengths[end - 1]) * self.dtype.itemsize
-        if (first, stop) not in self._checked_ranges:
+        if (start, stop) not in self._checked_ranges:
             nbytes = self._lengths[begin:end].astype(np.int64) * self.dtype.itemsize
             if (np.diff(sequence_starts) != nbytes).any() or (np.diff(sequences) < 0).any():
                 raise ValueError("its sequences do not lie end to end in the order of the index; write them anew")
-            self._checked_ranges.add((first, stop))
+            self._checked_ranges.add((start, stop))
         return sequence_starts[sequences - begin]
 
 

@@ -86,9 +86,9 @@ class ParquetSource(TableSource):
         if any(has_floats(schema.field(name).type) for name in columns):
             return super()._may_match(footer, condition, columns)
         with self._files.open(0) as handle:
-            parts = dataset.ParquetFileFormat().make_fragment(handle).split_by_row_group(filter=condition)
-        numbers = {group.id for part in parts for group in part.row_groups}
-        return [i for i, number in enumerate(footer.places["number"].tolist()) if number in numbers]
+            row_groups = dataset.ParquetFileFormat().make_fragment(handle).split_by_row_group(filter=condition)
+        numbers = {group.id for fragment in row_groups for group in fragment.row_groups}
+        return [i for i, number in enumerate(footer.locations["number"].tolist()) if number in numbers]
 
     def _open(self, file: int) -> Any:
         if self._files.filesystem is not None:
@@ -106,7 +106,7 @@ class ParquetSource(TableSource):
         return self._footer_bytes("footer", file, lambda: _tail_of(self._files.ranges(file)), read_soon=read_soon)
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        file, number = self._index.file_of(fragment), self._index.place("number", fragment)
+        file, number = self._index.file_of(fragment), self._index.location("number", fragment)
         opened = self._handle(file)
         if isinstance(opened, _Opened):
             with opened.lock:  # one column is decoded in this thread: other threads would have to allocate anew

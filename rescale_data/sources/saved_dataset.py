@@ -26,9 +26,9 @@ def data_files(paths: Paths, storage_options: Mapping[str, Any] | None, remote: 
     if not isinstance(paths, str | os.PathLike) or glob.has_magic(os.fspath(paths)):
         return paths
     folder = os.fspath(paths)
-    held = read_if_exists(posixpath.join(folder, _SPLITS), storage_options, remote)
-    if held is not None:
-        splits: list[str] = json.loads(held)["splits"]
+    split_list = read_if_exists(posixpath.join(folder, _SPLITS), storage_options, remote)
+    if split_list is not None:
+        splits: list[str] = json.loads(split_list)["splits"]
         raise ValueError(
             f"{folder} is a dataset that was saved with the splits {splits}. Give one of them, for example "
             f"{posixpath.join(folder, splits[0])!r}."

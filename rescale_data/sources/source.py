@@ -180,7 +180,7 @@ class Tokens:
         than decoding.
         """
         bits = int(np.bitwise_or.reduce(self.values))  # at least as large as each value; negative if any value is
-        fit = (dtype for dtype, most in _NARROW if 0 <= bits <= most)
+        fit = (dtype for dtype, max_value in _NARROW if 0 <= bits <= max_value)
         return Tokens(self.values.astype(next(fit, self.values.dtype)), self.offsets, self.first)
 
 

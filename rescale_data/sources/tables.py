@@ -84,19 +84,19 @@ class TableSource(FileSource, TokenSource):
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         key, load = self._key(fragment, column), partial(self._load_tokens, column)
-        kept: Tokens | None = cache().get(key)
-        if kept is not None:
-            return kept
-        with self._naming_nulls(fragment):
+        cached: Tokens | None = cache().get(key)
+        if cached is not None:
+            return cached
+        with self._name_row_in_errors(fragment):
             return self._read(key, fragment, load, cached=self.decoding_costs or self._may_stay(fragment))
 
     @contextmanager
-    def _naming_nulls(self, fragment: int, first: int = 0) -> Generator[None]:
-        """Make an error of a null name its row, counted from row ``first`` of a fragment."""
+    def _name_row_in_errors(self, fragment: int, first_row: int = 0) -> Generator[None]:
+        """Make the error for a null value name its row, counted from row ``first_row`` of a fragment."""
         try:
             yield
         except NullValueError as null:
-            raise self._bad_row_error(int(self._index.starts[fragment]) + first + null.row, null) from None
+            raise self._bad_row_error(int(self._index.starts[fragment]) + first_row + null.row, null) from None
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
         tokens = token_lists(self._decode(fragment, [column]).column(column))
@@ -119,39 +119,39 @@ class TableSource(FileSource, TokenSource):
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
         if not self.decoding_costs or num_shards == 1 or (packed and not self.cache_dir_bytes and room_for_block(self)):
             return False
-        own, room = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, room_for(self)
+        own_bytes, room = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, room_for(self)
         # with many sources, a shard reads one row of each at a visit: then pieces pay only if a disk keeps them
-        return own > room or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room)
+        return own_bytes > room or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
-        at = self._known.fragment_at(index)
-        piece = self._piece(at, share)
+        fragment = self._known_files.fragment_at(index)
+        piece = self._piece(fragment, share)
         try:
-            return piece.rows.row(index - int(self._index.starts[at]) - piece.start)
+            return piece.rows.row(index - int(self._index.starts[fragment]) - piece.start)
         except BadRow as bad:
             raise self._bad_row_error(index, bad) from None
 
     def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
         piece = self._piece(fragment, share, column)
-        with self._naming_nulls(fragment, piece.start):
+        with self._name_row_in_errors(fragment, piece.start):
             return piece.tokens
 
     def _piece(self, fragment: int, share: Share, column: str | None = None) -> Piece:
         """Return one shard's rows of a fragment, from the cache or from disk, or after cutting the fragment for all shards."""
         key = self._key(fragment, column, share)
-        kept: Piece | None = cache().get(key)
-        if kept is not None:
-            return kept
+        cached: Piece | None = cache().get(key)
+        if cached is not None:
+            return cached
         with self._reading(fragment):
             return self._read_stored(fragment, share, column) or self._cut(fragment, share, column)
 
     def _cut(self, fragment: int, share: Share, column: str | None) -> Piece:
         with cache().alone((owner_of(self), "cutting", fragment)):
             key = self._key(fragment, column, share)
-            kept = cache().get(key) or self._read_stored(
+            piece = cache().get(key) or self._read_stored(
                 fragment, share, column
             )  # another thread may have cut it in the meantime
-            return kept or self._cut_pieces(fragment, share, column)
+            return piece or self._cut_pieces(fragment, share, column)
 
     def _cut_pieces(self, fragment: int, share: Share, column: str | None) -> Piece:
         table = self._decode(fragment, self._schema.names if column is None else [column])
@@ -159,11 +159,11 @@ class TableSource(FileSource, TokenSource):
         cache().register(self)
         own_piece: Piece | None = None
         base_key = self._key(fragment, column)
-        for cut in share.cuts(fragment):
-            key = (*base_key, "piece", cut.key)
-            on_evict = partial(self._store_piece, fragment, self._piece_name(fragment, column, cut))
-            piece = Piece(copy_as_stream(table, cut.start, cut.stop), cut.start, on_evict)
-            own_piece = piece if cut.key == share.key else own_piece
+        for row_range in share.cuts(fragment):
+            key = (*base_key, "piece", row_range.key)
+            on_evict = partial(self._store_piece, fragment, self._piece_name(fragment, column, row_range))
+            piece = Piece(copy_as_stream(table, row_range.start, row_range.stop), row_range.start, on_evict)
+            own_piece = piece if row_range.key == share.key else own_piece
             if cache().get(key) is None:
                 cache().put(key, piece)
         if own_piece is None:
@@ -181,16 +181,16 @@ class TableSource(FileSource, TokenSource):
     def _read_stored(self, fragment: int, share: Share, column: str | None) -> Piece | None:
         if (store := self._local_store(fragment)) is None:
             return None
-        cut = share.cut(fragment)
-        data = store.get(self._piece_name(fragment, column, cut))
-        return None if data is None else Piece(data, cut.start, _ignore_eviction)
+        row_range = share.cut(fragment)
+        data = store.get(self._piece_name(fragment, column, row_range))
+        return None if data is None else Piece(data, row_range.start, _ignore_eviction)
 
-    def _piece_name(self, fragment: int, column: str | None, cut: RowRange) -> str:
+    def _piece_name(self, fragment: int, column: str | None, rows: RowRange) -> str:
         """Return the name of a piece in the local store, the same in all processes that read these rows and columns."""
         files, file = self._files, self._index.file_of(fragment)
-        of_file = (self.FORMAT, files.path(file), int(files.sizes[file]), files.stamps[file], self._index_arguments())
+        file_key = (self.FORMAT, files.path(file), int(files.sizes[file]), files.stamps[file], self._index_arguments())
         columns = self._schema.names if column is None else [column]
-        return repr(("piece", of_file, fragment - int(self._index.files[file]), columns, cut.start, cut.stop))
+        return repr(("piece", file_key, fragment - int(self._index.files[file]), columns, rows.start, rows.stop))
 
     def manifest(self) -> Mapping[str, Any]:
         return {**super().manifest(), **self._index_arguments()}
@@ -204,7 +204,7 @@ class TableSource(FileSource, TokenSource):
 
     def _check_files(self) -> None:
         self._schemas = [_schema_of(kind) for kind in self._index.kinds]
-        self._schema = self._one_schema(self.columns)
+        self._schema = self._common_schema(self.columns)
         self.columns = list(self._schema.names)
         if self._condition is not None and not self.num_rows:
             raise DataStateError(
@@ -223,15 +223,15 @@ class TableSource(FileSource, TokenSource):
         Fragments in which no row can match are not read.
         """
         try:
-            used = condition.columns(_schema_of(footer.kind))
+            used_columns = condition.columns(_schema_of(footer.kind))
         except ValueError as error:
             raise ValueError(f"{self._files.path(file)}: {error}") from None
         with self._name_file_in_errors(file):
-            alone = copy.copy(self)
-            alone._condition, alone._known = None, KnownFiles(self._files.select([file]), join_footers([footer]))
-            alone._schemas = [_schema_of(footer.kind)]
-            fragments = alone._may_match(footer, condition.expression, used)
-            return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in fragments})
+            clone = copy.copy(self)
+            clone._condition, clone._known_files = None, KnownFiles(self._files.select([file]), join_footers([footer]))
+            clone._schemas = [_schema_of(footer.kind)]
+            fragments = clone._may_match(footer, condition.expression, used_columns)
+            return chosen(footer, {i: condition.matches(clone._table(i, used_columns)) for i in fragments})
 
     def _may_match(self, footer: Footer, condition: ArrowExpression, columns: Sequence[str]) -> Iterable[int]:
         """Return the fragments in which rows may match a filter on these columns; the source has one file here."""
@@ -253,19 +253,20 @@ class TableSource(FileSource, TokenSource):
     def _file_schema(self, file: int) -> ArrowSchema:
         return self._schemas[int(self._index.kind_of[file])]
 
-    def _one_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
+    def _common_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
         """Return the schema of the columns that are read; ``ValueError`` with two files and a column if files differ."""
-        first = self._schemas[0]
-        wanted = list(first.names if columns is None else columns)
-        check_columns(first, wanted, self._files.path(0))
-        for kind, schema in enumerate(self._schemas):
-            if not schema.equals(first) and (field := _differing_column(first, schema, wanted, columns is None)):
-                other = self._files.path(int(np.argmax(self._index.kind_of == kind)))
+        expected = self._schemas[0]
+        names = list(expected.names if columns is None else columns)
+        check_columns(expected, names, self._files.path(0))
+        for number, schema in enumerate(self._schemas):
+            if not schema.equals(expected) and (field := _differing_column(expected, schema, names, columns is None)):
+                other_file = self._files.path(int(np.argmax(self._index.kind_of == number)))
                 raise ValueError(
-                    f"The files differ in {field!r}: {_type(first, field)} in {self._files.path(0)}, {_type(schema, field)} in "
-                    f"{other}. Give columns=[...] that all files share, or a source for each kind of file."
+                    f"The files differ in {field!r}: {_type(expected, field)} in {self._files.path(0)}, "
+                    f"{_type(schema, field)} in {other_file}. Give columns=[...] that all files share, or a "
+                    f"source for each kind of file."
                 )
-        return pa.schema([first.field(name) for name in wanted])
+        return pa.schema([expected.field(name) for name in names])
 
 
 def has_dictionary(schema: ArrowSchema) -> bool:
@@ -285,9 +286,11 @@ def _schema_of(kind: Mapping[str, Any]) -> ArrowSchema:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(kind["schema"])))
 
 
-def _differing_column(first: ArrowSchema, other: ArrowSchema, wanted: Sequence[str], whole: bool) -> str | None:
-    names = [*wanted, *(name for name in other.names if whole and name not in wanted)]
-    return next((name for name in names if _type(first, name) != _type(other, name)), None)
+def _differing_column(
+    expected: ArrowSchema, other_schema: ArrowSchema, requested: Sequence[str], uses_all: bool
+) -> str | None:
+    names = [*requested, *(name for name in other_schema.names if uses_all and name not in requested)]
+    return next((name for name in names if _type(expected, name) != _type(other_schema, name)), None)
 
 
 def _type(schema: ArrowSchema, name: str) -> str:

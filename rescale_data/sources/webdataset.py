@@ -18,7 +18,7 @@ from rescale_data.sources.file_source import Rows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import Ranges, RangesFile
 from rescale_data.sources.fragments import Footer
-from rescale_data.sources.indexed import IndexedSource, scanned
+from rescale_data.sources.indexed import IndexedSource, make_footer
 from rescale_data.state import Ints
 
 KEY = "__key__"
@@ -77,11 +77,11 @@ class WebDatasetSource(IndexedSource):
 
     def _warn_of_missing(self) -> None:
         for file, rows in enumerate(self._index.file_rows):
-            counts, links = self._index.kind(file)["counts"], self._index.kind(file).get("links", 0)
-            if links:
+            counts, num_links = self._index.kind(file)["counts"], self._index.kind(file).get("links", 0)
+            if num_links:
                 _log.warning(
                     "%s: %d members are links and are left out. Write it with tar --dereference --hard-dereference.",
-                    self._files.path(file), links,
+                    self._files.path(file), num_links,
                 )  # fmt: skip
             num_missing = {
                 name: rows - counts.get(name, 0) for name in self.columns or () if counts.get(name, 0) < rows
@@ -99,43 +99,53 @@ class WebDatasetSource(IndexedSource):
         data = self._bytes(fragment, self._raw_byte_range(fragment))
         opened, rows, starts = self._fragment_rows(fragment)
         names = list(self._index.kind(self._index.file_of(fragment))["counts"])
-        first = np.array(opened.array("first")[rows.start : rows.stop + 1])
-        part = slice(int(first[0]), int(first[-1]))
+        bounds = np.array(opened.array("first")[rows.start : rows.stop + 1])
+        span = slice(int(bounds[0]), int(bounds[-1]))
         ends = np.array(opened.array("key_ends")[max(0, rows.start - 1) : rows.stop])
         ends = ends if rows.start else np.append(0, ends)
         keys = opened.array("keys")[int(ends[0]) : int(ends[-1])].tobytes()
-        places = np.stack([np.array(opened.array(name)[part], dtype=np.int64) for name in ("column", "offset", "size")])
-        places[1] -= starts[0]
-        samples = _Samples(data, keys, ends - ends[0], first - first[0], places, names, self.columns or ())
+        table = np.stack([np.array(opened.array(name)[span], dtype=np.int64) for name in ("column", "offset", "size")])
+        table[1] -= starts[0]
+        samples = _Samples(data, keys, ends - ends[0], bounds - bounds[0], table, names, self.columns or ())
         opened.ranges.release_with(samples, data)
         return samples
 
 
 class _Samples:
-    """The samples of one fragment, each copied when its row is read."""
+    """The samples of one fragment, each copied when its row is read.
+
+    Args:
+        data: The bytes of the fragment.
+        keys: The keys of all samples, joined.
+        key_ends: The byte at which each key begins in ``keys``, and the last one ends.
+        bounds: The first member of each sample, and the number of members.
+        table: ``int64[3, M]``: for each member the index of its name in ``names``, its offset in ``data``, its size.
+        names: Extensions of the members.
+        columns: Extensions to read.
+    """
 
     def __init__(
         self,
         data: ArrowBuffer,
         keys: bytes,
         key_ends: Ints,
-        first: Ints,
-        places: Ints,
+        bounds: Ints,
+        table: Ints,
         names: Sequence[str],
         columns: Sequence[str],
     ) -> None:
         self._data, self._keys, self._key_ends = data, keys, key_ends
-        self._first, self._places, self._names, self._columns = first, places, names, columns
-        self.nbytes: int = data.size + len(keys) + places.nbytes
+        self._bounds, self._table, self._names, self._columns = bounds, table, names, columns
+        self.nbytes: int = data.size + len(keys) + table.nbytes
 
     def row(self, index: int) -> dict[str, Any]:
         key = self._keys[slice(*self._key_ends[index : index + 2].tolist())].decode()
-        members = self._places[:, slice(*self._first[index : index + 2].tolist())].T.tolist()
-        places = {self._names[column]: (offset, size) for column, offset, size in members}
-        missing = [name for name in self._columns if name not in places]
+        members = self._table[:, slice(*self._bounds[index : index + 2].tolist())].T.tolist()
+        ranges = {self._names[column]: (offset, size) for column, offset, size in members}
+        missing = [name for name in self._columns if name not in ranges]
         if missing:
-            raise BadRow(f"the sample {key!r} has no member {missing}; it has {list(places)}. Add it, or leave it out.")
-        return {KEY: key, **{name: self._data.slice(*places[name]).to_pybytes() for name in self._columns}}
+            raise BadRow(f"the sample {key!r} has no member {missing}; it has {list(ranges)}. Add it, or leave it out.")
+        return {KEY: key, **{name: self._data.slice(*ranges[name]).to_pybytes() for name in self._columns}}
 
 
 def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
@@ -159,47 +169,49 @@ def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
         raise ValueError(str(error)) from error
     if ranges.read(end, 512).to_pybytes() != bytes(512):
         raise ValueError(f"it ends at byte {ranges.size} without the mark of its end")
-    for at in range(end, ranges.size, _READ_BYTES):
-        if ranges.read(at, _READ_BYTES).to_pybytes().strip(b"\0"):
+    for offset in range(end, ranges.size, _READ_BYTES):
+        if ranges.read(offset, _READ_BYTES).to_pybytes().strip(b"\0"):
             raise ValueError(
                 f"there is more behind its end at byte {end}, as where tars were joined by cat: join them by tar "
                 f"--concatenate, or give each as a file"
             )
 
 
-def _group_members(parts: Iterator[tuple[str, str, int, int, int]]) -> Footer:
+def _group_members(tar_members: Iterator[tuple[str, str, int, int, int]]) -> Footer:
     counts: dict[str, int] = {}
     keys: list[str] = []
-    starts, first, last = [], [0], 0
-    places: list[tuple[int, int, int]] = []
-    seen: set[str] = set()
-    links = 0
-    for key, column, header, offset, size in parts:
+    starts, bounds, data_end = [], [0], 0
+    table: list[tuple[int, int, int]] = []
+    row_columns: set[str] = set()
+    num_links = 0
+    for key, column, header, offset, size in tar_members:
         if size < 0:
-            links += 1
+            num_links += 1
             continue
         if not keys or key != keys[-1]:
             keys.append(key)
             starts.append(header)
-            first.append(first[-1])
-            seen.clear()
-        if column in seen:
+            bounds.append(bounds[-1])
+            row_columns.clear()
+        if column in row_columns:
             raise ValueError(f"the sample {key!r} has two members {column!r}")
-        seen.add(column)
+        row_columns.add(column)
         counts[column] = counts.get(column, 0) + 1
-        places.append((list(counts).index(column), offset, size))
-        first[-1] += 1
-        last = offset + size
-    columns, offsets, sizes = np.array(places, dtype=np.int64).reshape(-1, 3).T
+        table.append((list(counts).index(column), offset, size))
+        bounds[-1] += 1
+        data_end = offset + size
+    columns, offsets, sizes = np.array(table, dtype=np.int64).reshape(-1, 3).T
     encoded = [key.encode() for key in keys]
     arrays: dict[str, npt.NDArray[Any]] = {
-        "first": np.array(first, dtype=np.int64),
+        "first": np.array(bounds, dtype=np.int64),
         "column": columns.astype(np.int32),
         "offset": offsets,
         "size": sizes,
         "keys": np.frombuffer(b"".join(encoded), dtype=np.uint8),
         "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.int64),
     }
-    return scanned(
-        np.array([*starts, last], dtype=np.int64), arrays, {"counts": counts, **({"links": links} if links else {})}
+    return make_footer(
+        np.array([*starts, data_end], dtype=np.int64),
+        arrays,
+        {"counts": counts, **({"links": num_links} if num_links else {})},
     )

@@ -237,7 +237,7 @@ def test_a_process_makes_so_many_at_once() -> None:
 
     def work(_: int) -> None:
         nonlocal most, at_once
-        with request_limit.one():
+        with request_limit.slot():
             with lock:
                 at_once += 1
                 most = max(most, at_once)
@@ -353,7 +353,7 @@ def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
 def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for listing and once for reading, however many sources and threads: each thread waits for the same moment."""
     waits: list[float] = []
-    monkeypatch.setattr(remote, "_begin", {})
+    monkeypatch.setattr(remote, "_start_times", {})
     monkeypatch.setattr(remote.leaving(), "wait", waits.append)
     monkeypatch.setattr(remote.random, "uniform", lambda low, high: high)
     monkeypatch.setenv("WORLD_SIZE", "2000")

@@ -102,10 +102,10 @@ class Cache:
     def get(self, key: Hashable) -> Any:
         """Return the value at ``key``, or `None`."""
         with self._lock:
-            for kept in (self._ordinary, self._derived):
-                if key in kept:
-                    kept.move_to_end(key)
-                    return kept[key]
+            for entries in (self._ordinary, self._derived):
+                if key in entries:
+                    entries.move_to_end(key)
+                    return entries[key]
             return None
 
     def put(self, key: Hashable, value: Any) -> None:
@@ -113,11 +113,15 @@ class Cache:
         size, is_derived = self._size_of(value), isinstance(value, Derived)
         with self._lock:
             self._pop(key)
-            kept, owner_keys = (
+            entries, owner_keys = (
                 self._derived if is_derived else self._ordinary,
                 self._keys_of_owner.setdefault(_owner(key), {}),
             )
-            self._entries[key], owner_keys[key], kept[key] = size, None, value  # no call: Ctrl-C does not interrupt it
+            self._entries[key], owner_keys[key], entries[key] = (
+                size,
+                None,
+                value,
+            )  # no call: Ctrl-C does not interrupt it
             self.nbytes += size
             self._derived_bytes += size * is_derived
             budget = self.budget
@@ -190,13 +194,13 @@ class Cache:
                     value.dropped()
         return value
 
-    def _shrink(self, budget: int, new: Hashable = None) -> None:
+    def _shrink(self, budget: int, new_key: Hashable = None) -> None:
         largest = max(self._large.values(), default=0)
         limit = max(budget, largest * 9 // 8)
         derived_limit = min(limit // 2, limit - largest)
         while self.nbytes > limit and len(self._entries) > 1:
             if self._ordinary and (
-                self._derived_bytes <= derived_limit or (len(self._derived) == 1 and new in self._derived)
+                self._derived_bytes <= derived_limit or (len(self._derived) == 1 and new_key in self._derived)
             ):
                 key = next(iter(self._ordinary))
             else:
@@ -277,19 +281,19 @@ def num_processes() -> int:
     return 1 + sum(_other_processes.values())
 
 
-def owner_of(thing: object) -> int:
+def owner_of(value: object) -> int:
     """Return the number with which an object's cache keys begin; its entries are removed when it is garbage-collected.
 
     Raises:
         TypeError: The object cannot have a weak reference, such as a list.
     """
-    owner = _owner_of.get(id(thing))
+    owner = _owner_of.get(id(value))
     if owner is None:
-        weakref.ref(thing)  # raises TypeError, before anything is kept
+        weakref.ref(value)  # raises TypeError, before anything is kept
         new_owner = next(_owners)
-        owner = _owner_of.setdefault(id(thing), new_owner)  # another thread may ask at the same moment
+        owner = _owner_of.setdefault(id(value), new_owner)  # another thread may ask at the same moment
         if owner == new_owner:
-            weakref.finalize(thing, _remove_entries, id(thing)).atexit = False
+            weakref.finalize(value, _remove_entries, id(value)).atexit = False
     return owner
 
 
@@ -301,8 +305,8 @@ def by_owner() -> dict[int, Any]:
 
 def _remove_entries(identity: int) -> None:
     owner = _owner_of.pop(identity)
-    for known in _by_owner:
-        known.pop(owner, None)
+    for values in _by_owner:
+        values.pop(owner, None)
     _cache.drop(owner)
     _handles.drop(owner)
 

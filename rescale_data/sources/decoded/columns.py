@@ -93,16 +93,16 @@ def flat_lists(array: ArrowArray) -> Tokens | None:
 
     The values of a single chunk are not copied.
     """
-    parts = [_flatten_chunk(chunk) for chunk in array.chunks]
-    whole = [part for part in parts if part is not None]
-    if len(whole) < len(parts):
+    flat_chunks = [_flatten_chunk(arrow_chunk) for arrow_chunk in array.chunks]
+    chunks = [chunk for chunk in flat_chunks if chunk is not None]
+    if len(chunks) < len(flat_chunks):
         return None
-    if len(whole) == 1:
-        return whole[0]
-    if not whole:
+    if len(chunks) == 1:
+        return chunks[0]
+    if not chunks:
         return Tokens(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    lengths = np.concatenate([np.diff(part.offsets) for part in whole])
-    return Tokens(np.concatenate([part.values for part in whole]), np.concatenate([[0], np.cumsum(lengths)]))
+    lengths = np.concatenate([np.diff(chunk.offsets) for chunk in chunks])
+    return Tokens(np.concatenate([chunk.values for chunk in chunks]), np.concatenate([[0], np.cumsum(lengths)]))
 
 
 def _flatten_chunk(chunk: Any) -> Tokens | None:
@@ -135,13 +135,15 @@ def _is_list(kind: ArrowType) -> bool:
     return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
 
 
-def check_columns(schema: ArrowSchema, columns: Sequence[str], where: str) -> None:
+def check_columns(schema: ArrowSchema, columns: Sequence[str], table_name: str) -> None:
     """Raise ``ValueError`` if a column is missing or occurs more than once in a schema."""
     for column in columns:
         if column not in schema.names:
-            raise ValueError(f"{where} has no column {column!r}. It has {', '.join(map(repr, schema.names))}.")
+            raise ValueError(f"{table_name} has no column {column!r}. It has {', '.join(map(repr, schema.names))}.")
         if len(schema.get_all_field_indices(column)) > 1:
-            raise ValueError(f"{where} has several columns {column!r}. Rename them, or give columns=[...] without it.")
+            raise ValueError(
+                f"{table_name} has several columns {column!r}. Rename them, or give columns=[...] without it."
+            )
 
 
 def chosen_columns(columns: Sequence[str] | None) -> list[str] | None:

@@ -71,20 +71,20 @@ def _remove_interest(reader: int) -> None:
 
 def _update_total(source: int) -> None:
     # A loader without shards does not count: its rank may have no row left to serve.
-    given = list(_interest_by_reader.get(source, {}).values())  # a copy, see `_remove_interest`
-    interests = [each for each in given if each.shards]
+    all_interests = list(_interest_by_reader.get(source, {}).values())  # a copy, see `_remove_interest`
+    interests = [interest for interest in all_interests if interest.shards]
     _total_interest.pop(source, None)
     if interests:
-        shards = [shard for each in interests for shard in each.shards]
+        shards = [shard for interest in interests for shard in interest.shards]
         _total_interest[source] = Interest(
-            shards, max(each.sources for each in interests), sum(each.needed for each in interests)
+            shards, max(interest.sources for interest in interests), sum(interest.needed for interest in interests)
         )
 
 
 def _reset_after_fork() -> None:
     """Clear the records of loaders in a forked child: the loaders are the parent's."""
-    for kept in (_interest_by_reader, _total_interest, _readers):
-        kept.clear()
+    for records in (_interest_by_reader, _total_interest, _readers):
+        records.clear()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
@@ -161,19 +161,23 @@ def warn_if_thrashing(
             process, has an equal part of the cache.
     """
     shards_each = -(-owned_shards // max(1, num_workers))
-    known = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
+    fragmented = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
     counts = [
-        source.num_rows // max(1, len(fragments) - 1) for source in known if (fragments := source.fragments) is not None
+        source.num_rows // max(1, len(fragments) - 1)
+        for source in fragmented
+        if (fragments := source.fragments) is not None
     ]
     decodes_per_epoch = max(counts, default=0)
-    needed = (1 + num_workers) * (sum(_bytes_needed_by(source, shards_each) for source in known) + shards_each * beside)
-    room = max((source.cache_bytes + source.cache_dir_bytes for source in known), default=0)
-    owners = {owner_of(source) for source in known}
+    needed = (1 + num_workers) * (
+        sum(_bytes_needed_by(source, shards_each) for source in fragmented) + shards_each * beside
+    )
+    room = max((source.cache_bytes + source.cache_dir_bytes for source in fragmented), default=0)
+    owners = {owner_of(source) for source in fragmented}
     if needed <= room or decodes_per_epoch < 2 or owners <= _warned.keys():
         return
     _warned.update(dict.fromkeys(owners, True))
-    name = known[0].name if len(known) == 1 else f"{len(known)} sources, {known[0].name} among them"
-    size = sorted(source.fragment_bytes for source in known)[len(known) // 2]
+    name = fragmented[0].name if len(fragmented) == 1 else f"{len(fragmented)} sources, {fragmented[0].name} among them"
+    size = sorted(source.fragment_bytes for source in fragmented)[len(fragmented) // 2]
     _log.warning(
         "%s: this rank visits %d logical shards in turn, whose fragments of about %d bytes (of Parquet: all columns), and "
         "the order in which they read, take %d bytes, and cache_bytes and cache_dir_bytes, which all sources share, and all "

@@ -73,11 +73,11 @@ class Piece(OnEvict):
 
 def copy_as_stream(table: ArrowTable, start: int, stop: int) -> ArrowBuffer:
     """Return some rows of a table as the bytes of an Arrow IPC stream, a copy that does not keep the table in memory."""
-    part = table.slice(start, stop - start).combine_chunks()
+    rows = table.slice(start, stop - start).combine_chunks()
     size_counter = pa.MockOutputStream()
-    _write(part, size_counter)
+    _write(rows, size_counter)
     data = pa.allocate_buffer(size_counter.size())  # a growing buffer would keep up to twice as much
-    _write(part, pa.FixedSizeBufferWriter(data))
+    _write(rows, pa.FixedSizeBufferWriter(data))
     return data
 
 

@@ -20,7 +20,7 @@ class ArrayPlace(NamedTuple):
     size: int
 
     @staticmethod
-    def of(array: npt.NDArray[Any], data: ArrowBuffer) -> ArrayPlace | None:
+    def find(array: npt.NDArray[Any], data: ArrowBuffer) -> ArrayPlace | None:
         """Return start byte, dtype and length of an array in a buffer; `None` if the array is a copy outside of the buffer."""
         start = array.ctypes.data - data.address
         return ArrayPlace(start, array.dtype, len(array)) if 0 <= start <= data.size - array.nbytes else None
@@ -36,18 +36,18 @@ class Place(NamedTuple):
     offsets: ArrayPlace
 
     @staticmethod
-    def of(lists: ArrowArray, data: ArrowBuffer) -> Place | None:
+    def find(lists: ArrowArray, data: ArrowBuffer) -> Place | None:
         """Return the places of the values and offsets of a column that Arrow read from ``data`` without a copy; else `None`."""
         chunk = lists.chunk(0) if lists.num_chunks == 1 else None
         if chunk is None or kinds.is_fixed_size_list(chunk.type) or chunk.null_count or chunk.values.null_count:
             return None
-        values = ArrayPlace.of(chunk.values.to_numpy(zero_copy_only=False), data)
-        offsets = ArrayPlace.of(chunk.offsets.to_numpy(), data)
+        values = ArrayPlace.find(chunk.values.to_numpy(zero_copy_only=False), data)
+        offsets = ArrayPlace.find(chunk.offsets.to_numpy(), data)
         return None if values is None or offsets is None else Place(values, offsets)
 
     def tokens(self, data: ArrowBuffer) -> Tokens:
         """Return the column's tokens from the bytes of a fragment, values not copied; ``ValueError`` if bytes are missing."""
         offsets = self.offsets.read_from(data).astype(np.int64)
-        first, stop = int(offsets[0]), int(offsets[-1])
-        offsets -= first
-        return Tokens(self.values.read_from(data)[first:stop], offsets)
+        start, stop = int(offsets[0]), int(offsets[-1])
+        offsets -= start
+        return Tokens(self.values.read_from(data)[start:stop], offsets)

@@ -55,18 +55,18 @@ class BlockRanges(Ranges):
         return int(self._content_offsets[-1])
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
-        raw = self._content_offsets
+        offsets = self._content_offsets
         stop = min(offset + length, self.size)
         if stop <= offset:
             return pa.py_buffer(b"")
-        first = bisect.bisect_right(cast(Any, raw), offset) - 1
-        last = bisect.bisect_left(cast(Any, raw), stop)
-        blocks = [self._block(block) for block in range(first, last)]
-        whole = blocks[0] if len(blocks) == 1 else pa.py_buffer(b"".join(blocks))
-        begin = int(raw[first])
-        return whole.slice(offset - begin, stop - offset)
+        first_block = bisect.bisect_right(cast(Any, offsets), offset) - 1
+        stop_block = bisect.bisect_left(cast(Any, offsets), stop)
+        blocks = [self._block(block) for block in range(first_block, stop_block)]
+        content = blocks[0] if len(blocks) == 1 else pa.py_buffer(b"".join(blocks))
+        begin = int(offsets[first_block])
+        return content.slice(offset - begin, stop - offset)
 
-    def whole(self) -> Any:
+    def as_arrow(self) -> Any:
         return self.read(0, self.size)
 
     def _block(self, block: int) -> ArrowBuffer:
@@ -89,19 +89,21 @@ def codec_of(name: str) -> str | None:
 
 def write_blocks(chunks: Iterator[bytes], path: str) -> None:
     """Write a copy whose blocks are compressed one by one; each chunk becomes one block."""
-    codec, raw, stored = pa.Codec("zstd"), [0], [0]
+    codec, content_offsets, copy_offsets = pa.Codec("zstd"), [0], [0]
     with open(path, "wb") as file:
         for chunk in chunks:
             data = codec.compress(chunk, asbytes=True)
             file.write(data)
-            raw.append(raw[-1] + len(chunk))
-            stored.append(stored[-1] + len(data))
-        file.write(np.array([*raw, *stored, len(raw) - 1], dtype=np.int64).tobytes() + _MAGIC)
+            content_offsets.append(content_offsets[-1] + len(chunk))
+            copy_offsets.append(copy_offsets[-1] + len(data))
+        file.write(
+            np.array([*content_offsets, *copy_offsets, len(content_offsets) - 1], dtype=np.int64).tobytes() + _MAGIC
+        )
 
 
 def decompressed(stream: Any, codec: str) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file, in chunks of `BLOCK_BYTES`; the last one may be shorter."""
     with pa.CompressedInputStream(stream, codec) as file:
-        whole = io.BufferedReader(file, BLOCK_BYTES)  # pyarrow may return fewer bytes than requested
-        while chunk := whole.read(BLOCK_BYTES):
+        reader = io.BufferedReader(file, BLOCK_BYTES)  # pyarrow may return fewer bytes than requested
+        while chunk := reader.read(BLOCK_BYTES):
             yield chunk

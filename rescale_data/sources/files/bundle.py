@@ -85,12 +85,12 @@ def string_arrays(name: str, values: Sequence[str]) -> dict[str, npt.NDArray[Any
 
 def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write an index file from arrays and JSON values. A process that reads it at the same time may see half of it."""
-    places: dict[str, tuple[str, int, int]] = {}
+    array_infos: dict[str, tuple[str, int, int]] = {}
     total = 0
     for name, array in arrays.items():
-        places[name] = (array.dtype.str, total, len(array))
+        array_infos[name] = (array.dtype.str, total, len(array))
         total += _aligned(array.nbytes)
-    header = json.dumps({"facts": dict(facts), "arrays": places, "bytes": total}).encode()
+    header = json.dumps({"facts": dict(facts), "arrays": array_infos, "bytes": total}).encode()
     with open(path, "wb") as file:
         file.write(_MAGIC + struct.pack("<q", len(header)) + header)
         file.write(bytes(_aligned(16 + len(header)) - 16 - len(header)))

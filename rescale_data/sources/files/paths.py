@@ -105,7 +105,7 @@ class Files:
 
     def open(self, file: int) -> ArrowFile:
         """Open a file for random access."""
-        return pa.OSFile(self._local(file), "rb") if self.filesystem is None else self.ranges(file).whole()
+        return pa.OSFile(self._local(file), "rb") if self.filesystem is None else self.ranges(file).as_arrow()
 
     def ranges(self, file: int) -> Ranges:
         """Return an object that reads byte ranges of a file."""
@@ -163,37 +163,37 @@ def find(
     """
     if remote is not None:
         require(Remote, "an rd.Remote", remote=remote)
-    given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    given = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not all(isinstance(path, str | os.PathLike) for path in given):  # pyright: ignore[reportUnnecessaryIsInstance]
+    items = [paths] if isinstance(paths, str | os.PathLike) else paths
+    items = list(items) if isinstance(items, Iterable) else [items]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not all(isinstance(path, str | os.PathLike) for path in items):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"paths={paths!r} is a {type(paths).__name__}: give a glob, a folder, a file, or a list of these."
         )
-    given = [os.fspath(path) for path in given]
-    if not given or "" in given:
-        raise FileNotFoundError(f"No paths were given, {given}: give a glob, a folder or a list of files.")
-    urls = [path for path in given if "://" in path]
+    items = [os.fspath(path) for path in items]
+    if not items or "" in items:
+        raise FileNotFoundError(f"No paths were given, {items}: give a glob, a folder or a list of files.")
+    urls = [path for path in items if "://" in path]
     if not urls:
-        return _files({path: info for item in given for path, info in _local(item, suffixes)})
-    if len(urls) != len(given):
-        raise ValueError(f"Local paths and URLs in one list, {given}: give a source for each.")
-    return _remote(given, suffixes, storage_options or {}, remote or Remote())
+        return _files({path: info for item in items for path, info in _local(item, suffixes)})
+    if len(urls) != len(items):
+        raise ValueError(f"Local paths and URLs in one list, {items}: give a source for each.")
+    return _remote(items, suffixes, storage_options or {}, remote or Remote())
 
 
 def _files(infos: Mapping[str, tuple[int, str]]) -> Files:
     scheme = next(iter(infos)).rpartition("://")[
         :2
     ]  # some filesystems, such as the one of http, keep the scheme in their paths
-    below = {path.removeprefix("".join(scheme)): info for path, info in infos.items()}
-    root = posixpath.commonpath([posixpath.dirname(path) for path in below])
-    by_name = {posixpath.relpath(path, root): info for path, info in below.items()}
+    bare_infos = {path.removeprefix("".join(scheme)): info for path, info in infos.items()}
+    root = posixpath.commonpath([posixpath.dirname(path) for path in bare_infos])
+    by_name = {posixpath.relpath(path, root): info for path, info in bare_infos.items()}
     names = tuple(sorted(by_name))
     sizes, stamps = zip(*(by_name[name] for name in names), strict=True)
     return Files("".join(scheme) + root, names, sizes, stamps=stamps)
 
 
-def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
-    path = os.path.abspath(os.path.expanduser(given))
+def _local(user_input: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
+    path = os.path.abspath(os.path.expanduser(user_input))
     if os.path.isdir(path):
         with _explain_link_circle():
             matches = _filter_names(_walk_local(path), path, suffixes)
@@ -201,7 +201,7 @@ def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, st
         matches = [path]
     else:
         matches = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
-    _require_matches(matches, given, suffixes, os.path.isdir(path))
+    _require_matches(matches, user_input, suffixes, os.path.isdir(path))
     return [(Path(match).as_posix(), _size_and_stamp(os.stat(match))) for match in matches]
 
 
@@ -224,14 +224,14 @@ def _size_and_stamp(info: os.stat_result) -> tuple[int, str]:
 
 def _walk_local(folder: str, parent_stats: Sequence[os.stat_result] = ()) -> Iterator[str]:
     """Yield the paths of all files below a folder, except in folders whose names begin with a dot or an underscore."""
-    here = os.stat(folder)
-    if any(os.path.samestat(here, each) for each in parent_stats):
+    folder_stat = os.stat(folder)
+    if any(os.path.samestat(folder_stat, parent) for parent in parent_stats):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
     for entry in os.scandir(folder):  # os.walk would skip folders that it cannot list
         if not entry.is_dir():
             yield entry.path
         elif not entry.name.startswith((".", "_")):
-            yield from _walk_local(entry.path, (*parent_stats, here))
+            yield from _walk_local(entry.path, (*parent_stats, folder_stat))
 
 
 def read_if_exists(path: str, options: Mapping[str, Any] | None, remote: Remote | None) -> bytes | None:
@@ -245,15 +245,15 @@ def read_if_exists(path: str, options: Mapping[str, Any] | None, remote: Remote 
         return None
 
 
-def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
+def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
     wait_random_time("listing")
     infos: dict[str, Any] = {}
     filesystem: Any = None
-    for url in given:
-        before = filesystem
+    for url in user_input:
+        previous = filesystem
         filesystem, path = url_to_fs(url, **options)
-        if before is not None and type(before) is not type(filesystem):
-            raise ValueError(f"URLs of different filesystems in one list, {list(given)}: give a source for each.")
+        if previous is not None and type(previous) is not type(filesystem):
+            raise ValueError(f"URLs of different filesystems in one list, {list(user_input)}: give a source for each.")
         folder, matches = attempt(remote, url, partial(_list_path, filesystem, path, suffixes))
         if folder:
             matches = {match: matches[match] for match in _filter_names(matches, path, suffixes)}
@@ -336,18 +336,19 @@ def _stamp(info: Mapping[str, Any]) -> str:
 
 def _filter_names(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
     """Return the paths that end in one of the suffixes, and have no name below the root that begins with "." or "_"."""
-    below = len(root.rstrip("/")) + 1
+    prefix_length = len(root.rstrip("/")) + 1
     return [
         path
         for path in paths
-        if path.endswith(tuple(suffixes)) and not any(part.startswith((".", "_")) for part in Path(path[below:]).parts)
+        if path.endswith(tuple(suffixes))
+        and not any(name.startswith((".", "_")) for name in Path(path[prefix_length:]).parts)
     ]
 
 
-def _require_matches(matches: Iterable[str], given: str, suffixes: Sequence[str], folder: bool) -> None:
+def _require_matches(matches: Iterable[str], user_input: str, suffixes: Sequence[str], folder: bool) -> None:
     if not list(matches):
-        what = f"is a folder without files that end in {', '.join(suffixes)}" if folder else "matches no file"
+        problem = f"is a folder without files that end in {', '.join(suffixes)}" if folder else "matches no file"
         raise FileNotFoundError(
-            f"{given!r} {what} (seen from {os.getcwd()}). Give a glob such as 'corpus/*{suffixes[0]}' in quotes, a folder, "
-            f"a list of files, or an fsspec URL."
+            f"{user_input!r} {problem} (seen from {os.getcwd()}). Give a glob such as 'corpus/*{suffixes[0]}' in quotes, a "
+            f"folder, a list of files, or an fsspec URL."
         )

@@ -28,12 +28,12 @@ class Ranges(ABC):
     def read(self, offset: int, length: int) -> ArrowBuffer:
         """Return ``length`` bytes that begin at ``offset``, fewer at the end of the file."""
 
-    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
         """Return several ranges, each given as ``(offset, length)``. A remote file requests all of them at the same time."""
-        return [self.read(offset, length) for offset, length in places]
+        return [self.read(offset, length) for offset, length in ranges]
 
     @abstractmethod
-    def whole(self) -> Any:
+    def as_arrow(self) -> Any:
         """Return the whole file as an object that pyarrow can read."""
 
     def release_with(self, user: object, data: ArrowBuffer) -> None:
@@ -90,20 +90,20 @@ class MappedFile(Ranges):
         self._require_not_truncated()
         return self._buffer.slice(offset, max(0, min(length, self.size - offset)))
 
-    def whole(self) -> Any:
+    def as_arrow(self) -> Any:
         self._require_not_truncated()
         return self._buffer
 
     def _require_not_truncated(self) -> None:
         """Raise ``OSError`` if the file became shorter since it was mapped: reading beyond its end would raise SIGBUS."""
         try:
-            now = os.stat(self._path)
+            info = os.stat(self._path)
         except FileNotFoundError:  # removed: the mapping keeps the data
             return
-        if now.st_ino == self._stat_when_mapped.st_ino and now.st_size < self._stat_when_mapped.st_size:
+        if info.st_ino == self._stat_when_mapped.st_ino and info.st_size < self._stat_when_mapped.st_size:
             raise OSError(
                 f"{self._path} was cut off while it was read: it had {self._stat_when_mapped.st_size} bytes and has "
-                f"{now.st_size}. "
+                f"{info.st_size}. "
                 f"Write files anew under another name, and rename them."
             )
 

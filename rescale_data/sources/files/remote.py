@@ -138,13 +138,13 @@ class RemoteFile(Ranges):
             begin, window = self._window = offset, self._range(offset, min(_SMALL, self.size - offset))
         return window.slice(offset - begin, length)
 
-    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
         """Return several byte ranges, which are requested at the same time."""
-        offsets, lengths = [offset for offset, _ in places], [length for _, length in places]
+        offsets, lengths = [offset for offset, _ in ranges], [length for _, length in ranges]
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             return list(pool.map(self._range, offsets, lengths))
 
-    def whole(self) -> Any:
+    def as_arrow(self) -> Any:
         """Return the whole file as an object that pyarrow can read."""
         return pa.PythonFile(RangesFile(self), mode="r")
 
@@ -167,7 +167,7 @@ class RemoteFile(Ranges):
         return self._store.read(f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}", fetch)
 
 
-def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | None = None, part: str = "") -> T:
+def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | None = None, detail: str = "") -> T:
     """Call ``work`` and return its result, with retries after time-outs and after errors that may be temporary.
 
     Args:
@@ -175,7 +175,7 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
         url: URL of the file, for messages; its beginning is the bucket or host that requests are counted for.
         work: Makes the request.
         num_bytes: About how many bytes the request asks for; `None` if ``work`` makes many requests, such as a listing.
-        part: The part of the file that is requested, for messages.
+        detail: The part of the file that is requested, for messages.
 
     Raises:
         RemoteError: Each attempt failed.
@@ -190,23 +190,23 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
         elif not is_last:
             seconds = min(seconds, times.limit(num_bytes) * 4**number)
         try:
-            with request_limit.one():
+            with request_limit.slot():
                 counts().add(REQUESTS, 1)
                 answers.append(_start_request(work, request_limit))
-                made, took = _first(answers, seconds)
+                result, seconds_taken = _first_answer(answers, seconds)
             if num_bytes is not None:
-                times.add(num_bytes, took)
-            return made
+                times.add(num_bytes, seconds_taken)
+            return result
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{url}{part} is not there: {error}") from error
+            raise FileNotFoundError(f"{url}{detail} is not there: {error}") from error
         except PermissionError as error:
-            raise PermissionError(f"{url}{part} may not be read: {error}") from error
+            raise PermissionError(f"{url}{detail} may not be read: {error}") from error
         except Exception as error:
             if isinstance(error, _PERMANENT_ERRORS):
-                error.add_note(f"while {url}{part} was read")
+                error.add_note(f"while {url}{detail} was read")
                 raise
             if is_last or leaving().is_set():
-                raise _out_of_retries(url + part, error, number + 1, time.monotonic() - started) from error
+                raise _out_of_retries(url + detail, error, number + 1, time.monotonic() - started) from error
             if not isinstance(error, _NoAnswerError):  # to wait for an answer has been a pause
                 leaving().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _PAUSE * 2**number)))
         counts().add(RETRIES, 1)
@@ -233,7 +233,7 @@ def _start_request(work: Callable[[], T], request_limit: RequestLimit) -> Future
     return answer
 
 
-def _first(answers: list[Future[T]], seconds: float) -> T:
+def _first_answer(answers: list[Future[T]], seconds: float) -> T:
     """Return the first answer to any attempt of a request; `_NoAnswerError` if none comes in ``seconds``.
 
     Args:
@@ -264,7 +264,7 @@ class RequestTimes:
 
     def __init__(self) -> None:
         self._seconds_per_byte: deque[float] = deque(maxlen=1000)
-        self._usual = math.inf  # seconds a byte in which 99 % of requests are answered
+        self._p99_per_byte = math.inf  # seconds a byte in which 99 % of requests are answered
         self._num_answers, self._lock = 0, threading.Lock()
 
     def add(self, num_bytes: int, seconds: float) -> None:
@@ -273,28 +273,28 @@ class RequestTimes:
             self._seconds_per_byte.append(seconds / (num_bytes + _OVERHEAD_BYTES))
             self._num_answers += 1
             if self._num_answers >= _MIN_ANSWERS and self._num_answers % _ANSWERS_A_LIMIT == 0:
-                self._usual = sorted(self._seconds_per_byte)[int(len(self._seconds_per_byte) * 0.99)]
+                self._p99_per_byte = sorted(self._seconds_per_byte)[int(len(self._seconds_per_byte) * 0.99)]
 
     def limit(self, num_bytes: int) -> float:
         """Return four times the seconds in which 99 % of requests of this size are answered, at least 50 ms.
 
         Until a hundred requests were answered, it is 5 s, and 1 s more for each MiB.
         """
-        if self._usual == math.inf:
+        if self._p99_per_byte == math.inf:
             return 5.0 + num_bytes / 2**20
-        return max(0.05, 4 * self._usual * (num_bytes + _OVERHEAD_BYTES))
+        return max(0.05, 4 * self._p99_per_byte * (num_bytes + _OVERHEAD_BYTES))
 
 
 class RequestLimit:
     """Limit on the number of simultaneous requests, which is halved if a server asks to slow down."""
 
-    def __init__(self, most: int) -> None:
-        self._most = self._reduced_limit = most
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = self._reduced_limit = max_requests
         self._reduced_at = -math.inf
         self._num_running, self._condition = 0, threading.Condition()
 
     @contextmanager
-    def one(self) -> Generator[None]:
+    def slot(self) -> Generator[None]:
         """Context manager: wait until one more request is allowed, and count it as running."""
         with self._condition:
             while self._num_running >= self.limit:
@@ -311,7 +311,7 @@ class RequestLimit:
     def limit(self) -> int:
         """Number of requests that are allowed at once at present. It doubles each half minute after `slow_down`."""
         doublings = min(30.0, (time.monotonic() - self._reduced_at) / _RECOVERY_SECONDS)
-        return min(self._most, int(self._reduced_limit * 2**doublings))
+        return min(self._max_requests, int(self._reduced_limit * 2**doublings))
 
     def slow_down(self, began: float) -> None:
         """Halve the limit, because the server refused a request that began at the time ``began``.
@@ -334,31 +334,31 @@ def _asks_to_slow_down(error: BaseException) -> bool:
     return any(mark in f"{type(error).__name__} {error}" for mark in _SLOW_DOWN_MARKS)
 
 
-def _out_of_retries(what: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
+def _out_of_retries(label: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
     return RemoteError(
-        f"{what} could not be read in {attempts} attempts over {seconds:.1f} s; the last one: "
+        f"{label} could not be read in {attempts} attempts over {seconds:.1f} s; the last one: "
         f"{type(error).__name__}: {error}. Look to the network, the credentials in storage_options=, or allow more: "
         f"remote=rd.Remote(timeout=..., retries=...)."
     )
 
 
-def wait_random_time(what: str) -> None:
+def wait_random_time(label: str) -> None:
     """Wait a random time, so that ranks that start together do not send their requests at the same moment.
 
-    The wait is at most 1 s for each 400 ranks, and at most 10 s. A process waits once for each ``what``.
+    The wait is at most 1 s for each 400 ranks, and at most 10 s. A process waits once for each ``label``.
     """
     ranks = os.environ.get("WORLD_SIZE", "1")
     longest = min(_MAX_START_SECONDS, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
     with _lock:
-        begin = _begin.setdefault(what, time.monotonic() + random.uniform(0.0, longest))
-    leaving().wait(max(0.0, begin - time.monotonic()))
+        start_time = _start_times.setdefault(label, time.monotonic() + random.uniform(0.0, longest))
+    leaving().wait(max(0.0, start_time - time.monotonic()))
 
 
 @lru_cache(maxsize=64)
-def _request_limit(most: int, host: str) -> RequestLimit:
+def _request_limit(max_requests: int, host: str) -> RequestLimit:
     """Return this process's limit on requests to one bucket or host; other buckets and hosts have limits of their own."""
     del host
-    return RequestLimit(most)
+    return RequestLimit(max_requests)
 
 
 @lru_cache(maxsize=64)
@@ -368,14 +368,14 @@ def _request_times(host: str) -> RequestTimes:
     return RequestTimes()
 
 
-_begin: dict[str, float] = {}
+_start_times: dict[str, float] = {}
 _lock = threading.Lock()
 
 
 def _reset_after_fork() -> None:
     """Reset the state of requests in a forked child: it has no threads, and another thread may have held the lock."""
-    global _lock, _begin
-    _lock, _begin = threading.Lock(), {}
+    global _lock, _start_times
+    _lock, _start_times = threading.Lock(), {}
     _request_limit.cache_clear()
     _request_times.cache_clear()
 
