@@ -71,13 +71,15 @@ class ArrowSource(TableSource):
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
         rows = ipc.read_rows(ranges, blocks)
-        ends = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
-        cuts = group_pieces(cumulative_sums(rows), cumulative_sums(blocks.body), FRAGMENT_ROWS, FRAGMENT_BYTES, ends)
-        first_batches, last_batches = cuts[:-1], cuts[1:] - 1
-        locations = {"batch": first_batches, "batches": np.diff(cuts), "offset": blocks.offset[first_batches]}
+        breaks = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
+        bounds = group_pieces(
+            cumulative_sums(rows), cumulative_sums(blocks.body_size), FRAGMENT_ROWS, FRAGMENT_BYTES, breaks
+        )
+        first_batches, last_batches = bounds[:-1], bounds[1:] - 1
+        locations = {"batch": first_batches, "batches": np.diff(bounds), "offset": blocks.offset[first_batches]}
         locations["length"] = blocks.stop[last_batches] - locations["offset"]
         rows, nbytes = (
-            np.add.reduceat(counts, first_batches) if len(counts) else counts for counts in (rows, blocks.body)
+            np.add.reduceat(counts, first_batches) if len(counts) else counts for counts in (rows, blocks.body_size)
         )
         is_compressed = ipc.starts_compressed(ranges, blocks)
         kind = {**schema_kind(schema), "has_footer": has_footer, "is_compressed": is_compressed}
@@ -174,7 +176,7 @@ class _Opened:
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
     """Return whole record batches, read without their file's footer."""
-    extents = zip(blocks.offset.tolist(), (blocks.metadata + blocks.body).tolist(), strict=True)
+    extents = zip(blocks.offset.tolist(), (blocks.metadata_size + blocks.body_size).tolist(), strict=True)
     messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in extents]
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 

@@ -79,8 +79,8 @@ class Condition:
         return False
 
     def _evaluate(self, table: ArrowTable) -> ArrowTable:
-        scanned = dataset.InMemoryDataset(table).scanner(columns={_MATCH_COLUMN: self.expression}, use_threads=False)
-        return scanned.to_table().column(_MATCH_COLUMN)
+        scanner = dataset.InMemoryDataset(table).scanner(columns={_MATCH_COLUMN: self.expression}, use_threads=False)
+        return scanner.to_table().column(_MATCH_COLUMN)
 
 
 def has_floats(kind: ArrowType) -> bool:
@@ -90,7 +90,7 @@ def has_floats(kind: ArrowType) -> bool:
     return kinds.is_floating(kind) or any(has_floats(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def chosen(footer: Footer, matches: dict[int, Ints]) -> Footer:
+def filtered_footer(footer: Footer, matches: dict[int, Ints]) -> Footer:
     """Return the footer of a file, reduced to the rows that match a filter.
 
     Args:
@@ -99,11 +99,11 @@ def chosen(footer: Footer, matches: dict[int, Ints]) -> Footer:
     """
     fragments = [fragment for fragment, rows in sorted(matches.items()) if len(rows)]
     counts = np.array([len(matches[fragment]) for fragment in fragments], dtype=np.int64)
-    base = np.cumsum(footer.rows) - footer.rows
+    first_rows = np.cumsum(footer.rows) - footer.rows
     return Footer(
         counts,
         footer.nbytes[fragments] * counts // np.maximum(1, footer.rows[fragments]),
-        {**{name: values[fragments] for name, values in footer.locations.items()}, "base": base[fragments]},
+        {**{name: values[fragments] for name, values in footer.locations.items()}, "base": first_rows[fragments]},
         footer.kind,
         np.concatenate([np.zeros(0, np.int64), *(matches[fragment] for fragment in fragments)]).astype(np.uint32),
     )

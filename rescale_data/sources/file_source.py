@@ -93,28 +93,28 @@ class FileSource(FragmentedSource):
         key = self._key(fragment, column, share)
         if not self.reads_ahead or cache().get(key) is not None:
             return
-        extent = self._raw_byte_range(fragment) if share is None else None
-        if extent is None:
+        byte_range = self._raw_byte_range(fragment) if share is None else None
+        if byte_range is None:
             fetch_ahead().begin(key, partial(self._fill_cache, column, fragment, share))
         elif cache().get(key := self._bytes_key(fragment)) is None:
-            fetch_ahead().begin(key, partial(self._fetch_bytes, key, self._index.file_of(fragment), extent))
+            fetch_ahead().begin(key, partial(self._fetch_bytes, key, self._index.file_of(fragment), byte_range))
 
     def _fill_cache(self, column: str | None, fragment: int, share: Share | None) -> None:
         """Put a fragment into the cache before it is needed. Runs in a background thread, once at a time for a key."""
         del column, share  # a format with token columns or pieces overrides this
         self._get_or_make(self._key(fragment), partial(self._load, fragment))
 
-    def _fetch_bytes(self, key: tuple[Any, ...], file: int, extent: tuple[int, int]) -> None:
-        self._get_or_make(key, lambda: FetchedBytes(self._ranges(file).read(*extent)))
+    def _fetch_bytes(self, key: tuple[Any, ...], file: int, byte_range: tuple[int, int]) -> None:
+        self._get_or_make(key, lambda: FetchedBytes(self._ranges(file).read(*byte_range)))
 
-    def _bytes(self, fragment: int, extent: tuple[int, int]) -> ArrowBuffer:
+    def _bytes(self, fragment: int, byte_range: tuple[int, int]) -> ArrowBuffer:
         """Return the bytes of a fragment; they were fetched ahead, or are read now."""
         key = self._bytes_key(fragment)
         if self.reads_ahead:
             fetch_ahead().wait(key)
         fetched: FetchedBytes | None = cache().get(key)
         if fetched is None:
-            return self._ranges(self._index.file_of(fragment)).read(*extent)
+            return self._ranges(self._index.file_of(fragment)).read(*byte_range)
         cache().forget(key)
         return fetched.data
 
@@ -133,7 +133,7 @@ class FileSource(FragmentedSource):
         if self._files.filesystem is None:
             return fetch()
         key = (owner_of(self), section, file)
-        with cache().alone(key):
+        with cache().lock_for(key):
             cached: FileIndex | None = cache().get(key)
             value = FileIndex(fetch()) if cached is None else cached
             if read_soon or value.nbytes * len(self._files.names) <= room_for(self) // 16:
@@ -159,7 +159,7 @@ class FileSource(FragmentedSource):
             cached: Whether the cache keeps the value. If not, this thread reads it without a look at other threads.
         """
         with self._reading(fragment):
-            return self._get_or_make(key, partial(load, fragment)) if cached else _counted(load(fragment))
+            return self._get_or_make(key, partial(load, fragment)) if cached else _count_read_bytes(load(fragment))
 
     @contextmanager
     def _reading(self, fragment: int) -> Generator[None]:
@@ -171,7 +171,7 @@ class FileSource(FragmentedSource):
     def _get_or_make(self, key: tuple[Any, ...], make: Callable[[], V]) -> V:
         """Return the value at a key of the cache. If it is missing, one thread makes it while the others wait."""
         cache().register(self)
-        return cache().make(key, lambda: _counted(make()))
+        return cache().make(key, lambda: _count_read_bytes(make()))
 
     def _may_stay(self, fragment: int) -> bool:
         """True if a memory-mapped fragment may stay in the cache; False for some fragments if not all of them fit.
@@ -183,10 +183,10 @@ class FileSource(FragmentedSource):
         sources, shards = beside(owner_of(self))
         room = room_for(self)
         spare_bytes = room - 2 * sources * shards * self.fragment_bytes
-        total = sources * len(self._index) * self.fragment_bytes
-        if self._files.filesystem is not None or total <= room or 2 * spare_bytes < room:
+        total_bytes = sources * len(self._index) * self.fragment_bytes
+        if self._files.filesystem is not None or total_bytes <= room or 2 * spare_bytes < room:
             return True
-        return fragment * _GOLDEN_FACTOR % 2**32 * total < spare_bytes * 2**32
+        return fragment * _GOLDEN_FACTOR % 2**32 * total_bytes < spare_bytes * 2**32
 
     def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
         """Return the cache key of a fragment, of one of its columns, or of the piece that one logical shard reads."""
@@ -200,7 +200,7 @@ class FileSource(FragmentedSource):
         return ValueError(f"{self.locate(index)}: {bad}")
 
 
-def _counted(decoded: V) -> V:
+def _count_read_bytes(decoded: V) -> V:
     if not isinstance(decoded, FetchedBytes):
         counts().add(READ_BYTES, decoded.nbytes)
     return decoded

@@ -93,7 +93,7 @@ class FragmentedSource(FiledSource):
                 f"index_dir=, a folder that they share."
             )
         try:
-            return KnownFiles.mapped(self._folder.open(self._files, self._read_footers), self._files)
+            return KnownFiles.load(self._folder.open(self._files, self._read_footers), self._files)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise PermissionError(
@@ -147,30 +147,30 @@ class FragmentedSource(FiledSource):
 
     def manifest(self) -> Mapping[str, Any]:
         """Return the list of files; with ``index_dir=``, whose index has that list, digests of folders instead."""
-        full = {"format": self.FORMAT, FILES: self._known_files.entries()}
-        return full if self._index_dir is None else fold(full)
+        full_manifest = {"format": self.FORMAT, FILES: self._known_files.entries()}
+        return full_manifest if self._index_dir is None else fold(full_manifest)
 
     def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if FILES in manifest:
             return manifest
         other_fields = {key: value for key, value in manifest.items() if key != FOLDERS}
         manifests = ({**other_fields, FILES: files.entries()} for files in self._all_known())
-        return next((full for full in manifests if fold(full) == manifest), None)
+        return next((full_manifest for full_manifest in manifests if fold(full_manifest) == manifest), None)
 
     def _all_known(self) -> Iterator[KnownFiles]:
         """Yield files with their fragments: the current ones, then the ones in each index of ``index_dir``, newest first."""
         yield self._known_files
-        for bundle in () if self._index_dir is None else self._folder.all():
-            yield KnownFiles.mapped(bundle, self._files)
+        for bundle in () if self._index_dir is None else self._folder.indices():
+            yield KnownFiles.load(bundle, self._files)
 
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        full = self.unfold(manifest)
-        if full is None:
+        full_manifest = self.unfold(manifest)
+        if full_manifest is None:
             raise DataStateError(
                 f"{self.name}: some logical shards are in an epoch of fewer files than there are now, and the index that lists "
                 f"those is no longer in index_dir={self._index_dir!r}: bring it back."
             )
-        listed_names = {name for name, *_ in full[FILES]}
+        listed_names = {name for name, *_ in full_manifest[FILES]}
         files = np.array([name in listed_names for name in self._files.names])
         return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
 
@@ -191,11 +191,11 @@ class FragmentedSource(FiledSource):
         )
 
     def file_row(self, index: int) -> tuple[str, int]:
-        file, row = self._known_files.in_file(index)
+        file, row = self._known_files.file_and_row(index)
         return self._files.names[file], row
 
     def locate(self, index: int) -> str:
-        file, row = self._known_files.in_file(index)
+        file, row = self._known_files.file_and_row(index)
         return f"{self._files.path(file)}, row {row}"
 
     @contextmanager

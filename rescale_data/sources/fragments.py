@@ -117,19 +117,19 @@ class Fragments:
 def join_footers(footers: Sequence[Footer]) -> Fragments:
     """Join the fragments of several files, in the order of the files."""
     kinds: dict[str, int] = {}
-    distinct: list[Mapping[str, Any]] = []
+    distinct_kinds: list[Mapping[str, Any]] = []
     kind_of: list[int] = []
     for footer in footers:
         number = kinds.setdefault(repr(footer.kind), len(kinds))
-        if number == len(distinct):
-            distinct.append(footer.kind)
+        if number == len(distinct_kinds):
+            distinct_kinds.append(footer.kind)
         kind_of.append(number)
     return Fragments(
         cumulative_sums(_joined([footer.rows for footer in footers])),
         _joined([footer.nbytes for footer in footers]),
         {name: _joined([footer.locations[name] for footer in footers]) for name in footers[0].locations},
         cumulative_sums(np.array([len(footer.rows) for footer in footers], dtype=np.int64)),
-        distinct,
+        distinct_kinds,
         np.array(kind_of, dtype=np.int32),
         None if footers[0].chosen is None else np.concatenate([_or_empty(footer.chosen) for footer in footers]),
     )
@@ -156,9 +156,9 @@ def group_pieces(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: 
     num_pieces = len(rows) - 1
     stops, cuts = np.append([] if ends is None else ends, num_pieces).astype(np.int64), [0]
     while (start := cuts[-1]) < num_pieces:
-        by_rows = np.searchsorted(rows, rows[start] + max_rows, side="right") - 1
-        by_bytes = np.searchsorted(nbytes, nbytes[start] + max_bytes, side="right") - 1
-        cuts.append(max(start + 1, int(min(by_rows, by_bytes, stops[np.searchsorted(stops, start, side="right")]))))
+        row_stop = np.searchsorted(rows, rows[start] + max_rows, side="right") - 1
+        byte_stop = np.searchsorted(nbytes, nbytes[start] + max_bytes, side="right") - 1
+        cuts.append(max(start + 1, int(min(row_stop, byte_stop, stops[np.searchsorted(stops, start, side="right")]))))
     return np.array(cuts, dtype=np.int64)
 
 

@@ -79,7 +79,7 @@ class IndexFolder:
             bundle = self._make(path, files, read)
         return self._require_own_index(bundle)
 
-    def all(self) -> Iterator[Bundle]:
+    def indices(self) -> Iterator[Bundle]:
         """Yield all indices in the folder, the newest first."""
         for path in self._index_paths(""):
             with suppress(ValueError):
@@ -106,13 +106,13 @@ class IndexFolder:
     def _path(self, files: Files, suffix: str) -> str:
         return os.path.join(self.folder, f"{digest(self._identity)}-{_listing_digest(files)}{suffix}")
 
-    def _index_paths(self, begin: str) -> Iterator[str]:
+    def _index_paths(self, prefix: str) -> Iterator[str]:
         try:
-            entries = [entry for entry in os.scandir(self.folder) if entry.name.startswith(begin)]
+            entries = [entry for entry in os.scandir(self.folder) if entry.name.startswith(prefix)]
         except OSError:
             return
-        indices = [entry for entry in entries if entry.name.endswith(_SUFFIX)]  # a temporary file may be gone now
-        for entry in sorted(indices, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
+        index_entries = [entry for entry in entries if entry.name.endswith(_SUFFIX)]  # a temporary file may be gone now
+        for entry in sorted(index_entries, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
             yield entry.path
 
     def _make(self, path: str, files: Files, read: ReadFooters) -> Bundle:
@@ -155,7 +155,7 @@ class IndexFolder:
                 bundle = self._require_own_index(Bundle(path))
             except ValueError:  # it is damaged
                 continue
-            earlier_files, index, probes = listed(bundle, files), Fragments.load(bundle), Strings(bundle, _PROBES)
+            earlier_files, index, probes = listed_files(bundle, files), Fragments.load(bundle), Strings(bundle, _PROBES)
             numbers = {name: file for file, name in enumerate(earlier_files.names)}
             if warns_of_missing and bundle.facts["given"] == self.paths_digest:
                 warns_of_missing = False
@@ -188,7 +188,7 @@ class IndexFolder:
         facts: dict[str, Any] = {"about": self._identity, "given": self.paths_digest}
         facts |= {"listing": _listing_digest(files), "kinds": list(index.kinds)}
         extra = {**string_arrays(_PROBES, files.probes()), **string_arrays(_PARTS, [*numbers]), _PART_OF: part_ids}
-        write_bundle(path, facts, {**index.arrays(), **_listing(files), **extra})
+        write_bundle(path, facts, {**index.arrays(), **_listing_arrays(files), **extra})
 
 
 def make_part(index_part: str, files: Sequence[int], read: ReadFooters, *, wait: bool = True) -> Bundle | None:
@@ -215,12 +215,12 @@ def format_array(index_part: Bundle, name: str) -> Any:
     return index_part.array(_FORMAT_PREFIX + name)
 
 
-def listed(bundle: Bundle, files: Files) -> Files:
+def listed_files(bundle: Bundle, files: Files) -> Files:
     """Return ``files`` with the names, sizes and stamps that an index lists."""
-    return files.listed(Strings(bundle, "names"), bundle.array("sizes"), Strings(bundle, "stamps"))
+    return files.with_files(Strings(bundle, "names"), bundle.array("sizes"), Strings(bundle, "stamps"))
 
 
-def _listing(files: Files) -> dict[str, Any]:
+def _listing_arrays(files: Files) -> dict[str, Any]:
     sizes = np.array(files.sizes, dtype=np.int64)
     return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
 

@@ -36,15 +36,15 @@ class Blocks:
     """The record batches of a file: offset of each message, bytes of its metadata, and bytes of its body, each ``int64[B]``."""
 
     offset: Ints
-    metadata: Ints
-    body: Ints
+    metadata_size: Ints
+    body_size: Ints
 
     def __len__(self) -> int:
         return len(self.offset)
 
     @property
     def stop(self) -> Ints:
-        return self.offset + self.metadata + self.body
+        return self.offset + self.metadata_size + self.body_size
 
 
 def is_file_format(file: Ranges) -> bool:
@@ -69,9 +69,9 @@ def read_schema(file: Ranges, blocks: Blocks) -> ArrowSchema:
 
 def read_rows(file: Ranges, blocks: Blocks) -> Ints:
     """Return ``int64[B]``, the number of rows of each record batch, read from the metadata alone."""
-    headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata.tolist(), strict=True)))
+    headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata_size.tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
-    starts = np.cumsum(blocks.metadata) - blocks.metadata
+    starts = np.cumsum(blocks.metadata_size) - blocks.metadata_size
     return _read_fields(data, _field_positions(data, record_batches(data, starts), _BATCH_ROWS), "<i8")
 
 
@@ -79,15 +79,15 @@ def starts_compressed(file: Ranges, blocks: Blocks) -> bool:
     """True if the first record batch is compressed."""
     if not len(blocks):
         return False
-    data = np.frombuffer(file.read(int(blocks.offset[0]), int(blocks.metadata[0])), dtype=np.uint8)
+    data = np.frombuffer(file.read(int(blocks.offset[0]), int(blocks.metadata_size[0])), dtype=np.uint8)
     return bool(_field_positions(data, record_batches(data, np.zeros(1, np.int64)), _BATCH_COMPRESSION).any())
 
 
 def record_batches(data: Bytes, starts: Ints) -> Ints:
     """Return the position of the RecordBatch table, which describes a batch, in each of the messages at ``starts``."""
-    marked = _read_numbers(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
-    root = starts + np.where(marked, 8, 4)
-    message = root + _read_numbers(data, root, "<i4")
+    has_mark = _read_numbers(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
+    root_offsets = starts + np.where(has_mark, 8, 4)
+    message = root_offsets + _read_numbers(data, root_offsets, "<i4")
     if (_read_fields(data, _field_positions(data, message, _MESSAGE_TYPE), "<u1") != _RECORD_BATCH).any():
         raise ValueError("a block of its footer is not a record batch")
     return _dereference(data, _field_positions(data, message, _MESSAGE_HEADER))
@@ -154,8 +154,8 @@ def _message(view: memoryview, position: int) -> tuple[int, int]:
 def _read_numbers(data: Bytes, position: Ints, kind: str) -> Ints:
     """Return the numbers of dtype ``kind`` at some positions, as int64."""
     width = np.dtype(kind).itemsize
-    raw = data[np.minimum(position[:, None] + np.arange(width), len(data) - 1)]
-    return np.ascontiguousarray(raw).view(kind)[:, 0].astype(np.int64)
+    number_bytes = data[np.minimum(position[:, None] + np.arange(width), len(data) - 1)]
+    return np.ascontiguousarray(number_bytes).view(kind)[:, 0].astype(np.int64)
 
 
 def _read_fields(data: Bytes, field: Ints, kind: str) -> Ints:
@@ -166,8 +166,8 @@ def _read_fields(data: Bytes, field: Ints, kind: str) -> Ints:
 def _field_positions(data: Bytes, table: Ints, slot: int) -> Ints:
     """Return the position of a field in each FlatBuffers table; 0 if the table leaves the field out."""
     vtable = table - _read_numbers(data, table, "<i4")
-    inside = 4 + 2 * slot < _read_numbers(data, vtable, "<u2")
-    offset = np.where(inside, _read_numbers(data, vtable + 4 + 2 * slot, "<u2"), 0)
+    in_vtable = 4 + 2 * slot < _read_numbers(data, vtable, "<u2")
+    offset = np.where(in_vtable, _read_numbers(data, vtable + 4 + 2 * slot, "<u2"), 0)
     return np.where(offset > 0, table + offset, 0)
 
 

@@ -95,7 +95,7 @@ class IterableSource(Described):
             raise ValueError(
                 f"num_streams={self.num_streams}, {state_bytes=}: give one stream at least, and no negative bytes."
             )
-        self.keeps: Keeps = _kept(self._make, state_bytes)
+        self.keeps: Keeps = _position_kind(self._make, state_bytes)
 
     def manifest(self) -> Mapping[str, Any]:
         return {"format": "streams", "name": self.name, "streams": self.num_streams}
@@ -124,7 +124,7 @@ def stateful(stream: Iterable[Any], iterator: Iterator[Any]) -> Stateful | None:
     return candidates[0] if candidates else None
 
 
-def _kept(make: Factory, state_bytes: int) -> Keeps:
+def _position_kind(make: Factory, state_bytes: int) -> Keeps:
     stream = make(0)
     iterator = iter(stream)
     if (

@@ -63,9 +63,9 @@ class JsonlSource(IndexedSource):
     )
 
     def locate(self, index: int) -> str:
-        file, row = self._known_files.in_file(index)
-        empty = self._handle(file).array("empty")
-        return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty, row, side='right'))}"
+        file, row = self._known_files.file_and_row(index)
+        empty_lines = self._handle(file).array("empty")
+        return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty_lines, row, side='right'))}"
 
     def texts(self, column: str, rows: Ints) -> list[str]:
         fragments = np.searchsorted(self._index.starts, rows, side="right") - 1
@@ -134,8 +134,8 @@ def _parse_slowly(line: bytes) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:  # RecursionError: lists are nested too deeply
-        shown = line[:60].decode(errors="replace")
-        raise BadRow(f"it is not JSON: {error}. It begins with {shown!r}. Fix it, or leave such rows out.") from None
+        excerpt = line[:60].decode(errors="replace")
+        raise BadRow(f"it is not JSON: {error}. It begins with {excerpt!r}. Fix it, or leave such rows out.") from None
 
 
 def _to_array(value: Any) -> Any:
@@ -143,8 +143,8 @@ def _to_array(value: Any) -> Any:
     if not isinstance(value, list) or not _NUMBERS.issuperset(map(type, value)):
         return value
     array = np.array(value, dtype=None if value else np.int64)
-    exact = "f" if float in map(type, value) else "i"  # a list with integers beyond 64 bits stays a list
-    return array if array.dtype.kind == exact else value
+    expected_kind = "f" if float in map(type, value) else "i"  # a list with integers beyond 64 bits stays a list
+    return array if array.dtype.kind == expected_kind else value
 
 
 def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
@@ -154,18 +154,19 @@ def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
         ``int64[R + 1]``, the byte at which each line that is not empty begins, and the end of the file; and for each empty
         line, the number of lines before it that are not empty.
     """
-    begin = 3 if ranges.size and ranges.read(0, 3).to_pybytes() == _BYTE_ORDER_MARK else 0
-    edges = [np.array([begin], dtype=np.int64)]
+    start_offset = 3 if ranges.size and ranges.read(0, 3).to_pybytes() == _BYTE_ORDER_MARK else 0
+    line_starts = [np.array([start_offset], dtype=np.int64)]
     for offset in range(0, ranges.size, _CHUNK_BYTES):
         chunk = np.frombuffer(ranges.read(offset, _CHUNK_BYTES), dtype=np.uint8)
-        edges.append(np.flatnonzero(chunk == _NEWLINE) + (offset + 1))
-    bounds = np.concatenate(edges)
+        line_starts.append(np.flatnonzero(chunk == _NEWLINE) + (offset + 1))
+    bounds = np.concatenate(line_starts)
     if bounds[-1] < ranges.size:
         bounds = np.append(bounds, ranges.size)
-    short = np.flatnonzero(np.diff(bounds) <= _MAX_EMPTY_BYTES)
+    short_lines = np.flatnonzero(np.diff(bounds) <= _MAX_EMPTY_BYTES)
     is_empty = [
-        not ranges.read(int(bounds[i]), int(bounds[i + 1] - bounds[i])).to_pybytes().strip() for i in short.tolist()
+        not ranges.read(int(bounds[i]), int(bounds[i + 1] - bounds[i])).to_pybytes().strip()
+        for i in short_lines.tolist()
     ]
-    empty = short[np.array(is_empty, dtype=bool)]
-    starts = np.append(np.delete(bounds[:-1], empty), bounds[-1])
-    return starts, empty - np.arange(len(empty))
+    empty_lines = short_lines[np.array(is_empty, dtype=bool)]
+    starts = np.append(np.delete(bounds[:-1], empty_lines), bounds[-1])
+    return starts, empty_lines - np.arange(len(empty_lines))

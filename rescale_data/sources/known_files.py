@@ -13,7 +13,7 @@ import numpy as np
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.paths import Files
 from rescale_data.sources.fragments import Fragments
-from rescale_data.sources.index import listed
+from rescale_data.sources.index import listed_files
 from rescale_data.state import Ints
 
 
@@ -32,14 +32,14 @@ class KnownFiles:
     bundle: Bundle | None = None
 
     @staticmethod
-    def mapped(bundle: Bundle, files: Files) -> KnownFiles:
+    def load(bundle: Bundle, files: Files) -> KnownFiles:
         """Return the files that an index lists, below the root of ``files``."""
-        return KnownFiles(listed(bundle, files), Fragments.load(bundle), bundle)
+        return KnownFiles(listed_files(bundle, files), Fragments.load(bundle), bundle)
 
     def __reduce__(self) -> tuple[Callable[..., KnownFiles], tuple[Any, ...]]:
         if self.bundle is None:
             return KnownFiles, (self.files, self.index)
-        return KnownFiles.mapped, (self.bundle, self.files.listed((), (), ()))
+        return KnownFiles.load, (self.bundle, self.files.with_files((), (), ()))
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ class KnownFiles:
         """Return the fragment of a row."""
         return bisect_right(self.index.starts.data, row) - 1
 
-    def in_file(self, row: int) -> tuple[int, int]:
+    def file_and_row(self, row: int) -> tuple[int, int]:
         """Return the number of the file that holds a row, and the row's number in that file."""
         fragment = self.fragment_at(row)
         file, chosen = self.index.file_of(fragment), self.index.chosen_of(fragment)

@@ -21,7 +21,7 @@ from rescale_data.sources.fragments import Footer
 from rescale_data.sources.tables import TableSource, schema_kind
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
-_TAIL = 2**16
+_TAIL_BYTES = 2**16
 
 
 class ParquetSource(TableSource):
@@ -71,14 +71,14 @@ class ParquetSource(TableSource):
     SUFFIXES: ClassVar[tuple[str, ...]] = (".parquet", ".parq", ".pq")
 
     def _footer(self, file: int) -> Footer:
-        local = self._files.filesystem is None
-        with self._files.open(file) if local else pa.BufferReader(self._tail(file, read_soon=False)) as handle:
+        is_local = self._files.filesystem is None
+        with self._files.open(file) if is_local else pa.BufferReader(self._tail(file, read_soon=False)) as handle:
             metadata = pq.read_metadata(handle)
         groups = np.arange(metadata.num_row_groups)
         rows = np.array([metadata.row_group(i).num_rows for i in groups.tolist()], dtype=np.int64)
-        width = _decoded_bytes(metadata.row_group(0)) / max(1, rows[0]) if len(rows) else 0.0
+        bytes_per_row = _decoded_bytes(metadata.row_group(0)) / max(1, rows[0]) if len(rows) else 0.0
         kind = schema_kind(metadata.schema.to_arrow_schema())
-        return Footer(rows, (rows * width).astype(np.int64), {"number": groups}, kind)
+        return Footer(rows, (rows * bytes_per_row).astype(np.int64), {"number": groups}, kind)
 
     def _may_match(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
         """Return the row groups in which rows may match by their statistics; all for floats, whose bounds ignore NaN."""
@@ -134,14 +134,17 @@ class _Opened(NamedTuple):
 
 def _tail_of(ranges: Ranges) -> ArrowBuffer:
     """Return the end of a Parquet file: its metadata, their length as ``int32``, and the mark PAR1."""
-    tail = ranges.read(max(0, ranges.size - _TAIL), _TAIL)
+    tail = ranges.read(max(0, ranges.size - _TAIL_BYTES), _TAIL_BYTES)
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if tail.size < length <= ranges.size:
         tail = ranges.read(ranges.size - length, length)
     return pa.py_buffer(tail[max(0, tail.size - length) :].to_pybytes())  # a copy: a slice would keep all that was read
 
 
-def _decoded_bytes(group: Any) -> int:
+def _decoded_bytes(row_group: Any) -> int:
     """Return the approximate bytes of a decoded row group; dictionaries and run lengths make numbers smaller in the file."""
-    columns = [group.column(i) for i in range(group.num_columns)]
-    return sum(max(c.total_uncompressed_size, c.num_values * _WIDTHS.get(c.physical_type, 0)) for c in columns)
+    chunks = [row_group.column(i) for i in range(row_group.num_columns)]
+    return sum(
+        max(column.total_uncompressed_size, column.num_values * _WIDTHS.get(column.physical_type, 0))
+        for column in chunks
+    )

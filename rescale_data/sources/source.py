@@ -45,7 +45,7 @@ from rescale_data.state import Ints
 if TYPE_CHECKING:
     from rescale_data.sources.decoded.pieces import Share
 
-_NARROW = [(dtype, int(np.iinfo(dtype).max)) for dtype in (np.uint8, np.uint16, np.int32)]
+_NARROW_DTYPES = [(dtype, int(np.iinfo(dtype).max)) for dtype in (np.uint8, np.uint16, np.int32)]
 
 
 class Described(ABC):
@@ -180,8 +180,8 @@ class Tokens:
         than decoding.
         """
         bits = int(np.bitwise_or.reduce(self.values))  # at least as large as each value; negative if any value is
-        fit = (dtype for dtype, max_value in _NARROW if 0 <= bits <= max_value)
-        return Tokens(self.values.astype(next(fit, self.values.dtype)), self.offsets, self.first)
+        fitting = (dtype for dtype, max_value in _NARROW_DTYPES if 0 <= bits <= max_value)
+        return Tokens(self.values.astype(next(fitting, self.values.dtype)), self.offsets, self.first)
 
 
 class TokenSource(Source):

@@ -18,7 +18,7 @@ import pyarrow.types as kinds
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.bad_row import BadRow, NullValueError
-from rescale_data.sources.condition import Condition, chosen
+from rescale_data.sources.condition import Condition, filtered_footer
 from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of, room_for
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
@@ -119,9 +119,9 @@ class TableSource(FileSource, TokenSource):
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
         if not self.decoding_costs or num_shards == 1 or (packed and not self.cache_dir_bytes and room_for_block(self)):
             return False
-        own_bytes, room = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, room_for(self)
+        needed_bytes, room = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, room_for(self)
         # with many sources, a shard reads one row of each at a visit: then pieces pay only if a disk keeps them
-        return own_bytes > room or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room)
+        return needed_bytes > room or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
         fragment = self._known_files.fragment_at(index)
@@ -146,7 +146,7 @@ class TableSource(FileSource, TokenSource):
             return self._read_stored(fragment, share, column) or self._cut(fragment, share, column)
 
     def _cut(self, fragment: int, share: Share, column: str | None) -> Piece:
-        with cache().alone((owner_of(self), "cutting", fragment)):
+        with cache().lock_for((owner_of(self), "cutting", fragment)):
             key = self._key(fragment, column, share)
             piece = cache().get(key) or self._read_stored(
                 fragment, share, column
@@ -231,7 +231,7 @@ class TableSource(FileSource, TokenSource):
             clone._condition, clone._known_files = None, KnownFiles(self._files.select([file]), join_footers([footer]))
             clone._schemas = [_schema_of(footer.kind)]
             fragments = clone._may_match(footer, condition.expression, used_columns)
-            return chosen(footer, {i: condition.matches(clone._table(i, used_columns)) for i in fragments})
+            return filtered_footer(footer, {i: condition.matches(clone._table(i, used_columns)) for i in fragments})
 
     def _may_match(self, footer: Footer, condition: ArrowExpression, columns: Sequence[str]) -> Iterable[int]:
         """Return the fragments in which rows may match a filter on these columns; the source has one file here."""

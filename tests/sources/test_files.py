@@ -231,7 +231,7 @@ class TestFragments:
         rows = ipc.read_rows(file, blocks).tolist()
         batches = list(pa.ipc.open_stream(path)) if stream else _batches(pa.ipc.open_file(path))
         assert rows == [batch.num_rows for batch in batches]
-        assert blocks.body.tolist()[1:] == [
+        assert blocks.body_size.tolist()[1:] == [
             pa.ipc.read_message(path.read_bytes()[a:b]).body.size
             for a, b in zip(blocks.offset[1:], blocks.stop[1:], strict=True)
         ]

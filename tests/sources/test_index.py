@@ -263,8 +263,8 @@ class TestBadIndices:
     def test_of_other_files(self, made: Path, tmp_path: Path) -> None:
         write(tmp_path / "data", "b")
         source = rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
-        assert source._known.bundle is not None
-        made.replace(source._known.bundle.path)
+        assert source._known_files.bundle is not None
+        made.replace(source._known_files.bundle.path)
         with pytest.raises(ValueError, match="is an index of other files"):
             rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
 

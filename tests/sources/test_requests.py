@@ -136,7 +136,7 @@ def test_each_attempt_has_a_time_and_the_error_says_all(monkeypatch: pytest.Monk
 
 def test_a_later_attempt_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
-    monkeypatch.setattr(remote, "_first", lambda answers, seconds: given.append(seconds) or answers[-1].result())
+    monkeypatch.setattr(remote, "_first_answer", lambda answers, seconds: given.append(seconds) or answers[-1].result())
 
     def work() -> int:
         raise OSError("reset")

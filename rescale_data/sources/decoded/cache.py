@@ -70,22 +70,24 @@ class Cache:
         self._ordinary: OrderedDict[Hashable, Any] = OrderedDict()
         self._derived_bytes = 0
         self._keys_of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner at their beginning
-        self._large: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
+        self._large_sizes: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
         self._locks = weakref.WeakValueDictionary[Hashable, Any]()
         self.nbytes = 0
-        self._whole = self._budget_of_large = -1  # not known; the second is the budget for which `_large` holds
+        self._rank_budget = (
+            self._budget_of_large
+        ) = -1  # not known; the second is the budget for which `_large_sizes` holds
 
     @property
     def budget(self) -> int:
         with self._lock:
-            if self._whole < 0:
-                self._whole = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
-            budget = self._whole // num_processes()
+            if self._rank_budget < 0:
+                self._rank_budget = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
+            budget = self._rank_budget // num_processes()
             if budget != self._budget_of_large:
                 self._budget_of_large = budget
-                self._large = {key: size for key, size in self._entries.items() if size > budget // 2}
+                self._large_sizes = {key: size for key, size in self._entries.items() if size > budget // 2}
             return budget
 
     def register(self, source: Budgeted) -> None:
@@ -97,7 +99,7 @@ class Cache:
                 self._forget_budget()
 
     def _forget_budget(self) -> None:
-        self._whole = -1
+        self._rank_budget = -1
 
     def get(self, key: Hashable) -> Any:
         """Return the value at ``key``, or `None`."""
@@ -126,7 +128,7 @@ class Cache:
             self._derived_bytes += size * is_derived
             budget = self.budget
             if size > budget // 2:
-                self._large[key] = size
+                self._large_sizes[key] = size
             if self.nbytes > budget:
                 self._shrink(budget, key)
 
@@ -134,14 +136,14 @@ class Cache:
         """Return the value at ``key``. If it is missing, one thread makes it and the others wait."""
         value = self.get(key)
         if value is None:
-            with self.alone(key):
+            with self.lock_for(key):
                 value = self.get(key)
                 if value is None:
                     value = maker()
                     self.put(key, value)
         return value
 
-    def alone(self, key: Hashable) -> AbstractContextManager[Any]:
+    def lock_for(self, key: Hashable) -> AbstractContextManager[Any]:
         """Return the lock for making the value at ``key``; all threads that ask for it while it is in use get the same one."""
         with self._lock:
             return self._locks.setdefault(key, threading.RLock())
@@ -182,7 +184,7 @@ class Cache:
         value = self._ordinary.pop(key, None)
         if size >= 0:
             self.nbytes -= size
-            self._large.pop(key, None)
+            self._large_sizes.pop(key, None)
             owner = _owner(key)
             self._keys_of_owner[owner].pop(key)
             if not self._keys_of_owner[owner]:
@@ -195,7 +197,7 @@ class Cache:
         return value
 
     def _shrink(self, budget: int, new_key: Hashable = None) -> None:
-        largest = max(self._large.values(), default=0)
+        largest = max(self._large_sizes.values(), default=0)
         limit = max(budget, largest * 9 // 8)
         derived_limit = min(limit // 2, limit - largest)
         while self.nbytes > limit and len(self._entries) > 1:
@@ -303,8 +305,8 @@ def by_owner() -> dict[int, Any]:
     return _by_owner[-1]
 
 
-def _remove_entries(identity: int) -> None:
-    owner = _owner_of.pop(identity)
+def _remove_entries(object_id: int) -> None:
+    owner = _owner_of.pop(object_id)
     for values in _by_owner:
         values.pop(owner, None)
     _cache.drop(owner)

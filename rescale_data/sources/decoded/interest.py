@@ -129,8 +129,8 @@ def room_for_block(source: Source) -> int:
     fragments = 0 if source.fragments is None else len(source.fragments) - 1
     room = room_for(source)
     block = (room - source.fragment_bytes) * BLOCK_PARTS // ((BLOCK_PARTS + 1) * sources * shards)
-    fit = sources * fragments * source.fragment_bytes <= room
-    return 0 if fit or block < _LEAST_BLOCK else block
+    all_fit = sources * fragments * source.fragment_bytes <= room
+    return 0 if all_fit or block < _LEAST_BLOCK else block
 
 
 def bytes_needed(source: Source, num_shards: int) -> int:

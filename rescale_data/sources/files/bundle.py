@@ -97,9 +97,9 @@ def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.N
         for array in arrays.values():
             file.write(cast(Any, np.ascontiguousarray(array)).data)
             file.write(bytes(_aligned(array.nbytes) - array.nbytes))
-    written = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     with open(path, "ab") as file:
-        file.write(_checksum(written))
+        file.write(_checksum(content))
 
 
 def _checksum(data: npt.NDArray[np.uint8]) -> bytes:

@@ -114,18 +114,18 @@ class LocalStore:
         folder = os.path.dirname(path)
         try:
             os.makedirs(folder, exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY)
+            lock_file = os.open(folder, os.O_RDONLY)
         except OSError:
             yield
             return
-        _held_locks.add(lock)
+        _held_locks.add(lock_file)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # otherwise a child that was forked meanwhile would hold it, too
-            _held_locks.discard(lock)
-            os.close(lock)
+            fcntl.flock(lock_file, fcntl.LOCK_UN)  # otherwise a child that was forked meanwhile would hold it, too
+            _held_locks.discard(lock_file)
+            os.close(lock_file)
 
     def _write_entry(self, path: str, data: ArrowBuffer) -> None:
         if data.size > self.max_bytes // 8:

@@ -31,17 +31,17 @@ def open_or_create(
         make: Writes the file to the path that it is given.
         wait: Whether to wait for a process that is making the file. If not, return `None` in that case.
     """
-    files, claim = LocalFileSystem(), f"{path}.claim"
-    watch = LeaseObserver(files)
+    files, lease_path = LocalFileSystem(), f"{path}.claim"
+    observer = LeaseObserver(files)
     while True:
         with suppress(FileNotFoundError, ValueError):
             return opener(path)
         try:
-            lease = Lease(files, claim, exclusive=True)
+            lease = Lease(files, lease_path, exclusive=True)
         except FileExistsError:
-            if watch.look(claim)[0] == "gone":
+            if observer.look(lease_path)[0] == "gone":
                 with suppress(FileNotFoundError):
-                    os.unlink(claim)
+                    os.unlink(lease_path)
             elif wait:
                 time.sleep(_POLL_SECONDS)
             else:

@@ -65,14 +65,14 @@ class Files:
     def path(self, file: int) -> str:
         return posixpath.join(self.root, self.names[file])
 
-    def listed(self, names: Sequence[str], sizes: Sequence[int] | Ints, stamps: Sequence[str]) -> Files:
+    def with_files(self, names: Sequence[str], sizes: Sequence[int] | Ints, stamps: Sequence[str]) -> Files:
         """Return a copy with other files, below the same root."""
         return replace(self, names=names, sizes=sizes, stamps=stamps)
 
     def select(self, files: Sequence[int]) -> Files:
         """Return a `Files` with only the files of the given numbers."""
         names, sizes = [self.names[file] for file in files], [int(self.sizes[file]) for file in files]
-        return self.listed(names, sizes, [self.stamps[file] for file in files])
+        return self.with_files(names, sizes, [self.stamps[file] for file in files])
 
     def probes(self) -> list[str]:
         """Return a digest of sampled bytes (`probe`) for each file."""
@@ -116,9 +116,9 @@ class Files:
 
     def _local(self, file: int) -> str:
         """Return the path of a local file; raise ``OSError`` if its size has changed since it was listed."""
-        path, listed = self.path(file), int(self.sizes[file])
-        if (size := os.stat(path).st_size) != listed:
-            raise OSError(f"it has changed: it had {listed} bytes when it was listed and has {size}")
+        path, listed_size = self.path(file), int(self.sizes[file])
+        if (size := os.stat(path).st_size) != listed_size:
+            raise OSError(f"it has changed: it had {listed_size} bytes when it was listed and has {size}")
         return path
 
     def other_file(self, path: str) -> Ranges:
@@ -239,8 +239,8 @@ def read_if_exists(path: str, options: Mapping[str, Any] | None, remote: Remote 
     try:
         if "://" not in path:
             return Path(path).expanduser().read_bytes()
-        filesystem, inner = url_to_fs(path, **(options or {}))
-        return attempt(remote or Remote(), path, partial(filesystem.cat_file, inner))
+        filesystem, inner_path = url_to_fs(path, **(options or {}))
+        return attempt(remote or Remote(), path, partial(filesystem.cat_file, inner_path))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -254,10 +254,10 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
         filesystem, path = url_to_fs(url, **options)
         if previous is not None and type(previous) is not type(filesystem):
             raise ValueError(f"URLs of different filesystems in one list, {list(user_input)}: give a source for each.")
-        folder, matches = attempt(remote, url, partial(_list_path, filesystem, path, suffixes))
-        if folder:
+        is_folder, matches = attempt(remote, url, partial(_list_path, filesystem, path, suffixes))
+        if is_folder:
             matches = {match: matches[match] for match in _filter_names(matches, path, suffixes)}
-        _require_matches(matches, url, suffixes, folder)
+        _require_matches(matches, url, suffixes, is_folder)
         infos.update(matches)
     for path, info in infos.items():
         if info["size"] is None:  # a web page that lists files has no sizes
@@ -281,9 +281,9 @@ def _list_path(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[boo
             path, detail=True
         )
     except FileNotFoundError as error:
-        cause: Any = error.__cause__
-        if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
-            raise cause from None  # fsspec raises FileNotFoundError for any failed answer of http
+        http_error: Any = error.__cause__
+        if type(http_error).__module__.startswith("aiohttp") and getattr(http_error, "status", None) not in (404, 410):
+            raise http_error from None  # fsspec raises FileNotFoundError for any failed answer of http
         return False, {}
 
 
@@ -303,8 +303,8 @@ def _expand_glob(filesystem: Any, pattern: str) -> dict[str, Any]:
         return {match: info for match, info in matches.items() if info["type"] == "file"}
     root = posixpath.dirname(pattern[: re.search(r"[*?[]", pattern).start()])  # pyright: ignore[reportOptionalMemberAccess]
     depth = None if "**" in pattern else pattern.count("/", len(root) + 1)
-    chosen = re.compile(glob_translate(pattern))
-    return {match: info for match, info in _find_below(filesystem, root, depth).items() if chosen.match(match)}
+    matcher = re.compile(glob_translate(pattern))
+    return {match: info for match, info in _find_below(filesystem, root, depth).items() if matcher.match(match)}
 
 
 def _uses_default_find(filesystem: Any) -> bool:

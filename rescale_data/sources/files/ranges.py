@@ -36,9 +36,9 @@ class Ranges(ABC):
     def as_arrow(self) -> Any:
         """Return the whole file as an object that pyarrow can read."""
 
-    def release_with(self, user: object, data: ArrowBuffer) -> None:
-        """Free the memory of ``data``, which was read from this file, when the object ``user`` is garbage-collected."""
-        del user, data  # a copy is freed with its holder
+    def release_with(self, holder: object, data: ArrowBuffer) -> None:
+        """Free the memory of ``data``, which was read from this file, when the object ``holder`` is garbage-collected."""
+        del holder, data  # a copy is freed with its holder
 
 
 class RangesFile(io.RawIOBase):
@@ -107,8 +107,8 @@ class MappedFile(Ranges):
                 f"Write files anew under another name, and rename them."
             )
 
-    def release_with(self, user: object, data: ArrowBuffer) -> None:
-        weakref.finalize(user, _drop_pages, data).atexit = False
+    def release_with(self, holder: object, data: ArrowBuffer) -> None:
+        weakref.finalize(holder, _drop_pages, data).atexit = False
 
 
 def _drop_pages(data: ArrowBuffer) -> None:

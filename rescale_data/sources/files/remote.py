@@ -182,20 +182,20 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
         FileNotFoundError, PermissionError: The file is not there, or may not be read.
     """
     started, host, answers = time.monotonic(), "/".join(url.split("/")[:3]), list[Future[tuple[T, float]]]()
-    request_limit, times = _request_limit(remote.max_requests, host), _request_times(host)
+    request_limit, request_times = _request_limit(remote.max_requests, host), _request_times(host)
     for number in range(remote.retries + 1):
         is_last, seconds = number == remote.retries, remote.timeout
         if num_bytes is None:
             seconds *= _MANY_REQUESTS
         elif not is_last:
-            seconds = min(seconds, times.limit(num_bytes) * 4**number)
+            seconds = min(seconds, request_times.limit(num_bytes) * 4**number)
         try:
             with request_limit.slot():
                 counts().add(REQUESTS, 1)
                 answers.append(_start_request(work, request_limit))
                 result, seconds_taken = _first_answer(answers, seconds)
             if num_bytes is not None:
-                times.add(num_bytes, seconds_taken)
+                request_times.add(num_bytes, seconds_taken)
             return result
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{url}{detail} is not there: {error}") from error
@@ -221,12 +221,12 @@ def _start_request(work: Callable[[], T], request_limit: RequestLimit) -> Future
     answer: Future[tuple[T, float]] = Future()
 
     def run() -> None:
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
-            answer.set_result((work(), time.monotonic() - began))
+            answer.set_result((work(), time.monotonic() - start_time))
         except BaseException as error:
             if _asks_to_slow_down(error):
-                request_limit.slow_down(began)
+                request_limit.slow_down(start_time)
             answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="rescale_data-request").start()
@@ -313,13 +313,13 @@ class RequestLimit:
         doublings = min(30.0, (time.monotonic() - self._reduced_at) / _RECOVERY_SECONDS)
         return min(self._max_requests, int(self._reduced_limit * 2**doublings))
 
-    def slow_down(self, began: float) -> None:
-        """Halve the limit, because the server refused a request that began at the time ``began``.
+    def slow_down(self, start_time: float) -> None:
+        """Halve the limit, because the server refused a request that began at the time ``start_time``.
 
         Several requests that are refused together count once.
         """
         with self._condition:
-            if began >= self._reduced_at:
+            if start_time >= self._reduced_at:
                 self._reduced_limit, self._reduced_at = max(1, self.limit // 2), time.monotonic()
 
 
@@ -348,9 +348,9 @@ def wait_random_time(label: str) -> None:
     The wait is at most 1 s for each 400 ranks, and at most 10 s. A process waits once for each ``label``.
     """
     ranks = os.environ.get("WORLD_SIZE", "1")
-    longest = min(_MAX_START_SECONDS, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
+    max_wait = min(_MAX_START_SECONDS, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
     with _lock:
-        start_time = _start_times.setdefault(label, time.monotonic() + random.uniform(0.0, longest))
+        start_time = _start_times.setdefault(label, time.monotonic() + random.uniform(0.0, max_wait))
     leaving().wait(max(0.0, start_time - time.monotonic()))
 
 
