@@ -30,7 +30,7 @@ from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.source import Source
 
 logger = logging.getLogger(__name__)
-_KEPT = 0.1
+_MIN_KEPT = 0.1
 """The least share of rows that nodes above a reader keep, for an estimate of how many epochs a window spans."""
 
 
@@ -120,8 +120,8 @@ class Audit:
                 f"the newest checkpoint is."
             )
         for interval in self._intervals():
-            if interval.first_step < stop and first < interval.after.header["step"]:
-                yield from interval.replay(range(len(interval.after.table)), first, stop)
+            if interval.first_step < stop and first < interval.end.header["step"]:
+                yield from interval.replay(range(len(interval.end.table)), first, stop)
 
     def find(self, document: str) -> Found:
         """Find the steps in which a row of a source was served, or the rows of a file.
@@ -146,38 +146,38 @@ class Audit:
         intervals, num_shards = self._intervals(), len(self._states[-1].table)
         num_windows = [_num_windows(schema, path) for path, _ in readers]
         is_known = None not in num_windows
-        for (path, reader), num in zip(readers, num_windows, strict=True):
-            if num is None:
+        for (path, reader), num_ahead in zip(readers, num_windows, strict=True):
+            if num_ahead is None:
                 for number in range(len(intervals)):
                     shards[number].update(range(num_shards))
                 continue
-            positions = SourcePositions.of(self._states, path, num)
-            for shard, place in positions.places(reader, np.array(rows)):
-                drawn += positions.is_drawn(shard, place)
-                for number in positions.intervals_of(shard, place):
+            positions = SourcePositions.from_states(self._states, path, num_ahead)
+            for shard, position in positions.positions(reader, np.array(rows)):
+                drawn += positions.is_drawn(shard, position)
+                for number in positions.intervals_of(shard, position):
                     shards[number].add(shard)
-            if _KEPT * reader.source.num_rows < _num_documents(schema, path) * num_shards:  # over several epochs
+            if _MIN_KEPT * reader.source.num_rows < _num_documents(schema, path) * num_shards:  # over several epochs
                 for shard in range(num_shards):
                     for number in positions.intervals_at_the_end(shard):
                         shards[number].add(shard)
-        served = [one for number in sorted(shards) for one in intervals[number].replay(shards[number])]
-        matching = [replace(one, documents=[line for line in one.documents if line in lines]) for one in served]
-        found = [one for one in matching if one.documents]
-        return Found(len(rows), drawn if is_known else len(found), found, self.steps)
+        served = [sample for number in sorted(shards) for sample in intervals[number].replay(shards[number])]
+        trimmed = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
+        matching = [sample for sample in trimmed if sample.documents]
+        return Found(len(rows), drawn if is_known else len(matching), matching, self.steps)
 
     def _intervals(self) -> list[Interval]:
-        befores = [None, *self._states[:-1]]
-        return [self._interval(before, after) for before, after in zip(befores, self._states, strict=True)]
+        start_states = [None, *self._states[:-1]]
+        return [self._interval(start, end) for start, end in zip(start_states, self._states, strict=True)]
 
-    def _interval(self, before: State | None, after: State) -> Interval:
-        wrong = [pipeline_differences(pipeline, after) for pipeline in self._pipelines]
-        for pipeline, differs in zip(self._pipelines, wrong, strict=True):
+    def _interval(self, start: State | None, end: State) -> Interval:
+        differences = [pipeline_differences(pipeline, end) for pipeline in self._pipelines]
+        for pipeline, differs in zip(self._pipelines, differences, strict=True):
             if not differs:
                 skipped = skipped_in(self._states[-1])
-                return Interval(before, after, pipeline, skipped, self._repeat, self._tail, self._num_workers)
+                return Interval(start, end, pipeline, skipped, self._repeat, self._tail, self._num_workers)
         raise DataStateError(
-            f"Up to its checkpoint of step {after.header['step']} the run had another pipeline: "
-            f"{'; '.join(min(wrong, key=len))}. "
+            f"Up to its checkpoint of step {end.header['step']} the run had another pipeline: "
+            f"{'; '.join(min(differences, key=len))}. "
             f"Give that one, too."
         )
 
@@ -187,18 +187,18 @@ class Audit:
         for schema in self._schemas:
             readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
             for name in {node.source.name for _, node in readers if document.startswith(f"{node.source.name}:")}:
-                named = [(path, node) for path, node in readers if node.source.name == name]
-                first = named[0][1].source
+                same_name = [(path, node) for path, node in readers if node.source.name == name]
+                first_source = same_name[0][1].source
                 if any(
-                    node.source.locate(0) != first.locate(0) or node.source.manifest() != first.manifest()
-                    for _, node in named
+                    node.source.locate(0) != first_source.locate(0) or node.source.manifest() != first_source.manifest()
+                    for _, node in same_name
                 ):
-                    places = sorted(path_name(path) for path, _ in named)
+                    paths = sorted(path_name(path) for path, _ in same_name)
                     raise ValueError(
                         f"{document!r}: several sources have the name {name!r}. Give the place of one of the readers in its "
-                        f"stead: {places}."
+                        f"stead: {paths}."
                     )
-                return schema, named, name
+                return schema, same_name, name
             for path, node in readers:
                 if document.startswith(f"{path_name(path)}:"):
                     return schema, [(path, node)], path_name(path)
@@ -210,8 +210,8 @@ class Audit:
     @cached_property
     def _schemas(self) -> list[Schema]:
         """Schemas of the pipelines that the run has had, the newest first."""
-        last = {id(interval.pipeline): interval for interval in self._intervals()}
-        return [interval.schema() for interval in sorted(last.values(), key=lambda one: -one.first_step)]
+        last_intervals = {id(interval.pipeline): interval for interval in self._intervals()}
+        return [interval.schema() for interval in sorted(last_intervals.values(), key=lambda one: -one.first_step)]
 
 
 def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] | None) -> list[State]:
@@ -221,25 +221,25 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
     paths = [join(folder, entry) for entry in store.names(folder) if not entry.startswith(".")]
     paths = [path for path in paths if find_save(store, path) or store.is_file(join(path, METADATA))]
     by_samples: dict[int, State] = {}
-    why: Exception | None = None
+    last_error: Exception | None = None
     for path in sorted(paths):
         try:
             state = read(read_data_state(path, name=name, storage_options=storage_options))
         except DataStateError as error:
-            why = error
+            last_error = error
         except (
             DamagedCheckpointError,
             FileNotFoundError,
         ) as error:  # the interval around it is replayed from its neighbours
             logger.warning("The audit goes without the checkpoint %s: %s", path, error)
-            why = error
+            last_error = error
         else:
             by_samples[state.header["samples"]] = state
     if not by_samples:
-        raise why or FileNotFoundError(f"No checkpoint in {folder}.")
+        raise last_error or FileNotFoundError(f"No checkpoint in {folder}.")
     states = [by_samples[samples] for samples in sorted(by_samples)]
     skipped = skipped_in(states[-1])  # a checkpoint within a skipped range belongs to an attempt that was given up
-    return [state for state in states if not any(first < state.header["samples"] < stop for first, stop in skipped)]
+    return [state for state in states if not any(start < state.header["samples"] < stop for start, stop in skipped)]
 
 
 def _num_documents(schema: Schema, path: Sequence[str]) -> int:

@@ -32,10 +32,10 @@ class Served:
     """A sample that the run has served, with its step and its documents.
 
     Args:
-        step: Of which global batch, as `DataLoader.step` counts them.
-        sample: Its row in that, over all ranks.
-        shard: The logical shard.
-        documents: Where it comes from, a line a document: source, file and row.
+        step: The number of its global batch, as `DataLoader.step` counts them.
+        sample: Its row in the global batch, over all ranks.
+        shard: Its logical shard.
+        documents: The place of each of its documents: source, file and row.
     """
 
     step: int
@@ -49,15 +49,15 @@ class Interval:
     """Part of a run between two checkpoints.
 
     Args:
-        before: The state of the first; `None`: the beginning of the run.
-        after: That of the second.
-        pipeline: Which the run had in between.
-        skipped: What the run has left out, as ranges ``(first, stop)`` of samples.
-        repeat, tail, num_workers: Of the loader; the last matters where the run was not aligned.
+        start: The state at its beginning; `None` at the beginning of the run.
+        end: The state at its end.
+        pipeline: The pipeline that the run had in between.
+        skipped: The samples that the run has skipped, as ranges ``(first, stop)``.
+        repeat, tail, num_workers: Arguments of the loader; ``num_workers`` matters if the run was not aligned.
     """
 
-    before: State | None
-    after: State
+    start: State | None
+    end: State
     pipeline: Pipeline
     skipped: Sequence[tuple[int, int]]
     repeat: bool
@@ -66,91 +66,102 @@ class Interval:
 
     @property
     def first_step(self) -> int:
-        return 0 if self.before is None else self.before.header["step"]
+        return 0 if self.start is None else self.start.header["step"]
 
     def schema(self) -> Schema:
         """Return the schema of the pipeline, with the files that were known at the second checkpoint."""
-        reading = self._readings(self.after.sizes, range(0), together=True)[0]
-        reading.load_state_dict(self.after.state)
+        reading = self._readings(self.end.sizes, range(0), together=True)[0]
+        reading.load_state_dict(self.end.state)
         return stream_of(reading).schema
 
-    def replay(self, shards: Collection[int], first: int = 0, stop: int | None = None) -> Iterator[Served]:
-        """Yield the samples of some logical shards in the steps ``first .. stop - 1`` between the two checkpoints.
+    def replay(self, shards: Collection[int], from_step: int = 0, stop: int | None = None) -> Iterator[Served]:
+        """Yield the samples of some logical shards in the steps ``from_step .. stop - 1`` between the two checkpoints.
 
         Raises:
-            DataStateError: That is not how the run has come to its second checkpoint.
+            DataStateError: The replay does not end at the state of the second checkpoint.
         """
-        state, replayed = self.before.state if self.before is not None else None, set(shards)
-        for sizes, until in self._size_changes():
+        state, replayed = self.start.state if self.start is not None else None, set(shards)
+        for sizes, end_sample in self._size_changes():
             readings = self._readings(sizes, replayed, together=self._fits_one_rank(sizes))
             for reading in readings:
                 if state is not None:
                     reading.load_state_dict(state)
-                _skip(reading, first, until)
-            for served in _replay(readings, until, self.skipped):
+                _skip(reading, from_step, end_sample)
+            for served in _replay(readings, end_sample, self.skipped):
                 if stop is not None and served.step >= stop:
                     replayed.clear()
-                elif served.step >= first:
+                elif served.step >= from_step:
                     yield served
             state = merged_state_dict([stream_of(reading) for reading in readings])
-        if state is None or not _reaches(read(state), self.after, sorted(replayed)):
+        if state is None or not _reaches(read(state), self.end, sorted(replayed)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
-                f"{self.after.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its loader had "
+                f"{self.end.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its loader had "
                 f"them. Else it had another pipeline or data in between, or a checkpoint is of an attempt that was given up."
             )
 
     def _size_changes(self) -> list[tuple[tuple[int, int, int], int]]:
         """Return the sizes (O, W, b) that the run had in turn, each with the sample count at which they ended."""
-        after, now = self.after.header, self.after.sizes
-        end, before = after["samples"], None if self.before is None else self.before.header
-        if self.before is None or before is None or self.before.sizes[0] == now[0]:
-            return [(now, end)]
-        old, begun = self.before.sizes[0], (end - after["origin"]) % now[0]
-        steps, samples = after["step"] - self.first_step, end - before["samples"] - begun
-        num_old, rest = divmod(samples - steps * now[0], old - now[0])
-        if rest or not 0 <= num_old <= steps:
+        header, sizes = self.end.header, self.end.sizes
+        end_sample, start_header = header["samples"], None if self.start is None else self.start.header
+        if self.start is None or start_header is None or self.start.sizes[0] == sizes[0]:
+            return [(sizes, end_sample)]
+        old_batch, begun = self.start.sizes[0], (end_sample - header["origin"]) % sizes[0]
+        steps, samples = header["step"] - self.first_step, end_sample - start_header["samples"] - begun
+        num_old_steps, remainder = divmod(samples - steps * sizes[0], old_batch - sizes[0])
+        if remainder or not 0 <= num_old_steps <= steps:
             raise DataStateError(
-                f"Between the steps {self.first_step} and {after['step']} the global batch was {old}, is {now[0]}, and was "
-                f"something else: no checkpoint in between says what."
+                f"Between the steps {self.first_step} and {header['step']} the global batch was {old_batch}, is {sizes[0]}, "
+                f"and was something else: no checkpoint in between says what."
             )
-        return [(self.before.sizes, before["samples"] + num_old * old), (now, end)]
+        return [(self.start.sizes, start_header["samples"] + num_old_steps * old_batch), (sizes, end_sample)]
 
     def _fits_one_rank(self, sizes: tuple[int, int, int]) -> bool:
         """True if one rank can replay all ranks: the run was aligned, and saved and skipped between whole steps."""
-        states = [state for state in (self.before, self.after) if state is not None]
-        whole = not any(state.clock.begun(state.sizes[0]) for state in states) and all(
+        states = [state for state in (self.start, self.end) if state is not None]
+        whole_steps = not any(state.clock.begun(state.sizes[0]) for state in states) and all(
             any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in states)
             for bounds in self.skipped
             for bound in bounds
         )
-        o, w, b = sizes
+        global_batch_size, dp_world_size, micro_batch_size = sizes
         layout = Layout(
-            num_logical_shards=len(self.after.table),
-            global_batch_size=o,
-            dp_world_size=w,
-            micro_batch_size=b,
+            num_logical_shards=len(self.end.table),
+            global_batch_size=global_batch_size,
+            dp_world_size=dp_world_size,
+            micro_batch_size=micro_batch_size,
             num_workers=self.num_workers,
         )
-        return whole and layout.aligned
+        return whole_steps and layout.aligned
 
     def _readings(self, sizes: tuple[int, int, int], shards: Container[int], *, together: bool) -> list[Reading]:
         """Return a `Reading` for each dp rank of the run, or only one for all of them."""
-        o, w, b = (sizes[0], 1, sizes[0]) if together else sizes
-        return [self._reading(o, w, b, rank, 0 if together else self.num_workers, shards) for rank in range(w)]
+        global_batch, world_size, batch_size = (sizes[0], 1, sizes[0]) if together else sizes
+        return [
+            self._reading(global_batch, world_size, batch_size, rank, 0 if together else self.num_workers, shards)
+            for rank in range(world_size)
+        ]
 
-    def _reading(self, o: int, w: int, b: int, rank: int, num_workers: int, shards: Container[int]) -> Reading:
+    def _reading(
+        self,
+        global_batch_size: int,
+        dp_world_size: int,
+        micro_batch_size: int,
+        rank: int,
+        num_workers: int,
+        shards: Container[int],
+    ) -> Reading:
         options = Options(
-            global_batch_size=o,
-            micro_batch_size=b,
-            num_logical_shards=len(self.after.table),
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            num_logical_shards=len(self.end.table),
             dp_rank=rank,
-            dp_world_size=w,
+            dp_world_size=dp_world_size,
             num_workers=num_workers,
-            seed=self.after.header["seed"],
+            seed=self.end.header["seed"],
             repeat=self.repeat,
             tail=self.tail,
-            verify=any(key.rpartition(".")[2] == Reader.PROOF.key for key in self.after.values),
+            verify=any(key.rpartition(".")[2] == Reader.PROOF.key for key in self.end.values),
         )
         setup = set_up(lambda shard: self.pipeline(replace(shard, provenance=True)), options)
         runner = Runner(setup.recipe, setup.schema)
@@ -164,10 +175,10 @@ def skipped_in(state: State) -> list[tuple[int, int]]:
 
 def pipeline_differences(pipeline: Pipeline, state: State) -> list[str]:
     """Return the parameters of a pipeline that differ from the pipeline of a saved state, in words."""
-    n, seed, o = len(state.table), state.header["seed"], state.sizes[0]
-    now = Schema(Recipe(pipeline, n, seed, False, global_batch_size=o).build(0)).pipeline
-    pipelines = without_functions(state.header["pipeline"], now)
-    return differences(*(without_all(each, EARLIER_KEY) for each in pipelines))
+    num_shards, seed, global_batch_size = len(state.table), state.header["seed"], state.sizes[0]
+    current = Schema(Recipe(pipeline, num_shards, seed, False, global_batch_size=global_batch_size).build(0)).pipeline
+    pipelines = without_functions(state.header["pipeline"], current)
+    return differences(*(without_all(values, EARLIER_KEY) for values in pipelines))
 
 
 def _begun_samples(reading: Reading) -> int:
@@ -176,32 +187,32 @@ def _begun_samples(reading: Reading) -> int:
     return stream.clock.begun(stream.layout.global_batch_size)
 
 
-def _skip(reading: Reading, step: int, until: int) -> None:
-    """Skip to the beginning of a step, but not beyond sample ``until``; in constant time if the pipeline allows it."""
+def _skip(reading: Reading, step: int, end_sample: int) -> None:
+    """Skip to the beginning of a step, but not beyond sample ``end_sample``; in constant time if the pipeline allows it."""
     stream, begun = stream_of(reading), _begun_samples(reading)
-    o = stream.layout.global_batch_size
-    left = (until - stream.clock.samples + begun) // o
-    num = min(step - reading.step, left) * o - begun
-    if num > 0:
-        reading.skip(num)
+    global_batch_size = stream.layout.global_batch_size
+    num_left = (end_sample - stream.clock.samples + begun) // global_batch_size
+    num_skipped = min(step - reading.step, num_left) * global_batch_size - begun
+    if num_skipped > 0:
+        reading.skip(num_skipped)
 
 
-def _replay(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int, int]]) -> Iterator[Served]:
-    """Yield all samples before sample ``until``, without the ranges that the run has skipped.
+def _replay(readings: Sequence[Reading], end_sample: int, skipped: Sequence[tuple[int, int]]) -> Iterator[Served]:
+    """Yield all samples before sample ``end_sample``, without the ranges that the run has skipped.
 
     Samples of shards that are not replayed have no documents.
     """
     streams = [stream_of(reading) for reading in readings]
     first_stream = streams[0]
-    while first_stream.clock.samples < until:
+    while first_stream.clock.samples < end_sample:
         for stream in streams:
             while stream.begin() is None:
                 stream.move_on()
-        at = first_stream.clock.samples
-        stop = next((stop for first, stop in skipped if first <= at < stop), at)
-        if stop > at:
+        next_sample = first_stream.clock.samples
+        stop = next((stop for start, stop in skipped if start <= next_sample < stop), next_sample)
+        if stop > next_sample:
             for reading in readings:
-                reading.skip(min(stop, until) - at)
+                reading.skip(min(stop, end_sample) - next_sample)
             continue
         for rank, (reading, stream) in enumerate(zip(readings, streams, strict=True)):
             layout, step = stream.layout, stream.step
@@ -210,15 +221,15 @@ def _replay(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int
                 + _begun_samples(reading) // layout.dp_world_size
             )
             batch = stream.take()
-            for place, (shard, lines) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
-                yield Served(step, row + place, shard, lines)
+            for index, (shard, lines) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
+                yield Served(step, row + index, shard, lines)
 
 
-def _reaches(state: State, after: State, shards: Sequence[int]) -> bool:
+def _reaches(state: State, end_state: State, shards: Sequence[int]) -> bool:
     """True if a replay ends where the run did: with the same samples of all shards, and positions of replayed shards."""
     samples, remainder = (field.key for field in LOADER_FIELDS)
-    reached, wanted = state.values, after.values
-    same_progress = torch.equal(reached[samples], wanted[samples]) and state.header["step"] == after.header["step"]
+    reached, target = state.values, end_state.values
+    same_progress = torch.equal(reached[samples], target[samples]) and state.header["step"] == end_state.header["step"]
     return same_progress and all(
-        torch.equal(reached[key][shards], rows[shards]) for key, rows in wanted.items() if key != remainder
+        torch.equal(reached[key][shards], rows[shards]) for key, rows in target.items() if key != remainder
     )

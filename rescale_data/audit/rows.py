@@ -56,7 +56,7 @@ class SourcePositions:
     num_windows: int
 
     @classmethod
-    def of(cls, states: Sequence[Saved], path: Sequence[str], num_windows: int) -> SourcePositions:
+    def from_states(cls, states: Sequence[Saved], path: Sequence[str], num_windows: int) -> SourcePositions:
         """Return the positions of the reader at a path of the pipeline, in all states; 0 in a state without this reader."""
         n = len(states[-1].table)
         epochs, rows = (
@@ -65,26 +65,26 @@ class SourcePositions:
         )
         return cls(np.stack(epochs) * _EPOCH_STRIDE + np.stack(rows), num_windows)
 
-    def intervals_of(self, shard: int, place: int) -> Iterator[int]:
-        """Yield the intervals between checkpoints in which a shard may have served the row at ``place``."""
+    def intervals_of(self, shard: int, position: int) -> Iterator[int]:
+        """Yield the intervals between checkpoints in which a shard may have served the row at ``position``."""
         column = self.table[:, shard]
-        known = np.append(np.unique(column), np.full(self.num_windows + 1, _NO_END))
-        until = known[np.searchsorted(known, column) + self.num_windows]
+        known_positions = np.append(np.unique(column), np.full(self.num_windows + 1, _NO_END))
+        read_until = known_positions[np.searchsorted(known_positions, column) + self.num_windows]
         if not self.num_windows:
-            until = until - 1
-        return iter(np.flatnonzero((column[:-1] <= place) & (place <= until[1:])).tolist())
+            read_until = read_until - 1
+        return iter(np.flatnonzero((column[:-1] <= position) & (position <= read_until[1:])).tolist())
 
     def intervals_at_the_end(self, shard: int) -> Iterator[int]:
         """Yield the intervals in which a shard has windows whose end no checkpoint shows."""
         return self.intervals_of(shard, _NO_END) if self.num_windows else iter(())
 
-    def is_drawn(self, shard: int, place: int) -> bool:
-        return bool(place < self.table[:, shard].max())
+    def is_drawn(self, shard: int, position: int) -> bool:
+        return bool(position < self.table[:, shard].max())
 
-    def places(self, reader: Reader, rows: Ints) -> Iterator[tuple[int, int]]:
+    def positions(self, reader: Reader, rows: Ints) -> Iterator[tuple[int, int]]:
         """Yield ``(shard, place)`` for each time a shard reads one of the rows, in all epochs that the run has begun."""
-        last = int(self.table.max()) // _EPOCH_STRIDE + (self.num_windows > 0)
-        for epoch in range(last + 1):
+        last_epoch = int(self.table.max()) // _EPOCH_STRIDE + (self.num_windows > 0)
+        for epoch in range(last_epoch + 1):
             for shard, row in reader.rows.places(rows, epoch):
                 yield shard, epoch * _EPOCH_STRIDE + row
 
