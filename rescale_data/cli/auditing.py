@@ -29,11 +29,11 @@ def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | No
     audit = Audit(run, *map(_imported, pipelines), **as_loaded)
     if find is not None:
         return asdict(audit.find(find))
-    first, colon, stop = str(steps).partition(":")
-    if not (first.isdigit() and (stop.isdigit() or not colon)):
+    first_step, colon, stop_step = str(steps).partition(":")
+    if not (first_step.isdigit() and (stop_step.isdigit() or not colon)):
         raise ValueError(f"--steps {steps}: give a step, or FIRST:STOP, the first and the one after the last.")
-    ends = int(first), int(stop) if colon else int(first) + 1
-    return {"served": [asdict(served) for served in audit.documents(*ends)], "steps": ends}
+    bounds = int(first_step), int(stop_step) if colon else int(first_step) + 1
+    return {"served": [asdict(served) for served in audit.documents(*bounds)], "steps": bounds}
 
 
 def _imported(name: str) -> Pipeline:
@@ -52,8 +52,8 @@ def imported(name: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         value: Any = importlib.import_module(module)
-        for part in function.split("."):
-            value = getattr(value, part)
+        for attribute in function.split("."):
+            value = getattr(value, attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{error}. Give MODULE:NAME, as `import` and Python name them.") from error
     return value

@@ -46,7 +46,7 @@ def index(
     index_dir: Annotated[
         str, typer.Option(help="Where ranks find it, a folder that they share: index_dir= of the source.")
     ],
-    form: Annotated[str | None, typer.Option("--format", help="parquet, arrow, jsonl, tar or megatron.")] = None,
+    format_name: Annotated[str | None, typer.Option("--format", help="parquet, arrow, jsonl, tar or megatron.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that read files.")] = 4,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +56,7 @@ def index(
     from rescale_data.cli import index as indexing
 
     console = Console(stderr=True)
-    result = _run_or_exit(lambda: indexing.index(paths, index_dir, form, processes, console))
+    result = _run_or_exit(lambda: indexing.index(paths, index_dir, format_name, processes, console))
     text = "{files} {format} files with {rows} rows are indexed in {index_dir}".format(**result)
     _print(as_json, result, lambda console: console.print(text))
 
@@ -96,7 +96,9 @@ def show(
 @app.command()
 def plan(
     global_batch_size: Annotated[int, typer.Argument(help="Samples of an optimizer step over all ranks.")],
-    before: Annotated[int | None, typer.Option("--from", help="Data-parallel ranks that the run has now.")] = None,
+    current_ranks: Annotated[
+        int | None, typer.Option("--from", help="Data-parallel ranks that the run has now.")
+    ] = None,
     to: Annotated[list[int] | None, typer.Option(help="Data-parallel ranks that it may get; may be repeated.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs that are alive: which number of ranks uses most?")] = None,
     model_parallel: Annotated[int, typer.Option(min=1, help="GPUs a data-parallel rank: TP * PP * CP.")] = 1,
@@ -106,7 +108,7 @@ def plan(
     """List the numbers of ranks, micro batches and workers that keep the global batches of a run."""
     from rescale_data.cli import planning, render
 
-    sizes = [*([] if before is None else [before]), *(to or [])]
+    sizes = [*([] if current_ranks is None else [current_ranks]), *(to or [])]
     answer = _run_or_exit(lambda: planning.answer(global_batch_size, sizes, gpus, model_parallel, num_logical_shards))
     _print(as_json, answer, lambda console: render.show_plan(console, answer))
 
@@ -206,7 +208,7 @@ def prune(
     result = dict.fromkeys(map(str, steps_to_delete), "would be deleted")
     if yes and steps_to_delete:
         result = _run_or_exit(lambda: delete_steps(run_folder, steps_to_delete, wait=wait))
-    lines = [f"step-{step}: {what}" for step, what in result.items()] or ["nothing to delete"]
+    lines = [f"step-{step}: {outcome}" for step, outcome in result.items()] or ["nothing to delete"]
     _print(as_json, result, lambda console: console.print("\n".join(lines), markup=False))
 
 

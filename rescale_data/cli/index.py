@@ -26,20 +26,22 @@ FORMATS: dict[str, type[FileSource]] = {
 _POLL_SECONDS = 0.5
 
 
-def index(paths: Sequence[str], index_dir: str, form: str | None, processes: int, console: Console) -> dict[str, Any]:
+def index(
+    paths: Sequence[str], index_dir: str, format_name: str | None, processes: int, console: Console
+) -> dict[str, Any]:
     """Make the index of a source, in several processes that divide its files among them.
 
     Args:
         paths: As they are given to the source.
         index_dir: As it is given to the source.
-        form: A key of `FORMATS`; by default the format of the files' names.
+        format_name: A key of `FORMATS`; by default the format of the files' names.
     """
     source_paths = paths[0] if len(paths) == 1 else list(paths)
-    if form not in (None, *FORMATS):
-        raise ValueError(f"--format {form}: give one of {', '.join(FORMATS)}.")
-    kind = FORMATS[form] if form is not None else _format_of(source_paths)
+    if format_name not in (None, *FORMATS):
+        raise ValueError(f"--format {format_name}: give one of {', '.join(FORMATS)}.")
+    kind = FORMATS[format_name] if format_name is not None else _format_of(source_paths)
     num_files = len(find(source_paths, kind.SUFFIXES).names)
-    num_rows, arguments, before = 0, (kind, source_paths, index_dir), count_parts(index_dir)
+    num_rows, arguments, num_parts = 0, (kind, source_paths, index_dir), count_parts(index_dir)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn) as pool, Progress(console=console) as bar:
         task = bar.add_task(f"{num_files} files", total=num_files)
@@ -49,7 +51,7 @@ def index(paths: Sequence[str], index_dir: str, form: str | None, processes: int
         while running:
             done, running = wait(running, _POLL_SECONDS, "FIRST_COMPLETED")
             rows = [future.result() for future in done]
-            bar.update(task, completed=min(num_files, kind.FILES_A_PART * (count_parts(index_dir) - before)))
+            bar.update(task, completed=min(num_files, kind.FILES_A_PART * (count_parts(index_dir) - num_parts)))
             if rows:
                 num_rows = rows[0]
         bar.update(task, completed=num_files)
@@ -62,8 +64,8 @@ def _count_rows(kind: type[Any], paths: Any, index_dir: str) -> int:
 
 def _format_of(paths: Any) -> type[FileSource]:
     suffixes = tuple(suffix for kind in FORMATS.values() for suffix in kind.SUFFIXES)
-    first = find(paths, suffixes).names[0]
+    first_name = find(paths, suffixes).names[0]
     for kind in FORMATS.values():
-        if first.endswith(kind.SUFFIXES):
+        if first_name.endswith(kind.SUFFIXES):
             return kind
-    raise ValueError(f"{first} ends in none of {', '.join(suffixes)}: give --format, one of {', '.join(FORMATS)}.")
+    raise ValueError(f"{first_name} ends in none of {', '.join(suffixes)}: give --format, one of {', '.join(FORMATS)}.")

@@ -94,13 +94,13 @@ def verified(path: StrPath) -> dict[str, Any]:
     return {"path": str(path), "checked": "checksums" if has_checksums else "sizes", "problems": problems}
 
 
-def _entries(saved: Contents) -> dict[str, dict[str, Any]]:
+def _entries(contents: Contents) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
-    for key, where in saved.paths.items():
+    for key, entry_path in contents.paths.items():
         entry = entries.setdefault(
-            str(where[0]), {"tensors": 0, "elements": 0, "bytes": 0, "plain_values": 0, "dtypes": []}
+            str(entry_path[0]), {"tensors": 0, "elements": 0, "bytes": 0, "plain_values": 0, "dtypes": []}
         )
-        tensor = saved.values[key]
+        tensor = contents.values[key]
         if tensor is None:
             entry["plain_values"] += 1
             continue
@@ -124,16 +124,16 @@ def data_summary(state: Saved) -> dict[str, Any]:
         for key, rows in shards.items()
         if key.endswith(".epoch") or key == "epoch"
     }
-    row = {name: f"{name}.row" if name else "row" for name in epochs}
+    row_keys = {name: f"{name}.row" if name else "row" for name in epochs}
     sources = {path.removeprefix("root"): source for path, source in header["sources"].items()}
-    of_rows = {name: rows for name, source in sources.items() if name in row and (rows := _rows_per_epoch(source))}
+    of_rows = {name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))}
     left_out = {key: int(rows.sum()) for key, rows in shards.items() if key.rpartition(".")[2] in LEFT_OUT}
     return {
         **{key: value for key, value in header.items() if isinstance(value, int)},
         "steps": header["samples"] // header["global_batch_size"],
         "epochs": {name: [int(rows.min()), int(rows.max())] for name, rows in epochs.items() if rows.numel()},
         "shards": shards["samples"].tolist(),
-        "rows": {name: shards[key].tolist() for name, key in row.items() if key in shards},
+        "rows": {name: shards[key].tolist() for name, key in row_keys.items() if key in shards},
         "of_rows": {name: rows / max(1, shards["samples"].numel()) for name, rows in of_rows.items()},
         "epoch_of": {name: rows.flatten().tolist() for name, rows in epochs.items()},
         "mixture": _mixture(shards, header["pipeline"]),
@@ -143,9 +143,9 @@ def data_summary(state: Saved) -> dict[str, Any]:
 
 def _rows_per_epoch(source: Mapping[str, Any]) -> int:
     """Return a source's number of rows in an epoch, from its entry in a loader's state; 0 if it is not recorded."""
-    last = source["by_epoch"][-1][1] if "by_epoch" in source else source
+    newest = source["by_epoch"][-1][1] if "by_epoch" in source else source
     try:  # a source of somebody's own may say anything
-        return int(last.get("rows") or num_rows(manifest_entries(last)))
+        return int(newest.get("rows") or num_rows(manifest_entries(newest)))
     except (TypeError, ValueError, LookupError, AttributeError):
         return 0
 
@@ -158,21 +158,21 @@ def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) ->
             continue
         prefix = "".join(f"{name}." for name in path.split(".")[1:])
         unit = "tokens" if node["unit"] == "tokens" else "drawn"
-        counted = {
+        counts = {
             key.removeprefix(f"{prefix}{unit}."): rows.long()
             for key, rows in shards.items()
             if key.startswith(f"{prefix}{unit}.")
         }
-        num_drawn = sum(rows.sum() for rows in counted.values()) if unit == "tokens" else shards[f"{prefix}draws"].sum()
+        num_drawn = sum(rows.sum() for rows in counts.values()) if unit == "tokens" else shards[f"{prefix}draws"].sum()
         epochs = {
             name: int(rows.min())
-            for name in counted
+            for name in counts
             for key, rows in shards.items()
             if key.startswith(f"{prefix}{name}.") and key.endswith("epoch")
         }
         rule = from_json(node)
         weights = weights_at(rule, int(num_drawn), epochs).values
-        totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in counted.items()}
+        totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in counts.items()}
         for name, weight in zip(rule.names, weights, strict=True):
             share = totals[name] / max(1, sum(totals.values()))
             shares[f"{prefix}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}

@@ -25,15 +25,15 @@ class Markup(str):
 
 def page(name: str, checkpoints: Sequence[Mapping[str, Any]], newest: Mapping[str, Any] | None) -> str:
     """Return the HTML page of a run's folder or of one checkpoint: sizes, metrics, contents of the newest checkpoint."""
-    about = f"{len(checkpoints)} checkpoints, {format_size(sum(one.get('bytes', 0) for one in checkpoints))}"
-    body = [f"<h1>{escape(name)}</h1>", f"<p>{about}</p>", _table(LIST_COLUMNS, map(list_row, checkpoints))]
+    summary = f"{len(checkpoints)} checkpoints, {format_size(sum(about.get('bytes', 0) for about in checkpoints))}"
+    body = [f"<h1>{escape(name)}</h1>", f"<p>{summary}</p>", _table(LIST_COLUMNS, map(list_row, checkpoints))]
     if newest is not None:
-        parts = [
-            (part, str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"]))
-            for part, entry in newest["entries"].items()
+        rows = [
+            (key, str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"]))
+            for key, entry in newest["entries"].items()
         ]
         body += [f"<h2>In {escape(newest['checkpoint']['name'])}</h2>"]
-        body += [_table(("part", "tensors", "elements", "size"), parts)]
+        body += [_table(("part", "tensors", "elements", "size"), rows)]
         body += [line for loader, data in newest["data"].items() for line in _loader_section(loader, data)]
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(name)}</title><style>{STYLE}</style>'
     return "\n".join([head, *body, ""])
@@ -41,8 +41,8 @@ def page(name: str, checkpoints: Sequence[Mapping[str, Any]], newest: Mapping[st
 
 def _loader_section(name: str, data: Mapping[str, Any]) -> list[str]:
     shards = data["shards"]
-    about = f"{data.get('samples', 0):,} samples, {data['steps']:,} global batches, {len(shards)} logical shards"
-    body = [f"<h2>{escape(name)}</h2>", f"<p>{about}</p>"]
+    summary = f"{data.get('samples', 0):,} samples, {data['steps']:,} global batches, {len(shards)} logical shards"
+    body = [f"<h2>{escape(name)}</h2>", f"<p>{summary}</p>"]
     if shards:
         body += [f"<h3>Samples of each logical shard: {min(shards):,} to {max(shards):,}</h3>"]
         body += [_heatmap(shards, max(*shards, 1), shards)]
@@ -53,8 +53,8 @@ def _loader_section(name: str, data: Mapping[str, Any]) -> list[str]:
             _table(("source", "epoch", "of the epoch", ""), [_progress(source, data) for source in data["rows"]]),
         ]
     if data["mixture"]:
-        parts = [(part, f"{now['share']:.1%}", f"{now['weight']:.1%}") for part, now in data["mixture"].items()]
-        body += ["<h3>Mixture</h3>", _table(("source", "so far", "weight"), parts)]
+        rows = [(key, f"{entry['share']:.1%}", f"{entry['weight']:.1%}") for key, entry in data["mixture"].items()]
+        body += ["<h3>Mixture</h3>", _table(("source", "so far", "weight"), rows)]
     if data["left_out"]:
         counts = [(path, f"{count:,}") for path, count in data["left_out"].items()]
         body += ["<h3>Left out</h3>", _table(("what", "rows"), counts)]
@@ -69,8 +69,8 @@ def _progress(source: str, data: Mapping[str, Any]) -> tuple[str, str, str, str]
     if rows_per_shard is None:
         return source or "data", epoch, f"rows {min(rows):,} to {max(rows):,}", _heatmap(rows, max(*rows, 1), rows)
     values = [epoch - low + row / rows_per_shard for epoch, row in zip(data["epoch_of"][source], rows, strict=True)]
-    about = f"{fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
-    return source or "data", epoch, about, _heatmap(values, max(*values, 1), rows)
+    summary = f"{fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
+    return source or "data", epoch, summary, _heatmap(values, max(*values, 1), rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -84,8 +84,8 @@ def _heatmap(values: Sequence[float], top: float, counts: Sequence[int]) -> Mark
     columns = min(MAX_CELLS, len(values))
     bounds = [len(values) * i // columns for i in range(columns + 1)]
     cells = [
-        f'<rect x="{4 * i}" width="3" height="13" fill-opacity="{fmean(values[a:b]) / top:.2f}">'
-        f"<title>shard {a}{'' if b == a + 1 else f' to {b - 1}'}: {fmean(counts[a:b]):,.0f}</title></rect>"
-        for i, (a, b) in enumerate(pairwise(bounds))
+        f'<rect x="{4 * i}" width="3" height="13" fill-opacity="{fmean(values[start:stop]) / top:.2f}">'
+        f"<title>shard {start}{'' if stop == start + 1 else f' to {stop - 1}'}: {fmean(counts[start:stop]):,.0f}</title></rect>"
+        for i, (start, stop) in enumerate(pairwise(bounds))
     ]
     return Markup(f'<svg width="{4 * columns}" height="13">{"".join(cells)}</svg>')

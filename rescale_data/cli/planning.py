@@ -31,8 +31,8 @@ def answer(
             f"No number of ranks keeps the order with {global_batch_size} samples a global batch and "
             f"{options.num_logical_shards} logical shards: one has to be a multiple of the other."
         )
-    best = None if gpus is None else _largest(aligned, gpus, model_parallel)
-    requested = [*sizes, *([] if best is None else [best["ranks"]])] or aligned
+    largest = None if gpus is None else _largest(aligned, gpus, model_parallel)
+    requested = [*sizes, *([] if largest is None else [largest["ranks"]])] or aligned
     return {
         "global_batch_size": global_batch_size,
         "num_logical_shards": options.num_logical_shards,
@@ -43,7 +43,7 @@ def answer(
             }
             for ranks in dict.fromkeys(requested)
         ],
-        "largest": best,
+        "largest": largest,
     }
 
 
@@ -62,10 +62,10 @@ def _allowed(global_batch_size: int, num_logical_shards: int, ranks: int) -> boo
 
 
 def _largest(aligned: list[int], gpus: int, model_parallel: int) -> dict[str, int]:
-    fit = [ranks for ranks in aligned if ranks * model_parallel <= gpus]
-    if not fit:
+    fitting = [ranks for ranks in aligned if ranks * model_parallel <= gpus]
+    if not fitting:
         raise ValueError(f"{gpus} GPUs hold no data-parallel rank of {model_parallel} GPUs.")
-    return {"gpus": gpus, "model_parallel": model_parallel, "ranks": fit[-1], "used": fit[-1] * model_parallel}
+    return {"gpus": gpus, "model_parallel": model_parallel, "ranks": fitting[-1], "used": fitting[-1] * model_parallel}
 
 
 def _describe_ranks(plan: Plan, aligned: list[int], ranks: int) -> dict[str, Any]:
@@ -77,5 +77,5 @@ def _describe_ranks(plan: Plan, aligned: list[int], ranks: int) -> dict[str, Any
         "keeps_order": bool(options),
         "micro_batches": sizes,
         "workers": sorted(set.intersection(*workers.values())) if workers else [],
-        "nearest": [] if options else [*[w for w in aligned if w < ranks][-1:], *[w for w in aligned if w > ranks][:1]],
+        "nearest": [] if options else [*[n for n in aligned if n < ranks][-1:], *[n for n in aligned if n > ranks][:1]],
     }

@@ -18,26 +18,26 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 def show_list(console: Console, checkpoints: Sequence[Mapping[str, Any]]) -> None:
     table = _table(*LIST_COLUMNS)
-    for about in checkpoints:
-        table.add_row(*map(escape, list_row(about)))
+    for checkpoint in checkpoints:
+        table.add_row(*map(escape, list_row(checkpoint)))
     console.print(table)
 
 
 LIST_COLUMNS = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
 
 
-def list_row(about: Mapping[str, Any]) -> list[str]:
+def list_row(checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the table row of a checkpoint, with the columns `LIST_COLUMNS`."""
-    metrics = ", ".join(f"{name}={value:.4g}" for name, value in about.get("metrics", {}).items())
-    ranks, created = str(about.get("world_size", "")), about.get("created")
+    metrics = ", ".join(f"{name}={value:.4g}" for name, value in checkpoint.get("metrics", {}).items())
+    ranks, created = str(checkpoint.get("world_size", "")), checkpoint.get("created")
     saved = "" if created is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
     return [
-        about["name"],
-        about["state"],
-        format_size(about["bytes"]) if "bytes" in about else "",
+        checkpoint["name"],
+        checkpoint["state"],
+        format_size(checkpoint["bytes"]) if "bytes" in checkpoint else "",
         ranks,
         saved,
-        metrics or about.get("detail", ""),
+        metrics or checkpoint.get("detail", ""),
     ]
 
 
@@ -59,13 +59,13 @@ def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
 
 def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
     table = _table("ranks", "allowed", "same global batches", "micro batches", "workers, with any of these")
-    for about in answer["ranks"]:
-        sizes = about["micro_batches"]
+    for entry in answer["ranks"]:
+        sizes = entry["micro_batches"]
         text = ", ".join(map(str, sizes if len(sizes) <= 8 else [*sizes[:6], "...", sizes[-1]]))
-        nearest = " and ".join(map(str, about["nearest"]))
-        keeps = "yes" if about["keeps_order"] else f"no; {nearest} would" if nearest else "no"
-        allowed = "yes" if about["allowed"] else "no"
-        table.add_row(str(about["ranks"]), allowed, keeps, text, ", ".join(map(str, about["workers"])))
+        nearest = " and ".join(map(str, entry["nearest"]))
+        keeps_order = "yes" if entry["keeps_order"] else f"no; {nearest} would" if nearest else "no"
+        allowed = "yes" if entry["allowed"] else "no"
+        table.add_row(str(entry["ranks"]), allowed, keeps_order, text, ", ".join(map(str, entry["workers"])))
     console.print(f"global batch {answer['global_batch_size']}, {answer['num_logical_shards']} logical shards")
     console.print(table)
     if answer["largest"]:
@@ -77,15 +77,16 @@ def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
 
 def show_audit(console: Console, answer: Mapping[str, Any], limit: int) -> None:
     table, served = _table("step", "sample", "shard", "documents"), answer["served"]
-    for one in served[:limit]:
-        numbers = (str(one[key]) for key in ("step", "sample", "shard"))
-        table.add_row(*numbers, escape("\n".join(one["documents"])))
+    for sample in served[:limit]:
+        numbers = (str(sample[key]) for key in ("step", "sample", "shard"))
+        table.add_row(*numbers, escape("\n".join(sample["documents"])))
     if served:
         console.print(table)
-    more, (first, stop) = len(served) - limit, answer["steps"]
-    about = f"{answer['rows']} rows, drawn {answer['drawn']} times; in " if "rows" in answer else ""
+    num_hidden, (first_step, stop_step) = len(served) - limit, answer["steps"]
+    summary = f"{answer['rows']} rows, drawn {answer['drawn']} times; in " if "rows" in answer else ""
     console.print(
-        f"{about}{len(served)} samples of steps {first} to {stop - 1}" + (f", {more} not shown" if more > 0 else "")
+        f"{summary}{len(served)} samples of steps {first_step} to {stop_step - 1}"
+        + (f", {num_hidden} not shown" if num_hidden > 0 else "")
     )
 
 
@@ -95,7 +96,7 @@ def progress_bar(shards: Sequence[int], width: int) -> str:
         return ""
     width = min(width, len(shards))
     bounds = [len(shards) * column // width for column in range(width + 1)]
-    means = [sum(shards[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    means = [sum(shards[start:stop]) / (stop - start) for start, stop in pairwise(bounds)]
     top = max(*means, 1)
     return "".join(_LEVELS[round(mean / top * (len(_LEVELS) - 1))] for mean in means)
 

@@ -18,9 +18,9 @@ def write_rows(source: str, ids: str, column: str, out: str) -> dict[str, Any]:
         FileNotFoundError: There is no file of ids.
     """
     lines = Path(ids).read_text().split("\n")
-    wanted = {line.strip() for line in lines if line.strip()}
-    numbers = {int(line) for line in wanted if line.removeprefix("-").isdecimal()}
-    rows = find_rows(imported(source), wanted | numbers, column)
+    id_set = {line.strip() for line in lines if line.strip()}
+    numbers = {int(line) for line in id_set if line.removeprefix("-").isdecimal()}
+    rows = find_rows(imported(source), id_set | numbers, column)
     Path(out).write_text(json.dumps(rows))
     num_rows = len(rows) if isinstance(rows, list) else sum(map(len, rows.values()))
-    return {"ids": len(wanted), "rows": num_rows, "out": out}
+    return {"ids": len(id_set), "rows": num_rows, "out": out}
