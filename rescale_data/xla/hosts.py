@@ -26,17 +26,17 @@ def host_mesh() -> DeviceMesh | None:
         ValueError: SPMD mode is off; several hosts and no process group, or one that does not have one rank a host.
     """
     require_spmd()
-    index, count = xr.process_index(), xr.process_count()
-    if count == 1:
+    host_index, num_hosts = xr.process_index(), xr.process_count()
+    if num_hosts == 1:
         return None
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            f"{count} hosts share their state, for which they need a process group on the CPU. After "
+            f"{num_hosts} hosts share their state, for which they need a process group on the CPU. After "
             f"`import torch_xla.distributed.xla_backend` call torch.distributed.init_process_group('gloo', init_method='xla://')."
         )
-    gathered: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(gathered, index)
-    return DeviceMesh("cpu", ranks_in_order(gathered, count), mesh_dim_names=("dp",))
+    host_indices: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(host_indices, host_index)
+    return DeviceMesh("cpu", ranks_in_order(host_indices, num_hosts), mesh_dim_names=("dp",))
 
 
 def warn_if_hosts_share_samples(num_ranks: int) -> None:

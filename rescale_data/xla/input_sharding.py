@@ -45,10 +45,10 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 def _check_columns(batch: Any, input_sharding: Mapping[str, ShardingSpec | None]) -> None:
     if not isinstance(batch, Mapping) or set(batch) != set(input_sharding):
-        given = f"the columns {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        description = f"the columns {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise ValueError(
-            f"The batch is {given}, input_sharding is for {sorted(input_sharding)}. Name every column, None for those that "
-            f"are replicated."
+            f"The batch is {description}, input_sharding is for {sorted(input_sharding)}. Name every column, None for "
+            f"those that are replicated."
         )
     non_tensors = [column for column, value in batch.items() if type(value) is not torch.Tensor]
     if non_tensors:
@@ -111,13 +111,14 @@ def _check_mesh(sharding: ShardingSpec, num_hosts: int, host: int) -> None:
             f"torch_xla cuts the rows of the hosts over all devices. Give {(all_axes, *(None,) * (len(spec) - 1))}."
         )
     devices = mesh.get_logical_mesh().transpose([*axes, *other_axes]).ravel().tolist()
-    local = [int(name.rpartition(":")[2]) for name in torch_xla.real_devices()]
-    blocks = [devices[start : start + len(local)] for start in range(0, len(devices), len(local))]
-    if local not in (blocks[host : host + 1] if len(blocks) == num_hosts else blocks):
+    local_devices = [int(name.rpartition(":")[2]) for name in torch_xla.real_devices()]
+    blocks = [devices[start : start + len(local_devices)] for start in range(0, len(devices), len(local_devices))]
+    if local_devices not in (blocks[host : host + 1] if len(blocks) == num_hosts else blocks):
         raise ValueError(
             f"The ShardingSpec has minibatch=True and cuts rows over the devices {devices}. The rows of this host, dp rank "
-            f"{host} of {num_hosts}, go to its devices {local} in this order, so they would come out in another. Make the mesh "
-            f"of the hosts' devices host after host, in the order of the dp ranks, and name its axes in their order."
+            f"{host} of {num_hosts}, go to its devices {local_devices} in this order, so they would come out in another. "
+            f"Make the mesh of the hosts' devices host after host, in the order of the dp ranks, and name its axes in their "
+            f"order."
         )
 
 
