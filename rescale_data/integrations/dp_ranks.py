@@ -7,17 +7,17 @@ from rescale_data.engine.stream import Stream
 from rescale_data.loader import DataLoader
 
 
-def require_ranks(loader: DataLoader, num_ranks: int, where: str) -> None:
+def require_ranks(loader: DataLoader, num_ranks: int, build_location: str) -> None:
     """Raise ``ValueError`` unless the loader serves its rows to as many data-parallel ranks as the trainer has.
 
     Args:
-        where: The place where a loader for all of these ranks is built, for the message.
+        build_location: The place where a loader for all of these ranks is built, for the message.
     """
     loader_ranks = from_stream(loader, _dp_world_size)
     if num_ranks != loader_ranks:
         raise ValueError(
             f"The trainer has {num_ranks} data-parallel ranks, but the loader serves its rows to {loader_ranks}. Build it "
-            f"{where} without dp_world_size=, or with mesh= of the data-parallel ranks."
+            f"{build_location} without dp_world_size=, or with mesh= of the data-parallel ranks."
         )
 
 

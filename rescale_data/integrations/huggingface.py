@@ -102,10 +102,10 @@ def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int
         "auto_find_batch_size": ((False,), "micro_batch_size"),
     }
     for name, (values, loader_argument) in allowed.items():
-        given = getattr(args, name)
-        if given not in values:
+        value = getattr(args, name)
+        if value not in values:
             raise ValueError(
-                f"TrainingArguments({name}={given!r}), but the loader makes the batches, and as it was built the argument may "
+                f"TrainingArguments({name}={value!r}), but the loader makes the batches, and as it was built the argument may "
                 f"be {' or '.join(map(repr, dict.fromkeys(values)))}. For other batches give rd.DataLoader({loader_argument}=)."
             )
     for name in ("split_batches", "dispatch_batches"):
@@ -136,10 +136,12 @@ def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
 def _load_data_state(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / FILE
     if not file.exists():
-        complete = f"{PREFIX_CHECKPOINT_DIR}-*/{FILE}"
-        found = [str(each.parent) for folder in (checkpoint.parent, checkpoint) for each in folder.glob(complete)]
+        pattern = f"{PREFIX_CHECKPOINT_DIR}-*/{FILE}"
+        checkpoints = [
+            str(state_file.parent) for folder in (checkpoint.parent, checkpoint) for state_file in folder.glob(pattern)
+        ]
         raise FileNotFoundError(
             f"{checkpoint} holds no {FILE}: there is no such folder, it was saved without DataStateMixin, or the job was "
-            f"killed at it. Resume from another checkpoint; there are {sorted(found)}."
+            f"killed at it. Resume from another checkpoint; there are {sorted(checkpoints)}."
         )
     return torch.load(file, weights_only=True)

@@ -147,14 +147,14 @@ def _undo_partial_step(loop: dict[str, Any], state: Saved) -> None:
 
     The model is that of the step's beginning, too: what Lightning has accumulated since is in no checkpoint.
     """
-    o, w, b = state.sizes
+    global_batch_size, dp_world_size, micro_batch_size = state.sizes
     progress = loop["epoch_loop.batch_progress"]
-    begun = progress["current"]["ready"] % (o // (w * b))
-    if begun and not state.clock.begun(o):
+    num_begun = progress["current"]["ready"] % (global_batch_size // (dp_world_size * micro_batch_size))
+    if num_begun and not state.clock.begun(global_batch_size):
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it again
         for counts in (progress["current"], progress["total"]):
             for name in _COUNTERS:
-                counts[name] -= begun
+                counts[name] -= num_begun
 
 
 def _recount(current: Any, state: Saved, num_new: int) -> None:
@@ -162,14 +162,15 @@ def _recount(current: Any, state: Saved, num_new: int) -> None:
 
     "completed", which is one less in some saves, stays one less.
     """
-    o, w, b = state.sizes
-    num_old = o // (w * b)
-    steps, begun = divmod(current.ready, num_old)
-    if begun and num_old != num_new:
+    global_batch_size, dp_world_size, micro_batch_size = state.sizes
+    num_old = global_batch_size // (dp_world_size * micro_batch_size)
+    steps, num_begun = divmod(current.ready, num_old)
+    if num_begun and num_old != num_new:
         raise ValueError(
-            f"The checkpoint was saved after {begun} of {num_old} micro batches of a step, and the loader now makes {num_new}. "
-            f"Lightning counts micro batches: resume it once with {num_old}, or from a checkpoint at the end of a step."
+            f"The checkpoint was saved after {num_begun} of {num_old} micro batches of a step, and the loader now makes "
+            f"{num_new}. Lightning counts micro batches: resume it once with {num_old}, or from a checkpoint at the end of "
+            f"a step."
         )
-    difference = steps * num_new + begun - current.ready
+    difference = steps * num_new + num_begun - current.ready
     for name in _COUNTERS:
         setattr(current, name, getattr(current, name) + difference)
