@@ -39,11 +39,11 @@ class Found:
     """The result of `Audit.find`: the samples that served certain rows of a source.
 
     Args:
-        rows: How many rows were looked for.
-        drawn: How often one of them was drawn, to be served or left out: by a blocklist, a filter, with a step or at an end.
-            Below a node of torchdata, in how many samples it was served.
-        served: The samples that hold a part of one, with those documents alone.
-        steps: Which steps were looked at, the first and the one after the last.
+        rows: Number of rows that were looked for.
+        drawn: Number of times that one of the rows was drawn, to be served or to be left out: by a blocklist, a filter, with a
+            step or at the end of an epoch. Below a node of torchdata, the number of samples that served one.
+        served: The samples that contain a part of one of the rows; their documents are these rows alone.
+        steps: The range of steps that were searched: the first one, and the one after the last.
     """
 
     rows: int
@@ -60,10 +60,10 @@ class Audit:
 
     Args:
         run: The folder of the run, with its checkpoints, or a URL.
-        pipelines: What the loader was built with. Each that the run has had, if its parameters have changed (weights, sources,
-            blocklists, ``seq_len``): between two checkpoints the one is taken that the second was saved with.
-        name: Of the loader in the checkpoints; default the only one.
-        repeat, tail, num_workers: As the loader had them; the last matters where the run was not aligned.
+        pipelines: The pipeline that the loader was built with; all pipelines of the run if parameters have changed (weights,
+            sources, blocklists, ``seq_len``). Between two checkpoints, the pipeline of the second one is read.
+        name: Name of the loader in the checkpoints; default: the only loader.
+        repeat, tail, num_workers: Arguments of the loader; ``num_workers`` matters if the run was not aligned.
 
     Raises:
         FileNotFoundError: There is no such folder, or no checkpoint in it.
@@ -104,7 +104,7 @@ class Audit:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The first step that can be audited, and the one after the last."""
+        """The range of steps that can be audited: the first one, and the one after the last."""
         return 0, self._states[-1].header["step"]
 
     def documents(self, first: int, stop: int) -> Iterator[Served]:
@@ -182,7 +182,7 @@ class Audit:
         )
 
     def _readers(self, document: str) -> tuple[Schema, Sequence[tuple[Sequence[str], Reader]], str]:
-        """Return the newest schema with the source named at the beginning of a text, the source's readers, and its name."""
+        """Return the newest schema with the source that a text names, the readers of the source, and its name."""
         names = set[str]()
         for schema in self._schemas:
             readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
@@ -243,7 +243,7 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
 
 
 def _num_documents(schema: Schema, path: Sequence[str]) -> int:
-    """Return how many documents of a reader the windows above it may hold, if none is left out in between."""
+    """Return the largest number of documents that the windows above a reader hold, if no document is left out."""
     node, num_documents = schema.root, 1
     for name in path:
         num_documents *= getattr(node, "window", getattr(node, "seq_len", 1) if num_documents > 1 else 1)
@@ -252,7 +252,7 @@ def _num_documents(schema: Schema, path: Sequence[str]) -> int:
 
 
 def _num_windows(schema: Schema, path: Sequence[str]) -> int | None:
-    """Return how many nodes above a reader read further than their samples; `None` below a node of torchdata."""
+    """Return the number of nodes above a reader that read ahead of their samples; `None` below a node of torchdata."""
     node, num_windows = schema.root, 0
     for name in path:
         if name not in node.children:

@@ -1,4 +1,4 @@
-"""Replay the samples that a run served between two checkpoints: read them again from the first one."""
+"""Replays the samples that a run served between two checkpoints: reads them again from the first checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Interval:
-    """Part of a run between two checkpoints.
+    """A part of a run, between two checkpoints.
 
     Args:
         start: The state at its beginning; `None` at the beginning of the run.

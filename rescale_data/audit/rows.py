@@ -1,4 +1,4 @@
-"""Find the rows of a source that a text names, and the positions at which logical shards read them."""
+"""Finds the rows of a source that a text names, and the positions at which logical shards read them."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class SourcePositions:
     Args:
         table: ``int64[checkpoints + 1, N]``, from the beginning of the run: the next row, counted over all epochs with a gap in
             between.
-        num_windows: How many nodes above read further than their samples. Each of them may be within a window, which was read
-            up to what a later checkpoint says.
+        num_windows: Number of nodes above the reader that read ahead of their samples. Each of them may be within a window,
+            which was read up to what a later checkpoint says.
     """
 
     table: Ints
@@ -75,14 +75,14 @@ class SourcePositions:
         return iter(np.flatnonzero((column[:-1] <= position) & (position <= read_until[1:])).tolist())
 
     def intervals_at_the_end(self, shard: int) -> Iterator[int]:
-        """Yield the intervals in which a shard has windows whose end no checkpoint shows."""
+        """Yield the intervals in which a shard may have read ahead beyond the last position that a checkpoint shows."""
         return self.intervals_of(shard, _NO_END) if self.num_windows else iter(())
 
     def is_drawn(self, shard: int, position: int) -> bool:
         return bool(position < self.table[:, shard].max())
 
     def positions(self, reader: Reader, rows: Ints) -> Iterator[tuple[int, int]]:
-        """Yield ``(shard, place)`` for each time a shard reads one of the rows, in all epochs that the run has begun."""
+        """Yield ``(shard, position)`` for each time a shard reads one of the rows, in all epochs that the run has begun."""
         last_epoch = int(self.table.max()) // _EPOCH_STRIDE + (self.num_windows > 0)
         for epoch in range(last_epoch + 1):
             for shard, row in reader.rows.places(rows, epoch):

@@ -1,4 +1,4 @@
-"""The command ``convert``: chooses the conversion by the names of source and target."""
+"""The command ``convert``: converts a checkpoint between formats, which the names of source and target show."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _rows_per_epoch(source: Mapping[str, Any]) -> int:
 
 
 def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return for each source of a mixture its ``share`` so far (of tokens or draws), and its ``weight`` from here on."""
+    """Return the ``share`` so far (of tokens or draws) and the ``weight`` from now on of each source of a mixture."""
     shares: dict[str, dict[str, float]] = {}
     for path, node in pipeline.items():
         if node.get("node") != "WeightedSampler":

@@ -20,7 +20,7 @@ MAX_CELLS = 128  # the most that a row of a heat map has
 
 
 class Markup(str):
-    """HTML text made by this module, which is not escaped; all other text is."""
+    """HTML text that this module has made: `_table` escapes all other text, and leaves this as it is."""
 
 
 def page(name: str, checkpoints: Sequence[Mapping[str, Any]], newest: Mapping[str, Any] | None) -> str:

@@ -11,7 +11,7 @@ from rescale_data.layout.plan import Plan, plan
 def answer(
     global_batch_size: int, sizes: list[int], gpus: int | None, model_parallel: int, num_logical_shards: int | None
 ) -> dict[str, Any]:
-    """Return for each number of ranks if it is allowed and keeps the order, with fitting micro batches and workers.
+    """Return, for each number of ranks, if it is allowed and keeps the order, and which micro batches and workers fit.
 
     Args:
         sizes: Numbers of data-parallel ranks; none of them, and no ``gpus``: all that keep the order.

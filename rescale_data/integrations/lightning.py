@@ -45,7 +45,7 @@ class DataState(pl.Callback):
         self._loader_exists = False  # True if Lightning made the loader before accumulation could be set
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note if ``configure_optimizers`` has asked for the number of batches, for which Lightning makes the loader."""
+        """Record if Lightning has made the loader already, because ``configure_optimizers`` asked for the number of batches."""
         self._loader_exists = trainer.train_dataloader is not None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -112,7 +112,7 @@ class ArrowSource(TableSource):
         return tokens
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        """Return columns of a fragment after full validation.
+        """Return columns of a fragment as a table, after full validation.
 
         Arrow itself does not check that offsets lie within their buffers, and would read beyond them.
         """
@@ -175,7 +175,7 @@ class _Opened:
 
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
-    """Return whole record batches, read without their file's footer."""
+    """Return a table of record batches, decoded from their messages without the footer of the file."""
     extents = zip(blocks.offset.tolist(), (blocks.metadata_size + blocks.body_size).tolist(), strict=True)
     messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in extents]
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])

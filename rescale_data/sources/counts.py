@@ -38,7 +38,7 @@ class Counts:
             self.values[field] += value
 
     def move_to(self, values: npt.NDArray[np.float64]) -> None:
-        """Copy the counters into other memory, and count there from then on."""
+        """Copy the counters into another array, such as shared memory, and update that array from then on."""
         with self._lock:
             values[:] = self.values
             self.values = values

@@ -86,7 +86,7 @@ class FragmentedSource(FiledSource):
         return self._known_files.index
 
     def _map_index(self) -> KnownFiles:
-        """Return the files with their index, mapped. It is made first if it is missing."""
+        """Return the files with their memory-mapped index; the index is written first if it is missing."""
         if self._files.filesystem is not None and self._index_dir is None:
             raise ValueError(
                 f"{self._files.root} is behind URLs, and an index of it must lie where all ranks can read it. Give "
@@ -146,7 +146,7 @@ class FragmentedSource(FiledSource):
             )
 
     def manifest(self) -> Mapping[str, Any]:
-        """Return the list of files; with ``index_dir=``, whose index has that list, digests of folders instead."""
+        """Return a manifest with the list of files; with ``index_dir=``, whose index has the list, with digests of folders."""
         full_manifest = {"format": self.FORMAT, FILES: self._known_files.entries()}
         return full_manifest if self._index_dir is None else fold(full_manifest)
 

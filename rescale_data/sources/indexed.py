@@ -54,7 +54,7 @@ class Opened:
     index_part: Bundle
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return an array that the format keeps, mapped."""
+        """Return an array that the format stores for this file, memory-mapped."""
         return format_array(self.index_part, name)
 
 
@@ -122,7 +122,7 @@ class IndexedSource(FileSource):
         return self._byte_range(fragment)
 
     def _fragment_rows(self, fragment: int) -> tuple[Opened, slice, Ints]:
-        """Return the open file of a fragment, its range of rows in the file, and the bytes at which these begin and end."""
+        """Return the open file of a fragment, its rows in the file, and the offsets at which these rows begin and end."""
         file = self._index.file_of(fragment)
         opened: Opened = self._handle(file)
         first_row, stop_row = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()

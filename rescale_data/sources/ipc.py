@@ -1,9 +1,9 @@
-"""Reads places and row counts of the record batches of an Arrow IPC file from its metadata, without their data.
+"""Reads offsets and row counts of the record batches of an Arrow IPC file from its metadata, without their data.
 
-pyarrow has no call for either. A footer holds the places of the batches but not their row counts, and a reader reads and
+pyarrow has no call for either. A footer holds the offsets of the batches but not their row counts, and a reader reads and
 decompresses a whole batch to count its rows. So this module reads the metadata itself, which is in the format of FlatBuffers:
 https://arrow.apache.org/docs/format/Columnar.html (File.fbs, Message.fbs). It reads all messages of a file at once, with
-arrays of places.
+arrays of offsets.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def is_file_format(file: Ranges) -> bool:
 
 
 def read_blocks(file: Ranges) -> Blocks:
-    """Return the places of the record batches of a file in either format; ``ValueError`` if the file was cut off."""
+    """Return offsets and sizes of the record batches of a file in either format; ``ValueError`` if it was cut off."""
     blocks = _footer_blocks(file) if is_file_format(file) else _stream_blocks(file)
     if len(blocks) and int(blocks.stop.max()) > file.size:
         raise ValueError(f"it ends before its record batches do, at byte {file.size} of {int(blocks.stop.max())}")
@@ -72,7 +72,7 @@ def read_rows(file: Ranges, blocks: Blocks) -> Ints:
     headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata_size.tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
     starts = np.cumsum(blocks.metadata_size) - blocks.metadata_size
-    return _read_fields(data, _field_positions(data, record_batches(data, starts), _BATCH_ROWS), "<i8")
+    return _read_fields(data, _field_positions(data, record_batch_positions(data, starts), _BATCH_ROWS), "<i8")
 
 
 def starts_compressed(file: Ranges, blocks: Blocks) -> bool:
@@ -80,10 +80,10 @@ def starts_compressed(file: Ranges, blocks: Blocks) -> bool:
     if not len(blocks):
         return False
     data = np.frombuffer(file.read(int(blocks.offset[0]), int(blocks.metadata_size[0])), dtype=np.uint8)
-    return bool(_field_positions(data, record_batches(data, np.zeros(1, np.int64)), _BATCH_COMPRESSION).any())
+    return bool(_field_positions(data, record_batch_positions(data, np.zeros(1, np.int64)), _BATCH_COMPRESSION).any())
 
 
-def record_batches(data: Bytes, starts: Ints) -> Ints:
+def record_batch_positions(data: Bytes, starts: Ints) -> Ints:
     """Return the position of the RecordBatch table, which describes a batch, in each of the messages at ``starts``."""
     has_mark = _read_numbers(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
     root_offsets = starts + np.where(has_mark, 8, 4)
@@ -108,7 +108,7 @@ def _footer_blocks(file: Ranges) -> Blocks:
 
 
 def read_messages(data: ArrowBuffer) -> Blocks:
-    """Return the record batches in some bytes that begin with a message."""
+    """Return offsets and sizes of the record batches in a buffer that begins with a message."""
     view, offset = memoryview(data), 0
     blocks: list[tuple[int, int, int]] = []
     while offset < len(view):
@@ -152,7 +152,7 @@ def _message(view: memoryview, position: int) -> tuple[int, int]:
 
 
 def _read_numbers(data: Bytes, position: Ints, kind: str) -> Ints:
-    """Return the numbers of dtype ``kind`` at some positions, as int64."""
+    """Return the numbers of dtype ``kind`` that begin at given bytes of ``data``, as int64."""
     width = np.dtype(kind).itemsize
     number_bytes = data[np.minimum(position[:, None] + np.arange(width), len(data) - 1)]
     return np.ascontiguousarray(number_bytes).view(kind)[:, 0].astype(np.int64)

@@ -33,7 +33,7 @@ class Shardable(Protocol):
 
 @dataclass(frozen=True)
 class _PartFactory:
-    """Factory that returns one part of a stream that splits itself, given the part's number."""
+    """Factory that returns one shard of a stream that can split itself, given the index of the shard."""
 
     stream: Shardable
 
@@ -43,7 +43,7 @@ class _PartFactory:
 
 @dataclass(frozen=True)
 class _ListFactory:
-    """Factory that returns one stream of a list, given its number."""
+    """Factory that returns one stream of a list of streams, given its index."""
 
     streams: Sequence[Iterable[Any]]
 

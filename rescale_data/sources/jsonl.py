@@ -148,7 +148,7 @@ def _to_array(value: Any) -> Any:
 
 
 def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
-    """Find the places of the lines in a file, and of its empty lines.
+    """Find the byte offsets of the lines in a file, and its empty lines.
 
     Returns:
         ``int64[R + 1]``, the byte at which each line that is not empty begins, and the end of the file; and for each empty

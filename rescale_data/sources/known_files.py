@@ -1,4 +1,4 @@
-"""`KnownFiles`: the files of a source, the places of their fragments, and the file of each row."""
+"""`KnownFiles`: the files of a source, the locations of their fragments, and the file of each row."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rescale_data.state import Ints
 
 @dataclass(frozen=True)
 class KnownFiles:
-    """The files of a source and the places of their fragments. It pickles as the path of its index, if it has one.
+    """The files of a source and the locations of their fragments. It pickles as the path of its index, if it has one.
 
     Args:
         files: The files.
-        index: The places of their fragments.
+        index: The locations of their fragments.
         bundle: The index on disk from which both are mapped; `None` if they are in memory.
     """
 
@@ -43,7 +43,7 @@ class KnownFiles:
 
     @property
     def name(self) -> str:
-        """The last part of the root."""
+        """Name of the source: the last part of the path of its root folder."""
         return self.files.root.rstrip("/").rpartition("/")[2] or self.files.root
 
     def entries(self) -> list[list[Any]]:
@@ -62,7 +62,7 @@ class KnownFiles:
         return files[0]
 
     def rows_of(self, file: int) -> range:
-        """Return the rows of a file, as the source numbers them."""
+        """Return the range of the source's rows that are in a file, given the number of the file."""
         return range(self.index.first_row(file), self.index.first_row(file + 1))
 
     def kept_rows(self, file: int) -> Ints:
@@ -73,7 +73,7 @@ class KnownFiles:
         return np.concatenate(row_numbers)
 
     def fragment_at(self, row: int) -> int:
-        """Return the fragment of a row."""
+        """Return the number of the fragment that contains a row."""
         return bisect_right(self.index.starts.data, row) - 1
 
     def file_and_row(self, row: int) -> tuple[int, int]:

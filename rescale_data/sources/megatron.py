@@ -159,7 +159,7 @@ class _DocumentIndex:
         self._first_sequences = raw[ends[2] : ends[3]].view("<i8")
 
     def starts(self, start: int, stop: int) -> Ints:
-        """Return the bytes of the ``.bin`` at which documents ``start .. stop - 1`` begin, and at which the last one ends."""
+        """Return the offsets in the ``.bin`` at which documents ``start .. stop - 1`` begin, and at which the last one ends."""
         sequences = np.array(self._first_sequences[start : stop + 1], dtype=np.int64)
         begin, end = int(sequences[0]), int(sequences[-1])
         sequence_starts = np.zeros(max(0, end - begin) + 1, dtype=np.int64)

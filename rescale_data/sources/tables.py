@@ -254,7 +254,7 @@ class TableSource(FileSource, TokenSource):
         return self._schemas[int(self._index.kind_of[file])]
 
     def _common_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
-        """Return the schema of the columns that are read; ``ValueError`` with two files and a column if files differ."""
+        """Return the schema of the columns that are read; ``ValueError`` if files differ, with two files and a column."""
         expected = self._schemas[0]
         names = list(expected.names if columns is None else columns)
         check_columns(expected, names, self._files.path(0))

@@ -1,4 +1,4 @@
-"""Check that batches fit their input sharding, which torch_xla reports from a thread or not at all."""
+"""Checks that batches fit their input sharding; torch_xla reports a misfit only from a thread, or not at all."""
 
 from __future__ import annotations
 

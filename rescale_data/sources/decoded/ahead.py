@@ -36,13 +36,13 @@ class Ahead:
         future.add_done_callback(lambda _: self._futures.pop(key, None))
 
     def wait(self, key: Hashable) -> None:
-        """Wait until the work is done, if it is under way."""
+        """Wait until the function that was submitted with ``key`` has returned; return at once if there is none."""
         if (future := self._futures.get(key)) is not None:
             with suppress(CancelledError):
                 future.exception()
 
     def stop(self) -> None:
-        """Cancel the functions that no thread has started, and accept no more."""
+        """Cancel the queued functions that no thread has started, and accept no new ones."""
         with self._lock:
             self._stopped = True
         if self._pool is not None:

@@ -117,7 +117,7 @@ def beside(source: int) -> tuple[int, int]:
 
 
 def room_for_block(source: Source) -> int:
-    """Return how many bytes of the cache one block may take.
+    """Return the number of bytes of the cache that one block of copied documents may take.
 
     A block holds the documents that one shard copies out of its fragments. The cache also has room for one fragment, and for a
     part of each shard's block before.

@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
     @staticmethod
     def find(lists: ArrowArray, data: ArrowBuffer) -> Place | None:
-        """Return the places of the values and offsets of a column that Arrow read from ``data`` without a copy; else `None`."""
+        """Return the place of a column of lists that Arrow read from ``data`` without a copy; `None` if Arrow copied it."""
         chunk = lists.chunk(0) if lists.num_chunks == 1 else None
         if chunk is None or kinds.is_fixed_size_list(chunk.type) or chunk.null_count or chunk.values.null_count:
             return None

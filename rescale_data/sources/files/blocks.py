@@ -88,7 +88,7 @@ def codec_of(name: str) -> str | None:
 
 
 def write_blocks(chunks: Iterator[bytes], path: str) -> None:
-    """Write a copy whose blocks are compressed one by one; each chunk becomes one block."""
+    """Write chunks of bytes to a file for `BlockRanges`; each chunk is compressed as a block of its own."""
     codec, content_offsets, copy_offsets = pa.Codec("zstd"), [0], [0]
     with open(path, "wb") as file:
         for chunk in chunks:

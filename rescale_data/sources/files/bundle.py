@@ -50,7 +50,7 @@ class Bundle:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The JSON values that were written together with the arrays."""
+        """The JSON values that the index file stores together with its arrays."""
         return self._header["facts"]
 
     def array(self, name: str) -> npt.NDArray[Any]:

@@ -67,7 +67,7 @@ class LocalStore:
         return store_in, (self._given_folder, self.max_bytes)
 
     def read(self, name: str, fetch: Callable[[], Any]) -> ArrowBuffer:
-        """Return the entry called ``name``. If it is missing, ``fetch`` brings its bytes and they are kept."""
+        """Return the entry called ``name``. If it is missing, call ``fetch`` for its bytes and write them to the disk."""
         if self._is_disabled:
             return pa.py_buffer(fetch())
         if (data := self.get(name)) is not None:
@@ -110,7 +110,7 @@ class LocalStore:
 
     @contextmanager
     def _hold_lock(self, path: str) -> Generator[None]:
-        """Hold the lock of the folder of an entry, one of 4,096; go on without it if the folder cannot be made."""
+        """Context manager: hold the lock of an entry's folder, one of 4,096; no lock if the folder cannot be made."""
         folder = os.path.dirname(path)
         try:
             os.makedirs(folder, exist_ok=True)

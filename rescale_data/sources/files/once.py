@@ -20,14 +20,14 @@ _POLL_SECONDS = 0.05
 def open_or_create(
     path: str, opener: Callable[[str], T], make: Callable[[str], None], *, wait: bool = True
 ) -> T | None:
-    """Return a file, opened. If it is missing or incomplete, one process writes it while the others wait.
+    """Open a file and return it. If it is missing or incomplete, one process writes it while the others wait.
 
     The process that holds the lease ``<path>.claim`` writes the file under another name and renames it. The lease of a dead
     process is deleted, so that another process can take it.
 
     Args:
         path: Path of the file.
-        opener: Opens it; a `ValueError` where the file is not whole.
+        opener: Opens the file; raises `ValueError` if the file is incomplete.
         make: Writes the file to the path that it is given.
         wait: Whether to wait for a process that is making the file. If not, return `None` in that case.
     """

@@ -66,7 +66,7 @@ class Files:
         return posixpath.join(self.root, self.names[file])
 
     def with_files(self, names: Sequence[str], sizes: Sequence[int] | Ints, stamps: Sequence[str]) -> Files:
-        """Return a copy with other files, below the same root."""
+        """Return a copy of this `Files` with other files, below the same root."""
         return replace(self, names=names, sizes=sizes, stamps=stamps)
 
     def select(self, files: Sequence[int]) -> Files:
