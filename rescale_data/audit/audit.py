@@ -148,19 +148,19 @@ class Audit:
         is_known = None not in num_windows
         for (path, reader), num_ahead in zip(readers, num_windows, strict=True):
             if num_ahead is None:
-                for number in range(len(intervals)):
-                    shards[number].update(range(num_shards))
+                for index in range(len(intervals)):
+                    shards[index].update(range(num_shards))
                 continue
             positions = SourcePositions.from_states(self._states, path, num_ahead)
             for shard, position in positions.positions(reader, np.array(rows)):
                 drawn += positions.is_drawn(shard, position)
-                for number in positions.intervals_of(shard, position):
-                    shards[number].add(shard)
+                for index in positions.intervals_of(shard, position):
+                    shards[index].add(shard)
             if _MIN_KEPT * reader.source.num_rows < _num_documents(schema, path) * num_shards:  # over several epochs
                 for shard in range(num_shards):
-                    for number in positions.intervals_at_the_end(shard):
-                        shards[number].add(shard)
-        served = [sample for number in sorted(shards) for sample in intervals[number].replay(shards[number])]
+                    for index in positions.intervals_at_the_end(shard):
+                        shards[index].add(shard)
+        served = [sample for index in sorted(shards) for sample in intervals[index].replay(shards[index])]
         trimmed = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
         matching = [sample for sample in trimmed if sample.documents]
         return Found(len(rows), drawn if is_known else len(matching), matching, self.steps)
@@ -211,7 +211,7 @@ class Audit:
     def _schemas(self) -> list[Schema]:
         """Schemas of the pipelines that the run has had, the newest first."""
         last_intervals = {id(interval.pipeline): interval for interval in self._intervals()}
-        return [interval.schema() for interval in sorted(last_intervals.values(), key=lambda one: -one.first_step)]
+        return [interval.schema() for interval in sorted(last_intervals.values(), key=lambda item: -item.first_step)]
 
 
 def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] | None) -> list[State]:

@@ -106,8 +106,8 @@ class Interval:
         end_sample, start_header = header["samples"], None if self.start is None else self.start.header
         if self.start is None or start_header is None or self.start.sizes[0] == sizes[0]:
             return [(sizes, end_sample)]
-        old_batch, begun = self.start.sizes[0], (end_sample - header["origin"]) % sizes[0]
-        steps, samples = header["step"] - self.first_step, end_sample - start_header["samples"] - begun
+        old_batch, num_begun = self.start.sizes[0], (end_sample - header["origin"]) % sizes[0]
+        steps, samples = header["step"] - self.first_step, end_sample - start_header["samples"] - num_begun
         num_old_steps, remainder = divmod(samples - steps * sizes[0], old_batch - sizes[0])
         if remainder or not 0 <= num_old_steps <= steps:
             raise DataStateError(
@@ -189,10 +189,10 @@ def _begun_samples(reading: Reading) -> int:
 
 def _skip(reading: Reading, step: int, end_sample: int) -> None:
     """Skip to the beginning of a step, but not beyond sample ``end_sample``; in constant time if the pipeline allows it."""
-    stream, begun = stream_of(reading), _begun_samples(reading)
+    stream, num_begun = stream_of(reading), _begun_samples(reading)
     global_batch_size = stream.layout.global_batch_size
-    num_left = (end_sample - stream.clock.samples + begun) // global_batch_size
-    num_skipped = min(step - reading.step, num_left) * global_batch_size - begun
+    num_left = (end_sample - stream.clock.samples + num_begun) // global_batch_size
+    num_skipped = min(step - reading.step, num_left) * global_batch_size - num_begun
     if num_skipped > 0:
         reading.skip(num_skipped)
 

@@ -87,8 +87,8 @@ def show(
     from rescale_data.cli import inspect, render
 
     if html is not None:
-        written = _run_or_exit(lambda: inspect.write_page(path, html))
-        return _print(as_json, {"html": written}, lambda console: console.print(written, markup=False))
+        written_path = _run_or_exit(lambda: inspect.write_page(path, html))
+        return _print(as_json, {"html": written_path}, lambda console: console.print(written_path, markup=False))
     summary = _run_or_exit(lambda: inspect.summarize(path))
     return _print(as_json, summary, lambda console: render.show_summary(console, summary))
 
@@ -173,7 +173,9 @@ def convert(
     from rescale_data.cli import conversion
     from rescale_data.layout.plan import format_size
 
-    result = _run_or_exit(lambda: conversion.convert(source, target, to=to, name=name, max_shard_size=max_shard_size))
+    result = _run_or_exit(
+        lambda: conversion.convert(source, target, target_format=to, name=name, max_shard_size=max_shard_size)
+    )
     text = f"{result['target']}: {result['format']}, {len(result['files'])} files, {format_size(result['bytes'])}"
     _print(as_json, result, lambda console: console.print(text, markup=False))
 
@@ -252,7 +254,7 @@ def _print(as_json: bool, value: Any, show: Callable[[Console], None]) -> None:
 def _without_nan(value: Any) -> Any:
     """Return a nested value with None in place of nan and infinity, which JSON cannot express."""
     if isinstance(value, dict):
-        return {key: _without_nan(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+        return {key: _without_nan(nested) for key, nested in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list):
-        return [_without_nan(inner) for inner in cast("list[Any]", value)]
+        return [_without_nan(nested) for nested in cast("list[Any]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -63,28 +63,30 @@ def _loader_section(name: str, data: Mapping[str, Any]) -> list[str]:
 
 def _progress(source: str, data: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Return a table row: progress of ``source`` in all logical shards, in epochs if their length is known, else rows."""
-    rows, (low, high) = data["rows"][source], data["epochs"][source]
-    epoch = str(low) if low == high else f"{low} to {high}"
+    rows, (min_epoch, max_epoch) = data["rows"][source], data["epochs"][source]
+    epoch = str(min_epoch) if min_epoch == max_epoch else f"{min_epoch} to {max_epoch}"
     rows_per_shard = data["of_rows"].get(source)
     if rows_per_shard is None:
         return source or "data", epoch, f"rows {min(rows):,} to {max(rows):,}", _heatmap(rows, max(*rows, 1), rows)
-    values = [epoch - low + row / rows_per_shard for epoch, row in zip(data["epoch_of"][source], rows, strict=True)]
+    values = [
+        epoch - min_epoch + row / rows_per_shard for epoch, row in zip(data["epoch_of"][source], rows, strict=True)
+    ]
     summary = f"{fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
     return source or "data", epoch, summary, _heatmap(values, max(*values, 1), rows)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(column_titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = ["".join(f"<td>{cell if isinstance(cell, Markup) else escape(cell)}</td>" for cell in row) for row in rows]
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    titles = "".join(f"<th>{escape(title)}</th>" for title in column_titles)
     return f"<div><table><tr>{titles}</tr>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table></div>"
 
 
-def _heatmap(values: Sequence[float], top: float, counts: Sequence[int]) -> Markup:
-    """Return a heat map: a cell for each logical shard, or a few neighbours, as opaque as its value is near ``top``."""
+def _heatmap(values: Sequence[float], max_value: float, counts: Sequence[int]) -> Markup:
+    """Return a heat map: a cell for each logical shard, or a few neighbours, as opaque as its value is near ``max_value``."""
     columns = min(MAX_CELLS, len(values))
     bounds = [len(values) * i // columns for i in range(columns + 1)]
     cells = [
-        f'<rect x="{4 * i}" width="3" height="13" fill-opacity="{fmean(values[start:stop]) / top:.2f}">'
+        f'<rect x="{4 * i}" width="3" height="13" fill-opacity="{fmean(values[start:stop]) / max_value:.2f}">'
         f"<title>shard {start}{'' if stop == start + 1 else f' to {stop - 1}'}: {fmean(counts[start:stop]):,.0f}</title></rect>"
         for i, (start, stop) in enumerate(pairwise(bounds))
     ]

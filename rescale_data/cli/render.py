@@ -30,13 +30,13 @@ def list_row(checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the table row of a checkpoint, with the columns `LIST_COLUMNS`."""
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in checkpoint.get("metrics", {}).items())
     ranks, created = str(checkpoint.get("world_size", "")), checkpoint.get("created")
-    saved = "" if created is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
+    saved_at = "" if created is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
     return [
         checkpoint["name"],
         checkpoint["state"],
         format_size(checkpoint["bytes"]) if "bytes" in checkpoint else "",
         ranks,
-        saved,
+        saved_at,
         metrics or checkpoint.get("detail", ""),
     ]
 
@@ -97,8 +97,8 @@ def progress_bar(shards: Sequence[int], width: int) -> str:
     width = min(width, len(shards))
     bounds = [len(shards) * column // width for column in range(width + 1)]
     means = [sum(shards[start:stop]) / (stop - start) for start, stop in pairwise(bounds)]
-    top = max(*means, 1)
-    return "".join(_LEVELS[round(mean / top * (len(_LEVELS) - 1))] for mean in means)
+    max_mean = max(*means, 1)
+    return "".join(_LEVELS[round(mean / max_mean * (len(_LEVELS) - 1))] for mean in means)
 
 
 def _show_data(console: Console, name: str, data: Mapping[str, Any]) -> None:

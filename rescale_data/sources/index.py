@@ -156,18 +156,18 @@ class IndexFolder:
             except ValueError:  # it is damaged
                 continue
             earlier_files, index, probes = listed_files(bundle, files), Fragments.load(bundle), Strings(bundle, _PROBES)
-            numbers = {name: file for file, name in enumerate(earlier_files.names)}
+            earlier_index = {name: file for file, name in enumerate(earlier_files.names)}
             if warns_of_missing and bundle.facts["given"] == self.paths_digest:
                 warns_of_missing = False
-                if missing_names := sorted(numbers.keys() - {*files.names}):
+                if missing_names := sorted(earlier_index.keys() - {*files.names}):
                     _log.warning("%s: %s are in its index, and no longer there.", files.root, _first_few(missing_names))
             for file, name in enumerate(files.names):
-                if name not in numbers or name in footers:
+                if name not in earlier_index or name in footers:
                     continue
-                if _is_same(files, file, earlier_files, numbers[name], probes):
+                if _is_same(files, file, earlier_files, earlier_index[name], probes):
                     footers[name] = (
-                        index.footer(numbers[name]),
-                        os.path.basename(self.part_of_file(bundle, numbers[name])),
+                        index.footer(earlier_index[name]),
+                        os.path.basename(self.part_of_file(bundle, earlier_index[name])),
                     )
                 else:
                     changed.add(name)
@@ -183,7 +183,7 @@ class IndexFolder:
 
     def _write(self, path: str, files: Files, footers: Mapping[str, tuple[Footer, str]]) -> None:
         index = join_footers([footers[name][0] for name in files.names])
-        numbers = {part: i for i, part in enumerate(dict.fromkeys(footers[name][1] for name in files.names))}
+        numbers = {part_name: i for i, part_name in enumerate(dict.fromkeys(footers[name][1] for name in files.names))}
         part_ids = np.array([numbers[footers[name][1]] for name in files.names], dtype=np.int32)
         facts: dict[str, Any] = {"about": self._identity, "given": self.paths_digest}
         facts |= {"listing": _listing_digest(files), "kinds": list(index.kinds)}

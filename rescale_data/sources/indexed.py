@@ -136,18 +136,19 @@ class IndexedSource(FileSource):
         codec = codec_of(self._files.names[file])
         if codec is None:
             return self._files.ranges(file)
-        copy = os.path.splitext(part_path)[0] + ".rdblocks"
+        copy_path = os.path.splitext(part_path)[0] + ".rdblocks"
         open_copy = partial(BlockRanges, store=self._files.store)
         return cast(
-            Ranges, open_or_create(copy, open_copy, lambda temporary: self._write_copy(file, codec, copy, temporary))
+            Ranges,
+            open_or_create(copy_path, open_copy, lambda temporary: self._write_copy(file, codec, copy_path, temporary)),
         )
 
-    def _write_copy(self, file: int, codec: str, copy: str, temporary: str) -> None:
+    def _write_copy(self, file: int, codec: str, copy_path: str, temporary: str) -> None:
         if not self._files.sizes[file]:
             raise ValueError("it has no bytes, not even those of a compressed file that holds nothing")
         _log.warning(
             "%s (%d bytes) is compressed as a whole and cannot be read at random: a copy in blocks of about the same size is "
-            "written once, to %s.", self._files.path(file), self._files.sizes[file], copy,
+            "written once, to %s.", self._files.path(file), self._files.sizes[file], copy_path,
         )  # fmt: skip
         with self._files.open(file) as stream:
             write_blocks(decompressed(stream, codec), temporary)

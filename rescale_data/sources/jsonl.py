@@ -59,7 +59,7 @@ class JsonlSource(IndexedSource):
     FORMAT: ClassVar[str] = "jsonl"
     has_texts: ClassVar[bool] = True
     SUFFIXES: ClassVar[tuple[str, ...]] = tuple(
-        f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", *CODECS)
+        f".{name}{codec_suffix}" for name in ("jsonl", "ndjson") for codec_suffix in ("", *CODECS)
     )
 
     def locate(self, index: int) -> str:

@@ -146,12 +146,12 @@ class _DocumentIndex:
         raw = np.frombuffer(data, dtype=np.uint8)
         if raw[:9].tobytes() != _MAGIC or len(raw) < _HEADER_BYTES:
             raise ValueError("its .idx is not one of Megatron's, or ends in its header")
-        code = int(raw[17])
+        dtype_code = int(raw[17])
         sequences, documents = (int.from_bytes(raw[offset : offset + 8].tobytes(), "little") for offset in (18, 26))
         ends = np.cumsum([_HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
-        if code not in _DTYPES or documents < 1 or ends[-1] > len(raw):
-            raise ValueError(f"its .idx ends at byte {len(raw)} of {ends[-1]}, or has an unknown dtype ({code})")
-        self.dtype = np.dtype(_DTYPES[code])
+        if dtype_code not in _DTYPES or documents < 1 or ends[-1] > len(raw):
+            raise ValueError(f"its .idx ends at byte {len(raw)} of {ends[-1]}, or has an unknown dtype ({dtype_code})")
+        self.dtype = np.dtype(_DTYPES[dtype_code])
         self.num_documents = documents - 1
         self._checked_ranges: set[tuple[int, int]] = set()  # ranges of documents that were checked: they lie end to end
         self._lengths = raw[ends[0] : ends[1]].view("<i4")
@@ -161,17 +161,17 @@ class _DocumentIndex:
     def starts(self, start: int, stop: int) -> Ints:
         """Return the offsets in the ``.bin`` at which documents ``start .. stop - 1`` begin, and at which the last one ends."""
         sequences = np.array(self._first_sequences[start : stop + 1], dtype=np.int64)
-        begin, end = int(sequences[0]), int(sequences[-1])
-        sequence_starts = np.zeros(max(0, end - begin) + 1, dtype=np.int64)
-        if end > begin:
-            sequence_starts[:-1] = self._sequence_offsets[begin:end]
-            sequence_starts[-1] = sequence_starts[-2] + int(self._lengths[end - 1]) * self.dtype.itemsize
+        first_sequence, stop_sequence = int(sequences[0]), int(sequences[-1])
+        sequence_starts = np.zeros(max(0, stop_sequence - first_sequence) + 1, dtype=np.int64)
+        if stop_sequence > first_sequence:
+            sequence_starts[:-1] = self._sequence_offsets[first_sequence:stop_sequence]
+            sequence_starts[-1] = sequence_starts[-2] + int(self._lengths[stop_sequence - 1]) * self.dtype.itemsize
         if (start, stop) not in self._checked_ranges:
-            nbytes = self._lengths[begin:end].astype(np.int64) * self.dtype.itemsize
+            nbytes = self._lengths[first_sequence:stop_sequence].astype(np.int64) * self.dtype.itemsize
             if (np.diff(sequence_starts) != nbytes).any() or (np.diff(sequences) < 0).any():
                 raise ValueError("its sequences do not lie end to end in the order of the index; write them anew")
             self._checked_ranges.add((start, stop))
-        return sequence_starts[sequences - begin]
+        return sequence_starts[sequences - first_sequence]
 
 
 def open_index(files: Files, file: int) -> ArrowBuffer:

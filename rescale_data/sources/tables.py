@@ -258,9 +258,9 @@ class TableSource(FileSource, TokenSource):
         expected = self._schemas[0]
         names = list(expected.names if columns is None else columns)
         check_columns(expected, names, self._files.path(0))
-        for number, schema in enumerate(self._schemas):
+        for kind_index, schema in enumerate(self._schemas):
             if not schema.equals(expected) and (field := _differing_column(expected, schema, names, columns is None)):
-                other_file = self._files.path(int(np.argmax(self._index.kind_of == number)))
+                other_file = self._files.path(int(np.argmax(self._index.kind_of == kind_index)))
                 raise ValueError(
                     f"The files differ in {field!r}: {_type(expected, field)} in {self._files.path(0)}, "
                     f"{_type(schema, field)} in {other_file}. Give columns=[...] that all files share, or a "

@@ -59,7 +59,7 @@ class WebDatasetSource(IndexedSource):
     """
 
     FORMAT: ClassVar[str] = "tar"
-    SUFFIXES: ClassVar[tuple[str, ...]] = tuple(f".tar{packed}" for packed in ("", *CODECS))
+    SUFFIXES: ClassVar[tuple[str, ...]] = tuple(f".tar{codec_suffix}" for codec_suffix in ("", *CODECS))
 
     def _check_files(self) -> None:
         names = list(dict.fromkeys(name for kind in self._index.kinds for name in kind["counts"]))
@@ -101,12 +101,12 @@ class WebDatasetSource(IndexedSource):
         names = list(self._index.kind(self._index.file_of(fragment))["counts"])
         bounds = np.array(opened.array("first")[rows.start : rows.stop + 1])
         span = slice(int(bounds[0]), int(bounds[-1]))
-        ends = np.array(opened.array("key_ends")[max(0, rows.start - 1) : rows.stop])
-        ends = ends if rows.start else np.append(0, ends)
-        keys = opened.array("keys")[int(ends[0]) : int(ends[-1])].tobytes()
+        key_ends = np.array(opened.array("key_ends")[max(0, rows.start - 1) : rows.stop])
+        key_ends = key_ends if rows.start else np.append(0, key_ends)
+        keys = opened.array("keys")[int(key_ends[0]) : int(key_ends[-1])].tobytes()
         table = np.stack([np.array(opened.array(name)[span], dtype=np.int64) for name in ("column", "offset", "size")])
         table[1] -= starts[0]
-        samples = _Samples(data, keys, ends - ends[0], bounds - bounds[0], table, names, self.columns or ())
+        samples = _Samples(data, keys, key_ends - key_ends[0], bounds - bounds[0], table, names, self.columns or ())
         opened.ranges.release_with(samples, data)
         return samples
 
@@ -184,13 +184,13 @@ def _group_members(tar_members: Iterator[tuple[str, str, int, int, int]]) -> Foo
     table: list[tuple[int, int, int]] = []
     row_columns: set[str] = set()
     num_links = 0
-    for key, column, header, offset, size in tar_members:
+    for key, column, header_offset, offset, size in tar_members:
         if size < 0:
             num_links += 1
             continue
         if not keys or key != keys[-1]:
             keys.append(key)
-            starts.append(header)
+            starts.append(header_offset)
             bounds.append(bounds[-1])
             row_columns.clear()
         if column in row_columns:
@@ -201,14 +201,14 @@ def _group_members(tar_members: Iterator[tuple[str, str, int, int, int]]) -> Foo
         bounds[-1] += 1
         data_end = offset + size
     columns, offsets, sizes = np.array(table, dtype=np.int64).reshape(-1, 3).T
-    encoded = [key.encode() for key in keys]
+    encoded_keys = [key.encode() for key in keys]
     arrays: dict[str, npt.NDArray[Any]] = {
         "first": np.array(bounds, dtype=np.int64),
         "column": columns.astype(np.int32),
         "offset": offsets,
         "size": sizes,
-        "keys": np.frombuffer(b"".join(encoded), dtype=np.uint8),
-        "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.int64),
+        "keys": np.frombuffer(b"".join(encoded_keys), dtype=np.uint8),
+        "key_ends": np.cumsum([len(key) for key in encoded_keys], dtype=np.int64),
     }
     return make_footer(
         np.array([*starts, data_end], dtype=np.int64),

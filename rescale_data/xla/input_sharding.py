@@ -34,11 +34,11 @@ def check_input_sharding(batch: Any, input_sharding: InputSharding | None, num_h
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(value, Mapping):
-        for key, inner in cast(Mapping[Any, Any], value).items():
-            yield from _leaves(inner, (*path, str(key)))
+        for key, nested in cast(Mapping[Any, Any], value).items():
+            yield from _leaves(nested, (*path, str(key)))
     elif isinstance(value, list | tuple):
-        for number, inner in enumerate(cast("list[Any]", value)):
-            yield from _leaves(inner, (*path, str(number)))
+        for index, nested in enumerate(cast("list[Any]", value)):
+            yield from _leaves(nested, (*path, str(index)))
     else:
         yield path, value
 
@@ -81,10 +81,10 @@ def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, n
             )
         return
     _check_mesh(sharding, num_hosts, host)
-    dims, shape = len(sharding.partition_spec), list(value.shape)
-    if value.dim() != dims and (value.dim() or num_hosts > 1):
+    num_dims, shape = len(sharding.partition_spec), list(value.shape)
+    if value.dim() != num_dims and (value.dim() or num_hosts > 1):
         raise ValueError(
-            f"{name} has the shape {shape}, input_sharding is for {dims} dims: it would be replicated, although each "
+            f"{name} has the shape {shape}, input_sharding is for {num_dims} dims: it would be replicated, although each "
             f"host has other rows. Give input_sharding by column, with a ShardingSpec for {value.dim()} dims."
         )
     devices = xr.addressable_runtime_device_count()

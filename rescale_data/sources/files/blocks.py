@@ -39,15 +39,15 @@ class BlockRanges(Ranges):
         self._store = store
         self._copy, self._codec = MappedFile(path), pa.Codec("zstd")
         tail = self._copy.read(max(0, self._copy.size - 16), 16).to_pybytes().rjust(16, b"\0")
-        ends = int.from_bytes(tail[:8], "little") + 1
-        begin = self._copy.size - 16 * ends - 16
-        if tail[8:] != _MAGIC or begin < 0:
+        num_offsets = int.from_bytes(tail[:8], "little") + 1
+        table_offset = self._copy.size - 16 * num_offsets - 16
+        if tail[8:] != _MAGIC or table_offset < 0:
             raise ValueError(f"{path} is not whole")
-        table = np.frombuffer(self._copy.read(begin, 16 * ends), dtype=np.int64)
-        self._content_offsets, self._copy_offsets = table[:ends], table[ends:]
+        table = np.frombuffer(self._copy.read(table_offset, 16 * num_offsets), dtype=np.int64)
+        self._content_offsets, self._copy_offsets = table[:num_offsets], table[num_offsets:]
         # A copy that was made again has other blocks, if the file has changed.
         self._name = f"{path}|{zlib.crc32(table.tobytes())}"
-        if self._copy_offsets[-1] != begin:
+        if self._copy_offsets[-1] != table_offset:
             raise ValueError(f"{path} is not whole")
 
     @property
@@ -63,8 +63,8 @@ class BlockRanges(Ranges):
         stop_block = bisect.bisect_left(cast(Any, offsets), stop)
         blocks = [self._block(block) for block in range(first_block, stop_block)]
         content = blocks[0] if len(blocks) == 1 else pa.py_buffer(b"".join(blocks))
-        begin = int(offsets[first_block])
-        return content.slice(offset - begin, stop - offset)
+        content_offset = int(offsets[first_block])
+        return content.slice(offset - content_offset, stop - offset)
 
     def as_arrow(self) -> Any:
         return self.read(0, self.size)

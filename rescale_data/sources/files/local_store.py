@@ -178,9 +178,9 @@ def _filesystem_type(folder: str) -> str:
     """Return the type of the file system that a folder is on, such as "nfs"; empty if it is not known."""
     path, mount = os.path.realpath(folder), ("", "")
     with suppress(OSError), open(_MOUNTS) as mounts:
-        for _, mount_point, kind, *_ in map(str.split, mounts):
+        for _, mount_point, filesystem_type, *_ in map(str.split, mounts):
             if len(mount_point) >= len(mount[0]) and os.path.commonpath([mount_point, path]) == mount_point:
-                mount = mount_point, kind
+                mount = mount_point, filesystem_type
     return mount[1]
 
 
