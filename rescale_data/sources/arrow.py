@@ -98,17 +98,17 @@ class ArrowSource(TableSource):
         file = self._index.file_of(fragment)
         if self._files.filesystem is not None or self._index.kind(file)["is_compressed"]:
             return super()._load_tokens(column, fragment)
-        opened: _Opened = self._handle(file)
-        data = opened.ranges.read(*self._byte_range(fragment))
-        if (column, fragment) not in opened.column_places:
+        open_file: _Opened = self._handle(file)
+        data = open_file.ranges.read(*self._byte_range(fragment))
+        if (column, fragment) not in open_file.column_places:
             # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
             columns = self._file_schema(file).names
-            opened.column_places[column, fragment] = Place.find(self._decode(fragment, columns).column(column), data)
-        column_place = opened.column_places[column, fragment]
+            open_file.column_places[column, fragment] = Place.find(self._decode(fragment, columns).column(column), data)
+        column_place = open_file.column_places[column, fragment]
         if column_place is None:
             return super()._load_tokens(column, fragment)
         tokens = column_place.tokens(data)
-        opened.ranges.release_with(tokens, data)
+        open_file.ranges.release_with(tokens, data)
         return tokens
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:

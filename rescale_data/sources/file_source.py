@@ -196,8 +196,8 @@ class FileSource(FragmentedSource):
     def _handle(self, file: int) -> Any:
         return handles().make((owner_of(self), file), lambda: self._open(file))
 
-    def _bad_row_error(self, index: int, bad: BadRow) -> ValueError:
-        return ValueError(f"{self.locate(index)}: {bad}")
+    def _bad_row_error(self, index: int, bad_row: BadRow) -> ValueError:
+        return ValueError(f"{self.locate(index)}: {bad_row}")
 
 
 def _count_read_bytes(decoded: V) -> V:

@@ -120,10 +120,10 @@ def join_footers(footers: Sequence[Footer]) -> Fragments:
     distinct_kinds: list[Mapping[str, Any]] = []
     kind_of: list[int] = []
     for footer in footers:
-        number = kinds.setdefault(repr(footer.kind), len(kinds))
-        if number == len(distinct_kinds):
+        kind_index = kinds.setdefault(repr(footer.kind), len(kinds))
+        if kind_index == len(distinct_kinds):
             distinct_kinds.append(footer.kind)
-        kind_of.append(number)
+        kind_of.append(kind_index)
     return Fragments(
         cumulative_sums(_joined([footer.rows for footer in footers])),
         _joined([footer.nbytes for footer in footers]),

@@ -225,11 +225,11 @@ def _listing_arrays(files: Files) -> dict[str, Any]:
     return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
 
 
-def _is_same(files: Files, file: int, earlier_files: Files, number: int, probes: Sequence[str]) -> bool:
+def _is_same(files: Files, file: int, earlier_files: Files, earlier_file: int, probes: Sequence[str]) -> bool:
     """True if a file is unchanged since an index was made: same size, and same time stamp, ETag or digest of sampled bytes."""
-    same_size = int(files.sizes[file]) == int(earlier_files.sizes[number])
+    same_size = int(files.sizes[file]) == int(earlier_files.sizes[earlier_file])
     return same_size and (
-        files.stamps[file] == earlier_files.stamps[number] or files.is_unchanged_copy(file, probes[number])
+        files.stamps[file] == earlier_files.stamps[earlier_file] or files.is_unchanged_copy(file, probes[earlier_file])
     )
 
 

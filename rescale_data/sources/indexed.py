@@ -124,9 +124,9 @@ class IndexedSource(FileSource):
     def _fragment_rows(self, fragment: int) -> tuple[Opened, slice, Ints]:
         """Return the open file of a fragment, its rows in the file, and the offsets at which these rows begin and end."""
         file = self._index.file_of(fragment)
-        opened: Opened = self._handle(file)
+        open_file: Opened = self._handle(file)
         first_row, stop_row = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
-        return opened, slice(first_row, stop_row), np.array(opened.array("starts")[first_row : stop_row + 1])
+        return open_file, slice(first_row, stop_row), np.array(open_file.array("starts")[first_row : stop_row + 1])
 
     def _open_ranges(self, file: int, part_path: str) -> Ranges:
         """Return an object that reads byte ranges of a file.

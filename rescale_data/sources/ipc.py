@@ -28,7 +28,7 @@ _MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY = 1, 2, 3
 _BATCH_ROWS, _BATCH_COMPRESSION = 0, 3
 _RECORD_BATCH = 3
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
-_INT32, _TWO_INT32, _INT64, _VTABLE_ENTRIES = (struct.Struct(form) for form in ("<i", "<ii", "<q", "<6H"))
+_INT32, _TWO_INT32, _INT64, _VTABLE_ENTRIES = (struct.Struct(code) for code in ("<i", "<ii", "<q", "<6H"))
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,9 @@ class JsonlSource(IndexedSource):
 
     def _load(self, fragment: int) -> Rows:
         data = self._bytes(fragment, self._raw_byte_range(fragment))
-        opened, _, starts = self._fragment_rows(fragment)
+        open_file, _, starts = self._fragment_rows(fragment)
         lines = _Lines(data, starts - starts[0], self.columns)
-        opened.ranges.release_with(lines, data)
+        open_file.ranges.release_with(lines, data)
         return lines
 
 

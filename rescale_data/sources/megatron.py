@@ -113,11 +113,11 @@ class MegatronSource(FileSource, TokenSource):
     def _load(self, fragment: int) -> _Documents:
         file = self._index.file_of(fragment)
         data = self._bytes(fragment, self._raw_byte_range(fragment))
-        opened: _Opened = self._handle(file)
+        open_file: _Opened = self._handle(file)
         start, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
-        starts, dtype = opened.index.starts(start, stop), opened.index.dtype
+        starts, dtype = open_file.index.starts(start, stop), open_file.index.dtype
         tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
-        opened.ranges.release_with(tokens, data)  # a packer may keep the tokens longer than the cache does
+        open_file.ranges.release_with(tokens, data)  # a packer may keep the tokens longer than the cache does
         return _Documents(tokens)
 
 

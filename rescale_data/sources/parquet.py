@@ -74,11 +74,11 @@ class ParquetSource(TableSource):
         is_local = self._files.filesystem is None
         with self._files.open(file) if is_local else pa.BufferReader(self._tail(file, read_soon=False)) as handle:
             metadata = pq.read_metadata(handle)
-        groups = np.arange(metadata.num_row_groups)
-        rows = np.array([metadata.row_group(i).num_rows for i in groups.tolist()], dtype=np.int64)
+        group_indices = np.arange(metadata.num_row_groups)
+        rows = np.array([metadata.row_group(i).num_rows for i in group_indices.tolist()], dtype=np.int64)
         bytes_per_row = _decoded_bytes(metadata.row_group(0)) / max(1, rows[0]) if len(rows) else 0.0
         kind = schema_kind(metadata.schema.to_arrow_schema())
-        return Footer(rows, (rows * bytes_per_row).astype(np.int64), {"number": groups}, kind)
+        return Footer(rows, (rows * bytes_per_row).astype(np.int64), {"number": group_indices}, kind)
 
     def _may_match(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
         """Return the row groups in which rows may match by their statistics; all for floats, whose bounds ignore NaN."""
@@ -87,8 +87,8 @@ class ParquetSource(TableSource):
             return super()._may_match(footer, condition, columns)
         with self._files.open(0) as handle:
             row_groups = dataset.ParquetFileFormat().make_fragment(handle).split_by_row_group(filter=condition)
-        numbers = {group.id for fragment in row_groups for group in fragment.row_groups}
-        return [i for i, number in enumerate(footer.locations["number"].tolist()) if number in numbers]
+        group_ids = {group.id for fragment in row_groups for group in fragment.row_groups}
+        return [i for i, group_id in enumerate(footer.locations["number"].tolist()) if group_id in group_ids]
 
     def _open(self, file: int) -> Any:
         if self._files.filesystem is not None:
@@ -106,14 +106,14 @@ class ParquetSource(TableSource):
         return self._footer_bytes("footer", file, lambda: _tail_of(self._files.ranges(file)), read_soon=read_soon)
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        file, number = self._index.file_of(fragment), self._index.location("number", fragment)
-        opened = self._handle(file)
-        if isinstance(opened, _Opened):
-            with opened.lock:  # one column is decoded in this thread: other threads would have to allocate anew
-                table = opened.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
+        file, group_index = self._index.file_of(fragment), self._index.location("number", fragment)
+        handle = self._handle(file)
+        if isinstance(handle, _Opened):
+            with handle.lock:  # one column is decoded in this thread: other threads would have to allocate anew
+                table = handle.file.read_row_group(group_index, columns=list(columns), use_threads=len(columns) > 1)
         else:  # one request for adjacent columns, by any number of threads at once
-            remote = pq.ParquetFile(self._files.open(file), metadata=opened, pre_buffer=True)
-            table = remote.read_row_group(number, columns=list(columns), use_threads=False)
+            remote = pq.ParquetFile(self._files.open(file), metadata=handle, pre_buffer=True)
+            table = remote.read_row_group(group_index, columns=list(columns), use_threads=False)
         return table.select(columns)  # Arrow takes the name "a.b" for the field b of a column a, too
 
     def decode_ahead(self, column: str, fragment: int) -> None:

@@ -97,17 +97,19 @@ class WebDatasetSource(IndexedSource):
 
     def _load(self, fragment: int) -> Rows:
         data = self._bytes(fragment, self._raw_byte_range(fragment))
-        opened, rows, starts = self._fragment_rows(fragment)
+        open_file, rows, starts = self._fragment_rows(fragment)
         names = list(self._index.kind(self._index.file_of(fragment))["counts"])
-        bounds = np.array(opened.array("first")[rows.start : rows.stop + 1])
+        bounds = np.array(open_file.array("first")[rows.start : rows.stop + 1])
         span = slice(int(bounds[0]), int(bounds[-1]))
-        key_ends = np.array(opened.array("key_ends")[max(0, rows.start - 1) : rows.stop])
+        key_ends = np.array(open_file.array("key_ends")[max(0, rows.start - 1) : rows.stop])
         key_ends = key_ends if rows.start else np.append(0, key_ends)
-        keys = opened.array("keys")[int(key_ends[0]) : int(key_ends[-1])].tobytes()
-        table = np.stack([np.array(opened.array(name)[span], dtype=np.int64) for name in ("column", "offset", "size")])
+        keys = open_file.array("keys")[int(key_ends[0]) : int(key_ends[-1])].tobytes()
+        table = np.stack(
+            [np.array(open_file.array(name)[span], dtype=np.int64) for name in ("column", "offset", "size")]
+        )
         table[1] -= starts[0]
         samples = _Samples(data, keys, key_ends - key_ends[0], bounds - bounds[0], table, names, self.columns or ())
-        opened.ranges.release_with(samples, data)
+        open_file.ranges.release_with(samples, data)
         return samples
 
 

@@ -246,7 +246,7 @@ class TestAhead:
         ):
             cache().clear()
             monkeypatch.setattr(decoded, "_handles", Handles(limit=1))
-            monkeypatch.setattr(remote, "_SMALL", 1)  # else the footer comes with what is before it
+            monkeypatch.setattr(remote, "_SMALL_READ", 1)  # else the footer comes with what is before it
             Flaky.requests = 0
             assert len(list(rd.DataLoader(source, global_batch_size=8, num_logical_shards=8, collate_fn=list))) == 200
             assert Flaky.requests == footers + 16
@@ -369,7 +369,7 @@ import threading
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 import rescale_data as rd
-from rescale_data.sources.decoded.ahead import leaving
+from rescale_data.sources.decoded.ahead import exit_event
 
 class Slow(LocalFileSystem):
     protocol = "slow"
@@ -377,7 +377,7 @@ class Slow(LocalFileSystem):
         if begun:
             print("asked", flush=True)
             one.set()
-            leaving().wait()
+            exit_event().wait()
             raise OSError("503 slow down")
         return super().cat_file(path, start, end, **kwargs)
 

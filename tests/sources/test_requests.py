@@ -97,7 +97,7 @@ class Far(LocalFileSystem):
 def test_no_batch_of_a_source_waits_for_a_request_that_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy, before = Stalls(150), counts().values.copy()
     monkeypatch.setattr(Far, "proxy", proxy)
-    monkeypatch.setattr(remote, "_SMALL", 1)  # else neighbouring row groups are one request
+    monkeypatch.setattr(remote, "_SMALL_READ", 1)  # else neighbouring row groups are one request
     fsspec.register_implementation("stalling", Far, clobber=True)
     pq.write_table(pa.table({"x": list(range(800))}), tmp_path / "x.parquet", row_group_size=2)
     source = rd.ParquetSource(f"stalling://{tmp_path}/x.parquet", remote=rd.Remote(read_ahead=False, max_requests=8))
@@ -315,7 +315,7 @@ def test_a_child_that_is_forked_within_a_pause_makes_pauses_of_its_own() -> None
             raise OSError("503")
         return answer
 
-    with remote.leaving()._cond:
+    with remote.exit_event()._cond:
         work = partial(attempt, rd.Remote(), "s3://bucket/x", partial(fails_once, [None, 7]), 0)
         child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
         child.start()
@@ -354,7 +354,7 @@ def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for listing and once for reading, however many sources and threads: each thread waits for the same moment."""
     waits: list[float] = []
     monkeypatch.setattr(remote, "_start_times", {})
-    monkeypatch.setattr(remote.leaving(), "wait", waits.append)
+    monkeypatch.setattr(remote.exit_event(), "wait", waits.append)
     monkeypatch.setattr(remote.random, "uniform", lambda low, high: high)
     monkeypatch.setenv("WORLD_SIZE", "2000")
     for _ in range(60):

@@ -53,7 +53,7 @@ _FETCHING_THREADS = 16
 
 _ahead, _fetch_ahead = Ahead(1), Ahead(_FETCHING_THREADS)
 
-_leaving = threading.Event()
+_exit_event = threading.Event()
 
 
 def ahead() -> Ahead:
@@ -66,21 +66,21 @@ def fetch_ahead() -> Ahead:
     return _fetch_ahead
 
 
-def leaving() -> threading.Event:
+def exit_event() -> threading.Event:
     """Return the event that is set when this process begins to exit. Pauses wait on it, so that they then end at once."""
-    return _leaving
+    return _exit_event
 
 
 def _stop_all() -> None:
-    _leaving.set()
+    _exit_event.set()
     _ahead.stop()
     _fetch_ahead.stop()
 
 
 def _reset_after_fork() -> None:
     """Replace the threads in a forked child, which has none, and the locks, which another thread may have held."""
-    global _ahead, _fetch_ahead, _leaving
-    _ahead, _fetch_ahead, _leaving = Ahead(1), Ahead(_FETCHING_THREADS), threading.Event()
+    global _ahead, _fetch_ahead, _exit_event
+    _ahead, _fetch_ahead, _exit_event = Ahead(1), Ahead(_FETCHING_THREADS), threading.Event()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

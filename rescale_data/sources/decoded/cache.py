@@ -132,14 +132,14 @@ class Cache:
             if self.nbytes > budget:
                 self._shrink(budget, key)
 
-    def make(self, key: Hashable, maker: Callable[[], T]) -> T:
+    def make(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the value at ``key``. If it is missing, one thread makes it and the others wait."""
         value = self.get(key)
         if value is None:
             with self.lock_for(key):
                 value = self.get(key)
                 if value is None:
-                    value = maker()
+                    value = compute()
                     self.put(key, value)
         return value
 

@@ -160,7 +160,7 @@ def warn_if_thrashing(
         num_workers: Number of worker processes. Each takes an equal part of the shards. Each of them, and the trainer's
             process, has an equal part of the cache.
     """
-    shards_each = -(-owned_shards // max(1, num_workers))
+    shards_per_process = -(-owned_shards // max(1, num_workers))
     fragmented = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
     counts = [
         source.num_rows // max(1, len(fragments) - 1)
@@ -169,7 +169,7 @@ def warn_if_thrashing(
     ]
     decodes_per_epoch = max(counts, default=0)
     needed = (1 + num_workers) * (
-        sum(_bytes_needed_by(source, shards_each) for source in fragmented) + shards_each * beside
+        sum(_bytes_needed_by(source, shards_per_process) for source in fragmented) + shards_per_process * beside
     )
     room = max((source.cache_bytes + source.cache_dir_bytes for source in fragmented), default=0)
     owners = {owner_of(source) for source in fragmented}

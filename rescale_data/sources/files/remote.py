@@ -21,7 +21,7 @@ from fsspec.asyn import AsyncFileSystem
 from rescale_data.errors import checks_kinds
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.counts import REQUEST_BYTES, REQUESTS, RETRIES, counts
-from rescale_data.sources.decoded.ahead import leaving
+from rescale_data.sources.decoded.ahead import exit_event
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.ranges import Ranges, RangesFile
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _REQUESTS_AT_ONCE = 16
-_SMALL = 2**16
+_SMALL_READ = 2**16
 _PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _RECOVERY_SECONDS = 30.0
 _MIN_ANSWERS = 100
@@ -133,9 +133,9 @@ class RemoteFile(Ranges):
         length = max(0, min(length, self.size - offset))
         begin, window = self._window
         if not begin <= offset <= offset + length <= begin + window.size:
-            if length >= _SMALL:
+            if length >= _SMALL_READ:
                 return self._range(offset, length)
-            begin, window = self._window = offset, self._range(offset, min(_SMALL, self.size - offset))
+            begin, window = self._window = offset, self._range(offset, min(_SMALL_READ, self.size - offset))
         return window.slice(offset - begin, length)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
@@ -183,12 +183,12 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
     """
     started, host, answers = time.monotonic(), "/".join(url.split("/")[:3]), list[Future[tuple[T, float]]]()
     request_limit, request_times = _request_limit(remote.max_requests, host), _request_times(host)
-    for number in range(remote.retries + 1):
-        is_last, seconds = number == remote.retries, remote.timeout
+    for attempt_number in range(remote.retries + 1):
+        is_last, seconds = attempt_number == remote.retries, remote.timeout
         if num_bytes is None:
             seconds *= _MANY_REQUESTS
         elif not is_last:
-            seconds = min(seconds, request_times.limit(num_bytes) * 4**number)
+            seconds = min(seconds, request_times.limit(num_bytes) * 4**attempt_number)
         try:
             with request_limit.slot():
                 counts().add(REQUESTS, 1)
@@ -205,10 +205,10 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
             if isinstance(error, _PERMANENT_ERRORS):
                 error.add_note(f"while {url}{detail} was read")
                 raise
-            if is_last or leaving().is_set():
-                raise _out_of_retries(url + detail, error, number + 1, time.monotonic() - started) from error
+            if is_last or exit_event().is_set():
+                raise _out_of_retries(url + detail, error, attempt_number + 1, time.monotonic() - started) from error
             if not isinstance(error, _NoAnswerError):  # to wait for an answer has been a pause
-                leaving().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _PAUSE * 2**number)))
+                exit_event().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _PAUSE * 2**attempt_number)))
         counts().add(RETRIES, 1)
     raise AssertionError
 
@@ -351,7 +351,7 @@ def wait_random_time(label: str) -> None:
     max_wait = min(_MAX_START_SECONDS, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
     with _lock:
         start_time = _start_times.setdefault(label, time.monotonic() + random.uniform(0.0, max_wait))
-    leaving().wait(max(0.0, start_time - time.monotonic()))
+    exit_event().wait(max(0.0, start_time - time.monotonic()))
 
 
 @lru_cache(maxsize=64)
