@@ -70,7 +70,7 @@ def test_what_is_kept_beside_the_entries_is_true_of_them(puts: list[tuple[int, i
     assert lru.budget == 40
     assert lru.nbytes == sum(sizes.values())
     assert lru.nbytes <= max(40, max(sizes.values()) * 9 // 8) or len(sizes) == 1
-    assert lru._large == {key: size for key, size in sizes.items() if size > 20}
+    assert lru._large_sizes == {key: size for key, size in sizes.items() if size > 20}
     assert {key: None for keys in lru._keys_of_owner.values() for key in keys} == dict.fromkeys(sizes)
 
 
