@@ -15,7 +15,7 @@ from rescale_data.nodes.mixture.schedule import Schedule, require_weights
 
 def check_mixture(
     nodes: Mapping[str, BaseNode[Any]],
-    given: Mapping[str, float] | Schedule,
+    weights_or_schedule: Mapping[str, float] | Schedule,
     unit: str,
     column: str | None,
     stop: str,
@@ -31,7 +31,7 @@ def check_mixture(
             f"The names {bad_names} of sources cannot be part of a state's path: give strings without dots, and none of "
             f"{[*KINDS, 'self']}."
         )
-    weights = given.keys[0][1] if isinstance(given, Schedule) else given
+    weights = weights_or_schedule.keys[0][1] if isinstance(weights_or_schedule, Schedule) else weights_or_schedule
     require(Mapping, "a dict", weights=weights)
     if not nodes or set(nodes) != set(weights):
         raise ValueError(
@@ -59,7 +59,7 @@ def check_max_epochs(max_epochs: Mapping[str, int], names: list[str]) -> None:
 def epoch_slot(name: str, node: Node[Any], slots: slice) -> int:
     """Return the index of a source's epoch counter in the position of a mixture; ``ValueError`` if there is no single one."""
     readers = readers_of(node, slots.start)
-    if len(readers) != 1 or any(isinstance(below, Mixes) or len(below.children) > 1 for _, below in node.walk()):
+    if len(readers) != 1 or any(isinstance(child, Mixes) or len(child.children) > 1 for _, child in node.walk()):
         raise ValueError(
             f"max_epochs[{name!r}]: the source reads {len(readers)} rd.Reader, or one in a mixture of its own, so its epochs "
             f"are not those of one reader. Give max_epochs in a mixture right above the readers."

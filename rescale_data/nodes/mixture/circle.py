@@ -49,29 +49,29 @@ class Circle:
     def point(self, draw: int) -> int:
         return (self.start + draw * self.step) % CIRCLE
 
-    def points(self, first: int, num_draws: int) -> Words:
-        """Return the points of ``num_draws`` draws, from draw number ``first`` on, as ``uint64[num_draws]``."""
+    def points(self, first_draw: int, num_draws: int) -> Words:
+        """Return the points of ``num_draws`` draws, from draw number ``first_draw`` on, as ``uint64[num_draws]``."""
         steps = np.arange(num_draws, dtype=np.uint64) * np.uint64(self.step)
-        return steps + np.uint64(self.point(first))
+        return steps + np.uint64(self.point(first_draw))
 
-    def count(self, first: int, stop: int, arc: Arc) -> int:
-        """Return how many of the draws ``first .. stop - 1`` fall into an arc of the circle."""
-        num, at = stop - first, self.point(first)
-        return floor_sum(num, self.step, at - arc[0]) - floor_sum(num, self.step, at - arc[1])
+    def count(self, first_draw: int, stop_draw: int, arc: Arc) -> int:
+        """Return how many of the draws ``first_draw .. stop_draw - 1`` fall into an arc of the circle."""
+        num, start_point = stop_draw - first_draw, self.point(first_draw)
+        return floor_sum(num, self.step, start_point - arc[0]) - floor_sum(num, self.step, start_point - arc[1])
 
-    def find(self, first: int, arc: Arc, number: int) -> int:
-        """Return the index of draw ``number`` (from 0) among the draws from ``first`` on that fall into a non-empty arc."""
+    def find(self, first_draw: int, arc: Arc, number: int) -> int:
+        """Return the draw that is the ``number``-th (from 0) to fall into a non-empty arc, from ``first_draw`` on."""
         stop = 1
-        while self.count(first, first + stop, arc) <= number:
+        while self.count(first_draw, first_draw + stop, arc) <= number:
             stop *= 2
-        counts = bisect_left(range(stop + 1), number + 1, key=lambda n: self.count(first, first + n, arc))
-        return first + counts - 1
+        counts = bisect_left(range(stop + 1), number + 1, key=lambda n: self.count(first_draw, first_draw + n, arc))
+        return first_draw + counts - 1
 
 
 Arc = tuple[int, int]
 """An arc of the circle: its first point, and the first point after it."""
 
-WHOLE: Arc = (0, CIRCLE)
+WHOLE_CIRCLE: Arc = (0, CIRCLE)
 
 
 def circle_of(shard: int, num_logical_shards: int, path: str = "") -> Circle:
@@ -100,21 +100,21 @@ def circle_constants(num_logical_shards: int) -> tuple[int, int]:
         k for k in range(max(1, middle - _CANDIDATES), min(n, middle + _CANDIDATES + 1)) if math.gcd(k, n) == 1
     ]
     k = min(candidates, key=lambda k: (*_quotients(k, n), k))
-    steps = ((k2 * CIRCLE + part) // n for k2 in candidates for part in _IRRATIONAL_PARTS)
+    steps = ((k2 * CIRCLE + irrational_part) // n for k2 in candidates for irrational_part in _IRRATIONAL_PARTS)
     return k, min(steps, key=lambda step: (*_quotients(step, CIRCLE), step))
 
 
-def _quotients(p: int, q: int) -> tuple[int, int]:
-    """Return the largest and the sum of the partial quotients in the continued fraction of p / q, as far as they matter.
+def _quotients(dividend: int, divisor: int) -> tuple[int, int]:
+    """Return the largest partial quotient in the continued fraction of ``dividend / divisor``, and their sum.
 
-    The smaller they are, the more evenly its multiples lie.
+    The smaller they are, the more evenly the multiples of the fraction lie. Quotients too deep to matter are left out.
     """
     quotients: list[int] = []
-    before, denominator = 0, 1
-    while q and denominator < _MAX_DENOMINATOR:
-        quotients.append(p // q)
-        p, q = q, p % q
-        before, denominator = denominator, before + quotients[-1] * denominator
+    previous, denominator = 0, 1
+    while divisor and denominator < _MAX_DENOMINATOR:
+        quotients.append(dividend // divisor)
+        dividend, divisor = divisor, dividend % divisor
+        previous, denominator = denominator, previous + quotients[-1] * denominator
     return max(quotients[1:]), sum(quotients[1:])
 
 
@@ -155,12 +155,12 @@ def arcs(weights: tuple[float, ...]) -> Arcs:
     return Arcs(tuple(accumulate(shares(weights, CIRCLE))))
 
 
-def shares(weights: tuple[float, ...], whole: int) -> list[int]:
-    """Divide the integer ``whole`` in proportion to the weights; all parts are integers, and their sum is ``whole``."""
+def shares(weights: tuple[float, ...], whole_amount: int) -> list[int]:
+    """Divide the integer ``whole_amount`` in proportion to the weights, into integers."""
     exponent = 60 - math.frexp(max(weights))[1]
     integer_weights = [int(math.ldexp(weight, exponent)) for weight in weights]
     total = sum(integer_weights)
-    ends = [end * whole // total for end in accumulate(integer_weights)]
+    ends = [end * whole_amount // total for end in accumulate(integer_weights)]
     return [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
 
 
@@ -180,8 +180,8 @@ def floor_sum(num: int, step: int, start: int) -> int:
     while num > 0:
         total += (num - 1) * num // 2 * (step // modulus) + num * (start // modulus)
         step, start = step % modulus, start % modulus
-        last = step * num + start
-        if last < modulus:
+        stop = step * num + start
+        if stop < modulus:
             break
-        num, start, step, modulus = last // modulus, last % modulus, modulus, step
+        num, start, step, modulus = stop // modulus, stop % modulus, modulus, step
     return total

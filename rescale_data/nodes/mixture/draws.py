@@ -11,7 +11,16 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import is_endless, pass_epochs, skip
 from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.column import length_of
-from rescale_data.nodes.mixture.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, nested_arc, scale_to_circle
+from rescale_data.nodes.mixture.circle import (
+    WHOLE_CIRCLE,
+    Arc,
+    Arcs,
+    Circle,
+    arcs,
+    circle_of,
+    nested_arc,
+    scale_to_circle,
+)
 from rescale_data.nodes.mixture.ends import (
     first_end,
     refuse_end,
@@ -43,7 +52,7 @@ class MixtureDraws:
     Attributes:
         row: The slots of the mixture's own values.
         circle: The points of the draws.
-        chosen: The source of the last draw.
+        last_source: The source of the last draw.
     """
 
     def __init__(
@@ -61,7 +70,7 @@ class MixtureDraws:
         self.weights, self._shard, self._column, self._stop = weights, shard, column, stop
         self._given_point: int | None = None  # the next draw's point, if the mixture above gives it
         self.circle = circle_of(*shard)
-        self.chosen = 0
+        self.last_source = 0
         self.seek(position)
 
     def seek(self, position: View) -> None:
@@ -78,13 +87,13 @@ class MixtureDraws:
 
     def draw(self, draw_from: Callable[[Node[Any]], Any]) -> Any:
         """Call ``draw_from`` with the node of the next draw, and return the result: for ``next``, the next sample."""
-        while (chosen := self.choose()) is not None:
+        while (source := self.choose()) is not None:
             try:
-                sample = draw_from(node := self._bound(chosen))
+                sample = draw_from(node := self._bound(source))
             except StopIteration:
-                self._handle_end(chosen)
+                self._handle_end(source)
                 continue
-            self._count_draw(chosen, 1 if self._column is None else length_of(sample, self._column, node))
+            self._count_draw(source, 1 if self._column is None else length_of(sample, self._column, node))
             return sample
         raise StopIteration
 
@@ -101,16 +110,16 @@ class MixtureDraws:
         if arcs is None:
             return None
         point = self.circle.point(self._position[NUM_DRAWS]) if self._given_point is None else self._given_point
-        self.chosen = chosen = arcs.choose(point)
-        inner = self._inner.get(chosen)
+        self.last_source = source = arcs.choose(point)
+        inner = self._inner.get(source)
         if inner is not None:
-            inner._given_point = arcs.scale_point(point, chosen)
-        return chosen
+            inner._given_point = arcs.scale_point(point, source)
+        return source
 
     def _get_arcs(self) -> Arcs | TokenArcs | None:
         """Return the arcs of the sources that have not ended, computed once and kept; `None` at the end of the epoch."""
         if self._arcs is None and not self._is_epoch_over:
-            self._current_weights = self.weights.at(self._position)
+            self._current_weights = self.weights.current(self._position)
             self._arcs = self.arcs_at(self._position, self._current_weights)
             self._is_epoch_over = self._arcs is None
         return self._arcs
@@ -131,16 +140,16 @@ class MixtureDraws:
             return None
         if not self.by_tokens:
             return arcs(active)
-        return TokenArcs(active, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.since)))
+        return TokenArcs(active, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.uncounted)))
 
-    def _count_draw(self, chosen: int, length: int) -> None:
+    def _count_draw(self, chosen_source: int, length: int) -> None:
         self._position[NUM_DRAWS] += 1
-        self._position[self.row.drawn.start + chosen] += 1
+        self._position[self.row.drawn.start + chosen_source] += 1
         if length and self._silent_epochs:
-            self._silent_epochs.pop(chosen, None)
+            self._silent_epochs.pop(chosen_source, None)
         if isinstance(self._arcs, TokenArcs):
-            self._position[self.row.tokens.start + chosen] += length
-            self._arcs.add_document(chosen, length)
+            self._position[self.row.tokens.start + chosen_source] += length
+            self._arcs.add_document(chosen_source, length)
         self._change_weights()
 
     def _change_weights(self) -> None:
@@ -167,14 +176,14 @@ class MixtureDraws:
             num_samples: Number of samples.
             across_epochs: True in an endless stream: go on over ends of epochs that make no difference there.
         """
-        first = self._position[NUM_DRAWS]
+        first_draw = self._position[NUM_DRAWS]
         stop = (self.skip_across_epochs if across_epochs else self.skip_draws)(
-            self.circle, first, first + num_samples, WHOLE
+            self.circle, first_draw, first_draw + num_samples, WHOLE_CIRCLE
         )
         self._given_point = None
-        return stop - first
+        return stop - first_draw
 
-    def skip_across_epochs(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+    def skip_across_epochs(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Skip draws as `skip_draws` does, for a caller that continues with the next epoch.
 
         With ``stop="first"`` the end of a source then does not end the epoch.
@@ -182,55 +191,59 @@ class MixtureDraws:
         original_stop = self._stop
         self._stop = "never" if original_stop == "first" else original_stop
         try:
-            return self.skip_draws(circle, first, stop, arc)
+            return self.skip_draws(circle, first_draw, stop, arc)
         finally:
             self._stop = original_stop
 
-    def skip_draws(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
-        """Skip each of the draws ``first .. stop - 1`` whose point falls into an arc.
+    def skip_draws(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
+        """Skip each of the draws ``first_draw .. stop - 1`` whose point falls into an arc.
 
         The arc of ``circle`` is the whole circle of this mixture.
 
         Returns:
             ``stop``, or the draw at which the epoch ended.
         """
-        while first < stop and (arcs := self._get_arcs()) is not None:
+        while first_draw < stop and (arcs := self._get_arcs()) is not None:
             num_left = self._samples_left()
             if isinstance(arcs, TokenArcs) or num_left is None:
-                return self._skip_one_by_one(circle, first, stop, arc)
-            parts = [nested_arc(arcs.arc(source), arc) for source in range(len(num_left))]
-            until, ended = first_end(circle, first, self._until_change(circle, first, stop, arc), parts, num_left)
-            for source, part in enumerate(parts):
-                self._skip_source(source, circle, first, until, part)
-            first = until
+                return self._skip_one_by_one(circle, first_draw, stop, arc)
+            source_arcs = [nested_arc(arcs.arc(source), arc) for source in range(len(num_left))]
+            next_stop, ended_source = first_end(
+                circle, first_draw, self._next_change(circle, first_draw, stop, arc), source_arcs, num_left
+            )
+            for source, source_arc in enumerate(source_arcs):
+                self._skip_source(source, circle, first_draw, next_stop, source_arc)
+            first_draw = next_stop
             self._change_weights()
-            if ended >= 0:
-                self._pass_source_end(ended)
-        return first
+            if ended_source >= 0:
+                self._pass_source_end(ended_source)
+        return first_draw
 
-    def _until_change(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+    def _next_change(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Return the first of the draws that uses other weights; ``stop`` if there is none."""
         change_at = None if self._current_weights is None else self._current_weights.change_at
-        if change_at is None or circle.count(first, stop, arc) <= (room := change_at - self._position[NUM_DRAWS]):
+        if change_at is None or circle.count(first_draw, stop, arc) <= (
+            num_draws := change_at - self._position[NUM_DRAWS]
+        ):
             return stop
-        return circle.find(first, arc, room)
+        return circle.find(first_draw, arc, num_draws)
 
-    def _skip_one_by_one(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+    def _skip_one_by_one(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Skip draws as `skip_draws` does, but one at a time, if only reading can show the ends of sources."""
         draw_from: Callable[[Node[Any]], Any] = next if self.by_tokens else self._skip_sample
-        for number in range(first, stop):
-            point = circle.point(number)
+        for draw in range(first_draw, stop):
+            point = circle.point(draw)
             if arc[0] <= point < arc[1]:
                 self._given_point = scale_to_circle(point, arc)
                 try:
                     self.draw(draw_from)
                 except StopIteration:
-                    return number
+                    return draw
         return stop
 
     def _skip_sample(self, node: Node[Any]) -> None:
         """Skip a sample of the chosen source; an inner mixture that yields this sample uses the point that `choose` gave it."""
-        inner = self._inner.get(self.chosen)
+        inner = self._inner.get(self.last_source)
         if inner is None or inner.by_tokens:
             skip(node, 1)
         else:
@@ -241,31 +254,31 @@ class MixtureDraws:
         stops = {} if self._current_weights is None else self._current_weights.ending
         return samples_left(sources, self._position, self._shard, stops, endless=self._stop == "never")
 
-    def _skip_source(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
+    def _skip_source(self, source: int, circle: Circle, first_draw: int, stop: int, source_arc: Arc) -> None:
         """Skip draws of one source, over as many of its epochs as they need."""
         inner, shard = self._inner.get(source), self._shard[0]
-        left = count = circle.count(first, stop, part)
-        if not count:
+        num_left = num_draws = circle.count(first_draw, stop, source_arc)
+        if not num_draws:
             return
         node = self._bound(source)
-        while left:
-            before = left
+        while num_left:
+            num_before = num_left
             if inner is not None:
                 skip = inner.skip_across_epochs if self._stop == "never" else inner.skip_draws
-                first = skip(circle, first, stop, part)
-                left = circle.count(first, stop, part)
+                first_draw = skip(circle, first_draw, stop, source_arc)
+                num_left = circle.count(first_draw, stop, source_arc)
             else:
-                left -= skip_within_epoch(node, shard, left)
-            if left < before:
+                num_left -= skip_within_epoch(node, shard, num_left)
+            if num_left < num_before:
                 self._silent_epochs.pop(source, None)
-            if left:
+            if num_left:
                 self._pass_source_end(source)
-                passed = pass_epochs(node, np.asarray(node.position), shard, left)
+                num_passed = pass_epochs(node, np.asarray(node.position), shard, num_left)
                 node.bind(node.position)
-                first = circle.find(first, part, passed)
-                left -= passed
-        self._position[NUM_DRAWS] += count
-        self._position[self.row.drawn.start + source] += count
+                first_draw = circle.find(first_draw, source_arc, num_passed)
+                num_left -= num_passed
+        self._position[NUM_DRAWS] += num_draws
+        self._position[self.row.drawn.start + source] += num_draws
 
     def _pass_source_end(self, source: int) -> None:
         try:
@@ -275,28 +288,28 @@ class MixtureDraws:
 
     # Ends
 
-    def skip_or_end(self, chosen: int) -> bool:
+    def skip_or_end(self, chosen_source: int) -> bool:
         """Skip a sample of the chosen source; record and return True if the source has ended."""
         try:
-            self._skip_sample(self._bound(chosen))
+            self._skip_sample(self._bound(chosen_source))
         except StopIteration:
-            self._handle_end(chosen)
+            self._handle_end(chosen_source)
             return True
         return False
 
-    def _handle_end(self, chosen: int) -> None:
+    def _handle_end(self, chosen_source: int) -> None:
         """Record that a source has ended; its position is already the beginning of its next epoch."""
         self._arcs = None
         if self._current_weights is not None:
-            self.weights.end(self._position, chosen, self._current_weights)
+            self.weights.end(self._position, chosen_source, self._current_weights)
         if self._stop == "never":
-            node = self._bound(chosen)
+            node = self._bound(chosen_source)
             node.bind(node.position)  # also before an error: who goes on draws or skips from there
-            silent = self._silent_epochs[chosen] = self._silent_epochs.get(chosen, 0) + 1
-            if silent > SILENT_EPOCHS:
-                self.refuse_silent(chosen)
+            num_silent = self._silent_epochs[chosen_source] = self._silent_epochs.get(chosen_source, 0) + 1
+            if num_silent > SILENT_EPOCHS:
+                self.refuse_silent(chosen_source)
         else:
-            self._is_epoch_over = self.record_end(self._position, chosen)
+            self._is_epoch_over = self.record_end(self._position, chosen_source)
 
     def record_end(self, position: View, source: int) -> bool:
         """Record that a source has ended; return True if this ends the epoch of the mixture."""

@@ -31,8 +31,8 @@ def mixture_epoch_end(
         weights: Weights of the sources, equal at all positions in ``rows``.
         rows, shards: As in `rescale_data.nodes.below.epoch_end`.
     """
-    left, after = np.zeros(len(rows), dtype=np.int64), rows.copy()
-    drawn = after[:, row.drawn]
+    num_left, end_positions = np.zeros(len(rows), dtype=np.int64), rows.copy()
+    drawn = end_positions[:, row.drawn]
     is_active = (drawn >= 0) & (np.array(weights) != 0)
     drawn[:] = np.maximum(drawn, ~drawn)
     for i, (node, slots) in enumerate(sources.values()):
@@ -40,11 +40,11 @@ def mixture_epoch_end(
         if end is None:
             return None
         num_drawn = np.where(is_active[:, i], end[0], 0)
-        left += num_drawn
+        num_left += num_drawn
         drawn[:, i] += num_drawn
-        after[:, slots] = np.where(is_active[:, i, None], end[1], rows[:, slots])
-    after[:, NUM_DRAWS] += left
-    return left, after
+        end_positions[:, slots] = np.where(is_active[:, i, None], end[1], rows[:, slots])
+    end_positions[:, NUM_DRAWS] += num_left
+    return num_left, end_positions
 
 
 def samples_left(
@@ -80,28 +80,30 @@ def samples_left(
     return num_left
 
 
-def first_end(circle: Circle, first: int, stop: int, parts: list[Arc], num_left: list[int]) -> tuple[int, int]:
-    """Return the first draw at which a source has no sample left, and that source; ``stop`` and -1 if there is none."""
+def first_end(
+    circle: Circle, first_draw: int, stop_draw: int, source_arcs: list[Arc], num_left: list[int]
+) -> tuple[int, int]:
+    """Return the first draw at which a source has no sample left, and that source; ``stop_draw`` and -1 if there is none."""
     ended = -1
-    for source, (part, left) in enumerate(zip(parts, num_left, strict=True)):
-        if circle.count(first, stop, part) > left:
-            stop, ended = circle.find(first, part, left), source
-    return stop, ended
+    for source, (source_arc, limit) in enumerate(zip(source_arcs, num_left, strict=True)):
+        if circle.count(first_draw, stop_draw, source_arc) > limit:
+            stop_draw, ended = circle.find(first_draw, source_arc, limit), source
+    return stop_draw, ended
 
 
-def skip_within_epoch(node: Node[Any], shard: int, most: int) -> int:
-    """Skip up to ``most`` samples of a source, and return how many: fewer if its epoch ends."""
-    num = 0
+def skip_within_epoch(node: Node[Any], shard: int, max_samples: int) -> int:
+    """Skip up to ``max_samples`` samples of a source, and return how many: fewer if its epoch ends."""
+    num_skipped = 0
     end = epoch_end(node, np.array(node.position)[None], np.array([shard]))
     if end is not None:
-        num = min(most, int(end[0][0]))
-        skip(node, num)
+        num_skipped = min(max_samples, int(end[0][0]))
+        skip(node, num_skipped)
     else:
         with suppress(StopIteration):
-            while num < most:
+            while num_skipped < max_samples:
                 skip(node, 1)
-                num += 1
-    return num
+                num_skipped += 1
+    return num_skipped
 
 
 def refuse_silent(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:

@@ -12,42 +12,45 @@ from rescale_data.state import Ints
 
 
 def interleaved(
-    chosen: Ints, spans: Spans, begins: Ints, first: int, counted: Sequence[tuple[int, list[int]]]
+    chosen_sources: Ints, spans: Spans, begins: Ints, num_drawn: int, counted: Sequence[tuple[int, list[int]]]
 ) -> Spans:
     """Return documents in the order of their draws, with position updates that also count the draws.
 
     Args:
-        chosen: The source of each draw.
+        chosen_sources: The source of each draw.
         spans: The next documents of all these sources, source by source, with moves of the mixture's row.
         begins: Index in ``spans`` of the first document of each source.
-        first: Number of draws before.
+        num_drawn: Number of draws before.
         counted: The result of `MixtureRow.counts_at`: the first slot and the values of the numbers of documents, and by tokens
             also of the numbers of tokens.
     """
-    moves, num = spans.moves, len(chosen)
+    moves, num = spans.moves, len(chosen_sources)
     slots, counts = np.array([slot for slot, _ in counted]), np.array([count for _, count in counted])
     if kernel is None:
-        index, moves = _interleave_numpy(chosen, spans, begins, first, slots, counts)
+        index, moves = _interleave_numpy(chosen_sources, spans, begins, num_drawn, slots, counts)
         return spans.take(index, moves)
     index, ends = np.empty(num, dtype=np.int64), np.empty(num + 1, dtype=np.int64)
     slot, value = np.empty((2, len(moves.slot) + num * (1 + len(slots))), dtype=np.int64)
-    arrays = (chosen, begins.copy(), spans.length, moves.ends, moves.slot, moves.value, slots, counts)
-    kernel.interleave(first, *map(np.ascontiguousarray, arrays), index, ends, slot, value)
+    arrays = (chosen_sources, begins.copy(), spans.length, moves.ends, moves.slot, moves.value, slots, counts)
+    kernel.interleave(num_drawn, *map(np.ascontiguousarray, arrays), index, ends, slot, value)
     return spans.take(index, PositionUpdates(ends, slot[: ends[-1]], value[: ends[-1]]))
 
 
 def _interleave_numpy(
-    chosen: Ints, spans: Spans, begins: Ints, first: int, slots: Ints, counts: Ints
+    chosen_sources: Ints, spans: Spans, begins: Ints, num_drawn: int, slots: Ints, counts: Ints
 ) -> tuple[Ints, PositionUpdates]:
     """Return the index of each draw's document, and the position updates, computed in NumPy."""
-    order, num_per_source = np.argsort(chosen, kind="stable"), np.bincount(chosen, minlength=len(begins))
+    order, num_per_source = (
+        np.argsort(chosen_sources, kind="stable"),
+        np.bincount(chosen_sources, minlength=len(begins)),
+    )
     num_before = np.cumsum(num_per_source) - num_per_source
-    index, number = np.empty_like(chosen), np.arange(len(chosen))
+    index, number = np.empty_like(chosen_sources), np.arange(len(chosen_sources))
     index[order] = number + np.repeat(begins - num_before, num_per_source)
-    slot, value = np.zeros((2, len(chosen), 1 + len(slots)), dtype=np.int64)
-    value[:, 0] = first + 1 + number
-    for kind, steps in enumerate([np.ones_like(chosen), spans.length[index]][: len(slots)]):
+    slot, value = np.zeros((2, len(chosen_sources), 1 + len(slots)), dtype=np.int64)
+    value[:, 0] = num_drawn + 1 + number
+    for kind, steps in enumerate([np.ones_like(chosen_sources), spans.length[index]][: len(slots)]):
         totals = np.cumsum([0, *steps[order]])
-        slot[:, 1 + kind] = slots[kind] + chosen
+        slot[:, 1 + kind] = slots[kind] + chosen_sources
         value[order, 1 + kind] = totals[1:] + np.repeat(counts[kind] - totals[num_before], num_per_source)
     return index, spans.moves.take(index).combined_with(PositionUpdates.of(slot, value))

@@ -48,19 +48,21 @@ class TokenArcs:
     """
 
     def __init__(
-        self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], since: Sequence[int]
+        self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], uncounted: Sequence[int]
     ) -> None:
         self._shares = shares(weights, 1 << _SHARE_BITS)
         is_active = [share > 0 for share in self._shares]
         self._grid_documents = _STEP_DOCUMENTS * sum(is_active)
-        documents, going, self._since = ([*map(mul, is_active, counts)] for counts in (documents, tokens, since))
-        self._resting_tokens = sum(tokens) - sum(going)
-        self._count(documents, going)
+        documents, active_tokens, self._uncounted = (
+            [*map(mul, is_active, counts)] for counts in (documents, tokens, uncounted)
+        )
+        self._resting_tokens = sum(tokens) - sum(active_tokens)
+        self._count(documents, active_tokens)
 
     def _count(self, documents: Sequence[int], tokens: Sequence[int]) -> None:
         self.documents, self.tokens = list(documents), list(tokens)
         self._all_documents, self._all_tokens = sum(documents), sum(tokens)
-        self._counted_tokens = self._all_tokens - sum(self._since)
+        self._counted_tokens = self._all_tokens - sum(self._uncounted)
         self._rebuild()
 
     @property
@@ -82,17 +84,17 @@ class TokenArcs:
         They are its share, its documents, its tokens, the tokens that do not count, and its draws in the run (0).
         """
         counts = [0] * len(self.tokens)
-        return np.array([self._shares, self.documents, self.tokens, self._since, counts], dtype=np.int64)
+        return np.array([self._shares, self.documents, self.tokens, self._uncounted, counts], dtype=np.int64)
 
     def run(
-        self, points: Words, chosen: Ints, first: int, numbers: Ints, lengths: list[Ints | None], change_at: int
+        self, points: Words, chosen: Ints, first_draw: int, numbers: Ints, lengths: list[Ints | None], change_at: int
     ) -> tuple[int, int]:
-        """Choose the sources of draws, from number ``first`` on, until a document's length is missing or weights may change.
+        """Choose the sources of draws, from ``first_draw`` on, until the length of a document is missing or weights may change.
 
         Args:
             points: ``[num]``, the points of the draws.
             chosen: ``[num]``; the source of each draw is written here.
-            first: Number of the first draw.
+            first_draw: Number of the first draw.
             numbers: The result of `numbers`; updated here.
             lengths: Lengths of the documents that each source yields in this run, as far as they are known.
             change_at: Number of tokens of all sources after which to stop; -1 for no end.
@@ -100,31 +102,32 @@ class TokenArcs:
         Returns:
             The number of the next draw, and the source whose length is missing for it, or -1.
         """
-        missing = -2
+        missing_source = -2
         if kernel is not None:
-            going_at = -1 if change_at < 0 else max(0, change_at - self._resting_tokens)
-            first, missing = kernel.run(points, chosen, first, numbers, lengths, going_at)
-        if missing > -2:
-            return first, missing
+            active_change_at = -1 if change_at < 0 else max(0, change_at - self._resting_tokens)
+            first_draw, missing_source = kernel.run(points, chosen, first_draw, numbers, lengths, active_change_at)
+        if missing_source > -2:
+            return first_draw, missing_source
         self._count(*numbers[1:3].tolist())  # without the C extension, or if documents are very long
         _, documents, tokens, _, counts = numbers
-        for number in range(first, len(points)):
-            source = self.choose(int(points[number]))
-            known, count = lengths[source], counts[source]
-            if known is None or count == len(known):
-                return number, source
-            self.add_document(source, int(known[count]))
-            chosen[number], counts[source] = source, count + 1
+        for draw in range(first_draw, len(points)):
+            source = self.choose(int(points[draw]))
+            source_lengths, count = lengths[source], counts[source]
+            if source_lengths is None or count == len(source_lengths):
+                return draw, source
+            self.add_document(source, int(source_lengths[count]))
+            chosen[draw], counts[source] = source, count + 1
             documents[source], tokens[source] = self.documents[source], self.tokens[source]
             if 0 <= change_at <= self.num_tokens:
-                return number + 1, -1
+                return draw + 1, -1
         return len(points), -1
 
-    def parts(self) -> list[float]:
+    def fractions(self) -> list[float]:
         """Return the approximate fraction of draws that each source gets, over many draws."""
-        counted = zip(self._shares, self.documents, self.tokens, strict=True)
+        per_source = zip(self._shares, self.documents, self.tokens, strict=True)
         rates = [
-            share * (docs + _PRIOR_DOCS) / max(1, tokens + _PRIOR_DOCS * self._mean) for share, docs, tokens in counted
+            share * (docs + _PRIOR_DOCS) / max(1, tokens + _PRIOR_DOCS * self._mean)
+            for share, docs, tokens in per_source
         ]
         total = sum(rates)
         return [rate / total for rate in rates]
@@ -166,18 +169,21 @@ class TokenArcs:
             return 0
         tokens = self.tokens[source]
         mean = (tokens + _PRIOR_DOCS * self._mean << _MEAN_BITS) // (self.documents[source] + _PRIOR_DOCS)
-        counted, slack = (
-            tokens - self._since[source] << _SHARE_BITS,
+        counted_tokens, slack = (
+            tokens - self._uncounted[source] << _SHARE_BITS,
             _SLACK_DOCUMENTS * mean << _SHARE_BITS - _MEAN_BITS,
         )
-        behind, ahead = (
-            share * self._due_tokens - counted - slack,
-            counted - share * (self._due_tokens + self._step) - slack,
+        deficit, surplus = (
+            share * self._due_tokens - counted_tokens - slack,
+            counted_tokens - share * (self._due_tokens + self._step) - slack,
         )
         unit = (
             (_DOUBLING_DEFICIT + self._mean // _LENGTH_STEP)
             * self._mean
             * max(share, int(_MIN_SHARE * (1 << _SHARE_BITS)))
         )
-        longer, shorter = min(max(behind, 0), _MAX_DEFICIT * unit), min(max(ahead, 0), _MAX_DEFICIT * unit)
-        return max(1, (share * (unit + longer) << 16) // (max(1, mean) * (unit + shorter)))
+        capped_deficit, capped_surplus = (
+            min(max(deficit, 0), _MAX_DEFICIT * unit),
+            min(max(surplus, 0), _MAX_DEFICIT * unit),
+        )
+        return max(1, (share * (unit + capped_deficit) << 16) // (max(1, mean) * (unit + capped_surplus)))

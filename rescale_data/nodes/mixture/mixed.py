@@ -32,7 +32,7 @@ _MAX_READS = 256  # reads of sources after which a call ends (at least 4 for eac
 _READY_DOCS = 16  # documents of each source in the second read, if they lie at hand: a few cost as much as one
 _MIN_BATCHED = 2  # by tokens, expected documents from which on a source is read together with others
 _SPAN_BYTES = 128
-_NO_PLACES = np.zeros((2, 0), dtype=np.int64)
+_NO_RANGES = np.zeros((2, 0), dtype=np.int64)
 
 
 class MixedDocuments:
@@ -60,32 +60,32 @@ class MixedDocuments:
         room: Callable[[], int],
     ) -> None:
         self._mixture, self._column, self._repeats, self._by_tokens = mixture, column, repeats, by_tokens
-        self._num_sources, self.is_costly = len(documents), any(each.is_costly for each in documents)
-        self._kept: dict[int, KeptDocuments | MixedDocuments] = {}
+        self._num_sources, self.is_costly = len(documents), any(docs.is_costly for docs in documents)
+        self._costly_documents: dict[int, KeptDocuments | MixedDocuments] = {}
         self._num_draws, self._reads, self._byte_limit = _FIRST_READ, 0, room
         self._max_reads = max(_MAX_READS, 4 * len(documents))
         self._second_read = max(
-            _SECOND_READ, _READY_DOCS * sum([isinstance(each, FragmentDocuments) for each in documents])
+            _SECOND_READ, _READY_DOCS * sum([isinstance(docs, FragmentDocuments) for docs in documents])
         )
         self._drop_documents()
 
     def _drop_documents(self) -> None:
         """Drop the documents that one call of `read` read: there may be hundreds of sources in each logical shard."""
         self._buffers: dict[int, SourceBuffer] = {}
-        self._batch, self._places = EMPTY, _NO_PLACES
+        self._batch, self._ranges = EMPTY, _NO_RANGES
 
     def _documents_of(self, source: int) -> Documents:
-        documents = self._kept.get(source) or self._mixture.sources.documents(source, self._column)
-        if documents.is_costly and source not in self._kept:
-            documents = self._kept[source] = (
+        documents = self._costly_documents.get(source) or self._mixture.sources.documents(source, self._column)
+        if documents.is_costly and source not in self._costly_documents:
+            documents = self._costly_documents[source] = (
                 documents if isinstance(documents, MixedDocuments) else KeptDocuments(documents)
             )
         return documents
 
     def begin_at(self, position: View) -> None:
         """Drop the documents of costly sources that lie before a position, and keep the later ones."""
-        for source, kept in self._kept.items():
-            kept.begin_at(position[self._mixture.slots_of(source)])
+        for source, documents in self._costly_documents.items():
+            documents.begin_at(position[self._mixture.slots_of(source)])
 
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
         """Return the next documents, at most ``most``; an outer mixture passes the ``points`` that choose their sources."""
@@ -94,21 +94,23 @@ class MixedDocuments:
             self.begin_at(position)
         num_silent: Counter[int] = Counter()
         while True:
-            current_weights = self._mixture.weights.at(self._next_position)
+            current_weights = self._mixture.weights.current(self._next_position)
             arcs = self._mixture.arcs_at(self._next_position, current_weights)
             if arcs is None:
                 break
             self._ending_sources, self._change_at = current_weights.ending, current_weights.change_at
-            room = (
+            draws_until_change = (
                 UNLIMITED
                 if self._by_tokens or current_weights.change_at is None
                 else max(1, current_weights.change_at - self._next_position[0])
             )
             if points is None:
-                points_here = self._mixture.circle.points(self._next_position[0], min(most, self._num_draws, room))
+                next_points = self._mixture.circle.points(
+                    self._next_position[0], min(most, self._num_draws, draws_until_change)
+                )
             else:
-                points_here = points[: min(most, room)]
-            spans, ended = self._draw(self._next_position, arcs, points_here)
+                next_points = points[: min(most, draws_until_change)]
+            spans, ended_source = self._draw(self._next_position, arcs, next_points)
             if len(spans):
                 self._set_next_size(spans)
                 if self._by_tokens and current_weights.change_at is not None:
@@ -119,12 +121,12 @@ class MixedDocuments:
                     )
                 self._next_position = self._start_position = position  # frees the copy: there may be many shards
                 return spans
-            num_silent[ended] += 1
-            if self._repeats and (ended not in self._ending_sources or num_silent[ended] > SILENT_EPOCHS):
-                self._mixture.refuse_silent(ended)
-            self._documents_of(ended).begin_next_epoch(self._next_position[self._mixture.slots_of(ended)])
-            self._mixture.weights.end(self._next_position, ended, current_weights)
-            if not self._repeats and self._mixture.record_end(self._next_position, ended):
+            num_silent[ended_source] += 1
+            if self._repeats and (ended_source not in self._ending_sources or num_silent[ended_source] > SILENT_EPOCHS):
+                self._mixture.refuse_silent(ended_source)
+            self._documents_of(ended_source).begin_next_epoch(self._next_position[self._mixture.slots_of(ended_source)])
+            self._mixture.weights.end(self._next_position, ended_source, current_weights)
+            if not self._repeats and self._mixture.record_end(self._next_position, ended_source):
                 break
         return EMPTY
 
@@ -133,118 +135,122 @@ class MixedDocuments:
 
     def _with_change(self, spans: Spans, current_weights: CurrentWeights) -> Spans:
         """Return the same documents; the position update of the last one includes a change of weights, if one is due."""
-        before = copy_of(self._next_position)
-        spans.move(before, len(spans))
-        after = copy_of(before)
-        self._mixture.weights.change(after, current_weights)
-        if after == before:
+        position_before = copy_of(self._next_position)
+        spans.move(position_before, len(spans))
+        position_after = copy_of(position_before)
+        self._mixture.weights.change(position_after, current_weights)
+        if position_after == position_before:
             return spans
-        moves = PositionUpdates.join([spans.moves, PositionUpdates.between(before, after)])
+        moves = PositionUpdates.join([spans.moves, PositionUpdates.between(position_before, position_after)])
         return spans.with_moves(moves.merge_groups(np.array([*range(1, len(spans)), len(spans) + 1])))
 
     def _set_next_size(self, spans: Spans) -> None:
-        copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
-        mean = _SPAN_BYTES + copied // len(spans)
-        most = min(_MAX_DRAWS, _MAX_MEAN_DRAWS * self._num_sources, self._byte_limit() // mean)
-        more = max(self._second_read, _READ_GROWTH * self._num_draws)
+        copied = sum([array.nbytes for array, value in zip(spans.arrays, spans.keeps, strict=True) if value is None])
+        mean_bytes = _SPAN_BYTES + copied // len(spans)
+        max_draws = min(_MAX_DRAWS, _MAX_MEAN_DRAWS * self._num_sources, self._byte_limit() // mean_bytes)
+        num_next = max(self._second_read, _READ_GROWTH * self._num_draws)
         if self._reads > self._num_sources:  # some sources give few at a time
-            more = min(more, len(spans) * self._max_reads // self._reads)
-        self._num_draws = max(_FIRST_READ, min(more, most))
+            num_next = min(num_next, len(spans) * self._max_reads // self._reads)
+        self._num_draws = max(_FIRST_READ, min(num_next, max_draws))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """Return the documents of the next draws until a source ends, and the number of that source, or -1."""
         self._start_position, self._reads = position, 0
         try:
             if isinstance(arcs, TokenArcs):
-                chosen, ended = self._choose(points, arcs)
+                chosen_sources, ended_source = self._choose(points, arcs)
             else:
-                chosen, ended = self._read_chosen(arcs.words.searchsorted(points, side="right"), points, arcs)
-            spans = self._join(position[0], chosen) if len(chosen) else EMPTY
+                chosen_sources, ended_source = self._read_chosen(
+                    arcs.words.searchsorted(points, side="right"), points, arcs
+                )
+            spans = self._join(position[0], chosen_sources) if len(chosen_sources) else EMPTY
         finally:  # also after a read that fails: the next one may be at another position
             self._drop_documents()
-        return spans, ended
+        return spans, ended_source
 
-    def _read_together(self, wanted: Sequence[int]) -> Ints:
-        """Read up to ``wanted`` documents of each source in one batched read, where possible; return how many were read."""
+    def _read_together(self, num_wanted: Sequence[int]) -> Ints:
+        """Read up to ``num_wanted`` documents of each source in one batched read, where possible; return how many were read."""
         requests = [
             (
                 source,
                 (documents, self._mixture.slots_of(source), num, self._repeats and source not in self._ending_sources),
             )
-            for source, num in enumerate(wanted)
+            for source, num in enumerate(num_wanted)
             if num and isinstance(documents := self._documents_of(source), FragmentDocuments)
         ]
-        self._places = np.zeros((2, self._num_sources), dtype=np.int64)
+        self._ranges = np.zeros((2, self._num_sources), dtype=np.int64)
         if requests:
-            self._batch, places = read_batched([each for _, each in requests], self._start_position)
-            self._places[:, [source for source, _ in requests]] = places
+            self._batch, ranges = read_batched([request for _, request in requests], self._start_position)
+            self._ranges[:, [source for source, _ in requests]] = ranges
             self._reads += len(requests)
-        return self._places[1]
+        return self._ranges[1]
 
-    def _read_of(self, source: int) -> Spans:
+    def _batch_slice(self, source: int) -> Spans:
         """Return the documents of a source that the last batched read has read."""
-        first, num = self._places[:, source].tolist()
-        return self._batch[first : first + num]
+        first_document, num = self._ranges[:, source].tolist()
+        return self._batch[first_document : first_document + num]
 
     def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
         """Choose the sources of the next draws by tokens; return them, and a source that has ended, or -1."""
-        parts = arcs.parts()
-        chosen, numbers = np.empty(len(points), dtype=np.int64), arcs.numbers()
+        fractions = arcs.fractions()
+        chosen_sources, numbers = np.empty(len(points), dtype=np.int64), arcs.numbers()
         counts = numbers[4]
-        expected = [int(more + more**0.5) for more in (len(points) * part for part in parts)]
-        num_read = self._read_together([more if more >= _MIN_BATCHED else 0 for more in expected])
-        lengths = [self._read_of(source).length if num else None for source, num in enumerate(num_read.tolist())]
-        num, missing = 0, -1
+        expected = [int(num_more + num_more**0.5) for num_more in (len(points) * fraction for fraction in fractions)]
+        num_read = self._read_together([num_more if num_more >= _MIN_BATCHED else 0 for num_more in expected])
+        lengths = [self._batch_slice(source).length if num else None for source, num in enumerate(num_read.tolist())]
+        num, missing_source = 0, -1
         change_at = -1 if self._change_at is None else self._change_at
         while True:
-            num, missing = arcs.run(points, chosen, num, numbers, lengths, change_at)
-            if missing < 0:
+            num, missing_source = arcs.run(points, chosen_sources, num, numbers, lengths, change_at)
+            if missing_source < 0:
                 break
-            count = int(counts[missing])
-            more = (len(points) - num) * parts[missing]  # about as many, and some to spare
-            most = (
-                count + max(1, int(more))
-                if self._documents_of(missing).is_costly
-                else count + 1 + int(more + more**0.5)
+            count = int(counts[missing_source])
+            num_more = (len(points) - num) * fractions[missing_source]  # about as many, and some to spare
+            max_documents = (
+                count + max(1, int(num_more))
+                if self._documents_of(missing_source).is_costly
+                else count + 1 + int(num_more + num_more**0.5)
             )
-            self._fill_buffer(missing, most, most)
-            if self._buffers[missing].num == count:
+            self._fill_buffer(missing_source, max_documents, max_documents)
+            if self._buffers[missing_source].num_documents == count:
                 break
-            buffer = self._buffers[missing]
-            lengths[missing] = buffer.lengths
-        return chosen[:num], missing
+            buffer = self._buffers[missing_source]
+            lengths[missing_source] = buffer.lengths
+        return chosen_sources[:num], missing_source
 
-    def _read_chosen(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
+    def _read_chosen(self, chosen_sources: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
         """Read the documents of chosen draws; return the draws before the first without one, and the ended source, or -1."""
-        limit, ended = len(chosen), -1
-        wanted = np.bincount(chosen, minlength=self._num_sources)
-        if (self._read_together(wanted.tolist()) == wanted).all():
-            return chosen, -1
-        order = np.argsort(chosen.astype(np.min_scalar_type(self._num_sources)), kind="stable")
-        for source, places in enumerate(np.split(order, np.cumsum(wanted[:-1]))):
-            if self._places[1, source] == len(places):
+        num_draws, ended_source = len(chosen_sources), -1
+        num_wanted = np.bincount(chosen_sources, minlength=self._num_sources)
+        if (self._read_together(num_wanted.tolist()) == num_wanted).all():
+            return chosen_sources, -1
+        order = np.argsort(chosen_sources.astype(np.min_scalar_type(self._num_sources)), kind="stable")
+        for source, draws in enumerate(np.split(order, np.cumsum(num_wanted[:-1]))):
+            if self._ranges[1, source] == len(draws):
                 continue
             documents = self._documents_of(source)
             if isinstance(documents, MixedDocuments):
-                documents = NestedDocuments(documents, arcs.scale_points(points[places], source))
-            if not self._fill_buffer(source, len(places), len(places), documents):
-                missing = int(places[self._buffers[source].num])
-                limit, ended = (missing, source) if missing < limit else (limit, ended)
-        return chosen[:limit], ended
+                documents = NestedDocuments(documents, arcs.scale_points(points[draws], source))
+            if not self._fill_buffer(source, len(draws), len(draws), documents):
+                missing_draw = int(draws[self._buffers[source].num_documents])
+                num_draws, ended_source = (
+                    (missing_draw, source) if missing_draw < num_draws else (num_draws, ended_source)
+                )
+        return chosen_sources[:num_draws], ended_source
 
     def _fill_buffer(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
         """Read documents of a source, up to ``most``, until its buffer has ``num``; return false if there are fewer."""
         buffer = self._buffers.get(source)
         if buffer is None:
             slots = self._mixture.slots_of(source)
-            first = self._read_of(source)
-            first = first.with_moves(first.moves.shifted(-slots.start))
+            batch_slice = self._batch_slice(source)
+            batch_slice = batch_slice.with_moves(batch_slice.moves.shifted(-slots.start))
             buffer = SourceBuffer(
-                documents or self._documents_of(source), self._start_position[slots], self._by_tokens, first
+                documents or self._documents_of(source), self._start_position[slots], self._by_tokens, batch_slice
             )
             self._buffers[source] = buffer
-        while buffer.num < num:
-            if buffer.num and self._reads >= self._max_reads:
+        while buffer.num_documents < num:
+            if buffer.num_documents and self._reads >= self._max_reads:
                 return False
             self._reads += 1
             if buffer.fill(most):
@@ -258,17 +264,21 @@ class MixedDocuments:
             buffer.begin_next_epoch()
         return True
 
-    def _join(self, first: int, chosen: Ints) -> Spans:
+    def _join(self, num_drawn: int, chosen_sources: Ints) -> Spans:
         """Return the documents in the order of their draws, with position updates that also count the draws."""
-        parts, first_slots = [self._batch], [0]
-        begins, at = self._places[0].copy(), len(self._batch)
-        each = np.bincount(chosen, minlength=self._num_sources).tolist()
+        all_spans, first_slots = [self._batch], [0]
+        begins, offset = self._ranges[0].copy(), len(self._batch)
+        counts = np.bincount(chosen_sources, minlength=self._num_sources).tolist()
         for source, buffer in self._buffers.items():
-            parts += buffer.spans(each[source])
-            first_slots += [self._mixture.slots_of(source).start] * (len(parts) - len(first_slots))
-            begins[source], at = at, at + each[source]
+            all_spans += buffer.spans(counts[source])
+            first_slots += [self._mixture.slots_of(source).start] * (len(all_spans) - len(first_slots))
+            begins[source], offset = offset, offset + counts[source]
         return interleaved(
-            chosen, Spans.join(parts, first_slots), begins, first, self._mixture.row.counts_at(self._start_position)
+            chosen_sources,
+            Spans.join(all_spans, first_slots),
+            begins,
+            num_drawn,
+            self._mixture.row.counts_at(self._start_position),
         )
 
 

@@ -31,14 +31,14 @@ class MixtureRow:
     Attributes:
         drawn: Number of samples since the run began; the complement of the number if the source has ended in this epoch.
         tokens: By tokens: number of tokens in those samples.
-        since: By tokens: number of those tokens that were drawn with other weights.
+        uncounted: By tokens: number of those tokens that were drawn with other weights.
     """
 
     def __init__(self, names: Sequence[str], unit: Unit) -> None:
         self.names, self.unit = names, unit
         size = len(names)
         kinds = [slice(_FIRST + i * size, _FIRST + (i + 1) * size) for i in range(3)]
-        self.drawn, self.tokens, self.since = kinds
+        self.drawn, self.tokens, self.uncounted = kinds
 
     def fields(self) -> tuple[Field, ...]:
         return _fields(tuple(self.names), self.unit)
@@ -64,5 +64,5 @@ def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
     kinds = [Field((_DRAWN,), counts=True, limits=drawn)]
     if unit == "tokens":
         kinds += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _SINCE)]
-    own = (Field((_DRAWS,), counts=True, limits=COUNT_LIMITS), Field((_RULE,)))
-    return (*own, *(replace(kind, path=(*kind.path, name)) for kind in kinds for name in names))
+    own_fields = (Field((_DRAWS,), counts=True, limits=COUNT_LIMITS), Field((_RULE,)))
+    return (*own_fields, *(replace(kind, path=(*kind.path, name)) for kind in kinds for name in names))

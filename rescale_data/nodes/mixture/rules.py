@@ -46,12 +46,12 @@ class Weights(NamedTuple):
 
     Args:
         values: Weights in the order of the names of the rule.
-        until: The progress at which other weights begin; `None` if these hold until a source of ``ending`` ends.
+        change_at: The progress at which other weights begin; `None` if these hold until a source of ``ending`` ends.
         ending: The sources that may be drawn from only for some epochs more.
     """
 
     values: tuple[float, ...]
-    until: int | None
+    change_at: int | None
     ending: frozenset[str]
 
 
@@ -64,14 +64,14 @@ def weights_at(rule: Rule, progress: int, epochs: Mapping[str, int]) -> Weights:
         epochs: Number of whole epochs drawn from each source with a limit in `Rule.max_epochs`, by name.
     """
     begins, weights = rule.pieces
-    number = bisect_right(begins, progress)
-    values, until = weights[number - 1], begins[number] if number < len(begins) else None
+    piece = bisect_right(begins, progress)
+    values, change_at = weights[piece - 1], begins[piece] if piece < len(begins) else None
     if not rule.max_epochs:
-        return Weights(values, until, frozenset())
+        return Weights(values, change_at, frozenset())
     ending = frozenset(name for name, limit in rule.max_epochs if epochs.get(name, 0) < limit)
     ended = {name for name, _ in rule.max_epochs} - ending
     values = tuple(0.0 if name in ended else value for name, value in zip(rule.names, values, strict=True))
-    return Weights(values, until, ending)
+    return Weights(values, change_at, ending)
 
 
 def make_rule(weights: Mapping[str, float] | Schedule, max_epochs: Mapping[str, int]) -> Rule:

@@ -193,10 +193,10 @@ class WeightedSampler(Node[Any]):
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         """Begin the next epoch of all sources. Counts since the run began stay: schedule and `max_epochs` continue."""
-        own = slice(0, offsets(self.FIELDS)[-1])
-        kept = copy_of(position[own])
+        own_slots = slice(0, offsets(self.FIELDS)[-1])
+        own_values = copy_of(position[own_slots])
         super().next_epoch(position, is_drawn=is_drawn)
-        position[own] = kept
+        position[own_slots] = own_values
         self._row.begin_epoch(np.asarray(position)[None])
         self._weights.settle(position)
 
@@ -206,16 +206,16 @@ class WeightedSampler(Node[Any]):
     def is_blocked(self, position: View) -> bool:
         if not is_stale(self, position):
             return False
-        own, at, draws, is_source_blocked = self.position, copy_of(position), self._draws, False
-        self.bind(at)
-        while (chosen := draws.choose()) is not None:  # also past the ends of sources, as a draw does
-            node, part = draws.sources.nodes[chosen], at[draws.slots_of(chosen)]
-            stale, is_source_blocked = is_stale(node, part), is_blocked(node, part)
-            if is_source_blocked or not draws.skip_or_end(chosen):
+        own_position, draw_position, draws, is_source_blocked = self.position, copy_of(position), self._draws, False
+        self.bind(draw_position)
+        while (source := draws.choose()) is not None:  # also past the ends of sources, as a draw does
+            node, source_position = draws.sources.nodes[source], draw_position[draws.slots_of(source)]
+            stale, is_source_blocked = is_stale(node, source_position), is_blocked(node, source_position)
+            if is_source_blocked or not draws.skip_or_end(source):
                 break
             if is_source_blocked := stale and self.stop == "never":  # only the old list shows how its next epoch begins
                 break
-        self.bind(own)  # the nodes above are bound to this row
+        self.bind(own_position)  # the nodes above are bound to this row
         return is_source_blocked
 
     def is_lost(self, position: View) -> bool:
@@ -227,7 +227,7 @@ class WeightedSampler(Node[Any]):
         return self._weights.is_pending(position)
 
     def locate(self) -> str:
-        return self._draws.sources.last.locate()
+        return self._draws.sources.last_node.locate()
 
     def parameters(self) -> dict[str, Any]:
         return {**as_json(self._weights.rule), "unit": self.unit, "column": self.column, "stop": self.stop}
@@ -245,15 +245,16 @@ class WeightedSampler(Node[Any]):
     def open_documents(self, column: str) -> Documents | None:
         if self.unit == "tokens" and column != self.column:
             return None
-        below = [self._draws.sources.documents(source, column) for source in range(len(self.names))]
-        inner = [_mixture_of(node) is not None for node in self.children.values()]
-        in_blocks = [isinstance(documents, MixedDocuments) for documents in below]
-        if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of an inner one has its own point
+        source_documents = [self._draws.sources.documents(source, column) for source in range(len(self.names))]
+        is_mixture = [_mixture_of(node) is not None for node in self.children.values()]
+        is_mixed = [isinstance(documents, MixedDocuments) for documents in source_documents]
+        # each draw of an inner mixture has its own point
+        if any(is_mixture) and (self.unit == "tokens" or is_mixture != is_mixed):
             return None
         return MixedDocuments(
             self._draws,
             column,
-            below,
+            source_documents,
             repeats=self.stop == "never",
             by_tokens=self.unit == "tokens",
             room=self._draws.sources.room(self._shard[1]),

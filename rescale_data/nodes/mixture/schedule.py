@@ -84,15 +84,15 @@ def pieces_of(
     )
 
 
-def require_weights(weights: Mapping[str, float], where: str = "") -> None:
+def require_weights(weights: Mapping[str, float], context: str = "") -> None:
     """Raise ``ValueError`` if weights are negative, not finite or all 0; ``TypeError`` if one is no number."""
     for name, weight in weights.items():
         if isinstance(weight, bool | np.bool_ | str) or not hasattr(weight, "__float__"):
-            raise TypeError(f"weights[{name!r}]={weight!r}{where} is a {type(weight).__name__}; give a number.")
+            raise TypeError(f"weights[{name!r}]={weight!r}{context} is a {type(weight).__name__}; give a number.")
     numbers = [*map(float, weights.values())]
     if not any(numbers) or not math.isfinite(sum(numbers)) or min(numbers) < 0:
         raise ValueError(
-            f"weights={dict(weights)}{where}: give finite numbers, of a finite sum, none negative and not all 0."
+            f"weights={dict(weights)}{context}: give finite numbers, of a finite sum, none negative and not all 0."
         )
 
 
@@ -106,12 +106,14 @@ def _linear_steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[lis
     """Return constant steps in place of linear changes; each step has the weights of the line at its middle."""
     step_begins: list[int] = []
     values: list[tuple[float, ...]] = []
-    for (begin, one), (end, other) in pairwise(zip(begins, keys, strict=True)):
+    for (begin, begin_weights), (end, end_weights) in pairwise(zip(begins, keys, strict=True)):
         steps = min(STEPS, end - begin)
         for step in range(steps):
-            part = (2 * step + 1) / (2 * steps)
+            fraction = (2 * step + 1) / (2 * steps)
             step_begins.append(begin + (end - begin) * step // steps)
-            values.append(tuple(a * (1 - part) + b * part for a, b in zip(one, other, strict=True)))
+            values.append(
+                tuple(a * (1 - fraction) + b * fraction for a, b in zip(begin_weights, end_weights, strict=True))
+            )
     return [*step_begins, begins[-1]], [*values, keys[-1]]
 
 

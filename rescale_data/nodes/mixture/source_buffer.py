@@ -30,23 +30,25 @@ class KeptDocuments:
         if documents is None:
             documents = self._documents_read[key] = self._documents.read(position, most)
             if not len(documents):
-                self._next_epoch[key] = after = copy_of(position)
+                self._next_epoch[key] = next_position = copy_of(position)
                 self._documents.begin_next_epoch(
-                    after
+                    next_position
                 )  # at once: the next bind of the node moves it away from this end
         return documents if len(documents) <= most else documents[:most]
 
     def begin_at(self, position: View) -> None:
         """Drop the documents before a position."""
-        wanted_key = position.tobytes()
+        position_key = position.tobytes()
         for key in [*self._documents_read]:
-            if key == wanted_key:
+            if key == position_key:
                 break
             documents = self._documents_read.pop(key)
-            if len(documents) > 1 and (num := _num_before(documents, key, position)):
-                self._documents_read = {wanted_key: documents[num:], **self._documents_read}
+            if len(documents) > 1 and (num_passed := _num_before(documents, key, position)):
+                self._documents_read = {position_key: documents[num_passed:], **self._documents_read}
                 break
-        self._next_epoch = {key: after for key, after in self._next_epoch.items() if key in self._documents_read}
+        self._next_epoch = {
+            key: next_position for key, next_position in self._next_epoch.items() if key in self._documents_read
+        }
 
     def begin_next_epoch(self, position: View) -> None:
         position[:] = self._next_epoch[position.tobytes()]
@@ -54,10 +56,10 @@ class KeptDocuments:
 
 def _num_before(documents: Spans, begin: bytes, position: View) -> int:
     """Return how many documents lie before a position; 0 if the position is not between two documents."""
-    at = np.frombuffer(begin, dtype=np.int64).copy().data
+    document_position = np.frombuffer(begin, dtype=np.int64).copy().data
     for number in range(1, len(documents)):
-        documents[number - 1 :].move(at, 1)
-        if at == position:
+        documents[number - 1 :].move(document_position, 1)
+        if document_position == position:
             return number
     return 0
 
@@ -70,24 +72,24 @@ class SourceBuffer:
         documents: Documents,
         position: View,
         by_tokens: bool,
-        first: Spans = EMPTY,
+        first_spans: Spans = EMPTY,
     ) -> None:
         self._documents, self._position = documents, copy_of(position)
         self._next_epoch, self._by_tokens = NO_UPDATES, by_tokens
-        first.move(self._position, len(first))
-        self._parts, self.num = [first] if len(first) else list[Spans](), len(first)
+        first_spans.move(self._position, len(first_spans))
+        self._batches, self.num_documents = [first_spans] if len(first_spans) else list[Spans](), len(first_spans)
         self.silent_epochs = 0
 
     def fill(self, num: int) -> bool:
         """Read at least one more document, up to ``num`` in the buffer; return False at the end of an epoch."""
-        spans = self._documents.read(self._position, num - self.num)
+        spans = self._documents.read(self._position, num - self.num_documents)
         if not len(spans):
             return False
         spans.move(self._position, len(spans))
         if len(self._next_epoch):
             spans, self._next_epoch = spans.with_moves(spans.moves.preceded_by(self._next_epoch)), NO_UPDATES
-        self._parts.append(spans)
-        self.num += len(spans)
+        self._batches.append(spans)
+        self.num_documents += len(spans)
         if not self._by_tokens or spans.length.any():
             self.silent_epochs = 0
         return True
@@ -95,19 +97,19 @@ class SourceBuffer:
     def begin_next_epoch(self) -> None:
         """Begin the next epoch, after `fill` has found the end of one."""
         self.silent_epochs += 1
-        before = copy_of(self._position)
+        position_before = copy_of(self._position)
         self._documents.begin_next_epoch(self._position)
-        moved = PositionUpdates.between(before, self._position)
-        self._next_epoch = PositionUpdates.join([self._next_epoch, moved]) if len(self._next_epoch) else moved
+        update = PositionUpdates.between(position_before, self._position)
+        self._next_epoch = PositionUpdates.join([self._next_epoch, update]) if len(self._next_epoch) else update
 
     @property
     def lengths(self) -> Ints:
         """Lengths in tokens of the documents in the buffer, ``int64[num]``."""
-        return np.concatenate([part.length for part in self._parts])
+        return np.concatenate([batch.length for batch in self._batches])
 
     def spans(self, num: int) -> list[Spans]:
         """Return the first ``num`` documents in the buffer, as a list of parts."""
-        parts, num = list(self._parts), self.num - num
-        while num and num >= len(parts[-1]):
-            num -= len(parts.pop())
-        return [*parts[:-1], parts[-1][:-num]] if num else parts
+        batches, num = list(self._batches), self.num_documents - num
+        while num and num >= len(batches[-1]):
+            num -= len(batches.pop())
+        return [*batches[:-1], batches[-1][:-num]] if num else batches

@@ -31,26 +31,30 @@ class Sources:
 
     Attributes:
         nodes: The sources, for questions whose answer is the same in all logical shards.
-        last: The node that was drawn from last.
+        last_node: The node that was drawn from last.
     """
 
     def __init__(self, nodes: Sequence[Node[Any]], slots: Sequence[slice], shard: Shard | None) -> None:
         self.nodes, self.slots, self._shard = nodes, slots, shard
-        self.last: Node[Any] = nodes[0]
+        self.last_node: Node[Any] = nodes[0]
         self._own_readers: dict[int, Reader] = {}
         self._documents: dict[str, dict[int, Documents]] = {}
 
-    def borrow(self, others: Sources) -> None:
+    def borrow(self, other_sources: Sources) -> None:
         """Use another shard's readers in place of this shard's, if they differ only in the shard, to save memory."""
-        pairs = [*zip(self.nodes, others.nodes, strict=True)]
+        pairs = [*zip(self.nodes, other_sources.nodes, strict=True)]
         are_alike = [
-            isinstance(own, Reader) and own.shard == self._shard and own.is_like(other) for own, other in pairs
+            isinstance(own_node, Reader) and own_node.shard == self._shard and own_node.is_like(other_node)
+            for own_node, other_node in pairs
         ]
         if all(are_alike):
-            self.nodes, self.slots = others.nodes, others.slots
+            self.nodes, self.slots = other_sources.nodes, other_sources.slots
         elif any(are_alike):
-            self.nodes = [other if is_alike else own for (own, other), is_alike in zip(pairs, are_alike, strict=True)]
-        self.last = self.nodes[0]
+            self.nodes = [
+                other_node if is_alike else own_node
+                for (own_node, other_node), is_alike in zip(pairs, are_alike, strict=True)
+            ]
+        self.last_node = self.nodes[0]
         self._documents.clear()
 
     def open(self, source: int) -> Node[Any]:
@@ -58,15 +62,17 @@ class Sources:
         node = self.nodes[source]
         if self._is_own(node) or not isinstance(node, Reader) or self._shard is None:
             return node
-        node_of = self._own_readers.get(source)
-        if node_of is None:
+        own_reader = self._own_readers.get(source)
+        if own_reader is None:
             sources_ref: ref[Sources] = ref(self)
-            node_of = self._own_readers[source] = node.for_shard(self._shard, lambda: _drop_source(sources_ref, source))
-        return node_of
+            own_reader = self._own_readers[source] = node.for_shard(
+                self._shard, lambda: _drop_source(sources_ref, source)
+            )
+        return own_reader
 
     def bound(self, source: int, position: View) -> Node[Any]:
         """Return the node of a source for this shard, bound to its part of the mixture's position."""
-        self.last = node = self.open(source)
+        self.last_node = node = self.open(source)
         if not is_bound(node):
             node.bind(position[self.slots[source]])
         return node
@@ -76,11 +82,13 @@ class Sources:
         opened = self._documents.get(column)
         if opened is None:
             opened = self._documents[column] = {}
-        kept = opened.get(source)
-        if kept is None:
+        documents = opened.get(source)
+        if documents is None:
             node = self.open(source)
-            kept = opened[source] = open_documents(node, column) or ColumnDocuments(node, column, "WeightedSampler")
-        return kept
+            documents = opened[source] = open_documents(node, column) or ColumnDocuments(
+                node, column, "WeightedSampler"
+            )
+        return documents
 
     def room(self, num_shards: int) -> Callable[[], int]:
         """Return a function that returns the approximate number of bytes that may be read at once, when it is called.
@@ -88,13 +96,13 @@ class Sources:
         Args:
             num_shards: Number of logical shards in all.
         """
-        read = [below.reads for node in self.nodes for _, below in node.walk() if below.reads is not None]
-        budgets = [source for source in read if isinstance(source, TokenSource)]
-        if not budgets:
+        sources_read = [child.reads for node in self.nodes for _, child in node.walk() if child.reads is not None]
+        token_sources = [source for source in sources_read if isinstance(source, TokenSource)]
+        if not token_sources:
             return lambda: DEFAULT_BYTES // 8 // num_shards
-        least = min(budgets, key=lambda source: source.cache_bytes)
-        owner = owner_of(least)
-        return lambda: room_for(least) // 8 // max(1, len(served_shards(owner, num_shards)))
+        min_source = min(token_sources, key=lambda source: source.cache_bytes)
+        owner = owner_of(min_source)
+        return lambda: room_for(min_source) // 8 // max(1, len(served_shards(owner, num_shards)))
 
     def close(self) -> None:
         """Unbind the readers of this shard and close the opened ones, because their positions are no longer valid."""

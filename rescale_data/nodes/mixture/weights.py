@@ -62,42 +62,42 @@ class MixtureWeights:
         """Add the rules of earlier segments that some positions still use, and the indices of the epochs that they count."""
         self._earlier, self._epochs = earlier, {**self._epochs, **epochs}
 
-    def at(self, position: View) -> CurrentWeights:
+    def current(self, position: View) -> CurrentWeights:
         """Return the weights in use at a position."""
         return self._weights_by(self._rule_at(position), position)
 
     def settle(self, position: View) -> None:
         """Change a position from the rule of an earlier segment to the present rule."""
         if self.is_pending(position):
-            before = self.at(position)
+            old_weights = self.current(position)
             position[RULE_DIGEST] = self.rule.digest
-            self.change(position, before)
+            self.change(position, old_weights)
 
     def is_pending(self, position: View) -> bool:
         """True if a position still uses the rule of an earlier segment."""
         return position[RULE_DIGEST] != self.rule.digest
 
-    def change(self, position: View, before: CurrentWeights) -> None:
-        """Record in a position that its weights have just changed from ``before``.
+    def change(self, position: View, old_weights: CurrentWeights) -> None:
+        """Record in a position that its weights have just changed from ``old_weights``.
 
         By tokens, if the weights differ, the tokens drawn so far no longer count as ahead or behind.
         """
         row = self._row
-        if row.unit == "tokens" and self.at(position).values != before.values:
-            position[row.since] = position[row.tokens]
+        if row.unit == "tokens" and self.current(position).values != old_weights.values:
+            position[row.uncounted] = position[row.tokens]
 
-    def end(self, position: View, source: int, before: CurrentWeights) -> None:
+    def end(self, position: View, source: int, old_weights: CurrentWeights) -> None:
         """Change the weights after a source with a limit in `max_epochs` has ended an epoch."""
-        if source not in before.ending:
+        if source not in old_weights.ending:
             return
-        self.change(position, before)
-        name, now = self._row.names[source], self.at(position)
-        if source in now.ending or self._shard[0] or name in self._logged_sources:
+        self.change(position, old_weights)
+        name, new_weights = self._row.names[source], self.current(position)
+        if source in new_weights.ending or self._shard[0] or name in self._logged_sources:
             return
         self._logged_sources.add(name)
         _log.warning(
             "The source %r of a mixture has reached its max_epochs of %d in the first of %d logical shards, as it will in the "
-            "others: its part goes to the other sources.", name, before.ending[source], self._shard[1],
+            "others: its part goes to the other sources.", name, old_weights.ending[source], self._shard[1],
         )  # fmt: skip
 
     def needs_missing_source(self, position: View) -> bool:
@@ -115,28 +115,31 @@ class MixtureWeights:
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
         """Return `Mixes.earlier` of the mixture: ``(digest, rule)`` for each rule but the present one that a position uses."""
         rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(EARLIER_KEY, ())), saved)]
-        known, used = {rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE_DIGEST]).tolist()}
-        if not used <= known.keys():
+        rules_by_digest, used_digests = (
+            {rule.digest: rule for rule in rules},
+            {*np.unique(rows[:, RULE_DIGEST]).tolist()},
+        )
+        if not used_digests <= rules_by_digest.keys():
             raise DataStateError(_UNKNOWN_RULE)
-        return [(digest, as_json(known[digest])) for digest in sorted(used - {self.rule.digest})]
+        return [(digest, as_json(rules_by_digest[digest])) for digest in sorted(used_digests - {self.rule.digest})]
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         """Raise ``DataStateError`` if changed weights or `max_epochs` do not fit what has been drawn (`Mixes.check_change`)."""
-        before, progress = from_json(saved), int(self._row.amounts_drawn(rows).max()) * self._shard[1]
+        saved_rule, progress = from_json(saved), int(self._row.amounts_drawn(rows).max()) * self._shard[1]
         if self.rule.interpolate:
-            was, now = _shares_until(before, progress), _shares_until(self.rule, progress)
-            if was != now:
+            old, new = _shares_until(saved_rule, progress), _shares_until(self.rule, progress)
+            if old != new:
                 raise DataStateError(
                     f"The weights of the Schedule up to {progress}, which is what the logical shard that is farthest has drawn "
-                    f"times their number, differ from those of the checkpoint: they were {_describe_pieces(was, now)}, and are "
-                    f"{_describe_pieces(now, was)}. What has been drawn cannot change: give the saved keys up to there, and "
+                    f"times their number, differ from those of the checkpoint: they were {_describe_pieces(old, new)}, and are "
+                    f"{_describe_pieces(new, old)}. What has been drawn cannot change: give the saved keys up to there, and "
                     f"change "
                     f"those behind. With interpolate='linear' both keys around it count."
                 )
         for name, limit in self.rule.max_epochs:
             slot = self._epochs[name]
             epochs_begun = rows[:, slot] + (rows[:, slot + 1] > 0)  # includes the epoch that the reader is in
-            if (name, limit) not in before.max_epochs and (epochs_begun > limit).any():
+            if (name, limit) not in saved_rule.max_epochs and (epochs_begun > limit).any():
                 raise DataStateError(
                     f"max_epochs[{name!r}]={limit} is below what has been drawn already: {int(epochs_begun.max())} epochs, "
                     f"more than "
@@ -158,12 +161,12 @@ class MixtureWeights:
 
     def _weights_by(self, rule: Rule, position: View) -> CurrentWeights:
         names = self._row.names
-        values, until, ending = weights_at(rule, self._progress(position), self._epochs_at(position))
+        values, change_at, ending = weights_at(rule, self._progress(position), self._epochs_at(position))
         if rule.names != tuple(names):
-            known = dict(zip(rule.names, values, strict=True))
-            values = tuple(known.get(name, 0.0) for name in names)
+            known_weights = dict(zip(rule.names, values, strict=True))
+            values = tuple(known_weights.get(name, 0.0) for name in names)
         limits = {names.index(name): limit for name, limit in rule.max_epochs if name in ending and name in names}
-        return CurrentWeights(values, None if until is None else -(-until // self._shard[1]), limits)
+        return CurrentWeights(values, None if change_at is None else -(-change_at // self._shard[1]), limits)
 
     def _progress(self, position: View) -> int:
         row = self._row
@@ -188,7 +191,7 @@ def _shares_until(rule: Rule, progress: int) -> list[tuple[int, dict[str, float]
     return pieces
 
 
-def _describe_pieces(one: Iterable[Any], other: Sequence[Any]) -> str:
+def _describe_pieces(pieces: Iterable[Any], other_pieces: Sequence[Any]) -> str:
     """Describe, for messages, up to three pieces that are in the first list of (progress, shares) and not in the other."""
-    lines = [f"{shares} from {begin} on" for begin, shares in one if (begin, shares) not in other]
+    lines = [f"{shares} from {begin} on" for begin, shares in pieces if (begin, shares) not in other_pieces]
     return ", ".join(lines[:3]) or "nothing there"
