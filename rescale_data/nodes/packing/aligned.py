@@ -34,20 +34,24 @@ class Aligned:
         reader: Name of the packer, for messages.
     """
 
-    def __init__(self, columns: Mapping[str, torch.dtype], column: str, reserved: set[str], reader: str) -> None:
-        self._column, self._reader = column, reader
+    def __init__(self, columns: Mapping[str, torch.dtype], column: str, reserved: set[str], packer_name: str) -> None:
+        self._column, self._packer = column, packer_name
         if not isinstance(columns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"{reader}(columns={columns!r}): give {{name: dtype}}, such as {{'loss_mask': torch.bool}}."
+                f"{packer_name}(columns={columns!r}): give {{name: dtype}}, such as {{'loss_mask': torch.bool}}."
             )
         wrong = sorted((reserved | {column}) & columns.keys())
         if wrong:
-            raise ValueError(f"{reader}(columns=) has {wrong}, which it yields itself: give these columns other names.")
+            raise ValueError(
+                f"{packer_name}(columns=) has {wrong}, which it yields itself: give these columns other names."
+            )
         for name, dtype in columns.items():
             if dtype not in _TYPES:
-                raise TypeError(f"{reader}(columns={{{name!r}: {dtype}}}): give one of {list(_TYPES)}.")
+                raise TypeError(f"{packer_name}(columns={{{name!r}: {dtype}}}): give one of {list(_TYPES)}.")
         if columns.get(MASK, torch.bool) is not torch.bool:
-            raise TypeError(f"{reader}(columns={{{MASK!r}: {columns[MASK]}}}): which tokens are learned is torch.bool.")
+            raise TypeError(
+                f"{packer_name}(columns={{{MASK!r}: {columns[MASK]}}}): which tokens are learned is torch.bool."
+            )
         self.dtypes = {name: np.dtype(_TYPES[dtype]) for name, dtype in columns.items()}
 
     def __bool__(self) -> bool:
@@ -58,11 +62,11 @@ class Aligned:
         return MASK in self.dtypes
 
     @property
-    def described(self) -> dict[str, str]:
+    def as_json(self) -> dict[str, str]:
         """The columns and their dtypes as JSON values."""
         return {name: str(dtype) for name, dtype in sorted(self.dtypes.items())}
 
-    def of(self, sample: Mapping[str, Any], num_tokens: int) -> Values:
+    def extract(self, sample: Mapping[str, Any], num_tokens: int) -> Values:
         """Return the columns of a sample as arrays with one value for each of its ``num_tokens`` tokens."""
         return {name: self._value_of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
 
@@ -70,7 +74,7 @@ class Aligned:
         self, sample: Mapping[str, Any], name: str, dtype: np.dtype[Any], num_tokens: int
     ) -> npt.NDArray[Any]:
         if name not in sample:
-            raise ValueError(f"{self._reader}(columns=) has {name!r}, but a sample has the keys {list(sample)}.")
+            raise ValueError(f"{self._packer}(columns=) has {name!r}, but a sample has the keys {list(sample)}.")
         value = sample[name]
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
         if array.shape != (num_tokens,):
@@ -84,7 +88,7 @@ class Aligned:
             )
         return cast
 
-    def end_to_end(self, spans: Spans, special_tokens: SpecialTokens) -> Values:
+    def concatenate(self, spans: Spans, special_tokens: SpecialTokens) -> Values:
         """Return the columns of documents, concatenated as `rescale_data.nodes.reading.gather.joined` does with tokens.
 
         The bos and eos tokens around a document have the value 0. An eos is learned if the last token of its document is.
@@ -97,10 +101,10 @@ class Aligned:
         has_tokens = special_tokens.lengths(spans) > 0
         return sum(not values[MASK].any() for values in self._values_of(replace(spans, array=spans.array[has_tokens])))
 
-    def of_sample(self, spans: Spans, offset: int, num: int, special_tokens: SpecialTokens) -> Values:
+    def values_in_range(self, spans: Spans, offset: int, num: int, special_tokens: SpecialTokens) -> Values:
         """Return the columns for ``num`` successive tokens of documents, from ``offset`` in the first document on."""
         ends = np.cumsum(special_tokens.lengths(spans))
-        values = self.end_to_end(spans[: int(ends.searchsorted(offset + num)) + 1], special_tokens)
+        values = self.concatenate(spans[: int(ends.searchsorted(offset + num)) + 1], special_tokens)
         return {name: array[offset : offset + num] for name, array in values.items()}
 
     @staticmethod
@@ -108,8 +112,8 @@ class Aligned:
         return [spans.keeps[array] for array in spans.array.tolist() if array >= 0]  # pyright: ignore[reportReturnType]
 
     def _add_special_tokens(self, values: Values, special_tokens: SpecialTokens) -> Values:
-        before, after = int(special_tokens.bos_id is not None), int(special_tokens.eos_id is not None)
-        padded = {name: np.pad(values[name], (before, after)) for name in self.dtypes}
-        if after and MASK in padded and len(values[MASK]):
+        num_before, num_after = int(special_tokens.bos_id is not None), int(special_tokens.eos_id is not None)
+        padded = {name: np.pad(values[name], (num_before, num_after)) for name in self.dtypes}
+        if num_after and MASK in padded and len(values[MASK]):
             padded[MASK][-1] = values[MASK][-1]
         return padded

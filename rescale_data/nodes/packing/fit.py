@@ -57,14 +57,22 @@ def fit(
     too_long: set[int] = set()
     bins: list[list[int]] = []
     for stage in stages:
-        limits = [(payload_sizes[name], most) for name, most in stage.limits.items()]
-        too_much = {number for sizes, most in limits for number, size in enumerate(sizes) if size > most}
-        too_long |= {number for a, b, number in pieces if b - a > stage.seq_len or (number in too_much and b > a)}
+        limits = [(payload_sizes[name], limit) for name, limit in stage.limits.items()]
+        too_much_payload = {number for sizes, limit in limits for number, size in enumerate(sizes) if size > limit}
+        too_long |= {
+            number
+            for start, stop, number in pieces
+            if stop - start > stage.seq_len or (number in too_much_payload and stop > start)
+        }
         if long == "drop":
             pieces = [piece for piece in pieces if piece[2] not in too_long]
-        pieces = [part for piece in pieces for part in _cut(piece, stage.seq_len, long)]
-        extra_limits = [([_payload_size(sizes, piece, documents) for piece in pieces], most) for sizes, most in limits]
-        bins = best_fit([room(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, extra_limits)
+        pieces = [cut_piece for piece in pieces for cut_piece in _cut(piece, stage.seq_len, long)]
+        extra_limits = [
+            ([_payload_size(sizes, piece, documents) for piece in pieces], limit) for sizes, limit in limits
+        ]
+        bins = best_fit(
+            [padded_length(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, extra_limits
+        )
         if stage.num_emitted:
             pieces = sorted(pieces[i] for items in bins[stage.num_emitted :] for i in items)
     if len(bins) > MOST:
@@ -86,11 +94,14 @@ def num_untrained(
             so is no label.
     """
     dropped = fitted.long if long == "drop" else ()
-    left = [document for document in documents if document[0] < document[1] and document[2] not in dropped]
-    return sum(not any(learned[a + 1 : b].any() for a, b, _ in _cut(document, seq_len, long)) for document in left)
+    packed = [document for document in documents if document[0] < document[1] and document[2] not in dropped]
+    return sum(
+        not any(learned[start + 1 : stop].any() for start, stop, _ in _cut(document, seq_len, long))
+        for document in packed
+    )
 
 
-def room(piece: Piece, multiple: int) -> int:
+def padded_length(piece: Piece, multiple: int) -> int:
     """Return the length of a piece within a sample, rounded up to a multiple of ``multiple``."""
     start, stop, _ = piece
     return -(-(stop - start) // multiple) * multiple
@@ -102,7 +113,7 @@ def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
     if stop - start <= seq_len:
         return [piece] if stop > start else []
     if long == "split":
-        return [(first, min(first + seq_len, stop), document) for first in range(start, stop, seq_len)]
+        return [(begin, min(begin + seq_len, stop), document) for begin in range(start, stop, seq_len)]
     return [(start, start + seq_len, document)]
 
 
@@ -133,26 +144,28 @@ def best_fit(
     open_bins: list[tuple[int, int]] = []  # room of a bin, and its number
     used_sizes: list[list[int]] = []  # sizes in each bin, for the limits in `extra_limits`
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(open_bins, (lengths[item], -1))
-        while extra_limits and at < len(open_bins) and not _fits(used_sizes[open_bins[at][1]], item, extra_limits):
-            at += 1
-        if at == len(open_bins):
+        index = bisect_left(open_bins, (lengths[item], -1))
+        while (
+            extra_limits and index < len(open_bins) and not _fits(used_sizes[open_bins[index][1]], item, extra_limits)
+        ):
+            index += 1
+        if index == len(open_bins):
             open_bins.append((capacity, len(bins)))
             bins.append([])
             used_sizes.append([0] * len(extra_limits))
-        room, chosen = open_bins.pop(at)
-        bins[chosen].append(item)
+        free_length, bin_number = open_bins.pop(index)
+        bins[bin_number].append(item)
         if extra_limits:
-            used_sizes[chosen] = [
-                num + sizes[item] for num, (sizes, _) in zip(used_sizes[chosen], extra_limits, strict=True)
+            used_sizes[bin_number] = [
+                num + sizes[item] for num, (sizes, _) in zip(used_sizes[bin_number], extra_limits, strict=True)
             ]
-        if len(bins[chosen]) < max_items and room > lengths[item]:
-            insort(open_bins, (room - lengths[item], chosen))
+        if len(bins[bin_number]) < max_items and free_length > lengths[item]:
+            insort(open_bins, (free_length - lengths[item], bin_number))
     return [sorted(items) for items in sorted(bins, key=lambda items: items[0])]
 
 
 def _fits(used_sizes: list[int], item: int, extra_limits: Sequence[tuple[Sequence[int], int]]) -> bool:
     return all(
-        not sizes[item] or num + sizes[item] <= most
-        for num, (sizes, most) in zip(used_sizes, extra_limits, strict=True)
+        not sizes[item] or num + sizes[item] <= limit
+        for num, (sizes, limit) in zip(used_sizes, extra_limits, strict=True)
     )

@@ -126,12 +126,12 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.stream = TokenStream(
             child,
             (None if self._aligned else open_documents(child, column))
-            or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.of] * bool(self._aligned)),
+            or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.extract] * bool(self._aligned)),
             SpecialTokens(eos_id, bos_id, DTYPES[dtype]),
             num_tokens=seq_len,
             num_ahead=int(self.tells_next),
             repeat=self._repeat,
-            bound=EmptyDrawLimit(child, type(self).__name__),
+            draw_limit=EmptyDrawLimit(child, type(self).__name__),
             aligned=self._aligned,
             has_provenance=any(names_rows(node) for _, node in child.walk()),
         )
@@ -184,7 +184,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")
-        columns = {"columns": self._aligned.described} if self._aligned else {}
+        columns = {"columns": self._aligned.as_json} if self._aligned else {}
         return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **columns}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
@@ -212,7 +212,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         num_ready = self.stream.draw(tokens, labels, doc_ids)
         if self._offset:
             self.position[_UNTRAINED] += self.stream.num_untrained
-            self.position[_CUT] += self.stream.cuts
+            self.position[_CUT] += self.stream.cuts_document
         size = min(num_ready, self.seq_len)
         if size < self.seq_len and not (size and self.last == "pad"):
             self.stream.begin_next_epoch()

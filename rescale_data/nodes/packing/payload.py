@@ -28,58 +28,60 @@ class Payload:
     """
 
     def __init__(
-        self, names: Sequence[str], limits: Mapping[str, int], reserved: set[str], *, long: str, reader: str
+        self, names: Sequence[str], limits: Mapping[str, int], reserved: set[str], *, long: str, packer_name: str
     ) -> None:
         require(Iterable, "a list of columns", payload=names)
         if isinstance(names, str | bytes) or {type(name) for name in names} - {str}:
-            raise TypeError(f"{reader}(payload={names!r}): give a list of columns, [{names!r}].")
+            raise TypeError(f"{packer_name}(payload={names!r}): give a list of columns, [{names!r}].")
         if not isinstance(limits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{reader}(limits={limits!r}): give {{column: most}}, such as {{'images': 16}}.")
+            raise TypeError(f"{packer_name}(limits={limits!r}): give {{column: most}}, such as {{'images': 16}}.")
         wrong = sorted(reserved.intersection(names))
         if wrong:
-            raise ValueError(f"{reader}(payload=) has {wrong}, which it yields itself: give these columns other names.")
+            raise ValueError(
+                f"{packer_name}(payload=) has {wrong}, which it yields itself: give these columns other names."
+            )
         for name, limit in limits.items():
             require_int(**{f"limits[{name!r}]": limit})
             if name not in names or limit < 1:
                 raise ValueError(
-                    f"{reader}(limits={{{name!r}: {limit}}}): give at least 1, for columns of payload={list(names)}."
+                    f"{packer_name}(limits={{{name!r}: {limit}}}): give at least 1, for columns of payload={list(names)}."
                 )
         self.names, self.limits = tuple(sorted(set(names))), dict(sorted(limits.items()))
-        self._drops, self._reader = long == "drop", reader
+        self._drops, self._packer = long == "drop", packer_name
 
     def __bool__(self) -> bool:
         return bool(self.names)
 
     @property
-    def described(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The columns and limits in use, as JSON values."""
         return {
             **({"payload": list(self.names)} if self.names else {}),
             **({"limits": self.limits} if self.limits else {}),
         }
 
-    def of(self, sample: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
+    def extract(self, sample: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
         """Return the payload columns of a sample; ``ValueError`` if one is missing or exceeds the limit of a sample."""
         del num_tokens
         self._check(sample)
         return {name: sample[name] for name in self.names}
 
-    def of_all(self, spans: Spans) -> dict[str, list[Any]]:
+    def collect(self, spans: Spans) -> dict[str, list[Any]]:
         """Return the payload of several documents: for each column, a list with one value per document."""
-        kept: list[Any] = [spans.keeps[array] for array in spans.array.tolist()] if self.names else []
-        return {name: [document_values[name] for document_values in kept] for name in self.names}
+        payloads: list[Any] = [spans.keeps[array] for array in spans.array.tolist()] if self.names else []
+        return {name: [document_values[name] for document_values in payloads] for name in self.names}
 
     def _check(self, sample: Mapping[str, Any]) -> None:
         for name in self.names:
             if name not in sample:
                 raise ValueError(
-                    f"{self._reader}(payload=) has {name!r}, but a sample has the keys {list(sample)}. Where a document has "
+                    f"{self._packer}(payload=) has {name!r}, but a sample has the keys {list(sample)}. Where a document has "
                     f"none, give None."
                 )
-            most = self.limits.get(name)
-            if most is not None and not self._drops and size(sample[name]) > most:
+            limit = self.limits.get(name)
+            if limit is not None and not self._drops and size(sample[name]) > limit:
                 raise ValueError(
-                    f"{self._reader}(limits={{{name!r}: {most}}}): a document has {size(sample[name])}, more than a whole "
+                    f"{self._packer}(limits={{{name!r}: {limit}}}): a document has {size(sample[name])}, more than a whole "
                     f"sample may. Raise the limit, leave such documents out with rd.Filter, or give long='drop', which counts "
                     f"them."
                 )

@@ -50,17 +50,17 @@ class TokenStream:
         num_tokens: int,
         num_ahead: int,
         repeat: bool,
-        bound: EmptyDrawLimit,
+        draw_limit: EmptyDrawLimit,
         aligned: Aligned,
         has_provenance: bool,
     ) -> None:
         self._aligned, self.one_by_one = aligned, bool(aligned) or has_provenance
         self.values: Values = {}
         """Values of the columns alongside the tokens, for the last drawn sample and the tokens it looked ahead at."""
-        self.num_untrained, self.cuts = 0, False
+        self.num_untrained, self.cuts_document = 0, False
         """With a loss mask: the number of documents that ended untrained in that sample, and true if one that began in it goes
         on."""
-        self._source, self._draw_limit = source, bound
+        self._source, self._draw_limit = source, draw_limit
         self._documents, self._special_tokens, self._repeat = documents, special_tokens, repeat
         self._num_tokens, self._num_needed = num_tokens, num_tokens + num_ahead
         self._key = (owner_of(self), "queue")
@@ -78,7 +78,7 @@ class TokenStream:
             applies_changes: True if changes between segments take effect at the beginning of a document (`settle`).
         """
         self._position, self._applies_changes = position, applies_changes
-        self._num_read = self._num_gained = 0  # documents, and the tokens they had
+        self._num_documents_read = self._num_tokens_read = 0  # documents, and the tokens they had
         self._forget_queue()
 
     def draw(self, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
@@ -90,31 +90,31 @@ class TokenStream:
         """
         queue = self._queue()
         num_ready, offset = min(queue.left, self._num_needed), self._position[0]
-        size, rest = min(num_ready, self._num_tokens), queue.rest() if self.one_by_one else None
-        if self._aligned and rest is not None:
-            self.values = self._aligned.of_sample(rest, offset, num_ready, self._special_tokens)
+        size, remaining = min(num_ready, self._num_tokens), queue.rest() if self.one_by_one else None
+        if self._aligned and remaining is not None:
+            self.values = self._aligned.values_in_range(remaining, offset, num_ready, self._special_tokens)
         if num_ready == self._num_needed:
             fill([queue], 0, tokens, labels, doc_ids)
         elif size:
             fill([queue], 0, tokens[:, :size], None, None if doc_ids is None else doc_ids[:, :size])
-        if rest is not None:
-            self._record_sample(rest, len(rest) - len(queue.rest()), begins=not offset)
+        if remaining is not None:
+            self._record_sample(remaining, len(remaining) - len(queue.rest()), begins_document=not offset)
         return num_ready
 
-    def _record_sample(self, rest: Spans, num_passed: int, *, begins: bool) -> None:
+    def _record_sample(self, remaining: Spans, num_passed: int, *, begins_document: bool) -> None:
         """Record what a sample did to its documents: their provenance, and how many ended untrained or were cut.
 
         Args:
-            rest: The documents that were left before the sample.
+            remaining: The documents that were left before the sample.
             num_passed: Number of documents that ended in the sample.
-            begins: True if the sample begins with a document's first token.
+            begins_document: True if the sample begins with a document's first token.
         """
         is_within = self._position[0] > 0
         if self._aligned.has_mask:
-            self.num_untrained = self._aligned.num_untrained(rest[:num_passed], self._special_tokens)
-            self.cuts = is_within and (num_passed > 0 or begins)
-        if rest.where is not None:
-            self._set_provenance(rest[: num_passed + is_within])
+            self.num_untrained = self._aligned.num_untrained(remaining[:num_passed], self._special_tokens)
+            self.cuts_document = is_within and (num_passed > 0 or begins_document)
+        if remaining.where is not None:
+            self._set_provenance(remaining[: num_passed + is_within])
 
     def begin_next_epoch(self) -> None:
         """Move to the beginning of the next epoch, after `draw` has reached the end of the present one."""
@@ -159,11 +159,11 @@ class TokenStream:
             self._position[0] = 0  # the document ends here
         stream_ref: ref[TokenStream] = ref(self)
         queue = token_queue(self._special_tokens, self._position, lambda: _forget(stream_ref))
-        before = copy_of(queue.reach)
+        reach_before = copy_of(queue.reach)
         if not self._position[0]:  # so that the position points at the first document itself
             pass_blocked(self._source, queue.reach)
-        if queue.reach != before:
-            queue.append(Spans.mark(before, queue.reach))
+        if queue.reach != reach_before:
+            queue.append(Spans.mark(reach_before, queue.reach))
         return queue
 
     def _extend(self, queue: TokenQueue, num_tokens: int) -> None:
@@ -175,19 +175,22 @@ class TokenStream:
             must_wait = queue.left < 0  # within a document, which goes on as it began
             if self._applies_changes and not must_wait:
                 must_wait = self._apply_changes(queue)
-            most = 1 if self._applies_changes and must_wait else self._num_documents(num_tokens - queue.left)
-            spans = self._documents.read(position, most)
+            max_documents = 1 if self._applies_changes and must_wait else self._num_documents(num_tokens - queue.left)
+            spans = self._documents.read(position, max_documents)
             if not len(spans):
                 if not self._repeat:
                     break
                 spans, num_epochs = self._pass_end(position, num_epochs), num_epochs + 1
-            before = queue.left
+            left_before = queue.left
             queue.append(spans)
             queue.nbytes += spans.nbytes
-            gained = queue.left > before
-            self._num_read, self._num_gained = self._num_read + len(spans), self._num_gained + queue.left - before
-            num_epochs = 0 if gained else num_epochs
-            num_empty = 0 if gained else self._draw_limit.count_empty(num_empty, position, len(spans))
+            has_gained = queue.left > left_before
+            self._num_documents_read, self._num_tokens_read = (
+                self._num_documents_read + len(spans),
+                self._num_tokens_read + queue.left - left_before,
+            )
+            num_epochs = 0 if has_gained else num_epochs
+            num_empty = 0 if has_gained else self._draw_limit.count_empty(num_empty, position, len(spans))
         if queue.left < 0:
             raise DataStateError(OFFSET_BEYOND_END)
 
@@ -195,27 +198,29 @@ class TokenStream:
         """Return the number of documents to request for ``num_tokens`` tokens; a low estimate if documents are costly."""
         if not self._documents.is_costly:
             return UNLIMITED
-        needed = num_tokens * self._num_read // max(1, self._num_gained)
-        return max(1, self._num_read // _READ_AHEAD_PART + min(needed, self._num_read))
+        needed = num_tokens * self._num_documents_read // max(1, self._num_tokens_read)
+        return max(1, self._num_documents_read // _READ_AHEAD_PART + min(needed, self._num_documents_read))
 
     def _apply_changes(self, queue: TokenQueue) -> bool:
         """Apply pending changes at the end of the queue; return true if a change must wait for the next document."""
-        before = copy_of(queue.reach)
+        reach_before = copy_of(queue.reach)
         settle(self._source, queue.reach)
         pass_blocked(self._source, queue.reach)
-        if queue.reach != before:
-            queue.append(Spans.mark(before, queue.reach))
+        if queue.reach != reach_before:
+            queue.append(Spans.mark(reach_before, queue.reach))
         return is_pending(self._source, queue.reach)
 
     def _pass_end(self, position: View, num_epochs: int) -> Spans:
         require_tokens(num_epochs)
-        after = copy_of(position)
-        self._documents.begin_next_epoch(after)
-        return Spans.mark(position, after)
+        next_position = copy_of(position)
+        self._documents.begin_next_epoch(next_position)
+        return Spans.mark(position, next_position)
 
-    def _set_provenance(self, there: Spans) -> None:
-        has_tokens = self._special_tokens.lengths(there) > 0
-        self.where = [name for name, counts in zip(there.where or (), has_tokens.tolist(), strict=True) if counts]
+    def _set_provenance(self, sample_documents: Spans) -> None:
+        has_tokens = self._special_tokens.lengths(sample_documents) > 0
+        self.where = [
+            name for name, counts in zip(sample_documents.where or (), has_tokens.tolist(), strict=True) if counts
+        ]
 
 
 def _forget(stream_ref: ref[TokenStream]) -> None:

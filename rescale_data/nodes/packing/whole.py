@@ -131,7 +131,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
         reserved, name = {*names, "labels", "cu_seqlens", "cost", PROVENANCE}, type(self).__name__
         self._aligned = Aligned(columns, column, reserved, name)
-        self._payload = Payload(payload, limits, {*reserved, *columns, MASK, column}, long=long, reader=name)
+        self._payload = Payload(payload, limits, {*reserved, *columns, MASK, column}, long=long, packer_name=name)
         self.pad_documents_to, self.cost = pad_documents_to, cost
         self.FIELDS = self.PACKED + (self.UNTRAINED if self._aligned.has_mask else ())
         super().__init__(source=source)
@@ -147,7 +147,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             **({"cost": (1, np.dtype(np.int64))} if cost else {}),
         }
         child = self.children["source"]
-        extractors = [part.of for part in (self._aligned, self._payload) if part]
+        extractors = [extra.extract for extra in (self._aligned, self._payload) if extra]
         documents = None if extractors else open_documents(child, column)
         self._documents = documents or ColumnDocuments(child, column, name, *extractors)
         special_tokens = SpecialTokens(eos_id, bos_id, self._numpy_dtype)
@@ -167,9 +167,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
         window = self._window()
-        number = self.position[_EMITTED] & MOST
+        sample_number = self.position[_EMITTED] & MOST
         self._to_next_sample(window)
-        write(buffer, place, window, number, pad_id=self.pad_id, multiple=self.pad_documents_to)
+        write(buffer, place, window, sample_number, pad_id=self.pad_id, multiple=self.pad_documents_to)
 
     def skip(self, num_samples: int) -> None:
         bind_once(self)
@@ -178,9 +178,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
-        added = self._payload.described  # only those in use
+        added = self._payload.as_json  # only those in use
         if self._aligned:
-            added["columns"] = self._aligned.described
+            added["columns"] = self._aligned.as_json
         if self.pad_documents_to > 1:
             added["pad_documents_to"] = self.pad_documents_to
         return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **added}
@@ -228,14 +228,14 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return window
 
     def _to_next_sample(self, window: Window) -> None:
-        number = self.position[_EMITTED] & MOST
-        self.position[_PADDING] += self.seq_len - window.num_used_tokens(number)
+        sample_number = self.position[_EMITTED] & MOST
+        self.position[_PADDING] += self.seq_len - window.num_used_tokens(sample_number)
         self.position[_EMITTED] += 1
-        if number + 1 == window.num_samples:
+        if sample_number + 1 == window.num_samples:
             self._finish_window(window)
 
     def _finish_window(self, window: Window) -> None:
-        self._bookmark[:] = window.after
+        self._bookmark[:] = window.end_position
         self.position[_EMITTED] = 0
         self.position[_LONG] += len(window.fit.long)
         if MASK in window.values:
@@ -246,21 +246,23 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         """Read and pack the window that begins at the node's position; return `None` if the epoch has ended."""
         take_effect(self)
         position = copy_of(self._bookmark)
-        spans = self._documents_at(position)
+        spans = self._read_window(position)
         if not len(spans):
             return None
-        now = Stage(self.seq_len, self.max_documents, self._payload.limits)
-        return self._packing.window(spans, list(stages(self.position[_EMITTED], self._history, now)), position)
+        present_stage = Stage(self.seq_len, self.max_documents, self._payload.limits)
+        return self._packing.window(
+            spans, list(stages(self.position[_EMITTED], self._history, present_stage)), position
+        )
 
-    def _documents_at(self, position: View) -> Spans:
+    def _read_window(self, position: View) -> Spans:
         """Return the documents of one window, read from ``position``, which moves to the end of the window."""
-        parts: list[Spans] = []
-        left = self.window
-        while left and len(spans := self._documents.read(position, left)):
+        batches: list[Spans] = []
+        num_left = self.window
+        while num_left and len(spans := self._documents.read(position, num_left)):
             spans.move(position, len(spans))
-            parts.append(spans)
-            left -= len(spans)
-        return Spans.join(parts)
+            batches.append(spans)
+            num_left -= len(spans)
+        return Spans.join(batches)
 
 
 def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:

@@ -13,11 +13,11 @@ from rescale_data.nodes.base import View
 from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.form import Stage
 from rescale_data.nodes.packing.aligned import MASK, Aligned, Values
-from rescale_data.nodes.packing.fit import Fit, Long, Piece, fit, num_untrained, room
+from rescale_data.nodes.packing.fit import Fit, Long, Piece, fit, num_untrained, padded_length
 from rescale_data.nodes.packing.packer import IGNORED
 from rescale_data.nodes.packing.payload import Payload, PerDocument, size
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.nodes.provenance import joined as joined_places
+from rescale_data.nodes.provenance import joined as joined_provenance
 from rescale_data.nodes.reading.gather import SpecialTokens, joined
 from rescale_data.nodes.reading.spans import Spans, TokenArray
 from rescale_data.sources.decoded.cache import Derived
@@ -35,7 +35,7 @@ class Window(Derived):
         tokens: Tokens of all documents, end to end.
         starts: ``int64[D + 1]``, the first token of each document, and the end.
         fit: The places in ``tokens`` of the pieces of each sample.
-        after: The position of the source after the documents.
+        end_position: The position of the source after the documents.
         where: The provenance of each document, if the reader gives it; else empty.
         values: Values of the columns alongside the tokens, in the same layout.
         num_untrained: Number of documents without a token that is learned.
@@ -45,7 +45,7 @@ class Window(Derived):
     tokens: TokenArray
     starts: Ints
     fit: Fit
-    after: View
+    end_position: View
     where: list[str]
     values: Values
     num_untrained: int
@@ -64,13 +64,13 @@ class Window(Derived):
     def num_samples(self) -> int:
         return len(self.fit.bins)
 
-    def pieces(self, number: int) -> list[Piece]:
+    def pieces(self, sample_number: int) -> list[Piece]:
         """Return the pieces of documents in a sample, given by its number."""
-        return [self.fit.pieces[item] for item in self.fit.bins[number]]
+        return [self.fit.pieces[item] for item in self.fit.bins[sample_number]]
 
-    def num_used_tokens(self, number: int) -> int:
+    def num_used_tokens(self, sample_number: int) -> int:
         """Return the number of tokens in a sample, without padding."""
-        return sum(stop - start for start, stop, _ in self.pieces(number))
+        return sum(stop - start for start, stop, _ in self.pieces(sample_number))
 
 
 @dataclass(frozen=True)
@@ -91,60 +91,62 @@ class Packing:
     aligned: Aligned
     payload: Payload
 
-    def window(self, spans: Spans, forms: Sequence[Stage], after: View) -> Window:
+    def window(self, spans: Spans, forms: Sequence[Stage], end_position: View) -> Window:
         """Return a window of documents, packed in each sample format in turn (`fit`); the last format is the present one."""
         tokens, starts = joined(spans, self.special_tokens)
         ends = starts[1:].tolist()
         documents = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
-        payload = self.payload.of_all(spans)
+        payload = self.payload.collect(spans)
         sizes = {name: [size(value) for value in values] for name, values in payload.items()}
         fitted = fit(documents, forms, self.long, self.multiple, sizes)
-        values = self.aligned.end_to_end(spans, self.special_tokens) if self.aligned else {}
+        values = self.aligned.concatenate(spans, self.special_tokens) if self.aligned else {}
         mask = values.get(MASK)
         untrained = 0 if mask is None else num_untrained(documents, fitted, forms[-1].seq_len, self.long, mask)
-        return Window(tokens, starts, fitted, after, list(spans.where or ()), values, untrained, payload)
+        return Window(tokens, starts, fitted, end_position, list(spans.where or ()), values, untrained, payload)
 
 
-def write(buffer: BatchBuffer, place: int, window: Window, number: int, *, pad_id: int, multiple: int) -> None:
-    """Write one sample of a window into row ``place`` of a batch buffer, for all columns of the buffer.
+def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, pad_id: int, multiple: int) -> None:
+    """Write one sample of a window into one row of a batch buffer, for all columns of the buffer.
 
     Args:
         buffer: The buffer.
-        place: The row.
+        row: The row.
         window: The window.
-        number: Number of the sample in the window.
+        sample_number: Number of the sample in the window.
         pad_id: The token to pad with.
         multiple: Each document is filled up to a multiple of this number of tokens.
     """
-    pieces = window.pieces(number)
-    lengths = np.array([room(piece, multiple) for piece in pieces])
+    pieces = window.pieces(sample_number)
+    lengths = np.array([padded_length(piece, multiple) for piece in pieces])
     ends = np.cumsum(lengths)
     tokens = _padded(window.tokens, pieces, pad_id, multiple)
     learned = window.values.get(MASK, np.broadcast_to(np.True_, len(window.tokens)))
     next_is_learned = np.zeros(len(tokens), dtype=np.bool_)  # true if the next token is learned
     next_is_learned[:-1] = _padded(learned, pieces, 0, multiple)[1:]
     next_is_learned[ends - 1] = False
-    buffer.put("tokens", place, tokens, pad_id)
-    buffer.put("positions", place, np.arange(len(tokens)) - np.repeat(ends - lengths, lengths), 0)
-    buffer.put("doc_ids", place, np.repeat(np.arange(len(pieces)), lengths), -1)
-    buffer.put(MASK, place, next_is_learned, fill=False)
-    buffer.put("cu_seqlens", place, np.concatenate([[0], ends]), buffer.arrays["tokens"].shape[1])
+    buffer.put("tokens", row, tokens, pad_id)
+    buffer.put("positions", row, np.arange(len(tokens)) - np.repeat(ends - lengths, lengths), 0)
+    buffer.put("doc_ids", row, np.repeat(np.arange(len(pieces)), lengths), -1)
+    buffer.put(MASK, row, next_is_learned, fill=False)
+    buffer.put("cu_seqlens", row, np.concatenate([[0], ends]), buffer.arrays["tokens"].shape[1])
     if "labels" in buffer.arrays:
         labels = np.where(next_is_learned, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED)
-        buffer.put("labels", place, labels, IGNORED)
+        buffer.put("labels", row, labels, IGNORED)
     for name in window.values.keys() - {MASK}:
-        buffer.put(name, place, _padded(window.values[name], pieces, 0, multiple), 0)
+        buffer.put(name, row, _padded(window.values[name], pieces, 0, multiple), 0)
     if "cost" in buffer.arrays:
-        buffer.put("cost", place, np.array([np.square(lengths).sum()]), 0)
+        buffer.put("cost", row, np.array([np.square(lengths).sum()]), 0)
     if window.where:
-        buffer.add(PROVENANCE, joined_places(window.where[document] for _, _, document in pieces))
+        buffer.add(PROVENANCE, joined_provenance(window.where[document] for _, _, document in pieces))
     for name, values in window.payload.items():
         buffer.add(name, PerDocument(values[d] if start == window.starts[d] else None for start, _, d in pieces))
 
 
 def _padded(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
     """Return the values of pieces, concatenated, each padded with ``fill`` to a multiple of ``multiple`` values."""
-    parts = [values[start:stop] for start, stop, _ in pieces]
+    padded = [values[start:stop] for start, stop, _ in pieces]
     if multiple > 1:
-        parts = [np.pad(part, (0, -len(part) % multiple), constant_values=fill) for part in parts]
-    return np.concatenate(parts)
+        padded = [
+            np.pad(piece_values, (0, -len(piece_values) % multiple), constant_values=fill) for piece_values in padded
+        ]
+    return np.concatenate(padded)
