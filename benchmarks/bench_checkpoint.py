@@ -198,7 +198,7 @@ def measure_plans(ranks: int, count: int = 200) -> None:
         metadata = pickle.loads(content) if whose == "DCP's" else read_metadata(content)
         middle = time.perf_counter()
         if whose == "ours":
-            assert not any(compare([], state, Contents.of(metadata)).values())
+            assert not any(compare([], state, Contents.from_metadata(metadata)).values())
         planner.set_up_planner(state, metadata, is_coordinator=False)
         assert len(planner.create_local_plan().items) == ranks * count
         print(f"  metadata of {len(content) / 1e6:.1f} MB, {whose:6} {middle - start:7.3f}")

@@ -65,29 +65,29 @@ def merge_misfits(per_rank: list[Misfits]) -> Misfits:
     return merged
 
 
-def compare(entries: list[Entry], wanted: dict[str, Any], saved: Contents) -> Misfits:
+def compare(entries: list[Entry], wanted_values: dict[str, Any], saved: Contents) -> Misfits:
     """Return the differences between the state of one rank and the checkpoint, as `Misfits`.
 
     Args:
-        wanted: What the entries ask for, by flattened name.
+        wanted_values: What the entries ask for, by flattened name.
     """
     requested = {entry.path[0] for entry in entries}
     refusals = {name: text for entry in entries for name, text in entry.refusals.items()}
     left_out = {name for entry in entries for name in entry.left_out}
-    others = [name for name in saved.values if name not in wanted]
-    unexpected = {name for name in others if _is_requested(saved, name, requested)}
+    other_names = [name for name in saved.values if name not in wanted_values]
+    unexpected = {name for name in other_names if _is_requested(saved, name, requested)}
     return {
         "missing": {
-            name: f"{describe(value)} in the state" for name, value in wanted.items() if name not in saved.values
+            name: f"{describe(value)} in the state" for name, value in wanted_values.items() if name not in saved.values
         },
         "unexpected": {name: describe(saved.values[name]) for name in unexpected if not left_out & _with_parents(name)},
         "mismatched": refusals
         | {
             name: text
-            for name, value in wanted.items()
+            for name, value in wanted_values.items()
             if name in saved.values and (text := _difference(value, saved.values[name]))
         },
-        NOT_ASKED: {str(saved.paths[name][0]): "" for name in others if name not in unexpected},
+        NOT_ASKED: {str(saved.paths[name][0]): "" for name in other_names if name not in unexpected},
     }
 
 
@@ -101,11 +101,11 @@ def skipped_entries(entries: list[Entry], misfits: Misfits) -> list[Entry]:
     ]
 
 
-def values_to_load(wanted: dict[str, Any], misfits: Misfits, skipped_entries: list[Entry]) -> dict[str, Any]:
+def values_to_load(wanted_values: dict[str, Any], misfits: Misfits, skipped_entries: list[Entry]) -> dict[str, Any]:
     """Return the values to load: all wanted values except misfits and the values of skipped entries."""
     return {
         name: value
-        for name, value in wanted.items()
+        for name, value in wanted_values.items()
         if not (name in misfits["missing"] or name in misfits["mismatched"])
         and not any(entry.name in _with_parents(name) for entry in skipped_entries)
     }
@@ -116,8 +116,8 @@ def _merged(per_rank: list[dict[str, str]]) -> dict[str, str]:
     merged: dict[str, str] = {}
     for key in sorted({key for names in per_rank for key in names}):
         ranks = [rank for rank, names in enumerate(per_rank) if key in names]
-        where = "" if len(ranks) == len(per_rank) else f" (on rank {', '.join(map(str, ranks))})"
-        merged[key] = per_rank[ranks[0]][key] + where
+        rank_note = "" if len(ranks) == len(per_rank) else f" (on rank {', '.join(map(str, ranks))})"
+        merged[key] = per_rank[ranks[0]][key] + rank_note
     return merged
 
 
@@ -137,10 +137,10 @@ def describe(value: Any) -> str:
 
 def _difference(value: Any, saved: Any) -> str:
     """Return a text with the saved and the wanted kind, dtype and shape if they differ; else an empty text."""
-    given, wanted = describe(saved), describe(value)
-    return "" if given == wanted else f"{given} in the checkpoint, {wanted} in the state"
+    saved_text, state_text = describe(saved), describe(value)
+    return "" if saved_text == state_text else f"{saved_text} in the checkpoint, {state_text} in the state"
 
 
 def _with_parents(key: str) -> set[str]:
     """Return a dotted name and its prefixes: ``{"a", "a.b", "a.b.c"}`` for ``"a.b.c"``."""
-    return {key, *(key[:place] for place, letter in enumerate(key) if letter == ".")}
+    return {key, *(key[:index] for index, letter in enumerate(key) if letter == ".")}

@@ -111,8 +111,8 @@ def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadRepor
     """Load a state through a reader; return the names that were not loaded."""
     # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
     entries = ranks.together(lambda: entries_of(state, ranks.rank, reader.contents))
-    live, wanted = ranks.together(lambda: _placeholders(entries, reader))
-    own_misfits = compare(entries, wanted, reader.contents)
+    live, wanted_values = ranks.together(lambda: _placeholders(entries, reader))
+    own_misfits = compare(entries, wanted_values, reader.contents)
     differences = merge_misfits(ranks.on_each(lambda: own_misfits))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
     if strict and any(differences[kind] for kind in KINDS):
@@ -122,7 +122,7 @@ def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadRepor
     not_loaded = skipped_entries(entries, own_misfits)
     try:
         loaded = ranks.together(
-            lambda: reader.load(adapt_tensors(values_to_load(wanted, own_misfits, not_loaded), "to_load"))
+            lambda: reader.load(adapt_tensors(values_to_load(wanted_values, own_misfits, not_loaded), "to_load"))
         )
     except DamagedCheckpointError as error:
         raise damaged_error(reader.name, error.problems, _HALF_LOADED) from error
@@ -147,7 +147,9 @@ def _placeholders(entries: list[Entry], reader: Reader) -> tuple[list[Any], dict
 
 
 def _misfit_message(path: str, misfits: Misfits, saved: Contents) -> str:
-    listed = "\n  ".join(f"{KINDS[kind]}: {n}, {what}" for kind in KINDS for n, what in sorted(misfits[kind].items()))
+    listed = "\n  ".join(
+        f"{KINDS[kind]}: {name}, {text}" for kind in KINDS for name, text in sorted(misfits[kind].items())
+    )
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
         f"The checkpoint holds {_summary(saved)}.\n"

@@ -252,5 +252,5 @@ def _separate_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None
         return None
     ranks = None if group is None else dist.get_process_group_ranks(group)
     # Not dist.new_group, which torch_xla replaces by one that takes less.
-    own = new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
-    return cast(dist.ProcessGroup, own)
+    gloo_group = new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+    return cast(dist.ProcessGroup, gloo_group)

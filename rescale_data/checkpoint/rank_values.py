@@ -92,17 +92,19 @@ def _digest(value: Any) -> bytes:
     """Return a digest of 8 bytes of a value; no bytes for sharded tensors and unknown classes."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         flat = cast(torch.Tensor, value).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        parts = [f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes()]
+        contents = [f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes()]
     elif is_plain(value):
-        parts = [repr(value).encode()]
+        contents = [repr(value).encode()]
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        parts = [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
+        contents = [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
     elif type(value) in (list, tuple):
-        parts = [*map(_digest, cast("list[Any]", value))]
+        contents = [*map(_digest, cast("list[Any]", value))]
     elif type(value) in (set, frozenset):
-        parts = sorted(map(_digest, cast("set[Any]", value)))
+        contents = sorted(map(_digest, cast("set[Any]", value)))
     elif type(value) is dict:
-        parts = sorted(repr(key).encode() + _digest(inner) for key, inner in cast("dict[Any, Any]", value).items())
+        contents = sorted(repr(key).encode() + _digest(inner) for key, inner in cast("dict[Any, Any]", value).items())
     else:
         return b""
-    return hashlib.blake2b(b"".join(len(part).to_bytes(8, "little") + part for part in parts), digest_size=8).digest()
+    return hashlib.blake2b(
+        b"".join(len(content).to_bytes(8, "little") + content for content in contents), digest_size=8
+    ).digest()

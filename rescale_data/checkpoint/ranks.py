@@ -106,8 +106,8 @@ def error_with_cure(error: BaseException, activity: str) -> BaseException:
 
 
 def _from_dcp_error(error: CheckpointException, activity: str) -> BaseException:
-    first = min(error.failures)
-    cause = error.failures[first][0]
+    first_rank = min(error.failures)
+    cause = error.failures[first_rank][0]
     if isinstance(cause, OSError | DataStateError) or type(cause) in (ValueError, TypeError, DamagedCheckpointError):
         return error_with_cure(cause, activity)
     ranks = ", ".join(map(str, sorted(error.failures)))

@@ -42,22 +42,22 @@ class Retention:
         if self.keep_latest is None:
             return []
         steps = sorted(metrics)
-        kept = set(steps[-self.keep_latest :])
+        kept_steps = set(steps[-self.keep_latest :])
         if self.keep_best is not None:
             name, mode, count = self.keep_best
-            kept |= set(best_first(metrics, name, mode)[:count])
+            kept_steps |= set(best_first(metrics, name, mode)[:count])
         if self.keep_every is not None:
-            kept |= {step for step in steps if step % self.keep_every == 0}
-        return [step for step in steps if step not in kept]
+            kept_steps |= {step for step in steps if step % self.keep_every == 0}
+        return [step for step in steps if step not in kept_steps]
 
     def missing_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> str:
         """Return an error message if checkpoints exist and none has the metric of ``keep_best``; else an empty text."""
-        known = {name for values in metrics.values() for name in values}
-        if self.keep_best is None or not metrics or self.keep_best[0] in known:
+        metric_names = {name for values in metrics.values() for name in values}
+        if self.keep_best is None or not metrics or self.keep_best[0] in metric_names:
             return ""
         return (
             f"no checkpoint has the metric {self.keep_best[0]!r} of keep_best, so none is kept as the best; "
-            f"they have {sorted(known) or 'none'}"
+            f"they have {sorted(metric_names) or 'none'}"
         )
 
 
@@ -75,7 +75,7 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int
         warned: What was warned of already; more comes in.
     """
     try:
-        steps = owner.steps(folder.named())
+        steps = owner.steps(folder.steps_with_folder())
         metrics = owner.metrics(steps) if rules.keep_best else {step: {} for step in steps}
         if (later := sorted(step for step in metrics if step > saved_step)) and "later" not in warned:
             warned.add("later")
@@ -110,11 +110,11 @@ def delete_steps(folder: RunFolder, steps: list[int], *, wait: bool) -> dict[str
         outcomes = {step: owner.delete(f"step-{step}") for step in steps}
         while wait and "undecided" in outcomes.values():
             time.sleep(RENEW_SECONDS)
-            outcomes |= {step: owner.delete(f"step-{step}") for step, seen in outcomes.items() if seen == "undecided"}
+            outcomes |= {step: owner.delete(f"step-{step}") for step, state in outcomes.items() if state == "undecided"}
     finally:
         owner.close()
     words = {"gone": "deleted", "alive": "being read", "undecided": "undecided"}
-    return {str(step): words[seen] for step, seen in outcomes.items()}
+    return {str(step): words[state] for step, state in outcomes.items()}
 
 
 _NOT_DELETED = "%s: what no rule keeps was not deleted; the next save tries again: %s"

@@ -85,10 +85,10 @@ class RunReader:
             ValueError: there are checkpoints, and all are damaged; or the newest whole one does not fit.
         """
         self._prepare_load()
-        named, before = self._ranks.on_first(self._folder.named), None
+        steps, steps_before = self._ranks.on_first(self._folder.steps_with_folder), None
         passed_over: dict[int, Exception] = {}
-        while named != before:  # retention may have deleted all that were listed while newer ones were saved
-            for step in reversed(named):
+        while steps != steps_before:  # retention may have deleted all that were listed while newer ones were saved
+            for step in reversed(steps):
                 try:
                     report = self._load(step, state, strict=strict, allow_foreign=False)
                 except (DamagedCheckpointError, AbsentError) as error:
@@ -97,15 +97,19 @@ class RunReader:
                     ):  # deleted since, and loaded in part before
                         passed_over[step] = error
                 except Exception as error:
-                    for other, why in passed_over.items():
-                        error.add_note(f"Before that, step {other} was passed over: {why}")
+                    for other_step, reason in passed_over.items():
+                        error.add_note(f"Before that, step {other_step} was passed over: {reason}")
                     raise
                 else:
                     if self._ranks.is_first:
-                        self._warn(step, report, {newer: why for newer, why in passed_over.items() if newer > step})
+                        self._warn(
+                            step, report, {newer: reason for newer, reason in passed_over.items() if newer > step}
+                        )
                     return step
-            named, before = self._ranks.on_first(self._folder.named), named
-        damaged = {step: str(why) for step, why in passed_over.items() if isinstance(why, DamagedCheckpointError)}
+            steps, steps_before = self._ranks.on_first(self._folder.steps_with_folder), steps
+        damaged = {
+            step: str(reason) for step, reason in passed_over.items() if isinstance(reason, DamagedCheckpointError)
+        }
         if damaged:
             listed = "\n".join(damaged.values())
             raise DamagedCheckpointError(
@@ -123,10 +127,12 @@ class RunReader:
     def _warn(self, step: int, report: LoadReport, passed_over: Mapping[int, Exception]) -> None:
         """Log the newer steps that were not loaded, with a Python warning if one is damaged, and the state's misfits."""
         if passed_over:
-            listed = "; ".join(f"step {newer}: {' '.join(str(why).split())}" for newer, why in passed_over.items())
+            listed = "; ".join(
+                f"step {newer}: {' '.join(str(reason).split())}" for newer, reason in passed_over.items()
+            )
             text = f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {listed}"
             logger.warning(text)
-            if any(isinstance(why, DamagedCheckpointError) for why in passed_over.values()):
+            if any(isinstance(reason, DamagedCheckpointError) for reason in passed_over.values()):
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
         if report.missing or report.unexpected or report.mismatched:
             logger.warning(

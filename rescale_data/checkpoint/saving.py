@@ -144,11 +144,11 @@ def write(
 
 
 def _require_same_target(description: str, ranks: Ranks) -> None:
-    others = ranks.on_each(lambda: description)
-    if len(set(others)) > 1:
-        names = ", ".join(sorted(set(others))[:4])
+    descriptions = ranks.on_each(lambda: description)
+    if len(set(descriptions)) > 1:
+        names = ", ".join(sorted(set(descriptions))[:4])
         raise ValueError(
-            f"All ranks save one checkpoint, and they name {len(set(others))}: {names}. Give all the same."
+            f"All ranks save one checkpoint, and they name {len(set(descriptions))}: {names}. Give all the same."
         )
 
 

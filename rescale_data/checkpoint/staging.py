@@ -49,7 +49,10 @@ class Stager:
             Done when it is copied; and what gives the copy.
         """
         optimizer_owned = {
-            place for entry in entries for tensor in entry.optimizer_owned() if (place := address(tensor))
+            owned_address
+            for entry in entries
+            for tensor in entry.optimizer_owned()
+            if (owned_address := address(tensor))
         }
         deferred: Deferred = {}
         plain = map_leaves(plain_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))

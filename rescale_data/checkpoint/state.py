@@ -75,11 +75,11 @@ def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping
             raise TypeError(
                 f"{'.'.join((*path, str(key)))!r}: the key {key!r} is a {type(key).__name__}; keys are strings."
             )
-        here = (*path, key)
+        inner_path = (*path, key)
         if isinstance(value, Mapping) and value and not isinstance(value, Stateful) and _has_string_keys(value):
-            entries.extend(_walk(cast(Mapping[Any, Any], value), here))
+            entries.extend(_walk(cast(Mapping[Any, Any], value), inner_path))
         else:
-            entries.append((here, value, state))
+            entries.append((inner_path, value, state))
     return entries
 
 
@@ -153,7 +153,7 @@ def _refuse_inside(path: Path, value: Any) -> None:
 def refuse_unsavable(plain: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` naming each tensor that cannot be saved or loaded (meta, quantized, sparse), with a cure."""
     tensors = {".".join(path): leaf for path, leaf in leaves(plain) if isinstance(leaf, torch.Tensor)}
-    refused = [f"{name} {why}" for name, tensor in tensors.items() if (why := _reason(tensor))]
+    refused = [f"{name} {reason}" for name, tensor in tensors.items() if (reason := _reason(tensor))]
     if refused:
         listed = "\n  ".join(refused)
         raise ValueError(f"These tensors can be neither saved nor loaded; nothing was done:\n  {listed}")

@@ -39,12 +39,12 @@ def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[lis
     if isinstance(tree, Mapping):
         entries: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
         for key, inner in cast(Mapping[Any, Any], tree).items():
-            here = (*path, str(key))
-            entries += [([*here], key)] if isinstance(key, int | float | None) else []
-            entries += lost_in_names(inner, here)
+            inner_path = (*path, str(key))
+            entries += [([*inner_path], key)] if isinstance(key, int | float | None) else []
+            entries += lost_in_names(inner, inner_path)
         return entries
     items = cast("list[Any]", tree) if isinstance(tree, list) else []
-    return [lost for place, inner in enumerate(items) for lost in lost_in_names(inner, (*path, place))]
+    return [lost for index, inner in enumerate(items) for lost in lost_in_names(inner, (*path, index))]
 
 
 def map_leaves(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
@@ -52,7 +52,7 @@ def map_leaves(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tu
     if isinstance(value, Mapping):
         return {key: map_leaves(inner, work, (*path, key)) for key, inner in cast(Mapping[Any, Any], value).items()}
     if type(value) in (list, tuple):
-        return type(value)(map_leaves(inner, work, (*path, place)) for place, inner in enumerate(value))
+        return type(value)(map_leaves(inner, work, (*path, index)) for index, inner in enumerate(value))
     return work(path, value)
 
 
@@ -92,16 +92,20 @@ def with_loaded(live: Any, loaded: Mapping[str, Any], name: str) -> Any:
 def with_keys_of(live: Any, loaded: Any) -> Any:
     """Return ``loaded`` with the original keys and mapping types of ``live``; in ``loaded`` every key is a string."""
     if isinstance(live, Mapping) and isinstance(loaded, Mapping):
-        known = cast(Mapping[Any, Any], live)
-        keys = {str(key): key for key in known}
+        live_content = cast(Mapping[Any, Any], live)
+        keys = {str(key): key for key in live_content}
         items = cast(Mapping[Any, Any], loaded).items()
         return _of_same_type(
-            known, {(key := keys.get(name, name)): with_keys_of(known.get(key), value) for name, value in items}
+            live_content,
+            {(key := keys.get(name, name)): with_keys_of(live_content.get(key), value) for name, value in items},
         )
     if type(live) is list and type(loaded) is list:
-        known = cast("list[Any]", live)[: len(cast("list[Any]", loaded))]
-        rest = cast("list[Any]", loaded)[len(known) :]
-        return [*(with_keys_of(old, new) for old, new in zip(known, cast("list[Any]", loaded), strict=False)), *rest]
+        live_content = cast("list[Any]", live)[: len(cast("list[Any]", loaded))]
+        extra_items = cast("list[Any]", loaded)[len(live_content) :]
+        return [
+            *(with_keys_of(old, new) for old, new in zip(live_content, cast("list[Any]", loaded), strict=False)),
+            *extra_items,
+        ]
     return loaded
 
 

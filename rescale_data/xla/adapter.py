@@ -38,7 +38,7 @@ class XlaAdapter:
             return _unwrapped(tensor)
         planner: Any = SPMDSavePlanner()
         planner.set_up_planner({"": tensor}, is_coordinator=False)
-        pieces = Pieces.of(tensor, planner.create_local_plan().items)
+        pieces = Pieces.from_items(tensor, planner.create_local_plan().items)
         items_by_offset = pieces.distinct
         pieces.find = lambda index: planner.resolve_data(items_by_offset[index.offset])
         return pieces

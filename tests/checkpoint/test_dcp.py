@@ -65,7 +65,7 @@ def test_metadata_that_is_made_anew_is_what_dcp_wrote(tmp_path: Path) -> None:
         {key: (p.relative_path, p.offset, p.length) for key, p in of.storage_data.items()} for of in (ours, stock)
     ]
     assert places[0] == places[1]
-    saved = Contents.of(ours)
+    saved = Contents.from_metadata(ours)
     assert sorted(saved.values) == sorted(FLAT)
     assert saved.paths["model.layers.1"] == ("model", "layers", 1)
     weight = saved.values["model.weight"]

@@ -325,7 +325,7 @@ def test_a_failing_save_leaves_what_was_there(folder: str) -> None:
 def test_what_counts() -> None:
     old, new, stranger = Owner(1, "00000000"), Owner(2, "00000000"), Owner(9, "ffffffff")
     saves = [Save(old, 1), Save(old, 2), Save(new, 1), Save(stranger, 1)]
-    claims = Claims(known=[old, new], newest=new, accepts={"step-1": Save(old, 1).folder})
+    claims = Claims(all_owners=[old, new], newest=new, accepts={"step-1": Save(old, 1).folder})
 
     def of(*found: Save) -> Save | None:
         return valid_save([save.manifest for save in found], (claims, "step-1"))
@@ -338,5 +338,5 @@ def test_what_counts() -> None:
     assert of(*saves, deletion) == deletion
     assert valid_save([save.manifest for save in saves]) == Save(stranger, 1), "without any claim the highest"
     for save in (*saves, deletion):
-        assert Save.of_manifest(save.manifest) == save
-        assert Save.of_folder(save.folder) == save._replace(is_deletion=False)
+        assert Save.from_manifest(save.manifest) == save
+        assert Save.from_folder(save.folder) == save._replace(is_deletion=False)

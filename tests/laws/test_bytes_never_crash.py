@@ -94,7 +94,7 @@ def file_of(pickled: bytes) -> values.Memory:
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", pickled)
         archive.writestr("archive/data/0", bytes(range(24)))
-    return values.Memory.of(file.getvalue())
+    return values.Memory.from_bytes(file.getvalue())
 
 
 def pickled(value: Any) -> bytes:
@@ -353,7 +353,7 @@ ARRAYS = (SIMPLE | nps.nested_dtypes(SIMPLE, max_leaves=4)).flatmap(
 def test_any_array_comes_back(array: np.ndarray[Any, Any]) -> None:
     file = io.BytesIO()
     torch.save((array, array[()] if array.shape == () else None), file)
-    assert_same(values.load_safely(values.Memory.of(file.getvalue()))[0], array)
+    assert_same(values.load_safely(values.Memory.from_bytes(file.getvalue()))[0], array)
 
 
 class Trusted:
@@ -369,8 +369,8 @@ def test_a_class_that_is_allowed_is_given_arrays() -> None:
     given.array["itself"] = given
     torch.save([given, given], file)
     with torch.serialization.safe_globals([Trusted]):
-        first, second = values.load_safely(values.Memory.of(file.getvalue()))
+        first, second = values.load_safely(values.Memory.from_bytes(file.getvalue()))
     assert first is second is first.array["itself"]
     assert_same(first.array["a"], np.arange(3))
     with pytest.raises(ValueError, match="Trusted, which could run code"):
-        values.load_safely(values.Memory.of(file.getvalue()))
+        values.load_safely(values.Memory.from_bytes(file.getvalue()))

@@ -210,7 +210,7 @@ class World:
         return lambda: self._read(self.place.path(step))
 
     def latest(self) -> None:
-        for step in reversed(RunFolder(self.place.store, self.place.run).named()):
+        for step in reversed(RunFolder(self.place.store, self.place.run).steps_with_folder()):
             if self._read(self.place.path(str(step))):
                 return
 
@@ -245,7 +245,7 @@ class World:
     def end(self) -> None:
         """What was reported is there, unless somebody has saved or deleted the step since; and stock DCP finds the same."""
         for path, save, content, lone in self.told:
-            names = {other for other in map(Save.of_manifest, self.place.store.names(path)) if other}
+            names = {other for other in map(Save.from_manifest, self.place.store.names(path)) if other}
             later = {told.save for told in [*self.told, *self.deleted] if told.path == path} | names
             now = self.content(path)
             if lone and path != self.place.path("x"):
@@ -256,7 +256,7 @@ class World:
         owner.clean()
         for name, save in owner.saves.items():
             folder = join(self.place.run, name)
-            if not save.is_deletion and save.owner in owner._claims.known:
+            if not save.is_deletion and save.owner in owner._claims.all_owners:
                 store = self.place.store
                 assert store.read(join(folder, ".metadata")) == store.read(join(folder, save.folder, ".metadata"))
 

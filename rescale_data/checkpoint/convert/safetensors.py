@@ -89,7 +89,9 @@ def to_safetensors(
         with new_folder(store, final) as working:
             _write_files(store, working, stored, values, files, budget)
         hidden = [
-            key for key, value in values.items() if any(isinstance(part, torch.Tensor) for part in nested_values(value))
+            key
+            for key, value in values.items()
+            if any(isinstance(inner, torch.Tensor) for inner in nested_values(value))
         ]
         if hidden:
             names = ", ".join(hidden)
@@ -154,16 +156,16 @@ def _mapped_by_index(source: Path) -> dict[str, Any]:
         raise ValueError(f"{source} holds {len(indices)} indices, {indices[0].name} and others. Give a folder of each.")
     weight_map = _weight_map(indices[0]) if indices else None
     files = {file.name for file in source.glob("*.safetensors")}
-    wanted = files if weight_map is None else set(weight_map.values())
-    wanted = wanted | {name for file in wanted for name in _files_of_set(file)}
-    if not wanted:
+    file_names = files if weight_map is None else set(weight_map.values())
+    file_names = file_names | {name for file in file_names for name in _files_of_set(file)}
+    if not file_names:
         raise FileNotFoundError(f"No *.safetensors in {source}.{_contents_of(source)}")
-    if missing := sorted(name for name in wanted if not (source / name).is_file()):
+    if missing := sorted(name for name in file_names if not (source / name).is_file()):
         raise FileNotFoundError(
             f"{source} holds only a part of a conversion: {missing[:3]}{' ...' if len(missing) > 3 else ''} "
             f"{'is' if len(missing) == 1 else 'are'} missing. Copy all files, or convert again into another folder."
         )
-    leaves = _map_files([source / name for name in sorted(wanted)])
+    leaves = _map_files([source / name for name in sorted(file_names)])
     if missing_tensors := sorted((weight_map or {}).keys() - leaves.keys()):
         raise ValueError(
             f"{indices[0]} names {missing_tensors[:3]}, which its files do not hold: they are of another conversion."

@@ -117,7 +117,7 @@ def map_file(file: str) -> dict[str, Any]:
         ValueError: it is no such file, holds code, or is not a dict.
     """
     try:
-        content = load_safely(Memory.of_file(file))
+        content = load_safely(Memory.from_file(file))
     except ValueError as error:
         raise ValueError(
             f"{file} cannot be read: {error}. It must be a file of torch.save in its zip format (the default since 1.6) that "
@@ -154,7 +154,7 @@ class TorchFileWriter:
             read: Gives the tensors for these names, in their order.
         """
         names = {id(tensor): name for name, tensor in self.tensors.items()}
-        tensors = _TensorCollector.of(tree, set(names))
+        tensors = _TensorCollector.collect(tree, set(names))
         new_tensors = iter(read([names[id(tensor)] for tensor in tensors if id(tensor) in names]))
         contents = (next(new_tensors) if id(tensor) in names else _storage(tensor) for tensor in tensors)
         with tempfile.TemporaryFile() as skeleton:
@@ -182,7 +182,7 @@ class _TensorCollector(pickle.Pickler):
         self.tensors: dict[tuple[str, int], torch.Tensor] = {}
 
     @classmethod
-    def of(cls, tree: Any, placeholder_ids: set[int]) -> list[torch.Tensor]:
+    def collect(cls, tree: Any, placeholder_ids: set[int]) -> list[torch.Tensor]:
         pickler = cls(placeholder_ids)
         pickler.dump(tree)
         return list(pickler.tensors.values())

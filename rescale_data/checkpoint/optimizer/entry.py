@@ -52,16 +52,16 @@ class OptimizerEntry(Entry):
             return {}
         if not self._groups:
             return {"state": {}, GROUPS: [{"params": group["params"]} for group in self._live[GROUPS]]}
-        self._saved_indices, different = match_groups([group["params"] for group in self._live[GROUPS]], names)
+        self._saved_indices, difference = match_groups([group["params"] for group in self._live[GROUPS]], names)
         unmatched = (
             group["params"] for group, n in zip(self._live[GROUPS], self._saved_indices, strict=True) if n is None
         )
-        self.refusals = {f"{self.name}.{GROUPS}": different} if different else {}
-        self._kept = {*chain(*unmatched)}  # parameters whose state is not taken
+        self.refusals = {f"{self.name}.{GROUPS}": difference} if difference else {}
+        self._unmatched = {*chain(*unmatched)}  # parameters whose state is not taken
         matched = dict(zip(self._saved_indices, self._live[GROUPS], strict=True))
         groups = [_allocate_group(saved, matched.get(number, {})) for number, saved in enumerate(self._groups)]
         content = {"state": self._allocate_state(states), GROUPS: groups}
-        self.left_out = {*self.refusals, *(f"{self.name}.state.{name}" for name in self._kept)}
+        self.left_out = {*self.refusals, *(f"{self.name}.state.{name}" for name in self._unmatched)}
         return content
 
     def _saved_names(self, reader: Reader) -> list[Names]:
@@ -71,14 +71,14 @@ class OptimizerEntry(Entry):
         return [values.get(f"{prefix}.{number}.params") or [] for number in range(len(self._groups))]
 
     def _allocate_state(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        first, tensors = first_state(self.optimizer, [*self._parameters.values()]), dict[str, Any]()
-        for name in (name for name in states if name in self._parameters and name not in self._kept):
+        first_states, tensors = first_state(self.optimizer, [*self._parameters.values()]), dict[str, Any]()
+        for name in (name for name in states if name in self._parameters and name not in self._unmatched):
             parameter = self._parameters[name]
-            live = self.optimizer.state.get(parameter) or first.get(parameter, {})
+            live = self.optimizer.state.get(parameter) or first_states.get(parameter, {})
             tensors[name], misfits = allocate(self.optimizer, parameter, live, states[name])
             if misfits:
                 del tensors[name]
-                self._kept.add(name)
+                self._unmatched.add(name)
                 self.refusals |= {f"{self.name}.state.{name}.{entry}": text for entry, text in misfits.items()}
         return tensors
 
@@ -87,8 +87,10 @@ class OptimizerEntry(Entry):
         if not self._groups:
             return
         live, index = self._live["state"], {name: number for number, name in enumerate(self._parameters)}
-        kept = {name: entries for name, entries in live.items() if name in self._kept}
-        states = {index[name]: with_keys_of(live.get(name), new) for name, new in {**loaded["state"], **kept}.items()}
+        kept_states = {name: entries for name, entries in live.items() if name in self._unmatched}
+        states = {
+            index[name]: with_keys_of(live.get(name), new) for name, new in {**loaded["state"], **kept_states}.items()
+        }
         groups = [
             {
                 **group,
@@ -111,18 +113,18 @@ def match_groups(groups: Sequence[Names], saved: Sequence[Names]) -> tuple[list[
 
     Groups with equal parameters (none) go in order.
     """
-    places: defaultdict[frozenset[str], deque[int]] = defaultdict(deque)
+    numbers_by_names: defaultdict[frozenset[str], deque[int]] = defaultdict(deque)
     for number, names in enumerate(saved):
-        places[frozenset(names)].append(number)
-    queues = [places[frozenset(names)] for names in groups]
+        numbers_by_names[frozenset(names)].append(number)
+    queues = [numbers_by_names[frozenset(names)] for names in groups]
     numbers = [queue.popleft() if queue else None for queue in queues]
     unmatched = [f"group {n} of the state, {_first_few(names)}" for n, names in enumerate(groups) if numbers[n] is None]
     unmatched += [f"group {n} of the checkpoint, {_first_few(saved[n])}" for n in set(range(len(saved))) - {*numbers}]
-    different = (
+    difference = (
         f"{len(groups)} parameter groups in the state and {len(saved)} in the checkpoint. Without a match: "
         f"{'; '.join(unmatched[:4])}. Group the parameters as in the run that saved"
     )
-    return numbers, different if unmatched else ""
+    return numbers, difference if unmatched else ""
 
 
 def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], names: list[Names]) -> str:

@@ -21,16 +21,16 @@ def owning_module(
     name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple[str, ...], nn.Module]]
 ) -> nn.Module:
     """Return the module that has all parameters of the optimizer, or several modules combined into one."""
-    wanted = {id(parameter) for parameter in parameters_of(optimizer)}
-    owned = [(path, module, wanted & {id(p) for p in module.parameters()}) for path, module in modules]
+    wanted_ids = {id(parameter) for parameter in parameters_of(optimizer)}
+    owned = [(path, module, wanted_ids & {id(param) for param in module.parameters()}) for path, module in modules]
     for _, module, parameters in owned:
-        if parameters == wanted:
+        if parameters == wanted_ids:
             return module
-    if wanted <= {parameter for _, _, parameters in owned for parameter in parameters}:
+    if wanted_ids <= {parameter for _, _, parameters in owned for parameter in parameters}:
         return _combined({"/".join(path): module for path, module, parameters in owned if parameters})
     raise ValueError(
         f"The parameters of the optimizer {name!r} are not those of a module in the state "
-        f"({[p for p, _ in modules] or 'there is none'}), so they have no names. "
+        f"({[path for path, _ in modules] or 'there is none'}), so they have no names. "
         f'Put its model into the state too: {{"model": model, "{name}": optimizer}}.'
     )
 

@@ -50,13 +50,13 @@ class Save(NamedTuple):
     is_deletion: bool = False
 
     @classmethod
-    def of_folder(cls, name: str) -> Save | None:
+    def from_folder(cls, name: str) -> Save | None:
         """Return the save whose data lie in a folder of this name; None for any other name."""
         match = _FOLDER.fullmatch(name)
         return cls(Owner(int(match[1]), match[2]), int(match[3])) if match else None
 
     @classmethod
-    def of_manifest(cls, name: str) -> Save | None:
+    def from_manifest(cls, name: str) -> Save | None:
         """Return the save whose manifest has this name; None for any other name."""
         match = _MANIFEST.fullmatch(name)
         return cls(Owner(int(match[1]), match[2]), int(match[3]), match[4] is not None) if match else None
@@ -72,7 +72,7 @@ class Save(NamedTuple):
 
 def save_of(name: str) -> Save | None:
     """Return the save that a file or folder of a step belongs to, by its name; None for any other name."""
-    return Save.of_folder(name) or Save.of_manifest(UNFINISHED.sub("", name))
+    return Save.from_folder(name) or Save.from_manifest(UNFINISHED.sub("", name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +80,23 @@ class Claims:
     """All owners of a folder so far, and the saves that the newest finished claim accepts.
 
     Args:
-        known: All owners, in order.
+        all_owners: All owners, in order.
         newest: The owner of the newest finished claim.
         accepts: The folders of the saves that this claim accepts, by the name of the step.
     """
 
-    known: Collection[Owner] = ()
+    all_owners: Collection[Owner] = ()
     newest: Owner | None = None
     accepts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def read(cls, store: Store, folder: str, *, without: Owner | None = None) -> Self:
         """List the claims of `folder`, and read the newest finished one."""
-        known = owners(store, folder)
-        for owner in reversed(known):
+        all_owners = owners(store, folder)
+        for owner in reversed(all_owners):
             if owner != without and (accepts := read_claim(store, folder, owner)["accepts"]) is not None:
-                return cls(known=known, newest=owner, accepts=accepts)
-        return cls(known=known)
+                return cls(all_owners=all_owners, newest=owner, accepts=accepts)
+        return cls(all_owners=all_owners)
 
 
 def owners(store: Store, folder: str) -> list[Owner]:
@@ -137,13 +137,13 @@ def valid_save(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
         names: In the folder of the step.
         views: Of each folder whose claims decide, from the outer one, its claims and the name of the step in there.
     """
-    saves = [save for save in map(Save.of_manifest, names) if save]
+    saves = [save for save in map(Save.from_manifest, names) if save]
     for claims, step in views:
         saves = [
             save
             for save in saves
             if save.owner == claims.newest
-            or save.owner not in claims.known
+            or save.owner not in claims.all_owners
             or (save.folder == claims.accepts.get(step) and not save.is_deletion)
         ]
     for claims, _ in views:
@@ -164,16 +164,16 @@ def find(store: Store, path: str, run: Claims | None = None) -> Save | None:
     Args:
         run: The claims of its run, where they are known already.
     """
-    names, before = store.names(path), list[str]()
+    names, names_before = store.names(path), list[str]()
     folder, step = run_and_step(path)
     # Again, since an owner may have replaced all that was listed, and another one opened the run, before its claims were read.
-    while any(map(Save.of_manifest, names)) and names != before:
+    while any(map(Save.from_manifest, names)) and names != names_before:
         views = [(run or Claims.read(store, folder), step)] if step != LONE else []
         if CLAIMS in names:
             views.append((Claims.read(store, path), LONE))
         if (save := valid_save(names, *views)) is not None:
             return None if save.is_deletion else save
-        names, before = store.names(path), names
+        names, names_before = store.names(path), names
     return None
 
 

@@ -72,16 +72,16 @@ class Ownership:
         self._committing: Save | None = None
         self._claims_read: dict[Owner, dict[str, Any]] = {}
         self._metrics: dict[Save, dict[str, float]] = {}
-        saves = [save for save in map(Save.of_manifest, store.names(path)) if save]
+        saves = [save for save in map(Save.from_manifest, store.names(path)) if save]
         if saves and not lone:
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
         if saves and run_and_step(path)[1] != LONE:
             newest = Claims.read(store, run_and_step(path)[0]).newest
             if any(save.owner == newest for save in saves):
                 raise _manager_error(path)
-        known = owners(store, path)
-        self._supersede(known, wait)
-        numbers = [owner.number for owner in known] + [save.owner.number for save in saves]
+        earlier_owners = owners(store, path)
+        self._supersede(earlier_owners, wait)
+        numbers = [owner.number for owner in earlier_owners] + [save.owner.number for save in saves]
         self.owner = Owner(1 + max(numbers, default=0), uuid.uuid4().hex[:8])
         self._claim: dict[str, Any] = {
             "holder": this_process(),
@@ -116,7 +116,7 @@ class Ownership:
         self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._to_restore)}
         self._put_claim()
         self.look()
-        self._claims = Claims(known=self._claims.known, newest=self.owner, accepts=self._claim["accepts"])
+        self._claims = Claims(all_owners=self._claims.all_owners, newest=self.owner, accepts=self._claim["accepts"])
         if not self._lone:
             self.store.mkdir(join(self.path, LEASES))
             self._leases.append(Lease(self.store.files, self._lease_of(self.owner), {"owner": str(self.owner)}))
@@ -125,9 +125,9 @@ class Ownership:
         """Raise `SupersededError` if there is a newer claim."""
         newest = max(owners(self.store, self.path), default=self.owner)
         if newest > self.owner:
-            who = _holder_name(read_claim(self.store, self.path, newest)["holder"])
+            holder = _holder_name(read_claim(self.store, self.path, newest)["holder"])
             raise SupersededError(
-                f"{self.path} was opened for writing by {who} after this process had opened it (claim {newest} after "
+                f"{self.path} was opened for writing by {holder} after this process had opened it (claim {newest} after "
                 f"{self.owner}): this process may not save there any more. End the job that should not run, or give it "
                 f"another folder."
             )
@@ -194,8 +194,8 @@ class Ownership:
             self.store.rm_file(final)
             self.saves.pop(name, None)
             return "gone"
-        if (seen := lease_state(self._readers.look(), self._leased_step(name))) != "gone":
-            return seen
+        if (lease := lease_state(self._readers.look(), self._leased_step(name))) != "gone":
+            return lease
         save = self._new_save()._replace(is_deletion=True)
         _put_twice(self.store, join(final, save.manifest), Manifest(save_id=save.folder).to_json())
         self._claim["accepts"].pop(name, None)
@@ -266,29 +266,29 @@ class Ownership:
         """Return the entries of a step's folder that belong to obsolete saves; all entries if `save` is a deletion."""
         if save is not None and save.is_deletion:
             return list(names)
-        return [name for name in names if (other := save_of(name)) and self._is_obsolete(other, save, names)]
+        return [name for name in names if (other_save := save_of(name)) and self._is_obsolete(other_save, save, names)]
 
-    def _is_obsolete(self, other: Save, save: Save | None, names: list[str]) -> bool:
-        if other.owner == self.owner:  # the manifest of a save that failed may still come, below a later one
-            return save is not None and save.owner == self.owner and other.serial < save.serial
-        claim = self._claim_of(other.owner)
+    def _is_obsolete(self, other_save: Save, save: Save | None, names: list[str]) -> bool:
+        if other_save.owner == self.owner:  # the manifest of a save that failed may still come, below a later one
+            return save is not None and save.owner == self.owner and other_save.serial < save.serial
+        claim = self._claim_of(other_save.owner)
         if claim.get("url") != self.path:
             return False
         if save is not None:
-            return other.folder != save.folder
+            return other_save.folder != save.folder
         # Nobody's but where its owner was told of it: then somebody has taken the step away and put it back.
-        return other.manifest not in names or other.serial > claim["saved"]
+        return other_save.manifest not in names or other_save.serial > claim["saved"]
 
     def _deletion(self, names: list[str]) -> Save | None:
         """Return the deletion that an earlier owner began in a step's folder without a valid checkpoint, or None."""
-        for save in map(Save.of_manifest, names):
+        for save in map(Save.from_manifest, names):
             if save and save.is_deletion and self._claim_of(save.owner).get("url") == self.path:
                 return save
         return None
 
     def _claim_of(self, owner: Owner) -> dict[str, Any]:
         """Return the claim of an owner, read once; empty if there is none. In a copied folder its URL is the original's."""
-        if owner not in self._claims_read and owner in self._claims.known:
+        if owner not in self._claims_read and owner in self._claims.all_owners:
             self._claims_read[owner] = read_claim(self.store, self.path, owner)
         return self._claims_read.get(owner, {})
 
@@ -296,33 +296,33 @@ class Ownership:
         final, save = self._step_folder(name), self.saves.get(name)
         if save is None or save.is_deletion or self._claim_of(save.owner).get("url") != self.path:
             return
-        own, copy = self.store.read(join(final, save.folder, METADATA)), join(final, METADATA)
+        metadata, copy_path = self.store.read(join(final, save.folder, METADATA)), join(final, METADATA)
         with contextlib.suppress(FileNotFoundError):
-            if self.store.read(copy) == own:
+            if self.store.read(copy_path) == metadata:
                 return
-        self.store.put(copy, own)
+        self.store.put(copy_path, metadata)
 
-    def _supersede(self, known: list[Owner], wait: bool | None) -> None:
+    def _supersede(self, earlier_owners: list[Owner], wait: bool | None) -> None:
         """Raise ``ValueError`` if the last owner still runs; warn if it did not close the folder and may still run."""
-        if not known:
+        if not earlier_owners:
             return
-        last = known[-1]
-        claim = read_claim(self.store, self.path, last)
+        last_owner = earlier_owners[-1]
+        claim = read_claim(self.store, self.path, last_owner)
         is_own, holder = claim["holder"] == this_process(), _holder_name(claim["holder"])
-        if is_own and last in _owned_here:
+        if is_own and last_owner in _owned_here:
             gc.collect()  # a manager that was dropped may wait for that
             holder = "this process"
-        running = not claim["closed"] and (last in _owned_here if is_own else is_running(claim["holder"]))
-        if running is None and wait is not None:
-            running = self._is_owner_alive(last, wait=wait)
-        if running and wait is None and claim["url"] != self.path:  # this is a copy of its folder, or another mount
-            running, holder = None, f"{holder} as {claim['url']}"
-        if running:
+        is_alive = not claim["closed"] and (last_owner in _owned_here if is_own else is_running(claim["holder"]))
+        if is_alive is None and wait is not None:
+            is_alive = self._is_owner_alive(last_owner, wait=wait)
+        if is_alive and wait is None and claim["url"] != self.path:  # this is a copy of its folder, or another mount
+            is_alive, holder = None, f"{holder} as {claim['url']}"
+        if is_alive:
             raise ValueError(
                 f"{self.path} is held by {holder}, which saves to it. End that first (a CheckpointManager of this process by "
                 f"close()), or give this run another folder; to read the checkpoints there use RunReader."
             )
-        if running is None:
+        if is_alive is None:
             logger.warning(
                 "%s was opened for writing by %s, which did not close it. If it still runs, its saves here fail from now on.",
                 self.path,
@@ -330,14 +330,14 @@ class Ownership:
             )
 
     def _is_owner_alive(self, owner: Owner, *, wait: bool) -> bool:
-        while (seen := self._readers.watch.look(self._lease_of(owner))[0]) == "undecided":
+        while (state := self._readers.watch.look(self._lease_of(owner))[0]) == "undecided":
             if not wait:
                 raise ValueError(
                     f"One look does not tell if the owner {owner} of {self.path} still runs. Try again with --wait, which "
                     f"looks twice, about a minute apart."
                 )
             time.sleep(RENEW_SECONDS)
-        return seen == "alive"
+        return state == "alive"
 
     def _put_claim(self) -> None:
         put_claim(self.store, self.path, self.owner, self._claim)
@@ -368,13 +368,15 @@ def prepare(store: Store, final: str, *, overwrite: bool) -> None:
         if store.is_file(final):
             raise ValueError(f"{final} is a file; a checkpoint is a folder. Give another path, or move the file away.")
         names = store.names(final)
-        if any(name == METADATA or ((save := Save.of_manifest(name)) and not save.is_deletion) for name in names):
+        if any(name == METADATA or ((save := Save.from_manifest(name)) and not save.is_deletion) for name in names):
             if not overwrite:
                 raise ValueError(
                     f"{final} already holds a checkpoint. Give another path, or overwrite=True to replace it."
                 )
-        elif others := [name for name in names if not _is_ours(name)]:
-            raise ValueError(f"{final} holds {others[:3]} and is no checkpoint; it is not replaced. Give another path.")
+        elif other_names := [name for name in names if not _is_ours(name)]:
+            raise ValueError(
+                f"{final} holds {other_names[:3]} and is no checkpoint; it is not replaced. Give another path."
+            )
     if store.is_link(final):
         _link_files(store, final)
 

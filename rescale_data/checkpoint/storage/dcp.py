@@ -62,10 +62,12 @@ class Contents:
     without_path: frozenset[str]
 
     @classmethod
-    def of(cls, metadata: Metadata) -> Contents:
-        saved, known = metadata.state_dict_metadata, metadata.planner_data or {}
-        paths = {name: tuple(known.get(name, (name,))) for name in saved}
-        return cls({name: _meta(value) for name, value in saved.items()}, paths, frozenset(saved.keys() - known.keys()))
+    def from_metadata(cls, metadata: Metadata) -> Contents:
+        saved, planner_paths = metadata.state_dict_metadata, metadata.planner_data or {}
+        paths = {name: tuple(planner_paths.get(name, (name,))) for name in saved}
+        return cls(
+            {name: _meta(value) for name, value in saved.items()}, paths, frozenset(saved.keys() - planner_paths.keys())
+        )
 
     def under(self, root: tuple[str, ...]) -> Contents:
         """Return the contents below a path; their paths are relative to it."""
@@ -76,8 +78,8 @@ class Contents:
 
 
 def _meta(saved: Any) -> torch.Tensor | None:
-    tensor = isinstance(saved, TensorStorageMetadata)
-    return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta") if tensor else None
+    is_tensor = isinstance(saved, TensorStorageMetadata)
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta") if is_tensor else None
 
 
 def save_id_of(metadata: Metadata) -> str:
@@ -87,8 +89,8 @@ def save_id_of(metadata: Metadata) -> str:
 def minimum_sizes(metadata: Metadata) -> dict[str, int]:
     """Return the minimum size of each file in bytes: the end of its last piece."""
     ends: dict[str, int] = {}
-    for place in cast(dict[Any, Any], metadata.storage_data or {}).values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for location in cast(dict[Any, Any], metadata.storage_data or {}).values():
+        ends[location.relative_path] = max(ends.get(location.relative_path, 0), location.offset + location.length)
     return ends
 
 
@@ -108,8 +110,8 @@ class Pieces(torch.Tensor):
     commit: Callable[[ReadItem, torch.Tensor], None]
 
     @classmethod
-    def of(cls, whole: torch.Tensor, items: list[WriteItem]) -> Self:
-        pieces = torch.empty((), dtype=whole.dtype, device="cpu").expand(whole.shape).as_subclass(cls)
+    def from_items(cls, full_tensor: torch.Tensor, items: list[WriteItem]) -> Self:
+        pieces = torch.empty((), dtype=full_tensor.dtype, device="cpu").expand(full_tensor.shape).as_subclass(cls)
         pieces.items = items
         return pieces
 
@@ -123,7 +125,7 @@ class Pieces(torch.Tensor):
 
     def detached_copy(self) -> Self:
         """Replace the live pieces by copies; return `self`."""
-        copies = {place: self.find(item.index) for place, item in self.distinct.items()}
+        copies = {offset: self.find(item.index) for offset, item in self.distinct.items()}
         self.find = lambda index: copies[index.offset]
         return self
 
@@ -175,7 +177,7 @@ class Reader(ABC):
     @functools.cached_property
     def contents(self) -> Contents:
         """Names, shapes, dtypes and paths of the values in the checkpoint."""
-        return Contents.of(self.metadata)
+        return Contents.from_metadata(self.metadata)
 
     def load(self, values: dict[str, Any]) -> dict[str, Any]:
         """Load values by flattened name, tensors in place, and return `values`.
@@ -191,10 +193,10 @@ class Reader(ABC):
                 if item.type is LoadItemType.BYTE_IO:
                     values[item.dest_index.fqn] = value
                     continue
-                part = planner.resolve_tensor(item).detach()
-                _copy(item, value, part)
+                destination = planner.resolve_tensor(item).detach()
+                _copy(item, value, destination)
                 if isinstance(target, Pieces):
-                    target.commit(item, part)
+                    target.commit(item, destination)
         except OSError as error:
             raise error_with_cure(error, f"Loading {self.name}") from error
         return values
@@ -202,18 +204,22 @@ class Reader(ABC):
     def values(self, names: Iterable[str]) -> dict[str, Any]:
         """Return plain values and whole tensors on the CPU, by flattened name."""
         saved = {name: self.contents.values[name] for name in names}
-        return self.load({k: None if t is None else torch.empty_like(t, device="cpu") for k, t in saved.items()})
+        return self.load(
+            {key: None if tensor is None else torch.empty_like(tensor, device="cpu") for key, tensor in saved.items()}
+        )
 
 
-def _copy(item: ReadItem, whole: torch.Tensor, target: torch.Tensor) -> None:
+def _copy(item: ReadItem, stored_tensor: torch.Tensor, target: torch.Tensor) -> None:
     """Copy the part that a read item requests from a stored tensor (or piece) into a tensor."""
-    part = whole[tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))]
-    if (part.shape, part.dtype) != (target.shape, target.dtype):
-        stored, declared = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (part, target))
+    requested = stored_tensor[
+        tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))
+    ]
+    if (requested.shape, requested.dtype) != (target.shape, target.dtype):
+        stored, declared = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (requested, target))
         raise DamagedCheckpointError(
             f"{item.storage_index.fqn} is {stored} in its file, and {declared} in the metadata"
         )
-    target.copy_(part)
+    target.copy_(requested)
 
 
 class FilesReader(Reader):
@@ -236,24 +242,26 @@ class FilesReader(Reader):
     @functools.cached_property
     def pieces(self) -> dict[str, dict[tuple[int, int], int | None]]:
         """Checksum of each piece, by file name and then by (offset, size), in the order of offsets."""
-        places_of: dict[str, list[tuple[int, int]]] = {}
-        for place in cast(dict[Any, Any], self.metadata.storage_data).values():
-            places_of.setdefault(place.relative_path, []).append((place.offset, place.length))
-        return {name: _with_checksums(name, sorted(places), self.crc32s(name)) for name, places in places_of.items()}
+        ranges_of: dict[str, list[tuple[int, int]]] = {}
+        for location in cast(dict[Any, Any], self.metadata.storage_data).values():
+            ranges_of.setdefault(location.relative_path, []).append((location.offset, location.length))
+        return {name: _with_checksums(name, sorted(ranges), self.crc32s(name)) for name, ranges in ranges_of.items()}
 
     def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
-        places = [cast(dict[Any, Any], self.metadata.storage_data)[item.storage_index] for item in items]
-        if any(place.transform_descriptors for place in places):
+        locations = [cast(dict[Any, Any], self.metadata.storage_data)[item.storage_index] for item in items]
+        if any(location.transform_descriptors for location in locations):
             raise ValueError(
                 f"{self.name} was compressed when it was saved. Load it with DCP's own load, and save it anew."
             )
-        wanted = sorted((place.relative_path, place.offset, place.length, n) for n, place in enumerate(places))
+        requested = sorted(
+            (location.relative_path, location.offset, location.length, n) for n, location in enumerate(locations)
+        )
         buffer = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
-        for name, of_file in itertools.groupby(wanted, operator.itemgetter(0)):
+        for name, in_file in itertools.groupby(requested, operator.itemgetter(0)):
             self.check()
             with self._files.create_stream(self._files.concat_path(self.path, name), "rb") as stream:
-                for (start, size), same in itertools.groupby(of_file, operator.itemgetter(1, 2)):
-                    requests = [items[n] for *_, n in same]
+                for (start, size), same_piece in itertools.groupby(in_file, operator.itemgetter(1, 2)):
+                    requests = [items[n] for *_, n in same_piece]
                     is_kept = requests[0].type is LoadItemType.BYTE_IO
                     memory = Memory.empty(size) if is_kept else _buffer_for(buffer, size)
                     buffer = buffer if is_kept else memory
@@ -279,8 +287,8 @@ def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None,
     """
     piece = memoryview(buffer)[len(buffer) - size :]
     stream.seek(start)
-    if (got := stream.readinto(piece)) != size:
-        raise DamagedCheckpointError(f"{name} ends {size - got} bytes too early, at {start + got}")
+    if (num_read := stream.readinto(piece)) != size:
+        raise DamagedCheckpointError(f"{name} ends {size - num_read} bytes too early, at {start + num_read}")
     if crc32 not in (None, zlib.crc32(piece)):
         raise DamagedCheckpointError(
             f"{name} is not what was saved: its bytes {start} to {start + size} have another checksum"
@@ -292,15 +300,15 @@ def _buffer_for(used: Memory, size: int) -> Memory:
     return used if len(used) >= size and (len(used) - size) % _ALIGNED == 0 else Memory.empty(size)
 
 
-def _with_checksums(name: str, places: list[tuple[int, int]], crc32s: str) -> dict[tuple[int, int], int | None]:
+def _with_checksums(name: str, ranges: list[tuple[int, int]], crc32s: str) -> dict[tuple[int, int], int | None]:
     if not crc32s:
-        return dict.fromkeys(places)
-    numbers = [int(crc32s[at : at + 8], 16) for at in range(0, len(crc32s), 8)]
-    if len(numbers) != len(places):
+        return dict.fromkeys(ranges)
+    checksums = [int(crc32s[offset : offset + 8], 16) for offset in range(0, len(crc32s), 8)]
+    if len(checksums) != len(ranges):
         raise DamagedCheckpointError(
-            f"{name} has {len(places)} pieces in the metadata and {len(numbers)} in the manifest"
+            f"{name} has {len(ranges)} pieces in the metadata and {len(checksums)} in the manifest"
         )
-    return dict(zip(places, numbers, strict=True))
+    return dict(zip(ranges, checksums, strict=True))
 
 
 class ValuesReader(Reader):
@@ -314,8 +322,8 @@ class ValuesReader(Reader):
         self._values, self._paths = flatten(tree)
 
     def read_metadata(self) -> Metadata:
-        whole = {key: _whole_metadata(value) for key, value in self._values.items()}
-        return Metadata(whole, planner_data=self._paths, storage_data={})
+        metadata = {key: _whole_metadata(value) for key, value in self._values.items()}
+        return Metadata(metadata, planner_data=self._paths, storage_data={})
 
     def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
         return ((item, self._values[item.storage_index.fqn]) for item in items)

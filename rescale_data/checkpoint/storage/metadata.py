@@ -76,14 +76,14 @@ _FREQUENT: dict[str, Any] = {
 }
 
 
-def _metadata(read: Any) -> dcp.Metadata:
-    given = _fields(read)
-    meta = _fields(given.get("storage_meta"))
+def _metadata(metadata_record: Any) -> dcp.Metadata:
+    fields = _fields(metadata_record)
+    meta = _fields(fields.get("storage_meta"))
     return dcp.Metadata(
-        {checked(name, str): _value_metadata(value) for name, value in given["state_dict_metadata"].items()},
-        planner_data=_paths(given.get("planner_data")),
+        {checked(name, str): _value_metadata(value) for name, value in fields["state_dict_metadata"].items()},
+        planner_data=_paths(fields.get("planner_data")),
         storage_data={
-            _index(vars(key)): _location(vars(place)) for key, place in (given["storage_data"] or {}).items()
+            _index(vars(key)): _location(vars(location)) for key, location in (fields["storage_data"] or {}).items()
         },
         storage_meta=dcp.StorageMeta(save_id=meta.get("save_id")),
     )
@@ -96,13 +96,14 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _value_metadata(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
-    given = _fields(value)
-    if "chunks" not in given:
+    fields = _fields(value)
+    if "chunks" not in fields:
         return dcp.BytesStorageMetadata()
     chunks = [
-        dcp.ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in map(vars, given["chunks"])
+        dcp.ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"]))
+        for chunk in map(vars, fields["chunks"])
     ]
-    return dcp.TensorStorageMetadata(_properties(given["properties"]), _size(given["size"]), chunks)
+    return dcp.TensorStorageMetadata(_properties(fields["properties"]), _size(fields["size"]), chunks)
 
 
 def _properties(properties: Any) -> dcp.TensorProperties:
@@ -119,15 +120,15 @@ def _index(key: Mapping[str, Any]) -> dcp.MetadataIndex:
     )
 
 
-def _location(place: Mapping[str, Any]) -> SimpleNamespace:
+def _location(location: Mapping[str, Any]) -> SimpleNamespace:
     """Return the file, offset and length of a saved value, with checked types."""
-    name = checked(place["relative_path"], str)
+    name = checked(location["relative_path"], str)
     refuse_outside_path(name)
-    transforms = place.get("transform_descriptors")
+    transforms = location.get("transform_descriptors")
     return SimpleNamespace(
         relative_path=name,
-        offset=int(place["offset"]),
-        length=int(place["length"]),
+        offset=int(location["offset"]),
+        length=int(location["length"]),
         transform_descriptors=None if transforms is None else tuple(checked(t, str) for t in transforms),
     )
 

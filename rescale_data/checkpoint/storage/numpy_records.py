@@ -24,14 +24,14 @@ Build = Callable[[Any], Any]
 
 def _dtype(build: Build, record: Record) -> np.dtype[Any]:
     code, state = record.args[0], (*(record.state or ()), *(None,) * 9)[:9]
-    _, order, part, names, fields, size, _, _, unit = state
+    _, order, base, names, fields, size, _, _, unit = state
     if not (isinstance(code, str) and _CODE.fullmatch(code)):
         raise ValueError(f"a dtype of {code!r}")
-    if part is not None:
-        dtype = np.dtype((build(part[0]), checked_sizes(part[1])))
+    if base is not None:
+        dtype = np.dtype((build(base[0]), checked_sizes(base[1])))
     elif names is not None:
-        parts: list[Any] = [(*cast(Any, fields)[name], None)[:3] for name in names]
-        formats, offsets, titles = zip(*parts, strict=True)
+        field_specs: list[Any] = [(*cast(Any, fields)[name], None)[:3] for name in names]
+        formats, offsets, titles = zip(*field_specs, strict=True)
         spec = {"names": names, "formats": [*map(build, formats)], "offsets": offsets, "titles": titles}
         dtype = np.dtype(cast(Any, {**spec, "itemsize": size}))
     elif code[0] in "mM" and unit is not None:
@@ -59,8 +59,8 @@ def _array(build: Build, record: Record) -> np.ndarray[Any, Any]:
         if type(data) is not list or len(cast("list[Any]", data)) != math.prod(sizes):
             raise ValueError("an array of objects whose list has another length")
         flat = np.empty(len(cast("list[Any]", data)), object)
-        for place, item in enumerate(cast("list[Any]", data)):
-            flat[place] = build(item)
+        for index, item in enumerate(cast("list[Any]", data)):
+            flat[index] = build(item)
         return np.array(flat.reshape(sizes), order=order)
     return _array_from_bytes(sizes, kind, build(data), order)
 
@@ -80,9 +80,9 @@ def _array_from_bytes(
     content, size = data.encode("latin1") if isinstance(data, str) else data, math.prod(shape) * kind.itemsize
     if not isinstance(content, bytes) or len(content) != size:
         raise ValueError(f"{size} bytes for an array, and other data")
-    made: np.ndarray[Any, Any] = np.ndarray(shape, kind, bytearray(content), order=order)
-    _refuse_invalid_text(made)
-    return made
+    array: np.ndarray[Any, Any] = np.ndarray(shape, kind, bytearray(content), order=order)
+    _refuse_invalid_text(array)
+    return array
 
 
 def _refuse_invalid_text(array: np.ndarray[Any, Any]) -> None:

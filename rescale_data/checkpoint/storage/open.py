@@ -49,7 +49,7 @@ class CheckpointReader(dcp.FilesReader):
     def read_metadata(self) -> dcp.Metadata:
         name = self.manifest.metadata if self.manifest else METADATA
         content = self.store.read(join(self.path, name))
-        if (known := self.crc32s(name)) and known != f"{zlib.crc32(content):08x}":
+        if (saved_crc32 := self.crc32s(name)) and saved_crc32 != f"{zlib.crc32(content):08x}":
             raise damaged_error(self.path, [f"{name} is not what was saved: it has another checksum"])
         try:
             return read_metadata(content)
@@ -84,10 +84,10 @@ def open_store(
     text = os.fspath(path)
     if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
         raise ValueError(f"{text!r} was a URL: pathlib has taken one of its slashes. Give a URL as a str.")
-    protocol, _, rest = text.rpartition("://")
+    protocol, _, local_path = text.rpartition("://")
     if protocol not in ("", "file", "local"):
         return ObjectStore(text, storage_options), text.rstrip("/")
-    absolute = os.path.abspath(rest)
+    absolute = os.path.abspath(local_path)
     if to_write:
         folder, name = split(absolute)
         return LocalStore(), join(os.path.realpath(folder), name)
@@ -208,12 +208,12 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
         )
     if not store.is_file(join(path, METADATA)):
         names = [name for name in store.names(path) if name[0] != "."]
-        here = f"it holds {names[:5]}" if store.exists(path) else "there is nothing at this path"
+        found_text = f"it holds {names[:5]}" if store.exists(path) else "there is nothing at this path"
         newest_first = sorted(names, key=lambda name: (bool(STEP.fullmatch(name)), len(name), name), reverse=True)
         steps = (name for name in newest_first if save_of(name) is None)  # a save's data alone are no checkpoint
         run = next((name for name in steps if store.is_file(join(path, name, METADATA))), None)
         cure = f" It is the folder of a run: give one of its checkpoints, {join(path, run)}." if run else ""
-        raise AbsentError(f"No checkpoint at {path}: {here}.{cure}")
+        raise AbsentError(f"No checkpoint at {path}: {found_text}.{cure}")
     metadata = reader.metadata
     if dcp.save_id_of(metadata).startswith(SAVE_ID_PREFIX):
         raise ValueError(
@@ -234,11 +234,11 @@ def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exa
     sizes = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
     wrong: dict[str, str] = {}
     for name, record in files.items():
-        place, prefix = join(path, name), "" if exact else "at least "
-        if (size := sizes.get(place)) is None:
-            wrong[name] = f"{place} is missing; {prefix}{record.size} bytes were saved"
+        file_path, prefix = join(path, name), "" if exact else "at least "
+        if (size := sizes.get(file_path)) is None:
+            wrong[name] = f"{file_path} is missing; {prefix}{record.size} bytes were saved"
         elif size < record.size or (exact and size > record.size):
-            wrong[name] = f"{place} has {size} bytes; {prefix}{record.size} were saved"
+            wrong[name] = f"{file_path} has {size} bytes; {prefix}{record.size} were saved"
     return wrong
 
 

@@ -52,11 +52,11 @@ class ReaderLeases:
         """Return the leases that are or may be alive, and remove the others."""
         leases: list[tuple[HolderState, Mapping[str, Any]]] = []
         for name in self._store.names(self._folder):
-            seen, about = self.watch.look(path := join(self._folder, name))
-            if seen == "gone":
+            state, content = self.watch.look(path := join(self._folder, name))
+            if state == "gone":
                 self._store.rm_file(path)
             else:
-                leases.append((seen, about))
+                leases.append((state, content))
         return leases
 
 
@@ -65,10 +65,10 @@ def lease_state(
 ) -> HolderState:
     """Return "alive" if a lease covers a step (or one save of it), "undecided" if one may, else "gone"."""
     states = {
-        seen
-        for seen, about in leases
-        if "owner" not in about
-        and about.get("step", step) == step
-        and (save is None or about.get("save", save.folder) == save.folder)
+        state
+        for state, content in leases
+        if "owner" not in content
+        and content.get("step", step) == step
+        and (save is None or content.get("save", save.folder) == save.folder)
     }
     return "alive" if "alive" in states else "undecided" if states else "gone"

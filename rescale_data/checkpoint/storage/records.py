@@ -89,8 +89,8 @@ def _record_class(name: str) -> Any:
 
 def allowed_by_user() -> dict[str, Any]:
     """Return the classes and functions given to ``torch.serialization.add_safe_globals``, by name."""
-    given = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
-    return {name or f"{entry.__module__}.{entry.__qualname__}": entry for entry, name in given}
+    entries = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
+    return {name or f"{entry.__module__}.{entry.__qualname__}": entry for entry, name in entries}
 
 
 def checked_sizes(values: Any) -> tuple[int, ...]:

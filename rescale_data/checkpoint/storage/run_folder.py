@@ -24,22 +24,22 @@ class RunFolder:
             raise FileNotFoundError(
                 f"No folder at {path}, or an empty one. Give the folder of a run, with step-100 and the like."
             )
-        if METADATA in names or any(map(Save.of_manifest, names)):
+        if METADATA in names or any(map(Save.from_manifest, names)):
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
         return cls(store, path)
 
     def checkpoint(self, step: int) -> str:
         return join(self.path, f"step-{step}")
 
-    def named(self) -> list[int]:
+    def steps_with_folder(self) -> list[int]:
         """Return the steps that have a folder, with or without a checkpoint, in order, by one listing."""
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
 
     def saves(self) -> Iterator[tuple[int, Save]]:
         """Yield ``(step, save)`` for each step that has a checkpoint, the newest first."""
-        named = self.named()
-        claims = Claims.read(self.store, self.path) if named else Claims()
-        for step in reversed(named):
+        steps = self.steps_with_folder()
+        claims = Claims.read(self.store, self.path) if steps else Claims()
+        for step in reversed(steps):
             if save := find(self.store, self.checkpoint(step), claims):
                 yield step, save
 

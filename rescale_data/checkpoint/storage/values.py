@@ -50,14 +50,14 @@ class Memory(mmap.mmap):
         return cls(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     @classmethod
-    def of(cls, content: bytes) -> Memory:
+    def from_bytes(cls, content: bytes) -> Memory:
         """Return new memory that holds a copy of ``content``."""
         memory = cls.empty(len(content))
         memory[: len(content)] = content
         return memory
 
     @classmethod
-    def of_file(cls, path: str) -> Memory:
+    def from_file(cls, path: str) -> Memory:
         """Return the memory-mapped file at ``path``, whose pages are read when they are used."""
         with open(path, "rb") as stream:
             return cls(stream.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -123,8 +123,8 @@ class _Archive:
         dtype = _STORAGES[cls.stands_for]
         if kind != "storage" or type(count) is not int or count < 0:
             raise ValueError(f"{pid!r} is no storage")
-        if (known := self._storages.get((key, cls.stands_for))) is not None:
-            return known
+        if (storage := self._storages.get((key, cls.stands_for))) is not None:
+            return storage
         info = self._stored(f"{self._folder}data/{key}")
         size = count * (dtype or torch.uint8).itemsize
         if size != info.file_size:
@@ -157,7 +157,7 @@ class _Builder:
         self._built[id(record)] = record, value
         return value
 
-    def each(self, values: Iterable[Any]) -> list[Any]:
+    def build_all(self, values: Iterable[Any]) -> list[Any]:
         """Return the values built from several records."""
         return [self(value) for value in values]
 
@@ -168,10 +168,10 @@ class _Builder:
         if isinstance(value, type):
             return self._global(cast(type[Record], value).stands_for)
         if type(value) in (tuple, set, frozenset):
-            return type(value)(self.each(value))
+            return type(value)(self.build_all(value))
         self.register(value, value)
         if type(value) is list:
-            value[:] = self.each(value)
+            value[:] = self.build_all(value)
         elif type(value) is dict:
             items = [(self(key), self(inner)) for key, inner in value.items()]
             value.clear()
@@ -189,35 +189,35 @@ class _Builder:
 
     def _build_user_object(self, record: Record) -> Any:
         """Build an object of a class that the user has allowed, as ``pickle`` does."""
-        cls, args = self._global(record.stands_for), self.each(record.args)
-        made: Any = self.register(record, cls(*args) if record.called else cls.__new__(cls, *args))
+        cls, args = self._global(record.stands_for), self.build_all(record.args)
+        instance: Any = self.register(record, cls(*args) if record.called else cls.__new__(cls, *args))
         if record.state is None:
-            return made
+            return instance
         state = self(record.state)
-        if hasattr(made, "__setstate__"):
-            made.__setstate__(state)
-            return made
+        if hasattr(instance, "__setstate__"):
+            instance.__setstate__(state)
+            return instance
         plain, slots = state if isinstance(state, tuple) else (state, None)
         for name, inner in {**(plain or {}), **(slots or {})}.items():
-            object.__setattr__(made, name, inner)
-        return made
+            object.__setattr__(instance, name, inner)
+        return instance
 
 
 def _dict(build: _Builder, record: Record) -> Any:
-    made = build.register(
-        record, {"OrderedDict": OrderedDict, "Counter": Counter}[type(record).__name__](*build.each(record.args))
+    mapping = build.register(
+        record, {"OrderedDict": OrderedDict, "Counter": Counter}[type(record).__name__](*build.build_all(record.args))
     )
-    made.update((build(key), build(value)) for key, value in record.items)
+    mapping.update((build(key), build(value)) for key, value in record.items)
     if record.state is not None:
-        vars(made).update(build(record.state))  # torch notes versions of modules there
-    return made
+        vars(mapping).update(build(record.state))  # torch notes versions of modules there
+    return mapping
 
 
 def _checked_call(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[[_Builder, Record], Any]:
     """Return a constructor that calls ``make`` with arguments whose types are one of the given lists of types."""
 
     def constructor(build: _Builder, record: Record) -> Any:
-        args = build.each(record.args)
+        args = build.build_all(record.args)
         if tuple(map(type, args)) not in kinds:
             raise ValueError(f"{record.stands_for} of {args!r}")
         return make(*args)
@@ -233,24 +233,24 @@ def _latin1(text: str, encoding: str) -> bytes:
 
 def _tensor(build: _Builder, record: Record) -> torch.Tensor:
     """Build a tensor from (storage, offset, size, stride, requires_grad, hooks[, dtype][, metadata])."""
-    storage, start, size, stride, grad, _, *rest = record.args
+    storage, start, size, stride, grad, _, *extra_args = record.args
     if not isinstance(storage, _Storage):
         raise ValueError(f"a tensor of {storage!r}")
-    given = cast(torch.dtype, build(rest.pop(0))) if record.stands_for.endswith("v3") else storage.dtype
-    dtype = given if isinstance(given, torch.dtype) else torch.uint8
-    metadata = build(rest[0]) if rest else None
+    stored_dtype = cast(torch.dtype, build(extra_args.pop(0))) if record.stands_for.endswith("v3") else storage.dtype
+    dtype = stored_dtype if isinstance(stored_dtype, torch.dtype) else torch.uint8
+    metadata = build(extra_args[0]) if extra_args else None
     if metadata and set(metadata) - {"conj", "neg"}:
         raise ValueError(f"a tensor with {metadata!r}")
-    (first,), sizes, strides = checked_sizes((start,)), checked_sizes(build(size)), checked_sizes(build(stride))
-    last = first + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-    if 0 not in sizes and (last + 1) * dtype.itemsize > len(storage.content):
+    (offset,), sizes, strides = checked_sizes((start,)), checked_sizes(build(size)), checked_sizes(build(stride))
+    last_element = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    if 0 not in sizes and (last_element + 1) * dtype.itemsize > len(storage.content):
         raise ValueError(f"a tensor of shape {list(sizes)} in {len(storage.content)} bytes")
-    made = torch.empty(0, dtype=dtype, device="cpu").set_(storage.content, first, sizes, strides)  # type: ignore[call-overload]
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage.content, offset, sizes, strides)  # type: ignore[call-overload]
     if metadata and metadata.get("conj"):
-        made = made.conj()
+        tensor = tensor.conj()
     if metadata and metadata.get("neg"):
         raise ValueError("a negated view")
-    return made.requires_grad_() if grad is True else made
+    return tensor.requires_grad_() if grad is True else tensor
 
 
 def _parameter(build: _Builder, record: Record) -> torch.nn.Parameter:
@@ -263,9 +263,9 @@ def _with_attributes(build: _Builder, record: Record) -> torch.Tensor:
     function, cls, args, state = record.args
     if cls.stands_for not in _CLASS_NAMES:
         raise UnknownClassError(cls.stands_for)
-    made = checked(_CONSTRUCTORS[function.stands_for](build, function(*args)), torch.Tensor)
-    vars(made).update(build(state))
-    return made
+    tensor = checked(_CONSTRUCTORS[function.stands_for](build, function(*args)), torch.Tensor)
+    vars(tensor).update(build(state))
+    return tensor
 
 
 def _on_cpu(build: _Builder, record: Record) -> torch.Tensor:
@@ -274,7 +274,7 @@ def _on_cpu(build: _Builder, record: Record) -> torch.Tensor:
 
 def _enum_member(build: _Builder, record: Record) -> Any:
     """Return the member of an enum that the user has allowed, from (class, name), as Python 3.11.0 to 3.11.3 write it."""
-    enum, name = build.each(record.args)
+    enum, name = build.build_all(record.args)
     if not isinstance(enum, EnumType) or name not in enum.__members__:
         raise UnknownClassError(record.stands_for)
     return enum.__members__[name]
@@ -334,7 +334,7 @@ def _is_loadable(value: Any) -> bool:
     content = io.BytesIO()
     try:
         torch.save(value, content)
-        load_safely(Memory.of(content.getvalue()))
+        load_safely(Memory.from_bytes(content.getvalue()))
     except Exception:
         return False
     return True
