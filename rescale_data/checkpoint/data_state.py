@@ -113,6 +113,6 @@ def load_changed(path: StrPath, loader: Stateful, key: str | None = None) -> Non
 def _values(reader: Reader, key: str | None, *part_names: str) -> dict[str, Any]:
     """Return the named parts of a saved data state: its header (a string), its table (``int64[N, columns]``)."""
     saved = reader.contents
-    inner = saved.under(find(saved.paths.values(), key, reader.name)).paths
-    names = {name: path for name, path in inner.items() if path[0] in part_names}
+    inner_paths = saved.subtree(find(saved.paths.values(), key, reader.name)).paths
+    names = {name: path for name, path in inner_paths.items() if path[0] in part_names}
     return tree_of(names, reader.values(names))

@@ -35,11 +35,11 @@ def adapter_of(values: Iterable[Any]) -> Any:
     return None
 
 
-def detached_copy(live: torch.Tensor) -> torch.Tensor:
+def detached_copy(live_tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor to save: in host memory if its device has an adapter, else on the same device."""
-    if not isinstance(live, Pieces):
-        return live.detach().cpu() if _has_adapter(live) else live.detach().clone()
-    return live.detached_copy()
+    if not isinstance(live_tensor, Pieces):
+        return live_tensor.detach().cpu() if _has_adapter(live_tensor) else live_tensor.detach().clone()
+    return live_tensor.detached_copy()
 
 
 def adapt_tensors(state: dict[str, Any], direction: Literal["to_save", "to_load"]) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def address(tensor: Any) -> int:
     if _has_adapter(tensor):
         return 0
     with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.data_ptr() if type(local) in (torch.Tensor, torch.nn.Parameter) else 0
+        local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensor.data_ptr() if type(local_tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
 def synchronize(state: Any) -> Any:
@@ -99,7 +99,7 @@ def nested_values(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         value = list(cast(Mapping[Any, Any], value).values())
     if isinstance(value, list | tuple | set | frozenset):
-        for inner in cast("list[Any]", value):
-            yield from nested_values(inner)
+        for item in cast("list[Any]", value):
+            yield from nested_values(item)
     else:
         yield value

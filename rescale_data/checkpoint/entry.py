@@ -1,4 +1,4 @@
-"""`Entry`: one value of a state, with the functions that give it to DCP and take back what DCP has loaded.
+"""`Entry`: one value of a training state, with the functions that give it to DCP and take back what DCP has loaded.
 
 What of a state and a checkpoint does not fit is known from the metadata alone, all of it, before a byte is read.
 """
@@ -27,7 +27,7 @@ NOT_ASKED = "not_asked"
 
 @dataclass(eq=False)
 class Entry:
-    """One value of a state, with the functions that save it and load it.
+    """One value of a training state (a module, an optimizer, a tensor, ...), with the functions that save it and load it.
 
     Args:
         path: Keys from the root of the state down to the value.
@@ -58,10 +58,10 @@ class Entry:
 
 def merge_misfits(per_rank: list[Misfits]) -> Misfits:
     """Merge the misfits of all ranks: names missing or different on any rank, names that no rank requests."""
-    merged = {kind: _merged([differences[kind] for differences in per_rank]) for kind in per_rank[0]}
+    merged = {kind: _merge_texts([differences[kind] for differences in per_rank]) for kind in per_rank[0]}
     for kind in ("unexpected", NOT_ASKED):
-        common = set.intersection(*(set(differences[kind]) for differences in per_rank))
-        merged[kind] = {name: text for name, text in merged[kind].items() if name in common}
+        common_names = set.intersection(*(set(differences[kind]) for differences in per_rank))
+        merged[kind] = {name: text for name, text in merged[kind].items() if name in common_names}
     return merged
 
 
@@ -111,7 +111,7 @@ def values_to_load(wanted_values: dict[str, Any], misfits: Misfits, skipped_entr
     }
 
 
-def _merged(per_rank: list[dict[str, str]]) -> dict[str, str]:
+def _merge_texts(per_rank: list[dict[str, str]]) -> dict[str, str]:
     """Merge texts of all ranks by name; add the rank numbers to a text that only some ranks have."""
     merged: dict[str, str] = {}
     for key in sorted({key for names in per_rank for key in names}):

@@ -98,7 +98,7 @@ def load(
         from rescale_data.checkpoint.convert.torch_save import map_file
 
         file = mapped_path(path)
-        return _read(ranks.together(lambda: ValuesReader(file, map_file(file))), state, ranks, strict)
+        return _read(ranks.on_all(lambda: ValuesReader(file, map_file(file))), state, ranks, strict)
     return load_folder(path, state, ranks, strict=strict, storage_options=storage_options)
 
 
@@ -110,8 +110,8 @@ def load_folder(path: StrPath, state: State, ranks: Ranks, *, strict: bool, **op
 def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load a state through a reader; return the names that were not loaded."""
     # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
-    entries = ranks.together(lambda: entries_of(state, ranks.rank, reader.contents))
-    live, wanted_values = ranks.together(lambda: _placeholders(entries, reader))
+    entries = ranks.on_all(lambda: entries_of(state, ranks.rank, reader.contents))
+    live, wanted_values = ranks.on_all(lambda: _placeholders(entries, reader))
     own_misfits = compare(entries, wanted_values, reader.contents)
     differences = merge_misfits(ranks.on_each(lambda: own_misfits))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
@@ -121,7 +121,7 @@ def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadRepor
         logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
     not_loaded = skipped_entries(entries, own_misfits)
     try:
-        loaded = ranks.together(
+        loaded = ranks.on_all(
             lambda: reader.load(adapt_tensors(values_to_load(wanted_values, own_misfits, not_loaded), "to_load"))
         )
     except DamagedCheckpointError as error:

@@ -104,7 +104,7 @@ class CheckpointManager(RunReader):
         self._in_background = async_mode != "disabled"
         self._stager = Stager()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
-        self._running: Future[None] | None = None
+        self._running_save: Future[None] | None = None
         self._pruning = _done_future()
         self._warned: set[str] = set()
         self._closed = False
@@ -128,7 +128,7 @@ class CheckpointManager(RunReader):
         """
         self.wait()
         if not self._in_background:
-            checked = self._ranks.together(lambda: _checked_arguments(step, metrics))
+            checked = self._ranks.on_all(lambda: _checked_arguments(step, metrics))
             self._wait_until_idle()  # of deletions
             self._write(plain_state(state, self._ranks), step, checked)
             return Saving(_done_future(), _done_future())
@@ -137,12 +137,12 @@ class CheckpointManager(RunReader):
             staged, copies = self._stager.stage(entries_of(state, self._ranks.rank))
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
-            failed = Future[Staged]()
-            failed.set_exception(error)
-            self._pool.submit(self._write_in_background, failed.result, step, {}).exception()
+            failed_copy = Future[Staged]()
+            failed_copy.set_exception(error)
+            self._pool.submit(self._write_in_background, failed_copy.result, step, {}).exception()
             raise
-        self._running = self._pool.submit(self._write_in_background, copies, step, checked)
-        return Saving(staged, self._running)
+        self._running_save = self._pool.submit(self._write_in_background, copies, step, checked)
+        return Saving(staged, self._running_save)
 
     def warm_up(self, state: State) -> None:
         """Allocate the host memory for copies of a state, which the first ``save`` allocates otherwise; save nothing.
@@ -161,7 +161,7 @@ class CheckpointManager(RunReader):
         """Wait until the running save is committed; raise its error if it failed."""
         if self._closed:
             raise ValueError("This CheckpointManager is closed; make another.")
-        running, self._running = self._running, None
+        running, self._running_save = self._running_save, None
         if running is None:
             return
         if not running.done():
@@ -221,7 +221,7 @@ class CheckpointManager(RunReader):
 
     def _write_in_background(self, copies: Callable[[], Staged], step: int, metrics: dict[str, float]) -> None:
         try:
-            self._write(self._ranks.together(copies), step, metrics)
+            self._write(self._ranks.on_all(copies), step, metrics)
         except BaseException as error:
             logger.error("In the background: %s: %s", type(error).__name__, error)
             raise
@@ -241,9 +241,9 @@ def _checked_arguments(step: int, metrics: Mapping[str, float] | None) -> dict[s
 
 
 def _done_future() -> Future[None]:
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
 
 
 def _separate_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -61,12 +61,12 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    compared = {
+    compared_values = {
         ".".join(path): leaf
         for path, leaf in leaves(plain, is_plain)
         if not (isinstance(leaf, torch.Tensor) or any(map(_RANK_KEY.fullmatch, path)))
     }
-    digests = {name: digest for name, leaf in compared.items() if (digest := _digest(leaf))}
+    digests = {name: digest for name, leaf in compared_values.items() if (digest := _digest(leaf))}
     total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
     totals = ranks.on_each(lambda: total)
     if len(set(totals)) == 1:
@@ -77,13 +77,14 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
     for rank, digests_of_rank in enumerate(ranks.on_each(lambda: digests if is_first_of_kind else {})):
         for name, digest in digests_of_rank.items():
             ranks_by_digest.setdefault(name, {}).setdefault(digest, rank)
-    differing = {name: sorted(values.values()) for name, values in ranks_by_digest.items() if len(values) > 1}
-    if differing:
+    differing_ranks = {name: sorted(values.values()) for name, values in ranks_by_digest.items() if len(values) > 1}
+    if differing_ranks:
         listed = "\n  ".join(
-            f"{name}, on ranks {pair[0]} and {pair[1]}" for name, pair in sorted(differing.items())[:20]
+            f"{name}, on ranks {rank_pair[0]} and {rank_pair[1]}"
+            for name, rank_pair in sorted(differing_ranks.items())[:20]
         )
         raise ValueError(
-            f"{len(differing)} values are not the same on all ranks, and a checkpoint holds one of each:\n  {listed}\n"
+            f"{len(differing_ranks)} values are not the same on all ranks, and a checkpoint holds one of each:\n  {listed}\n"
             f"Wrap what is each rank's own into checkpoint.PerRank(value), or give it a name of its own on each rank."
         )
 
@@ -102,7 +103,7 @@ def _digest(value: Any) -> bytes:
     elif type(value) in (set, frozenset):
         contents = sorted(map(_digest, cast("set[Any]", value)))
     elif type(value) is dict:
-        contents = sorted(repr(key).encode() + _digest(inner) for key, inner in cast("dict[Any, Any]", value).items())
+        contents = sorted(repr(key).encode() + _digest(item) for key, item in cast("dict[Any, Any]", value).items())
     else:
         return b""
     return hashlib.blake2b(

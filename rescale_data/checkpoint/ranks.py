@@ -44,8 +44,8 @@ class Ranks:
         if self.size == 1:
             return work()
         outcome: list[Any] = [_try(work) if self.is_first else None]
-        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        dist.broadcast_object_list(outcome, src=source, group=self.group)
+        source_rank = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        dist.broadcast_object_list(outcome, src=source_rank, group=self.group)
         return _results(outcome)[0]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
@@ -56,11 +56,11 @@ class Ranks:
         dist.all_gather_object(outcomes, _try(work), group=self.group)
         return _results(outcomes)
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank and return this rank's result; raise on all ranks if it fails on one."""
-        done: list[T] = []
-        self.on_each(lambda: done.append(work()))
-        return done[0]
+    def on_all(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on every rank, and return this rank's own result; raise on all ranks if it fails on one."""
+        results: list[T] = []
+        self.on_each(lambda: results.append(work()))
+        return results[0]
 
 
 def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

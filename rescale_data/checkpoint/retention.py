@@ -77,13 +77,13 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int
     try:
         steps = owner.steps(folder.steps_with_folder())
         metrics = owner.metrics(steps) if rules.keep_best else {step: {} for step in steps}
-        if (later := sorted(step for step in metrics if step > saved_step)) and "later" not in warned:
+        if (later_steps := sorted(step for step in metrics if step > saved_step)) and "later" not in warned:
             warned.add("later")
-            logger.warning(_LATER_STEPS, saved_step, folder.path, later)
+            logger.warning(_LATER_STEPS, saved_step, folder.path, later_steps)
         steps_to_delete = rules.to_delete(metrics)
-        if steps_to_delete and (missing := rules.missing_metric(metrics)) and "missing" not in warned:
+        if steps_to_delete and (message := rules.missing_metric(metrics)) and "missing" not in warned:
             warned.add("missing")
-            logger.warning("In %s %s. Give save() metrics of that name.", folder.path, missing)
+            logger.warning("In %s %s. Give save() metrics of that name.", folder.path, message)
     except Exception as error:
         logger.warning(_NOT_DELETED, folder.path, error)
         return

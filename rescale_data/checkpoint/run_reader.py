@@ -86,34 +86,36 @@ class RunReader:
         """
         self._prepare_load()
         steps, steps_before = self._ranks.on_first(self._folder.steps_with_folder), None
-        passed_over: dict[int, Exception] = {}
+        skipped_steps: dict[int, Exception] = {}
         while steps != steps_before:  # retention may have deleted all that were listed while newer ones were saved
             for step in reversed(steps):
                 try:
                     report = self._load(step, state, strict=strict, allow_foreign=False)
                 except (DamagedCheckpointError, AbsentError) as error:
                     if not isinstance(
-                        passed_over.get(step), DamagedCheckpointError
+                        skipped_steps.get(step), DamagedCheckpointError
                     ):  # deleted since, and loaded in part before
-                        passed_over[step] = error
+                        skipped_steps[step] = error
                 except Exception as error:
-                    for other_step, reason in passed_over.items():
+                    for other_step, reason in skipped_steps.items():
                         error.add_note(f"Before that, step {other_step} was passed over: {reason}")
                     raise
                 else:
                     if self._ranks.is_first:
                         self._warn(
-                            step, report, {newer: reason for newer, reason in passed_over.items() if newer > step}
+                            step,
+                            report,
+                            {newer_step: reason for newer_step, reason in skipped_steps.items() if newer_step > step},
                         )
                     return step
             steps, steps_before = self._ranks.on_first(self._folder.steps_with_folder), steps
-        damaged = {
-            step: str(reason) for step, reason in passed_over.items() if isinstance(reason, DamagedCheckpointError)
+        damaged_steps = {
+            step: str(reason) for step, reason in skipped_steps.items() if isinstance(reason, DamagedCheckpointError)
         }
-        if damaged:
-            listed = "\n".join(damaged.values())
+        if damaged_steps:
+            listed = "\n".join(damaged_steps.values())
             raise DamagedCheckpointError(
-                f"All checkpoints in {self._folder.path} are damaged: steps {sorted(damaged)}.\n{listed}"
+                f"All checkpoints in {self._folder.path} are damaged: steps {sorted(damaged_steps)}.\n{listed}"
             )
         return None
 
@@ -128,7 +130,7 @@ class RunReader:
         """Log the newer steps that were not loaded, with a Python warning if one is damaged, and the state's misfits."""
         if passed_over:
             listed = "; ".join(
-                f"step {newer}: {' '.join(str(reason).split())}" for newer, reason in passed_over.items()
+                f"step {newer_step}: {' '.join(str(reason).split())}" for newer_step, reason in passed_over.items()
             )
             text = f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {listed}"
             logger.warning(text)

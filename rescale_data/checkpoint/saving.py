@@ -70,7 +70,7 @@ def save(
     """
     ranks = Ranks(process_group)
     store, final = open_store(path, storage_options, to_write=True)
-    checked = ranks.together(lambda: checked_metrics(metrics))
+    checked = ranks.on_all(lambda: checked_metrics(metrics))
     plain = plain_state(state, ranks)
     write(store, final, plain, ranks, overwrite=overwrite, step=step, metrics=checked)
 
@@ -81,8 +81,8 @@ def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
     An error of one rank is raised on all.
     """
     # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
-    entries = ranks.together(lambda: entries_of(state, ranks.rank))
-    return ranks.together(lambda: plain_of(entries))
+    entries = ranks.on_all(lambda: entries_of(state, ranks.rank))
+    return ranks.on_all(lambda: plain_of(entries))
 
 
 def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
@@ -156,5 +156,5 @@ def _write_files(store: Store, final: str, save: Save, plain: dict[str, Any], ra
     """Write the data files of all ranks; return the size and checksums of each file, by name."""
     store.written, prefix, folder = {}, f"{save.folder}/", join(final, save.folder)
     dcp.save(plain, store, folder, ranks, name=final, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
-    written = [file for of_rank in ranks.on_each(lambda: store.written) for file in of_rank.items()]
-    return {prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}
+    file_records = [file for rank_files in ranks.on_each(lambda: store.written) for file in rank_files.items()]
+    return {prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in file_records}

@@ -78,7 +78,7 @@ class Stager:
         deferred |= cast(Deferred, staged)
 
     def wait(self) -> None:
-        """Wait until the state may change. An error of the copy belongs to the save and is raised there."""
+        """Wait until the copy is done, so that the state may change. An error of the copy is raised by its save."""
         _wait(self._pending)
 
     def close(self) -> None:

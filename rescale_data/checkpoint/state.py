@@ -50,7 +50,7 @@ def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> li
     """
     if not isinstance(cast(object, state), Mapping):
         raise TypeError(f'state maps names to values, {{"model": model, ...}}; it is a {type(state).__name__}.')
-    values = _walk(state, ())
+    values = _collect_values(state, ())
     modules = [(path, value) for path, value, _ in values if isinstance(value, nn.Module)]
     return [
         _per_rank_entry(path, value, rank, saved)
@@ -68,7 +68,7 @@ def plain_of(entries: list[Entry]) -> dict[str, Any]:
     return adapt_tensors(plain, "to_save")
 
 
-def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
+def _collect_values(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
     entries: list[tuple[Path, Any, Mapping[str, Any]]] = []
     for key, value in state.items():
         if not isinstance(key, str):
@@ -77,7 +77,7 @@ def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping
             )
         inner_path = (*path, key)
         if isinstance(value, Mapping) and value and not isinstance(value, Stateful) and _has_string_keys(value):
-            entries.extend(_walk(cast(Mapping[Any, Any], value), inner_path))
+            entries.extend(_collect_values(cast(Mapping[Any, Any], value), inner_path))
         else:
             entries.append((inner_path, value, state))
     return entries
@@ -89,7 +89,7 @@ def _has_string_keys(value: Mapping[Any, Any]) -> bool:
 
 def _per_rank_entry(path: Path, per_rank: PerRank, rank: int, saved: Contents | None) -> Entry:
     """Return the entry of a `PerRank` value, saved under the rank's key; saved values of other ranks are ignored."""
-    names = {str(inner[0]) for inner in saved.under(path).paths.values()} if saved else set[str]()
+    names = {str(inner[0]) for inner in saved.subtree(path).paths.values()} if saved else set[str]()
     key = rank_key(source_rank(names, rank))
     entry = _entry((*path, key), per_rank.value, vars(per_rank), [], key="value")
     entry.left_out = {".".join((*path, name)) for name in names - {key}}
@@ -153,13 +153,13 @@ def _refuse_inside(path: Path, value: Any) -> None:
 def refuse_unsavable(plain: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` naming each tensor that cannot be saved or loaded (meta, quantized, sparse), with a cure."""
     tensors = {".".join(path): leaf for path, leaf in leaves(plain) if isinstance(leaf, torch.Tensor)}
-    refused = [f"{name} {reason}" for name, tensor in tensors.items() if (reason := _reason(tensor))]
-    if refused:
-        listed = "\n  ".join(refused)
+    refusals = [f"{name} {reason}" for name, tensor in tensors.items() if (reason := _refusal_reason(tensor))]
+    if refusals:
+        listed = "\n  ".join(refusals)
         raise ValueError(f"These tensors can be neither saved nor loaded; nothing was done:\n  {listed}")
 
 
-def _reason(tensor: torch.Tensor) -> str:
+def _refusal_reason(tensor: torch.Tensor) -> str:
     if tensor.device.type == "meta":
         return "is on the meta device and has no memory: call module.to_empty(device=...) before."
     # Not is_quantized and is_nested: FSDP1's ShardedTensor knows neither.

@@ -82,10 +82,10 @@ def with_loaded(live: Any, loaded: Mapping[str, Any], name: str) -> Any:
     if isinstance(live, Mapping):
         items = cast(Mapping[Any, Any], live).items()
         return _of_same_type(
-            cast(Mapping[Any, Any], live), {k: with_loaded(v, loaded, f"{name}.{k}") for k, v in items}
+            cast(Mapping[Any, Any], live), {key: with_loaded(value, loaded, f"{name}.{key}") for key, value in items}
         )
     if type(live) is list:
-        return [with_loaded(inner, loaded, f"{name}.{n}") for n, inner in enumerate(cast("list[Any]", live))]
+        return [with_loaded(inner, loaded, f"{name}.{index}") for index, inner in enumerate(cast("list[Any]", live))]
     return live
 
 

@@ -39,7 +39,7 @@ class XlaAdapter:
         planner: Any = SPMDSavePlanner()
         planner.set_up_planner({"": tensor}, is_coordinator=False)
         pieces = Pieces.from_items(tensor, planner.create_local_plan().items)
-        items_by_offset = pieces.distinct
+        items_by_offset = pieces.unique_items
         pieces.find = lambda index: planner.resolve_data(items_by_offset[index.offset])
         return pieces
 

@@ -79,24 +79,24 @@ def to_safetensors(
     """
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size={max_shard_size}: give a number of bytes.")
-    _library()
-    store, final = open_store(folder, storage_options, to_write=True)
-    _refuse_used(store, final)
+    _safetensors()
+    store, destination = open_store(folder, storage_options, to_write=True)
+    _require_empty(store, destination)
 
     def write(reader: CheckpointReader) -> list[str]:
         stored = StoredCheckpoint(reader, name)
         values, files = stored.values(), _tensors_by_file(stored, max_shard_size)
-        with new_folder(store, final) as working:
-            _write_files(store, working, stored, values, files, budget)
-        hidden = [
+        with new_folder(store, destination) as temporary_folder:
+            _write_files(store, temporary_folder, stored, values, files, budget)
+        keys_with_tensors = [
             key
             for key, value in values.items()
             if any(isinstance(inner, torch.Tensor) for inner in nested_values(value))
         ]
-        if hidden:
-            names = ", ".join(hidden)
+        if keys_with_tensors:
+            names = ", ".join(keys_with_tensors)
             logger.warning("Tensors within tuples are in %s, and in no safetensors: %s.", NON_TENSORS, names)
-        return [*([NON_TENSORS] if hidden else []), *files]
+        return [*([NON_TENSORS] if keys_with_tensors else []), *files]
 
     return read_checkpoint(path, write, storage_options=storage_options)
 
@@ -131,17 +131,19 @@ def from_safetensors(
         tensor([1., 1.])
     """
     source = Path(mapped_path(folder))
-    leaves = _map_files([source]) if source.is_file() else _mapped_by_index(source)
+    leaves = _map_files([source]) if source.is_file() else _map_by_index(source)
     non_tensors_file = source / NON_TENSORS
-    extra: dict[str, Any] = (
+    non_tensors: dict[str, Any] = (
         map_file(os.fspath(non_tensors_file)) if non_tensors_file.exists() else {"values": {}, "paths": {}}
     )
-    leaves |= extra["values"]
-    content = tree_of({key: tuple(extra["paths"].get(key, (key,))) for key in leaves}, leaves, extra.get("lost", ()))
+    leaves |= non_tensors["values"]
+    content = tree_of(
+        {key: tuple(non_tensors["paths"].get(key, (key,))) for key in leaves}, leaves, non_tensors.get("lost", ())
+    )
     save_alone(path, content if name is None else {name: content}, storage_options)
 
 
-def _library() -> Any:
+def _safetensors() -> Any:
     try:
         importlib.import_module("safetensors.torch")
         return importlib.import_module("safetensors")
@@ -149,7 +151,7 @@ def _library() -> Any:
         raise ImportError("This conversion needs the extra: pip install 'rescale_data[convert]'") from error
 
 
-def _mapped_by_index(source: Path) -> dict[str, Any]:
+def _map_by_index(source: Path) -> dict[str, Any]:
     """Return the memory-mapped tensors of a folder by name: of the files in its index, or of all files without one."""
     indices = sorted(source.glob("*.safetensors.index.json"))
     if len(indices) > 1:
@@ -159,7 +161,7 @@ def _mapped_by_index(source: Path) -> dict[str, Any]:
     file_names = files if weight_map is None else set(weight_map.values())
     file_names = file_names | {name for file in file_names for name in _files_of_set(file)}
     if not file_names:
-        raise FileNotFoundError(f"No *.safetensors in {source}.{_contents_of(source)}")
+        raise FileNotFoundError(f"No *.safetensors in {source}.{_contents_hint(source)}")
     if missing := sorted(name for name in file_names if not (source / name).is_file()):
         raise FileNotFoundError(
             f"{source} holds only a part of a conversion: {missing[:3]}{' ...' if len(missing) > 3 else ''} "
@@ -192,30 +194,30 @@ def _map_files(files: list[Path]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for file in files:
         try:
-            mapped = _library().torch.load_file(file)
-        except (_library().SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            mapped_tensors = _safetensors().torch.load_file(file)
+        except (_safetensors().SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error
-        if duplicates := leaves.keys() & mapped.keys():
+        if duplicates := leaves.keys() & mapped_tensors.keys():
             raise ValueError(f"{file}: {sorted(duplicates)[:3]} are in another file of {file.parent}, too.")
-        leaves |= mapped
+        leaves |= mapped_tensors
     return leaves
 
 
-def _contents_of(source: Path) -> str:
+def _contents_hint(source: Path) -> str:
     if not source.exists():
         return " There is nothing at this path."
-    dcp = (source / METADATA).exists()
-    return " It holds a DCP checkpoint already: convert it to a file of torch.save or to safetensors." if dcp else ""
+    is_dcp = (source / METADATA).exists()
+    return " It holds a DCP checkpoint already: convert it to a file of torch.save or to safetensors." if is_dcp else ""
 
 
-def _refuse_used(store: Store, folder: str) -> None:
+def _require_empty(store: Store, folder: str) -> None:
     """Raise ``ValueError`` if the target folder is not empty, or has the name of a safetensors file."""
     if folder.endswith(".safetensors"):
         raise ValueError(
             f"{folder} is the name of a file. Give a folder (and --to safetensors): its files are named model*.safetensors."
         )
-    if used := store.names(folder):
-        raise ValueError(f"{folder} holds {used[0]} already. Give another folder, or remove the files first.")
+    if existing_names := store.names(folder):
+        raise ValueError(f"{folder} holds {existing_names[0]} already. Give another folder, or remove the files first.")
 
 
 def _tensors_by_file(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
@@ -270,8 +272,8 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
 def _dtype_name(key: str, dtype: torch.dtype) -> str:
     """Return the name of a dtype in the safetensors format, such as ``"F32"``."""
     try:
-        return json.loads(_library().torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})[8:])["x"]["dtype"]
-    except (_library().SafetensorError, KeyError) as error:
+        return json.loads(_safetensors().torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})[8:])["x"]["dtype"]
+    except (_safetensors().SafetensorError, KeyError) as error:
         raise ValueError(f"{key} is {dtype}, which safetensors does not know. Use to_torch_save.") from error
 
 

@@ -30,14 +30,14 @@ class StoredCheckpoint:
 
     def __init__(self, reader: CheckpointReader, name: str | None = None) -> None:
         root = () if name is None else (name,)
-        self._reader, saved = reader, reader.contents.under(root)
-        self._keys = {".".join(map(str, path)): key for key, path in saved.paths.items()}
+        self._reader, saved_contents = reader, reader.contents.subtree(root)
+        self._keys = {".".join(map(str, path)): key for key, path in saved_contents.paths.items()}
         if not self._keys:
             top_names = sorted({str(path[0]) for path in reader.contents.paths.values()})
             raise ValueError(f"The checkpoint {reader.path} holds nothing named {name!r}. It holds {top_names}.")
-        self.paths = {short: saved.paths[key] for short, key in self._keys.items()}
-        values = {short: saved.values[key] for short, key in self._keys.items()}
-        self.tensors = {short: tensor for short, tensor in values.items() if tensor is not None}
+        self.paths = {short_name: saved_contents.paths[key] for short_name, key in self._keys.items()}
+        values = {short_name: saved_contents.values[key] for short_name, key in self._keys.items()}
+        self.tensors = {short_name: tensor for short_name, tensor in values.items() if tensor is not None}
         lost = reader.manifest.lost if reader.manifest else ()
         self.lost: LostStructure = [
             (path[len(root) :], key) for path, key in lost if (*path[:-1][: len(root)],) == root

@@ -141,11 +141,11 @@ class TorchFileWriter:
     """
 
     def __init__(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        largest: dict[torch.dtype, int] = {}
+        max_bytes: dict[torch.dtype, int] = {}
         for size, dtype in sizes.values():
-            largest[dtype] = max(largest.get(dtype, 0), math.prod(size) * dtype.itemsize)
-        pages = {dtype: mmap.mmap(-1, num_bytes or 1) for dtype, num_bytes in largest.items()}  # never touched
-        self.tensors = {name: _without_memory(size, dtype, pages[dtype]) for name, (size, dtype) in sizes.items()}
+            max_bytes[dtype] = max(max_bytes.get(dtype, 0), math.prod(size) * dtype.itemsize)
+        pages = {dtype: mmap.mmap(-1, num_bytes or 1) for dtype, num_bytes in max_bytes.items()}  # never touched
+        self.tensors = {name: _placeholder(size, dtype, pages[dtype]) for name, (size, dtype) in sizes.items()}
 
     def write(self, stream: BinaryIO, tree: Any, read: Callable[[list[str]], Iterable[torch.Tensor]]) -> None:
         """Write ``tree`` as a ``torch.save`` file, with real tensors in place of the placeholders ``tensors``.
@@ -195,7 +195,7 @@ class _TensorCollector(pickle.Pickler):
         return "tensor"
 
 
-def _without_memory(size: torch.Size, dtype: torch.dtype, page: mmap.mmap) -> torch.Tensor:
+def _placeholder(size: torch.Size, dtype: torch.dtype, page: mmap.mmap) -> torch.Tensor:
     """Return a placeholder tensor with its own storage, over mapped pages that are never touched."""
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes == 0:

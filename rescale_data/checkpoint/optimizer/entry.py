@@ -43,23 +43,23 @@ class OptimizerEntry(Entry):
 
     def placeholder(self, reader: Reader) -> dict[str, Any]:
         """Return tensors to load into, for exactly the parameters whose state is in the checkpoint."""
-        self._live: dict[str, Any] = self.plain()
-        self._parameters = named_parameters(self._live, self.optimizer)
-        states, self._groups = _layout(reader.contents, self.path)
+        self._live_state: dict[str, Any] = self.plain()
+        self._parameters = named_parameters(self._live_state, self.optimizer)
+        states, self._saved_groups = _layout(reader.contents, self.path)
         names = self._saved_names(reader)
-        if text := _refusal(self.optimizer, self._groups, names):
-            self.refusals, self.left_out, self._groups = {self.name: text}, {self.name}, []
+        if text := _refusal(self.optimizer, self._saved_groups, names):
+            self.refusals, self.left_out, self._saved_groups = {self.name: text}, {self.name}, []
             return {}
-        if not self._groups:
-            return {"state": {}, GROUPS: [{"params": group["params"]} for group in self._live[GROUPS]]}
-        self._saved_indices, difference = match_groups([group["params"] for group in self._live[GROUPS]], names)
+        if not self._saved_groups:
+            return {"state": {}, GROUPS: [{"params": group["params"]} for group in self._live_state[GROUPS]]}
+        self._saved_indices, difference = match_groups([group["params"] for group in self._live_state[GROUPS]], names)
         unmatched = (
-            group["params"] for group, n in zip(self._live[GROUPS], self._saved_indices, strict=True) if n is None
+            group["params"] for group, n in zip(self._live_state[GROUPS], self._saved_indices, strict=True) if n is None
         )
         self.refusals = {f"{self.name}.{GROUPS}": difference} if difference else {}
         self._unmatched = {*chain(*unmatched)}  # parameters whose state is not taken
-        matched = dict(zip(self._saved_indices, self._live[GROUPS], strict=True))
-        groups = [_allocate_group(saved, matched.get(number, {})) for number, saved in enumerate(self._groups)]
+        matched = dict(zip(self._saved_indices, self._live_state[GROUPS], strict=True))
+        groups = [_allocate_group(saved, matched.get(number, {})) for number, saved in enumerate(self._saved_groups)]
         content = {"state": self._allocate_state(states), GROUPS: groups}
         self.left_out = {*self.refusals, *(f"{self.name}.state.{name}" for name in self._unmatched)}
         return content
@@ -67,8 +67,10 @@ class OptimizerEntry(Entry):
     def _saved_names(self, reader: Reader) -> list[Names]:
         """Read the parameter names of each saved group from the checkpoint, where they are plain values."""
         prefix = f"{self.name}.{GROUPS}"
-        values = reader.values(f"{prefix}.{n}.params" for n, group in enumerate(self._groups) if "params" in group)
-        return [values.get(f"{prefix}.{number}.params") or [] for number in range(len(self._groups))]
+        values = reader.values(
+            f"{prefix}.{n}.params" for n, group in enumerate(self._saved_groups) if "params" in group
+        )
+        return [values.get(f"{prefix}.{number}.params") or [] for number in range(len(self._saved_groups))]
 
     def _allocate_state(self, states: Mapping[str, Any]) -> dict[str, Any]:
         first_states, tensors = first_state(self.optimizer, [*self._parameters.values()]), dict[str, Any]()
@@ -84,9 +86,9 @@ class OptimizerEntry(Entry):
 
     def _assign(self, loaded: Any) -> None:
         """Assign the loaded state to the optimizer; a parameter whose saved state is not loaded keeps its own."""
-        if not self._groups:
+        if not self._saved_groups:
             return
-        live, index = self._live["state"], {name: number for number, name in enumerate(self._parameters)}
+        live, index = self._live_state["state"], {name: number for number, name in enumerate(self._parameters)}
         kept_states = {name: entries for name, entries in live.items() if name in self._unmatched}
         states = {
             index[name]: with_keys_of(live.get(name), new) for name, new in {**loaded["state"], **kept_states}.items()
@@ -97,7 +99,7 @@ class OptimizerEntry(Entry):
                 **({} if number is None else loaded[GROUPS][number]),
                 "params": [index[name] for name in group["params"]],
             }
-            for group, number in zip(self._live[GROUPS], self._saved_indices, strict=True)
+            for group, number in zip(self._live_state[GROUPS], self._saved_indices, strict=True)
         ]
         self.optimizer.load_state_dict({"state": states, GROUPS: groups})
         if has_parameter_shapes(self.optimizer):
@@ -109,7 +111,7 @@ class OptimizerEntry(Entry):
 
 
 def match_groups(groups: Sequence[Names], saved: Sequence[Names]) -> tuple[list[int | None], str]:
-    """Match groups with saved groups of the same parameters: return saved indices (or None), and a text on misfits.
+    """Match parameter groups with saved groups of the same parameters: return saved indices (or None), and a text on misfits.
 
     Groups with equal parameters (none) go in order.
     """
@@ -131,11 +133,11 @@ def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], nam
     """Return the reason why saved groups belong to another optimizer, or have no parameter names; else an empty text."""
     if any(names) and all(isinstance(name, int) for name in chain(*names)):
         return _BY_NUMBER_MESSAGE
-    if not (lacks := sorted({key for group in groups for key in missing_settings(optimizer, set(group))})):
+    if not (lacking := sorted({key for group in groups for key in missing_settings(optimizer, set(group))})):
         return ""
-    has = ", ".join(sorted({key for group in groups for key in group} - {"params"}))
+    saved_keys = ", ".join(sorted({key for group in groups for key in group} - {"params"}))
     kind = type(optimizer).__name__
-    return f"of another optimizer in the checkpoint: its groups lack {', '.join(lacks)} of {kind}; they have {has}"
+    return f"of another optimizer in the checkpoint: its groups lack {', '.join(lacking)} of {kind}; they have {saved_keys}"
 
 
 def _allocate_group(saved: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def _tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
 
 def _layout(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a saved optimizer's tensors, on the meta device, by parameter and in each group."""
-    inner = saved.under(path)
+    inner = saved.subtree(path)
     layout = tree_of(inner.paths, {name: value for name, value in inner.values.items() if len(inner.paths[name]) > 2})
     groups = layout.get(GROUPS)
     return layout.get("state", {}), groups if isinstance(groups, list) else []

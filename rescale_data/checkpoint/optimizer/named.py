@@ -27,7 +27,7 @@ def owning_module(
         if parameters == wanted_ids:
             return module
     if wanted_ids <= {parameter for _, _, parameters in owned for parameter in parameters}:
-        return _combined({"/".join(path): module for path, module, parameters in owned if parameters})
+        return _combine_modules({"/".join(path): module for path, module, parameters in owned if parameters})
     raise ValueError(
         f"The parameters of the optimizer {name!r} are not those of a module in the state "
         f"({[path for path, _ in modules] or 'there is none'}), so they have no names. "
@@ -35,12 +35,12 @@ def owning_module(
     )
 
 
-def _combined(modules: dict[str, nn.Module]) -> nn.Module:
+def _combine_modules(modules: dict[str, nn.Module]) -> nn.Module:
     """Combine modules into one, by name. A character that a module name cannot have becomes a slash."""
     root = nn.Module()
     for name, module in modules.items():
-        plain = name.replace(".", "/")
-        root.add_module(f"{plain}/" if plain in dir(root) else plain, module)
+        module_name = name.replace(".", "/")
+        root.add_module(f"{module_name}/" if module_name in dir(root) else module_name, module)
     return root
 
 
@@ -59,13 +59,13 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 @contextmanager
 def _no_first_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
     """Keep torch from stepping an optimizer without state: give its parameters empty entries for a while."""
-    marked = [parameter for parameter in parameters_of(optimizer) if parameter not in optimizer.state]
-    for parameter in marked:
+    stateless = [parameter for parameter in parameters_of(optimizer) if parameter not in optimizer.state]
+    for parameter in stateless:
         optimizer.state[parameter] = {}
     try:
         yield
     finally:
-        for parameter in (parameter for parameter in marked if not optimizer.state[parameter]):
+        for parameter in (parameter for parameter in stateless if not optimizer.state[parameter]):
             del optimizer.state[parameter]
 
 

@@ -39,8 +39,8 @@ def allocate(
 
 def has_parameter_shapes(optimizer: optim.Optimizer) -> bool:
     """True for optimizers of torch whose tensors have the shape and dtype of their parameter, or no dimension."""
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    return is_torchs and not isinstance(optimizer, optim.Adafactor | optim.LBFGS)
+    is_from_torch = type(optimizer).__module__.startswith("torch.optim.")
+    return is_from_torch and not isinstance(optimizer, optim.Adafactor | optim.LBFGS)
 
 
 def misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live: Any, shape: torch.Size) -> str:

@@ -71,7 +71,7 @@ class Save(NamedTuple):
 
 
 def save_of(name: str) -> Save | None:
-    """Return the save that a file or folder of a step belongs to, by its name; None for any other name."""
+    """Return the save that a file or folder in a checkpoint belongs to, by its name; None for any other name."""
     return Save.from_folder(name) or Save.from_manifest(UNFINISHED.sub("", name))
 
 
@@ -90,11 +90,11 @@ class Claims:
     accepts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
-    def read(cls, store: Store, folder: str, *, without: Owner | None = None) -> Self:
+    def read(cls, store: Store, folder: str, *, excluded_owner: Owner | None = None) -> Self:
         """List the claims of `folder`, and read the newest finished one."""
         all_owners = owners(store, folder)
         for owner in reversed(all_owners):
-            if owner != without and (accepts := read_claim(store, folder, owner)["accepts"]) is not None:
+            if owner != excluded_owner and (accepts := read_claim(store, folder, owner)["accepts"]) is not None:
                 return cls(all_owners=all_owners, newest=owner, accepts=accepts)
         return cls(all_owners=all_owners)
 
@@ -119,10 +119,10 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
     path = _path(folder, owner)
     text = store.read(path)
     try:
-        wrapped = json.loads(text)
-        if zlib.crc32(wrapped["claim"].encode()) != wrapped["crc32"]:
+        envelope = json.loads(text)
+        if zlib.crc32(envelope["claim"].encode()) != envelope["crc32"]:
             raise ValueError("its content does not match its checksum")
-        content = json.loads(wrapped["claim"])
+        content = json.loads(envelope["claim"])
         return {key: content[key] for key in ("holder", "url", "closed", "accepts", "saved")}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(
@@ -131,7 +131,7 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
 
 
 def valid_save(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
-    """Return the save that is the valid checkpoint of a step, or its deletion, according to the claims; else None.
+    """Return the save that is the valid checkpoint of a training step, or its deletion, according to the claims; else None.
 
     Args:
         names: In the folder of the step.

@@ -102,18 +102,20 @@ class Ownership:
     def _open(self) -> None:
         self.store.mkdir(join(self.path, CLAIMS))
         self._put_claim()
-        self._claims = Claims.read(self.store, self.path, without=self.owner)
+        self._claims = Claims.read(self.store, self.path, excluded_owner=self.owner)
         steps = [LONE] if self._lone else filter(STEP.fullmatch, self.store.names(self.path))
         names = {name: self.store.names(self._step_folder(name)) for name in steps}
         self.saves = {
             name: save
             for name, listed in names.items()
-            if (save := self._valid_save(name, listed) or self._deletion(listed))
+            if (save := self._valid_save(name, listed) or self._find_deletion(listed))
         }
         """The valid save or deletion of each step, by the step's name."""
-        self._to_sweep = {name for name, listed in names.items() if self._obsolete(listed, self.saves.get(name))}
-        self._to_restore = {name for name, save in self.saves.items() if not save.is_deletion}
-        self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._to_restore)}
+        self._steps_to_sweep = {
+            name for name, listed in names.items() if self._obsolete_names(listed, self.saves.get(name))
+        }
+        self._steps_to_restore = {name for name, save in self.saves.items() if not save.is_deletion}
+        self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._steps_to_restore)}
         self._put_claim()
         self.look()
         self._claims = Claims(all_owners=self._claims.all_owners, newest=self.owner, accepts=self._claim["accepts"])
@@ -122,7 +124,7 @@ class Ownership:
             self._leases.append(Lease(self.store.files, self._lease_of(self.owner), {"owner": str(self.owner)}))
 
     def look(self) -> None:
-        """Raise `SupersededError` if there is a newer claim."""
+        """Raise `SupersededError` if another process has opened the folder for writing since (a newer claim)."""
         newest = max(owners(self.store, self.path), default=self.owner)
         if newest > self.owner:
             holder = _holder_name(read_claim(self.store, self.path, newest)["holder"])
@@ -151,9 +153,9 @@ class Ownership:
             ValueError: Files that the manifest lists are not there.
         """
         store, final = self.store, self._step_folder(name)
-        if wrong := wrong_sizes(store, final, manifest.files):
+        if size_errors := wrong_sizes(store, final, manifest.files):
             self.look()  # a newer owner has removed them
-            listed = "\n  ".join(wrong.values())
+            listed = "\n  ".join(size_errors.values())
             raise ValueError(
                 f"The files that all ranks wrote are not in {join(final, save.folder)}:\n  {listed}\n"
                 f"Give a folder that all ranks share."
@@ -168,7 +170,7 @@ class Ownership:
         if self._lone and find(store, final) != save:
             raise _manager_error(final)
         self._record_save(name, save)
-        with _logged(f"{final} is saved, and stock DCP's copy of its metadata is not"):
+        with _log_errors(f"{final} is saved, and stock DCP's copy of its metadata is not"):
             store.put(join(final, METADATA), store.read(join(final, save.folder, METADATA)))
 
     def abandon(self, name: str, save: Save | None) -> None:
@@ -208,23 +210,23 @@ class Ownership:
     def _record_save(self, name: str, save: Save) -> None:
         self.saves[name] = save
         self._claim["saved"] = save.serial  # put with the next claim: nobody who is superseded before says so
-        self._to_sweep.add(name)
+        self._steps_to_sweep.add(name)
 
     def clean(self) -> None:
         """Remove data that are no longer valid and that nobody reads, and restore copies of ``.metadata``. Never raises."""
-        for name in sorted(self._to_restore):
-            with _logged(f"Stock DCP's copy of the metadata of {self._step_folder(name)} was not looked at"):
+        for name in sorted(self._steps_to_restore):
+            with _log_errors(f"Stock DCP's copy of the metadata of {self._step_folder(name)} was not looked at"):
                 self._restore_metadata(name)
-                self._to_restore.discard(name)
-        for name in sorted(self._to_sweep):
-            with _logged(f"What does not count in {self._step_folder(name)} was not removed"):
+                self._steps_to_restore.discard(name)
+        for name in sorted(self._steps_to_sweep):
+            with _log_errors(f"What does not count in {self._step_folder(name)} was not removed"):
                 if self._sweep(name):
-                    self._to_sweep.discard(name)
+                    self._steps_to_sweep.discard(name)
 
-    def steps(self, named: Iterable[int]) -> list[int]:
+    def steps(self, candidates: Iterable[int]) -> list[int]:
         """Return the given steps that have a checkpoint, also one that was copied here since the folder was opened."""
         steps: list[int] = []
-        for name, step in ((f"step-{step}", step) for step in named):
+        for name, step in ((f"step-{step}", step) for step in candidates):
             if name not in self.saves and (save := self._valid_save(name, self.store.names(self._step_folder(name)))):
                 self.saves[name] = save
             if name in self.saves and not self.saves[name].is_deletion:
@@ -244,25 +246,25 @@ class Ownership:
         """Remove obsolete files of a step that nobody reads; True if none are left."""
         final, save, step = self._step_folder(name), self.saves.get(name), self._leased_step(name)
         deletion = save if save is not None and save.is_deletion else None
-        obsolete = self._obsolete(self.store.names(final), save)
+        obsolete_names = self._obsolete_names(self.store.names(final), save)
         self.look()
         leases = self._readers.look()
-        unread = [entry for entry in obsolete if lease_state(leases, step, save_of(entry)) == "gone"]
-        if deletion and len(unread) < len(obsolete):
+        unread_names = [entry for entry in obsolete_names if lease_state(leases, step, save_of(entry)) == "gone"]
+        if deletion and len(unread_names) < len(obsolete_names):
             return False
         # Stock DCP's copy first, so that it names nothing that is gone; the deletion last.
         for entry in sorted(
-            unread, key=lambda entry: (entry != METADATA, deletion is not None and entry == deletion.manifest)
+            unread_names, key=lambda entry: (entry != METADATA, deletion is not None and entry == deletion.manifest)
         ):
             self.store.remove_folder(join(final, entry))
-        if unread:
+        if unread_names:
             logger.info("Removed from %s what was deleted, replaced or never finished.", final)
         self.store.remove_empty(final)
         if deletion:
             del self.saves[name]
-        return len(unread) == len(obsolete)
+        return len(unread_names) == len(obsolete_names)
 
-    def _obsolete(self, names: list[str], save: Save | None) -> list[str]:
+    def _obsolete_names(self, names: list[str], save: Save | None) -> list[str]:
         """Return the entries of a step's folder that belong to obsolete saves; all entries if `save` is a deletion."""
         if save is not None and save.is_deletion:
             return list(names)
@@ -279,7 +281,7 @@ class Ownership:
         # Nobody's but where its owner was told of it: then somebody has taken the step away and put it back.
         return other_save.manifest not in names or other_save.serial > claim["saved"]
 
-    def _deletion(self, names: list[str]) -> Save | None:
+    def _find_deletion(self, names: list[str]) -> Save | None:
         """Return the deletion that an earlier owner began in a step's folder without a valid checkpoint, or None."""
         for save in map(Save.from_manifest, names):
             if save and save.is_deletion and self._claim_of(save.owner).get("url") == self.path:
@@ -373,7 +375,7 @@ def prepare(store: Store, final: str, *, overwrite: bool) -> None:
                 raise ValueError(
                     f"{final} already holds a checkpoint. Give another path, or overwrite=True to replace it."
                 )
-        elif other_names := [name for name in names if not _is_ours(name)]:
+        elif other_names := [name for name in names if not _is_package_name(name)]:
             raise ValueError(
                 f"{final} holds {other_names[:3]} and is no checkpoint; it is not replaced. Give another path."
             )
@@ -381,7 +383,7 @@ def prepare(store: Store, final: str, *, overwrite: bool) -> None:
         _link_files(store, final)
 
 
-def _is_ours(name: str) -> bool:
+def _is_package_name(name: str) -> bool:
     return save_of(name) is not None or name in (CLAIMS, LEASES) or UNFINISHED.search(name) is not None
 
 
@@ -435,8 +437,8 @@ def _close(store: Store, path: str, owner: Owner, claim: dict[str, Any], leases:
 
 
 @contextlib.contextmanager
-def _logged(failed: str) -> Generator[None]:
+def _log_errors(message: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("%s: %s", failed, error)
+        logger.warning("%s: %s", message, error)

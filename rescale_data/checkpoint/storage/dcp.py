@@ -69,11 +69,11 @@ class Contents:
             {name: _meta(value) for name, value in saved.items()}, paths, frozenset(saved.keys() - planner_paths.keys())
         )
 
-    def under(self, root: tuple[str, ...]) -> Contents:
-        """Return the contents below a path; their paths are relative to it."""
+    def subtree(self, root: tuple[str, ...]) -> Contents:
+        """Return the contents below a path in the nested state; their paths are relative to it."""
         start = len(root)
-        inner = {name: path for name, path in self.paths.items() if (*map(str, path[:start]),) == root}
-        paths = {name: path[start:] for name, path in inner.items() if len(path) > start}
+        inner_paths = {name: path for name, path in self.paths.items() if (*map(str, path[:start]),) == root}
+        paths = {name: path[start:] for name, path in inner_paths.items() if len(path) > start}
         return Contents({name: self.values[name] for name in paths}, paths, self.without_path)
 
 
@@ -88,10 +88,12 @@ def save_id_of(metadata: Metadata) -> str:
 
 def minimum_sizes(metadata: Metadata) -> dict[str, int]:
     """Return the minimum size of each file in bytes: the end of its last piece."""
-    ends: dict[str, int] = {}
+    end_offsets: dict[str, int] = {}
     for location in cast(dict[Any, Any], metadata.storage_data or {}).values():
-        ends[location.relative_path] = max(ends.get(location.relative_path, 0), location.offset + location.length)
-    return ends
+        end_offsets[location.relative_path] = max(
+            end_offsets.get(location.relative_path, 0), location.offset + location.length
+        )
+    return end_offsets
 
 
 class Pieces(torch.Tensor):
@@ -116,8 +118,8 @@ class Pieces(torch.Tensor):
         return pieces
 
     @property
-    def distinct(self) -> dict[Any, WriteItem]:
-        """Non-empty pieces by offset, each once, even if several devices of this host hold the same one.
+    def unique_items(self) -> dict[Any, WriteItem]:
+        """Write items of non-empty pieces by offset, each once, even if several devices of this host hold the same piece.
 
         A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
         """
@@ -125,13 +127,13 @@ class Pieces(torch.Tensor):
 
     def detached_copy(self) -> Self:
         """Replace the live pieces by copies; return `self`."""
-        copies = {offset: self.find(item.index) for offset, item in self.distinct.items()}
+        copies = {offset: self.find(item.index) for offset, item in self.unique_items.items()}
         self.find = lambda index: copies[index.offset]
         return self
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        named = functools.partial(dataclasses.replace, fqn=fqn)
-        return [dataclasses.replace(item, index=named(item.index)) for item in self.distinct.values()]
+        with_name = functools.partial(dataclasses.replace, fqn=fqn)
+        return [dataclasses.replace(item, index=with_name(item.index)) for item in self.unique_items.values()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [_chunk(item) for item in self.items]
@@ -295,9 +297,9 @@ def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None,
         )
 
 
-def _buffer_for(used: Memory, size: int) -> Memory:
+def _buffer_for(used_buffer: Memory, size: int) -> Memory:
     """Return a buffer whose end fits a piece with its alignment: the used buffer if possible, else a new one."""
-    return used if len(used) >= size and (len(used) - size) % _ALIGNED == 0 else Memory.empty(size)
+    return used_buffer if len(used_buffer) >= size and (len(used_buffer) - size) % _ALIGNED == 0 else Memory.empty(size)
 
 
 def _with_checksums(name: str, ranges: list[tuple[int, int]], crc32s: str) -> dict[tuple[int, int], int | None]:

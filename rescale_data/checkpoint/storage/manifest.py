@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint lists its files. It is written last, so a checkpoint that has one is complete."""
+"""The manifest of a checkpoint: lists its files. It is written last, so a checkpoint that has one is complete."""
 
 from __future__ import annotations
 

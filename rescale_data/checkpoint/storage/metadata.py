@@ -108,8 +108,8 @@ def _value_metadata(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageM
 
 def _properties(properties: Any) -> dcp.TensorProperties:
     state: Any = getattr(properties, "state", None)
-    kind = cast("tuple[Any, ...]", state)[0] if isinstance(state, tuple) else _fields(properties)["dtype"]
-    dtype = dtype_of(kind.stands_for) if isinstance(kind, RecordType) else kind
+    dtype_record = cast("tuple[Any, ...]", state)[0] if isinstance(state, tuple) else _fields(properties)["dtype"]
+    dtype = dtype_of(dtype_record.stands_for) if isinstance(dtype_record, RecordType) else dtype_record
     return dcp.TensorProperties(dtype=checked(dtype, torch.dtype))
 
 
@@ -129,7 +129,9 @@ def _location(location: Mapping[str, Any]) -> SimpleNamespace:
         relative_path=name,
         offset=int(location["offset"]),
         length=int(location["length"]),
-        transform_descriptors=None if transforms is None else tuple(checked(t, str) for t in transforms),
+        transform_descriptors=None
+        if transforms is None
+        else tuple(checked(transform, str) for transform in transforms),
     )
 
 

@@ -58,10 +58,10 @@ def _array(build: Build, record: Record) -> np.ndarray[Any, Any]:
     if kind.hasobject:
         if type(data) is not list or len(cast("list[Any]", data)) != math.prod(sizes):
             raise ValueError("an array of objects whose list has another length")
-        flat = np.empty(len(cast("list[Any]", data)), object)
+        flat_array = np.empty(len(cast("list[Any]", data)), object)
         for index, item in enumerate(cast("list[Any]", data)):
-            flat[index] = build(item)
-        return np.array(flat.reshape(sizes), order=order)
+            flat_array[index] = build(item)
+        return np.array(flat_array.reshape(sizes), order=order)
     return _array_from_bytes(sizes, kind, build(data), order)
 
 
@@ -90,8 +90,8 @@ def _refuse_invalid_text(array: np.ndarray[Any, Any]) -> None:
     for name in array.dtype.names or ():
         _refuse_invalid_text(array[name])
     if array.dtype.kind == "U" and array.dtype.itemsize and array.size:
-        points = np.ascontiguousarray(array).reshape(-1).view(np.dtype("u4").newbyteorder(array.dtype.byteorder))
-        if points.max() > sys.maxunicode:
+        code_points = np.ascontiguousarray(array).reshape(-1).view(np.dtype("u4").newbyteorder(array.dtype.byteorder))
+        if code_points.max() > sys.maxunicode:
             raise ValueError("text with letters that Unicode does not have")
 
 

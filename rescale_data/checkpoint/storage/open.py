@@ -134,9 +134,9 @@ def read_checkpoint(
             if reader.save is None and not allow_foreign:
                 raise AbsentError(f"No checkpoint at {folder}: it has no manifest that counts.")
             try:
-                reader.manifest, wrong = ranks.on_first(partial(_manifest_and_defects, reader))
-                if wrong:
-                    raise damaged_error(folder, wrong)
+                reader.manifest, defects = ranks.on_first(partial(_manifest_and_defects, reader))
+                if defects:
+                    raise damaged_error(folder, defects)
                 return work(reader)
             except Exception:
                 if attempt == _MAX_ATTEMPTS or not ranks.on_first(reader.is_replaced):
@@ -211,8 +211,8 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
         found_text = f"it holds {names[:5]}" if store.exists(path) else "there is nothing at this path"
         newest_first = sorted(names, key=lambda name: (bool(STEP.fullmatch(name)), len(name), name), reverse=True)
         steps = (name for name in newest_first if save_of(name) is None)  # a save's data alone are no checkpoint
-        run = next((name for name in steps if store.is_file(join(path, name, METADATA))), None)
-        cure = f" It is the folder of a run: give one of its checkpoints, {join(path, run)}." if run else ""
+        step_name = next((name for name in steps if store.is_file(join(path, name, METADATA))), None)
+        cure = f" It is the folder of a run: give one of its checkpoints, {join(path, step_name)}." if step_name else ""
         raise AbsentError(f"No checkpoint at {path}: {found_text}.{cure}")
     metadata = reader.metadata
     if dcp.save_id_of(metadata).startswith(SAVE_ID_PREFIX):
@@ -232,14 +232,14 @@ def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exa
     """
     folders = {split(join(path, name))[0] for name in files}
     sizes = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
-    wrong: dict[str, str] = {}
+    size_errors: dict[str, str] = {}
     for name, record in files.items():
         file_path, prefix = join(path, name), "" if exact else "at least "
         if (size := sizes.get(file_path)) is None:
-            wrong[name] = f"{file_path} is missing; {prefix}{record.size} bytes were saved"
+            size_errors[name] = f"{file_path} is missing; {prefix}{record.size} bytes were saved"
         elif size < record.size or (exact and size > record.size):
-            wrong[name] = f"{file_path} has {size} bytes; {prefix}{record.size} were saved"
-    return wrong
+            size_errors[name] = f"{file_path} has {size} bytes; {prefix}{record.size} were saved"
+    return size_errors
 
 
 def _damaged_files(reader: CheckpointReader) -> list[str]:

@@ -49,7 +49,7 @@ class ReaderLeases:
         self.watch = LeaseObserver(store.files)
 
     def look(self) -> list[tuple[HolderState, Mapping[str, Any]]]:
-        """Return the leases that are or may be alive, and remove the others."""
+        """Return the leases of readers that are or may be alive, and remove the others."""
         leases: list[tuple[HolderState, Mapping[str, Any]]] = []
         for name in self._store.names(self._folder):
             state, content = self.watch.look(path := join(self._folder, name))

@@ -32,7 +32,7 @@ class RunFolder:
         return join(self.path, f"step-{step}")
 
     def steps_with_folder(self) -> list[int]:
-        """Return the steps that have a folder, with or without a checkpoint, in order, by one listing."""
+        """Return the training steps that have a folder ``step-<number>``, with or without a checkpoint, in order."""
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
 
     def saves(self) -> Iterator[tuple[int, Save]]:

@@ -326,14 +326,14 @@ def new_folder(store: Store, final: str) -> Generator[str]:
         yield final
         return
     folder, name = split(final)
-    working = join(folder, f".{name}.{uuid.uuid4().hex[:12]}.tmp")
-    store.mkdir(working)
+    temporary_folder = join(folder, f".{name}.{uuid.uuid4().hex[:12]}.tmp")
+    store.mkdir(temporary_folder)
     try:
-        yield working
-        store.rename(working, final)
+        yield temporary_folder
+        store.rename(temporary_folder, final)
         store.sync_folder(folder)
     finally:
-        store.remove_folder(working)
+        store.remove_folder(temporary_folder)
 
 
 def join(folder: str, *names: str) -> str:

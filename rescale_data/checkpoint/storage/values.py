@@ -158,7 +158,7 @@ class _Builder:
         return value
 
     def build_all(self, values: Iterable[Any]) -> list[Any]:
-        """Return the values built from several records."""
+        """Return the values built from several pickle records."""
         return [self(value) for value in values]
 
     def _build(self, value: Any) -> Any:

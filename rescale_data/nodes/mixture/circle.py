@@ -36,7 +36,7 @@ _MAX_DENOMINATOR = 10**6  # draws of one shard: beyond, quotients do not matter
 
 @dataclass(frozen=True)
 class Circle:
-    """The points on the circle for the draws of one logical shard, in constant steps.
+    """The points on the circle that choose the sources for the draws of one logical shard, in constant steps.
 
     Args:
         start: The point of draw 0.
@@ -75,7 +75,7 @@ WHOLE_CIRCLE: Arc = (0, CIRCLE)
 
 
 def circle_of(shard: int, num_logical_shards: int, path: str = "") -> Circle:
-    """Return the points on the circle for the draws of a logical shard.
+    """Return the points on the circle that choose the sources for the draws of one logical shard.
 
     Args:
         shard: Index of the shard.
@@ -120,7 +120,7 @@ def _quotients(dividend: int, divisor: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Arcs:
-    """The arcs of all sources on the circle, one after the other.
+    """The arcs of all sources of a mixture on the circle, one after the other; lengths are shares.
 
     Args:
         ends: The end of each arc; the last one is `CIRCLE`.
@@ -129,7 +129,7 @@ class Arcs:
     ends: tuple[int, ...]
 
     @cached_property
-    def words(self) -> Words:
+    def end_points(self) -> Words:
         """The ends of arcs below `CIRCLE`, as ``uint64``; ``searchsorted(side="right")`` finds sources of points in them."""
         return np.array([end for end in self.ends if end < CIRCLE], dtype=np.uint64)
 
@@ -156,7 +156,7 @@ def arcs(weights: tuple[float, ...]) -> Arcs:
 
 
 def shares(weights: tuple[float, ...], whole_amount: int) -> list[int]:
-    """Divide the integer ``whole_amount`` in proportion to the weights, into integers."""
+    """Divide the integer ``whole_amount`` into integers in proportion to the weights."""
     exponent = 60 - math.frexp(max(weights))[1]
     integer_weights = [int(math.ldexp(weight, exponent)) for weight in weights]
     total = sum(integer_weights)

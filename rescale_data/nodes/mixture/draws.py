@@ -66,15 +66,15 @@ class MixtureDraws:
         column: str | None,
         stop: Stop,
     ) -> None:
-        self.sources, self._inner, self.row = sources, inner, row
+        self.sources, self._inner_draws, self.row = sources, inner, row
         self.weights, self._shard, self._column, self._stop = weights, shard, column, stop
-        self._given_point: int | None = None  # the next draw's point, if the mixture above gives it
+        self._outer_point: int | None = None  # the next draw's point, if the mixture above gives it
         self.circle = circle_of(*shard)
         self.last_source = 0
         self.seek(position)
 
     def seek(self, position: View) -> None:
-        """Go to a position, and clear all values that were derived from the previous one."""
+        """Continue at another position of the mixture, and clear all values that were derived from the previous one."""
         self._position = position
         self._is_epoch_over = False
         self._arcs: Arcs | TokenArcs | None = None
@@ -89,7 +89,7 @@ class MixtureDraws:
         """Call ``draw_from`` with the node of the next draw, and return the result: for ``next``, the next sample."""
         while (source := self.choose()) is not None:
             try:
-                sample = draw_from(node := self._bound(source))
+                sample = draw_from(node := self._bound_node(source))
             except StopIteration:
                 self._handle_end(source)
                 continue
@@ -97,27 +97,27 @@ class MixtureDraws:
             return sample
         raise StopIteration
 
-    def _bound(self, source: int) -> Node[Any]:
-        return self.sources.bound(source, self._position)
+    def _bound_node(self, source: int) -> Node[Any]:
+        return self.sources.bound_node(source, self._position)
 
     def bind_all(self) -> None:
         for source in range(len(self.sources.nodes)):
-            self._bound(source)
+            self._bound_node(source)
 
     def choose(self) -> int | None:
         """Return the number of the source of the next draw; `None` at the end of the epoch."""
         arcs = self._arcs or self._get_arcs()
         if arcs is None:
             return None
-        point = self.circle.point(self._position[NUM_DRAWS]) if self._given_point is None else self._given_point
+        point = self.circle.point(self._position[NUM_DRAWS]) if self._outer_point is None else self._outer_point
         self.last_source = source = arcs.choose(point)
-        inner = self._inner.get(source)
+        inner = self._inner_draws.get(source)
         if inner is not None:
-            inner._given_point = arcs.scale_point(point, source)
+            inner._outer_point = arcs.scale_point(point, source)
         return source
 
     def _get_arcs(self) -> Arcs | TokenArcs | None:
-        """Return the arcs of the sources that have not ended, computed once and kept; `None` at the end of the epoch."""
+        """Return the arcs on the circle of the sources that have not ended, computed once; `None` at the end of the epoch."""
         if self._arcs is None and not self._is_epoch_over:
             self._current_weights = self.weights.current(self._position)
             self._arcs = self.arcs_at(self._position, self._current_weights)
@@ -125,22 +125,24 @@ class MixtureDraws:
         return self._arcs
 
     def arcs_at(self, position: View, current_weights: CurrentWeights) -> Arcs | TokenArcs | None:
-        """Return the arcs of the sources that have not ended, at a given position with given weights.
+        """Return the arcs on the circle of the sources that have not ended, at a given position with given weights.
 
         If the epoch has ended, return `None` and write the beginning of the next epoch into the position.
         """
         drawn = position[self.row.drawn].tolist()
         counts = [max(count, ~count) for count in drawn]
-        active = tuple(
+        active_weights = tuple(
             weight if count >= 0 else 0.0 for weight, count in zip(current_weights.values, drawn, strict=True)
         )
-        if not any(active):
+        if not any(active_weights):
             self._require_endless(current_weights)
             position[self.row.drawn] = np.array(counts, dtype=np.int64).data
             return None
         if not self.by_tokens:
-            return arcs(active)
-        return TokenArcs(active, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.uncounted)))
+            return arcs(active_weights)
+        return TokenArcs(
+            active_weights, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.uncounted))
+        )
 
     def _count_draw(self, chosen_source: int, length: int) -> None:
         self._position[NUM_DRAWS] += 1
@@ -159,18 +161,18 @@ class MixtureDraws:
             return
         drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[NUM_DRAWS]
         if drawn >= current_weights.change_at:
-            self.weights.change(self._position, current_weights)
+            self.weights.record_change(self._position, current_weights)
             self._arcs = None
 
     # Leaving out
 
     def skip(self, num_samples: int) -> None:
-        """Leave out samples as in `rescale_data.nodes.below.skip`, if the unit is samples."""
+        """Skip samples without yielding them (`rescale_data.nodes.below.skip`); only for the unit "samples"."""
         if self.skip_ahead(num_samples) < num_samples:
             raise StopIteration
 
     def skip_ahead(self, num_samples: int, *, across_epochs: bool = False) -> int:
-        """Leave out samples as in `rescale_data.nodes.below.skip_ahead`, if the unit is samples.
+        """Skip samples without yielding them (`rescale_data.nodes.below.skip_ahead`); only for the unit "samples".
 
         Args:
             num_samples: Number of samples.
@@ -180,7 +182,7 @@ class MixtureDraws:
         stop = (self.skip_across_epochs if across_epochs else self.skip_draws)(
             self.circle, first_draw, first_draw + num_samples, WHOLE_CIRCLE
         )
-        self._given_point = None
+        self._outer_point = None
         return stop - first_draw
 
     def skip_across_epochs(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
@@ -234,7 +236,7 @@ class MixtureDraws:
         for draw in range(first_draw, stop):
             point = circle.point(draw)
             if arc[0] <= point < arc[1]:
-                self._given_point = scale_to_circle(point, arc)
+                self._outer_point = scale_to_circle(point, arc)
                 try:
                     self.draw(draw_from)
                 except StopIteration:
@@ -243,7 +245,7 @@ class MixtureDraws:
 
     def _skip_sample(self, node: Node[Any]) -> None:
         """Skip a sample of the chosen source; an inner mixture that yields this sample uses the point that `choose` gave it."""
-        inner = self._inner.get(self.last_source)
+        inner = self._inner_draws.get(self.last_source)
         if inner is None or inner.by_tokens:
             skip(node, 1)
         else:
@@ -251,16 +253,16 @@ class MixtureDraws:
 
     def _samples_left(self) -> list[int] | None:
         sources = zip(self.sources.nodes, self.sources.slots, strict=True)
-        stops = {} if self._current_weights is None else self._current_weights.ending
-        return samples_left(sources, self._position, self._shard, stops, endless=self._stop == "never")
+        final_epochs = {} if self._current_weights is None else self._current_weights.ending
+        return samples_left(sources, self._position, self._shard, final_epochs, endless=self._stop == "never")
 
     def _skip_source(self, source: int, circle: Circle, first_draw: int, stop: int, source_arc: Arc) -> None:
         """Skip draws of one source, over as many of its epochs as they need."""
-        inner, shard = self._inner.get(source), self._shard[0]
+        inner, shard = self._inner_draws.get(source), self._shard[0]
         num_left = num_draws = circle.count(first_draw, stop, source_arc)
         if not num_draws:
             return
-        node = self._bound(source)
+        node = self._bound_node(source)
         while num_left:
             num_before = num_left
             if inner is not None:
@@ -282,7 +284,7 @@ class MixtureDraws:
 
     def _pass_source_end(self, source: int) -> None:
         try:
-            skip(self._bound(source), 1)
+            skip(self._bound_node(source), 1)
         except StopIteration:
             self._handle_end(source)
 
@@ -291,7 +293,7 @@ class MixtureDraws:
     def skip_or_end(self, chosen_source: int) -> bool:
         """Skip a sample of the chosen source; record and return True if the source has ended."""
         try:
-            self._skip_sample(self._bound(chosen_source))
+            self._skip_sample(self._bound_node(chosen_source))
         except StopIteration:
             self._handle_end(chosen_source)
             return True
@@ -303,7 +305,7 @@ class MixtureDraws:
         if self._current_weights is not None:
             self.weights.end(self._position, chosen_source, self._current_weights)
         if self._stop == "never":
-            node = self._bound(chosen_source)
+            node = self._bound_node(chosen_source)
             node.bind(node.position)  # also before an error: who goes on draws or skips from there
             num_silent = self._silent_epochs[chosen_source] = self._silent_epochs.get(chosen_source, 0) + 1
             if num_silent > SILENT_EPOCHS:

@@ -23,7 +23,7 @@ ENDLESS = 1 << 62
 def mixture_epoch_end(
     row: MixtureRow, sources: Mapping[str, tuple[Node[Any], slice]], weights: Sequence[float], rows: Ints, shards: Ints
 ) -> tuple[Ints, Ints] | None:
-    """Return `rescale_data.nodes.below.epoch_end` of a mixture by samples that reads each source to its end.
+    """Return the number of samples left in the epoch and the positions at its end; each source is read to its end.
 
     Args:
         row: The slots of the mixture's own values.
@@ -51,7 +51,7 @@ def samples_left(
     sources: Iterable[tuple[Node[Any], slice]],
     position: View,
     shard: tuple[int, int],
-    stops: Mapping[int, int],
+    final_epochs: Mapping[int, int],
     *,
     endless: bool,
 ) -> list[int] | None:
@@ -61,22 +61,22 @@ def samples_left(
         sources: Node and slots of each source.
         position: The position of the mixture.
         shard: The index of the logical shard, and the number of logical shards.
-        stops: By number of the source, the epoch at which the mixture has had enough of it.
-        endless: True if sources begin their next epoch at once, up to their epoch in ``stops``; else each epoch is an end.
+        final_epochs: By number of the source, the epoch at which the mixture stops drawing from it.
+        endless: True if sources begin their next epoch at once, up to ``final_epochs``; else each epoch is an end.
     """
     row, shards = np.array(position)[None], np.array([shard[0]])
     num_left: list[int] = []
     for source, (node, slots) in enumerate(sources):
-        if endless and source not in stops:
+        if endless and source not in final_epochs:
             num_left.append(ENDLESS)
             continue
         end = epoch_end(node, row[:, slots], shards)
         if end is None:
             return None
         num_left.append(int(end[0][0]))
-        if endless and source in stops:
+        if endless and source in final_epochs:
             reader, slot = readers_of(node, 0)[0]
-            num_left[-1] += reader.rows.num_rows(int(end[1][0, slot]), stops[source], shard[0])
+            num_left[-1] += reader.rows.num_rows(int(end[1][0, slot]), final_epochs[source], shard[0])
     return num_left
 
 
@@ -84,11 +84,11 @@ def first_end(
     circle: Circle, first_draw: int, stop_draw: int, source_arcs: list[Arc], num_left: list[int]
 ) -> tuple[int, int]:
     """Return the first draw at which a source has no sample left, and that source; ``stop_draw`` and -1 if there is none."""
-    ended = -1
+    ended_source = -1
     for source, (source_arc, limit) in enumerate(zip(source_arcs, num_left, strict=True)):
         if circle.count(first_draw, stop_draw, source_arc) > limit:
-            stop_draw, ended = circle.find(first_draw, source_arc, limit), source
-    return stop_draw, ended
+            stop_draw, ended_source = circle.find(first_draw, source_arc, limit), source
+    return stop_draw, ended_source
 
 
 def skip_within_epoch(node: Node[Any], shard: int, max_samples: int) -> int:

@@ -12,7 +12,7 @@ from rescale_data.state import Ints
 
 
 def interleaved(
-    chosen_sources: Ints, spans: Spans, begins: Ints, num_drawn: int, counted: Sequence[tuple[int, list[int]]]
+    chosen_sources: Ints, spans: Spans, begins: Ints, num_drawn: int, counts_by_slot: Sequence[tuple[int, list[int]]]
 ) -> Spans:
     """Return documents in the order of their draws, with position updates that also count the draws.
 
@@ -20,12 +20,12 @@ def interleaved(
         chosen_sources: The source of each draw.
         spans: The next documents of all these sources, source by source, with moves of the mixture's row.
         begins: Index in ``spans`` of the first document of each source.
-        num_drawn: Number of draws before.
-        counted: The result of `MixtureRow.counts_at`: the first slot and the values of the numbers of documents, and by tokens
+        num_drawn: Number of draws before these.
+        counts_by_slot: The result of `MixtureRow.counts_at`: first slot and values of the numbers of documents, and by tokens
             also of the numbers of tokens.
     """
     moves, num = spans.moves, len(chosen_sources)
-    slots, counts = np.array([slot for slot, _ in counted]), np.array([count for _, count in counted])
+    slots, counts = np.array([slot for slot, _ in counts_by_slot]), np.array([count for _, count in counts_by_slot])
     if kernel is None:
         index, moves = _interleave_numpy(chosen_sources, spans, begins, num_drawn, slots, counts)
         return spans.take(index, moves)
@@ -49,8 +49,8 @@ def _interleave_numpy(
     index[order] = number + np.repeat(begins - num_before, num_per_source)
     slot, value = np.zeros((2, len(chosen_sources), 1 + len(slots)), dtype=np.int64)
     value[:, 0] = num_drawn + 1 + number
-    for kind, steps in enumerate([np.ones_like(chosen_sources), spans.length[index]][: len(slots)]):
-        totals = np.cumsum([0, *steps[order]])
+    for kind, amounts in enumerate([np.ones_like(chosen_sources), spans.length[index]][: len(slots)]):
+        totals = np.cumsum([0, *amounts[order]])
         slot[:, 1 + kind] = slots[kind] + chosen_sources
         value[order, 1 + kind] = totals[1:] + np.repeat(counts[kind] - totals[num_before], num_per_source)
     return index, spans.moves.take(index).combined_with(PositionUpdates.of(slot, value))

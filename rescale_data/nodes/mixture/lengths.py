@@ -38,7 +38,7 @@ _SHARE_BITS, _MEAN_BITS = 32, 8  # bits of a share, and fraction bits of a mean 
 
 
 class TokenArcs:
-    """The arcs of one logical shard's sources at one position, for a mixture by tokens.
+    """The arcs on the circle of one logical shard's sources at one position, for a mixture by tokens.
 
     Args:
         weights: Weight of each source; 0 for a source that rests.
@@ -78,7 +78,7 @@ class TokenArcs:
         """Return the position of a point within a source's arc, scaled to the whole circle."""
         return (point * self._total - sum(self._arcs[:source]) * CIRCLE) // self._arcs[source]
 
-    def numbers(self) -> Ints:
+    def counters(self) -> Ints:
         """Return ``int64[5, S]``, the working values of `run`: five numbers for each of S sources.
 
         They are its share, its documents, its tokens, the tokens that do not count, and its draws in the run (0).
@@ -87,7 +87,7 @@ class TokenArcs:
         return np.array([self._shares, self.documents, self.tokens, self._uncounted, counts], dtype=np.int64)
 
     def run(
-        self, points: Words, chosen: Ints, first_draw: int, numbers: Ints, lengths: list[Ints | None], change_at: int
+        self, points: Words, chosen: Ints, first_draw: int, counters: Ints, lengths: list[Ints | None], change_at: int
     ) -> tuple[int, int]:
         """Choose the sources of draws, from ``first_draw`` on, until the length of a document is missing or weights may change.
 
@@ -95,7 +95,7 @@ class TokenArcs:
             points: ``[num]``, the points of the draws.
             chosen: ``[num]``; the source of each draw is written here.
             first_draw: Number of the first draw.
-            numbers: The result of `numbers`; updated here.
+            counters: The result of `counters`; updated here.
             lengths: Lengths of the documents that each source yields in this run, as far as they are known.
             change_at: Number of tokens of all sources after which to stop; -1 for no end.
 
@@ -105,11 +105,11 @@ class TokenArcs:
         missing_source = -2
         if kernel is not None:
             active_change_at = -1 if change_at < 0 else max(0, change_at - self._resting_tokens)
-            first_draw, missing_source = kernel.run(points, chosen, first_draw, numbers, lengths, active_change_at)
+            first_draw, missing_source = kernel.run(points, chosen, first_draw, counters, lengths, active_change_at)
         if missing_source > -2:
             return first_draw, missing_source
-        self._count(*numbers[1:3].tolist())  # without the C extension, or if documents are very long
-        _, documents, tokens, _, counts = numbers
+        self._count(*counters[1:3].tolist())  # without the C extension, or if documents are very long
+        _, documents, tokens, _, counts = counters
         for draw in range(first_draw, len(points)):
             source = self.choose(int(points[draw]))
             source_lengths, count = lengths[source], counts[source]

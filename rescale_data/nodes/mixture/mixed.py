@@ -62,7 +62,7 @@ class MixedDocuments:
         self._mixture, self._column, self._repeats, self._by_tokens = mixture, column, repeats, by_tokens
         self._num_sources, self.is_costly = len(documents), any(docs.is_costly for docs in documents)
         self._costly_documents: dict[int, KeptDocuments | MixedDocuments] = {}
-        self._num_draws, self._reads, self._byte_limit = _FIRST_READ, 0, room
+        self._num_draws, self._num_reads, self._byte_limit = _FIRST_READ, 0, room
         self._max_reads = max(_MAX_READS, 4 * len(documents))
         self._second_read = max(
             _SECOND_READ, _READY_DOCS * sum([isinstance(docs, FragmentDocuments) for docs in documents])
@@ -138,30 +138,32 @@ class MixedDocuments:
         position_before = copy_of(self._next_position)
         spans.move(position_before, len(spans))
         position_after = copy_of(position_before)
-        self._mixture.weights.change(position_after, current_weights)
+        self._mixture.weights.record_change(position_after, current_weights)
         if position_after == position_before:
             return spans
         moves = PositionUpdates.join([spans.moves, PositionUpdates.between(position_before, position_after)])
         return spans.with_moves(moves.merge_groups(np.array([*range(1, len(spans)), len(spans) + 1])))
 
     def _set_next_size(self, spans: Spans) -> None:
-        copied = sum([array.nbytes for array, value in zip(spans.arrays, spans.keeps, strict=True) if value is None])
-        mean_bytes = _SPAN_BYTES + copied // len(spans)
+        copied_bytes = sum(
+            [array.nbytes for array, value in zip(spans.arrays, spans.keeps, strict=True) if value is None]
+        )
+        mean_bytes = _SPAN_BYTES + copied_bytes // len(spans)
         max_draws = min(_MAX_DRAWS, _MAX_MEAN_DRAWS * self._num_sources, self._byte_limit() // mean_bytes)
         num_next = max(self._second_read, _READ_GROWTH * self._num_draws)
-        if self._reads > self._num_sources:  # some sources give few at a time
-            num_next = min(num_next, len(spans) * self._max_reads // self._reads)
+        if self._num_reads > self._num_sources:  # some sources give few at a time
+            num_next = min(num_next, len(spans) * self._max_reads // self._num_reads)
         self._num_draws = max(_FIRST_READ, min(num_next, max_draws))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """Return the documents of the next draws until a source ends, and the number of that source, or -1."""
-        self._start_position, self._reads = position, 0
+        self._start_position, self._num_reads = position, 0
         try:
             if isinstance(arcs, TokenArcs):
                 chosen_sources, ended_source = self._choose(points, arcs)
             else:
                 chosen_sources, ended_source = self._read_chosen(
-                    arcs.words.searchsorted(points, side="right"), points, arcs
+                    arcs.end_points.searchsorted(points, side="right"), points, arcs
                 )
             spans = self._join(position[0], chosen_sources) if len(chosen_sources) else EMPTY
         finally:  # also after a read that fails: the next one may be at another position
@@ -182,7 +184,7 @@ class MixedDocuments:
         if requests:
             self._batch, ranges = read_batched([request for _, request in requests], self._start_position)
             self._ranges[:, [source for source, _ in requests]] = ranges
-            self._reads += len(requests)
+            self._num_reads += len(requests)
         return self._ranges[1]
 
     def _batch_slice(self, source: int) -> Spans:
@@ -193,15 +195,15 @@ class MixedDocuments:
     def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
         """Choose the sources of the next draws by tokens; return them, and a source that has ended, or -1."""
         fractions = arcs.fractions()
-        chosen_sources, numbers = np.empty(len(points), dtype=np.int64), arcs.numbers()
-        counts = numbers[4]
+        chosen_sources, counters = np.empty(len(points), dtype=np.int64), arcs.counters()
+        counts = counters[4]
         expected = [int(num_more + num_more**0.5) for num_more in (len(points) * fraction for fraction in fractions)]
         num_read = self._read_together([num_more if num_more >= _MIN_BATCHED else 0 for num_more in expected])
         lengths = [self._batch_slice(source).length if num else None for source, num in enumerate(num_read.tolist())]
         num, missing_source = 0, -1
         change_at = -1 if self._change_at is None else self._change_at
         while True:
-            num, missing_source = arcs.run(points, chosen_sources, num, numbers, lengths, change_at)
+            num, missing_source = arcs.run(points, chosen_sources, num, counters, lengths, change_at)
             if missing_source < 0:
                 break
             count = int(counts[missing_source])
@@ -250,9 +252,9 @@ class MixedDocuments:
             )
             self._buffers[source] = buffer
         while buffer.num_documents < num:
-            if buffer.num_documents and self._reads >= self._max_reads:
+            if buffer.num_documents and self._num_reads >= self._max_reads:
                 return False
-            self._reads += 1
+            self._num_reads += 1
             if buffer.fill(most):
                 continue
             if not self._repeats or source in self._ending_sources:

@@ -15,7 +15,7 @@ from rescale_data.nodes.mixture.schedule import Schedule, keys_of, pieces_of
 
 @dataclass(frozen=True)
 class Rule:
-    """The weights of all sources over a whole run, and the largest number of epochs of some of them.
+    """The weights of all sources of a mixture over a whole run, and the largest number of epochs of some of them.
 
     Args:
         names: Names of the sources, sorted.

@@ -146,7 +146,7 @@ class WeightedSampler(Node[Any]):
         return self._draws.draw(next)
 
     def skip(self, num_samples: int) -> None:
-        """Leave out samples as in `rescale_data.nodes.below.skip`.
+        """Skip the next samples without yielding them (`rescale_data.nodes.below.skip`).
 
         By samples this reads nothing if the sources know how many samples they have. It then takes time in proportion to the
         logarithm of their number.
@@ -185,11 +185,14 @@ class WeightedSampler(Node[Any]):
         self._weights.check_change(saved, rows)
 
     def settle(self, position: View) -> None:
-        """Apply changed weights from this position on. A source that has ended in this epoch stays ended."""
+        """Apply weights that were changed between segments of the run, from this position on.
+
+        A source that has ended in this epoch stays ended.
+        """
         self._weights.settle(position)
 
     def pass_blocked(self, position: View) -> None:
-        """Move nothing: only a source has rows."""
+        """Do nothing: a mixture has no rows of its own that a blocklist could exclude."""
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         """Begin the next epoch of all sources. Counts since the run began stay: schedule and `max_epochs` continue."""
@@ -238,7 +241,7 @@ class WeightedSampler(Node[Any]):
         ``share/...`` is in the mixture's unit. ``epochs/...`` is the mean over the readers below a source and over logical
         shards. ``ended_shards/...`` is the number of logical shards in which the source has reached its `max_epochs`.
         """
-        return mixture_progress(self._row, self._sources, self._weights.ended(rows), rows, shards)
+        return mixture_progress(self._row, self._sources, self._weights.num_ended_shards(rows), rows, shards)
 
     # In blocks
 

@@ -112,7 +112,10 @@ def _linear_steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[lis
             fraction = (2 * step + 1) / (2 * steps)
             step_begins.append(begin + (end - begin) * step // steps)
             values.append(
-                tuple(a * (1 - fraction) + b * fraction for a, b in zip(begin_weights, end_weights, strict=True))
+                tuple(
+                    begin_weight * (1 - fraction) + end_weight * fraction
+                    for begin_weight, end_weight in zip(begin_weights, end_weights, strict=True)
+                )
             )
     return [*step_begins, begins[-1]], [*values, keys[-1]]
 

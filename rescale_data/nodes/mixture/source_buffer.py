@@ -1,4 +1,4 @@
-"""Buffers for one source of a mixture: `SourceBuffer` holds its next documents, `KeptDocuments` ones not drawn yet."""
+"""Buffers for one source of a mixture: `SourceBuffer` for its next documents, `KeptDocuments` for costly ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KeptDocuments:
         return documents if len(documents) <= most else documents[:most]
 
     def begin_at(self, position: View) -> None:
-        """Drop the documents before a position."""
+        """Drop the kept documents that lie before a position of the source."""
         position_key = position.tobytes()
         for key in [*self._documents_read]:
             if key == position_key:
@@ -54,9 +54,9 @@ class KeptDocuments:
         position[:] = self._next_epoch[position.tobytes()]
 
 
-def _num_before(documents: Spans, begin: bytes, position: View) -> int:
-    """Return how many documents lie before a position; 0 if the position is not between two documents."""
-    document_position = np.frombuffer(begin, dtype=np.int64).copy().data
+def _num_before(documents: Spans, begin_key: bytes, position: View) -> int:
+    """Return how many of some documents lie before a position; 0 if the position is not between two of them."""
+    document_position = np.frombuffer(begin_key, dtype=np.int64).copy().data
     for number in range(1, len(documents)):
         documents[number - 1 :].move(document_position, 1)
         if document_position == position:

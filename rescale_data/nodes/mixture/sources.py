@@ -70,7 +70,7 @@ class Sources:
             )
         return own_reader
 
-    def bound(self, source: int, position: View) -> Node[Any]:
+    def bound_node(self, source: int, position: View) -> Node[Any]:
         """Return the node of a source for this shard, bound to its part of the mixture's position."""
         self.last_node = node = self.open(source)
         if not is_bound(node):

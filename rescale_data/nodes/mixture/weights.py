@@ -67,17 +67,17 @@ class MixtureWeights:
         return self._weights_by(self._rule_at(position), position)
 
     def settle(self, position: View) -> None:
-        """Change a position from the rule of an earlier segment to the present rule."""
+        """Change a position from the weights of an earlier segment of the run to the present ones."""
         if self.is_pending(position):
             old_weights = self.current(position)
             position[RULE_DIGEST] = self.rule.digest
-            self.change(position, old_weights)
+            self.record_change(position, old_weights)
 
     def is_pending(self, position: View) -> bool:
-        """True if a position still uses the rule of an earlier segment."""
+        """True if a position still uses the weights of an earlier segment of the run."""
         return position[RULE_DIGEST] != self.rule.digest
 
-    def change(self, position: View, old_weights: CurrentWeights) -> None:
+    def record_change(self, position: View, old_weights: CurrentWeights) -> None:
         """Record in a position that its weights have just changed from ``old_weights``.
 
         By tokens, if the weights differ, the tokens drawn so far no longer count as ahead or behind.
@@ -90,7 +90,7 @@ class MixtureWeights:
         """Change the weights after a source with a limit in `max_epochs` has ended an epoch."""
         if source not in old_weights.ending:
             return
-        self.change(position, old_weights)
+        self.record_change(position, old_weights)
         name, new_weights = self._row.names[source], self.current(position)
         if source in new_weights.ending or self._shard[0] or name in self._logged_sources:
             return
@@ -113,7 +113,7 @@ class MixtureWeights:
         return is_counted or any(value for name, value in zip(rule.names, values, strict=True) if name not in names)
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
-        """Return `Mixes.earlier` of the mixture: ``(digest, rule)`` for each rule but the present one that a position uses."""
+        """Return ``(digest, rule)`` for each rule of an earlier segment that a position still uses (`Mixes.earlier`)."""
         rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(EARLIER_KEY, ())), saved)]
         rules_by_digest, used_digests = (
             {rule.digest: rule for rule in rules},
@@ -148,7 +148,7 @@ class MixtureWeights:
                     f"rest, weight 0."
                 )
 
-    def ended(self, rows: Ints) -> dict[str, int]:
+    def num_ended_shards(self, rows: Ints) -> dict[str, int]:
         """Return, by source, how many of the positions ``int64[M, slots]`` are at or beyond its `max_epochs`."""
         return {name: int((rows[:, self._epochs[name]] >= limit).sum()) for name, limit in self.rule.max_epochs}
 
@@ -178,7 +178,7 @@ class MixtureWeights:
 
 
 def _shares_until(rule: Rule, progress: int) -> list[tuple[int, dict[str, float]]]:
-    """Return the pieces of a rule that have begun at a progress: where each begins, and the shares of sources to 9 decimals.
+    """Return the periods of constant weights that have begun at a progress: begin, and shares of sources to 9 decimals.
 
     Successive pieces with the same shares are one piece.
     """

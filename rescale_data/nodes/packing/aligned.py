@@ -40,10 +40,10 @@ class Aligned:
             raise TypeError(
                 f"{packer_name}(columns={columns!r}): give {{name: dtype}}, such as {{'loss_mask': torch.bool}}."
             )
-        wrong = sorted((reserved | {column}) & columns.keys())
-        if wrong:
+        taken_names = sorted((reserved | {column}) & columns.keys())
+        if taken_names:
             raise ValueError(
-                f"{packer_name}(columns=) has {wrong}, which it yields itself: give these columns other names."
+                f"{packer_name}(columns=) has {taken_names}, which it yields itself: give these columns other names."
             )
         for name, dtype in columns.items():
             if dtype not in _TYPES:
@@ -81,12 +81,12 @@ class Aligned:
             raise ValueError(
                 f"{name!r} has shape {list(array.shape)}, and {self._column!r} {num_tokens} tokens: give one value a token."
             )
-        cast = array.astype(dtype)
-        if array.dtype.kind not in "biuf" or (dtype.kind in "biu" and not np.array_equal(cast, array)):
+        converted = array.astype(dtype)
+        if array.dtype.kind not in "biuf" or (dtype.kind in "biu" and not np.array_equal(converted, array)):
             raise TypeError(
                 f"{name!r} holds values of {array.dtype} that {dtype} does not: give the column another dtype."
             )
-        return cast
+        return converted
 
     def concatenate(self, spans: Spans, special_tokens: SpecialTokens) -> Values:
         """Return the columns of documents, concatenated as `rescale_data.nodes.reading.gather.joined` does with tokens.

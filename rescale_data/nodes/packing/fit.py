@@ -66,7 +66,7 @@ def fit(
         }
         if long == "drop":
             pieces = [piece for piece in pieces if piece[2] not in too_long]
-        pieces = [cut_piece for piece in pieces for cut_piece in _cut(piece, stage.seq_len, long)]
+        pieces = [cut_piece for piece in pieces for cut_piece in _cut_document(piece, stage.seq_len, long)]
         extra_limits = [
             ([_payload_size(sizes, piece, documents) for piece in pieces], limit) for sizes, limit in limits
         ]
@@ -96,7 +96,7 @@ def num_untrained(
     dropped = fitted.long if long == "drop" else ()
     packed = [document for document in documents if document[0] < document[1] and document[2] not in dropped]
     return sum(
-        not any(learned[start + 1 : stop].any() for start, stop, _ in _cut(document, seq_len, long))
+        not any(learned[start + 1 : stop].any() for start, stop, _ in _cut_document(document, seq_len, long))
         for document in packed
     )
 
@@ -107,7 +107,7 @@ def padded_length(piece: Piece, multiple: int) -> int:
     return -(-(stop - start) // multiple) * multiple
 
 
-def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
+def _cut_document(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
     """Return the pieces in which a document is packed: whole, split or truncated to ``seq_len`` tokens."""
     start, stop, document = piece
     if stop - start <= seq_len:

@@ -198,7 +198,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self._history = history
 
     def reform(self, rows: Ints) -> None:
-        """Leave rows as they are: they depend on no form."""
+        """Do nothing: positions of this packer do not depend on ``seq_len`` or its other output options."""
 
     def _draw(self, buffer: BatchBuffer, place: int) -> None:
         """Write the next sample into row ``place`` of a batch buffer; raise `StopIteration` at the end of the epoch."""

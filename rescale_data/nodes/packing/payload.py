@@ -35,10 +35,10 @@ class Payload:
             raise TypeError(f"{packer_name}(payload={names!r}): give a list of columns, [{names!r}].")
         if not isinstance(limits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{packer_name}(limits={limits!r}): give {{column: most}}, such as {{'images': 16}}.")
-        wrong = sorted(reserved.intersection(names))
-        if wrong:
+        taken_names = sorted(reserved.intersection(names))
+        if taken_names:
             raise ValueError(
-                f"{packer_name}(payload=) has {wrong}, which it yields itself: give these columns other names."
+                f"{packer_name}(payload=) has {taken_names}, which it yields itself: give these columns other names."
             )
         for name, limit in limits.items():
             require_int(**{f"limits[{name!r}]": limit})

@@ -63,7 +63,7 @@ class TokenStream:
         self._source, self._draw_limit = source, draw_limit
         self._documents, self._special_tokens, self._repeat = documents, special_tokens, repeat
         self._num_tokens, self._num_needed = num_tokens, num_tokens + num_ahead
-        self._key = (owner_of(self), "queue")
+        self._cache_key = (owner_of(self), "queue")
         self._num_after_read = 0  # tokens left after documents were read last
         self.queue: TokenQueue | None = None
         """The token queue that has been read, as long as the cache keeps it; used to draw from many streams at once."""
@@ -71,7 +71,7 @@ class TokenStream:
         """Provenance of the documents in the last drawn sample, if ``has_provenance``."""
 
     def bind(self, position: View, *, applies_changes: bool) -> None:
-        """Continue from ``position``, and update this row with each draw.
+        """Continue from ``position``; each draw then updates this array in place.
 
         Args:
             position: An offset in a document, and the position of the documents.
@@ -124,7 +124,7 @@ class TokenStream:
 
     def _forget_queue(self) -> None:
         self.queue = None  # which the cache may not know: Ctrl-C can come between
-        cache().forget(self._key)
+        cache().forget(self._cache_key)
 
     def read_ahead(self) -> None:
         """Read more documents if few tokens are left; reading for many streams at once is cheaper than at separate times."""
@@ -142,7 +142,7 @@ class TokenStream:
     def _queue(self) -> TokenQueue:
         """Return a token queue that holds the next sample, or all remaining tokens of the epoch."""
         if self.queue is None or self.queue.left < self._num_needed:
-            queue = self.queue or self._begin()
+            queue = self.queue or self._new_queue()
             self._refill(queue, self._num_needed)
             return queue
         return self.queue
@@ -150,11 +150,11 @@ class TokenStream:
     def _refill(self, queue: TokenQueue, num_tokens: int) -> None:
         self._extend(queue, num_tokens)
         self._num_after_read = queue.left
-        cache().forget(self._key)
+        cache().forget(self._cache_key)
         self.queue = queue
-        cache().put(self._key, queue)
+        cache().put(self._cache_key, queue)
 
-    def _begin(self) -> TokenQueue:
+    def _new_queue(self) -> TokenQueue:
         if self._position[0] and is_blocked(self._source, self._position[1:]):
             self._position[0] = 0  # the document ends here
         stream_ref: ref[TokenStream] = ref(self)
@@ -180,7 +180,7 @@ class TokenStream:
             if not len(spans):
                 if not self._repeat:
                     break
-                spans, num_epochs = self._pass_end(position, num_epochs), num_epochs + 1
+                spans, num_epochs = self._skip_epoch_end(position, num_epochs), num_epochs + 1
             left_before = queue.left
             queue.append(spans)
             queue.nbytes += spans.nbytes
@@ -202,7 +202,7 @@ class TokenStream:
         return max(1, self._num_documents_read // _READ_AHEAD_PART + min(needed, self._num_documents_read))
 
     def _apply_changes(self, queue: TokenQueue) -> bool:
-        """Apply pending changes at the end of the queue; return true if a change must wait for the next document."""
+        """Apply changes between segments (weights, blocklist) at the end of the queue; true if one must wait for a document."""
         reach_before = copy_of(queue.reach)
         settle(self._source, queue.reach)
         pass_blocked(self._source, queue.reach)
@@ -210,7 +210,7 @@ class TokenStream:
             queue.append(Spans.mark(reach_before, queue.reach))
         return is_pending(self._source, queue.reach)
 
-    def _pass_end(self, position: View, num_epochs: int) -> Spans:
+    def _skip_epoch_end(self, position: View, num_epochs: int) -> Spans:
         require_tokens(num_epochs)
         next_position = copy_of(position)
         self._documents.begin_next_epoch(next_position)

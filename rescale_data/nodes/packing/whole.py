@@ -154,7 +154,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._packing = Packing(special_tokens, long, pad_documents_to, self._aligned, self._payload)
         self._history: History = ()
         self._repeat = is_endless(child)
-        self._key = (owner_of(self), "window")
+        self._cache_key = (owner_of(self), "window")
         self._draw_limit = EmptyDrawLimit(self)
 
     def seek(self) -> None:
@@ -178,12 +178,12 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
-        added = self._payload.as_json  # only those in use
+        used_options = self._payload.as_json  # only those in use
         if self._aligned:
-            added["columns"] = self._aligned.as_json
+            used_options["columns"] = self._aligned.as_json
         if self.pad_documents_to > 1:
-            added["pad_documents_to"] = self.pad_documents_to
-        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **added}
+            used_options["pad_documents_to"] = self.pad_documents_to
+        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **used_options}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         names = "+".join(source_names(self))
@@ -205,7 +205,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def _window(self) -> Window:
         """Return the packed window that holds the next sample; raise `StopIteration` at the end of the epoch."""
-        window: Window | None = cache().get(self._key) if self._is_cached else None
+        window: Window | None = cache().get(self._cache_key) if self._is_cached else None
         num_epochs = num_empty = 0
         while window is None and not self._is_epoch_over:
             window = self._pack()
@@ -223,7 +223,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         if not self._is_cached:
             if self.position[_EMITTED] & MOST >= window.num_samples:
                 raise DataStateError(STATE_DOES_NOT_FIT)
-            cache().put(self._key, window)
+            cache().put(self._cache_key, window)
             self._is_cached = True
         return window
 

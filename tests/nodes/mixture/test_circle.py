@@ -74,7 +74,7 @@ class Run:
 
 def worst(run: Run, weights: Sequence[float], num_steps: int) -> tuple[float, float]:
     """How far a global batch and a micro batch are off, at most."""
-    words, batch, micro = arcs(tuple(weights)).words, 0.0, 0.0
+    words, batch, micro = arcs(tuple(weights)).end_points, 0.0, 0.0
     for step in run.steps(num_steps):
         found = [words.searchsorted(points, side="right") for points in step]
         batch = max(batch, off(np.concatenate(found), weights))
@@ -145,7 +145,7 @@ def test_another_global_batch_in_the_middle_of_a_round_of_tracks(n: int, before:
 def test_a_shard_s_own_stream(n: int) -> None:
     """Of every source, right before and after each of its draws, where its count is farthest from its share."""
     for path, wanted in itertools.product(["", "inner"], WEIGHTS.values()):
-        share, words = np.array(wanted) / math.fsum(wanted), arcs(wanted).words
+        share, words = np.array(wanted) / math.fsum(wanted), arcs(wanted).end_points
         found = words.searchsorted(circle_of(n // 2, n, path).points(0, 200_000), side="right").astype(np.int16)
         counts = np.bincount(found, minlength=len(share))
         at = np.argsort(found, kind="stable")
@@ -156,7 +156,7 @@ def test_a_shard_s_own_stream(n: int) -> None:
 
 def test_golden() -> None:
     """Changing the order of mixtures is a breaking change of kind ORDER."""
-    words = arcs(WEIGHTS["532"]).words
+    words = arcs(WEIGHTS["532"]).end_points
     drawn = [words.searchsorted(circle_of(i, 24, path).points(n, 24), side="right") for i, n, path in GOLDEN]
     assert ["".join(map(str, line)) for line in drawn] == list(GOLDEN.values())
 

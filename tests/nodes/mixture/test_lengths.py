@@ -60,7 +60,7 @@ def test_what_c_draws_is_what_python_draws(weights: list[float], mean: int, seed
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lengths_module, "kernel", way)
             arcs = TokenArcs(tuple(weights), documents, tokens, since)
-            numbers, chosen = arcs.numbers(), np.zeros(300, dtype=np.int64)
+            numbers, chosen = arcs.counters(), np.zeros(300, dtype=np.int64)
             change_at = sum(tokens) + 40 * mean if turns else -1
             num, missing = arcs.run(points, chosen, 0, numbers, [None if not len(k) else k for k in known], change_at)
             found.append((num, missing, chosen[:num].tolist(), numbers.tolist()))
@@ -80,7 +80,7 @@ def test_a_source_that_rests_may_as_well_be_left_out(weights: list[float], mean:
     for there in (range(len(weights)), going):
         counts = ([int(each[i]) for i in there] for each in (documents, tokens, since))
         arcs, chosen = TokenArcs(tuple(weights[i] for i in there), *counts), np.zeros(200, dtype=np.int64)
-        assert arcs.run(points, chosen, 0, arcs.numbers(), [lengths] * len(there), -1) == (200, -1)
+        assert arcs.run(points, chosen, 0, arcs.counters(), [lengths] * len(there), -1) == (200, -1)
         by_draw: list[int] = []
         for n, point in enumerate(points.tolist()):
             by_draw.append(there[arcs.choose(point)])
