@@ -14,7 +14,7 @@ from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, error_with_cure
 from rescale_data.checkpoint.state import State, entries_of, plain_of
 from rescale_data.checkpoint.storage import dcp
-from rescale_data.checkpoint.storage.claims import LONE, Save
+from rescale_data.checkpoint.storage.claims import SINGLE_STEP, Save
 from rescale_data.checkpoint.storage.commit import Ownership, prepare
 from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, checked_metrics
 from rescale_data.checkpoint.storage.open import open_store
@@ -69,10 +69,10 @@ def save(
         []
     """
     ranks = Ranks(process_group)
-    store, final = open_store(path, storage_options, to_write=True)
+    store, final_path = open_store(path, storage_options, to_write=True)
     checked = ranks.on_all(lambda: checked_metrics(metrics))
     plain = plain_state(state, ranks)
-    write(store, final, plain, ranks, overwrite=overwrite, step=step, metrics=checked)
+    write(store, final_path, plain, ranks, overwrite=overwrite, step=step, metrics=checked)
 
 
 def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[st
 
 def write(
     store: Store,
-    final: str,
+    final_path: str,
     plain: dict[str, Any],
     ranks: Ranks,
     *,
@@ -106,22 +106,22 @@ def write(
     Args:
         run: The owner of the run that the checkpoint is a step of, on the first rank; default: it is a run of its own.
     """
-    name = LONE if run is None else split(final)[1]
+    name = SINGLE_STEP if run is None else split(final_path)[1]
     owners: list[Ownership] = []
     save: Save | None = None
 
     def begin() -> Save:
-        prepare(store, final, overwrite=overwrite)
-        owners.append(run or Ownership(store, final, lone=True))
+        prepare(store, final_path, overwrite=overwrite)
+        owners.append(run or Ownership(store, final_path, is_single=True))
         return owners[0].begin(name)
 
-    _require_same_target(f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
+    _require_same_target(f"{final_path}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
     refuse_disagreement(plain, ranks)
     if ranks.is_first:
         warn_of_unloadable(plain)
     try:
         save = draft = ranks.on_first(begin)
-        files = _write_files(store, final, draft, plain, ranks)
+        files = _write_files(store, final_path, draft, plain, ranks)
         manifest = Manifest(
             save_id=draft.folder,
             files=files,
@@ -137,7 +137,7 @@ def write(
         for owner in owners:
             with contextlib.suppress(Exception):
                 owner.abandon(name, save)
-        raise error_with_cure(error, f"Saving {final}") from error
+        raise error_with_cure(error, f"Saving {final_path}") from error
     for owner in owners:
         if run is None:
             owner.clean()
@@ -152,9 +152,11 @@ def _require_same_target(description: str, ranks: Ranks) -> None:
         )
 
 
-def _write_files(store: Store, final: str, save: Save, plain: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
+def _write_files(
+    store: Store, final_path: str, save: Save, plain: dict[str, Any], ranks: Ranks
+) -> dict[str, FileRecord]:
     """Write the data files of all ranks; return the size and checksums of each file, by name."""
-    store.written, prefix, folder = {}, f"{save.folder}/", join(final, save.folder)
-    dcp.save(plain, store, folder, ranks, name=final, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
-    file_records = [file for rank_files in ranks.on_each(lambda: store.written) for file in rank_files.items()]
-    return {prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in file_records}
+    store.written_files, prefix, folder = {}, f"{save.folder}/", join(final_path, save.folder)
+    dcp.save(plain, store, folder, ranks, name=final_path, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
+    file_records = [file for rank_files in ranks.on_each(lambda: store.written_files) for file in rank_files.items()]
+    return {prefix + split(path)[1].removesuffix(dcp.TEMPORARY_SUFFIX): record for path, record in file_records}

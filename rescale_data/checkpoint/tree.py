@@ -103,7 +103,10 @@ def with_keys_of(live: Any, loaded: Any) -> Any:
         live_content = cast("list[Any]", live)[: len(cast("list[Any]", loaded))]
         extra_items = cast("list[Any]", loaded)[len(live_content) :]
         return [
-            *(with_keys_of(old, new) for old, new in zip(live_content, cast("list[Any]", loaded), strict=False)),
+            *(
+                with_keys_of(live_item, loaded_item)
+                for live_item, loaded_item in zip(live_content, cast("list[Any]", loaded), strict=False)
+            ),
             *extra_items,
         ]
     return loaded

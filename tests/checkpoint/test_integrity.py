@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
-from rescale_data.checkpoint.storage.claims import LONE
+from rescale_data.checkpoint.storage.claims import SINGLE_STEP
 from rescale_data.checkpoint.storage.commit import Ownership
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import LocalStore
@@ -285,8 +285,8 @@ def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) ->
     dcp.load(got, checkpoint_id=tmp_path / "stock-1")
     assert got["b"] == 2, "the hazard: files of step 2 under the metadata of step 1"
     checkpoint.save(tmp_path / "c", state(1))
-    owner = Ownership(LocalStore(), str(tmp_path / "c"), lone=True)
-    draft = tmp_path / "c" / owner.begin(LONE).folder
+    owner = Ownership(LocalStore(), str(tmp_path / "c"), is_single=True)
+    draft = tmp_path / "c" / owner.begin(SINGLE_STEP).folder
     shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", draft)
     with pytest.raises(ValueError, match="is held by this process"):
         checkpoint.save(tmp_path / "c", state(3), overwrite=True)

@@ -17,7 +17,7 @@ from rescale_data import checkpoint
 from rescale_data import lease as leases
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import claims, commit
-from rescale_data.checkpoint.storage.claims import LONE, Claims, Owner, Save, valid_save
+from rescale_data.checkpoint.storage.claims import SINGLE_STEP, Claims, Owner, Save, valid_save
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import Manifest
 from rescale_data.checkpoint.storage.open import open_store
@@ -274,14 +274,14 @@ def test_pruning_leaves_a_run_that_saves_to_its_manager(folder: str, monkeypatch
 
 
 def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Ownership(*open_store(f"{folder}/c", to_write=True), lone=True)
-    save = first.begin(LONE)
+    first = Ownership(*open_store(f"{folder}/c", to_write=True), is_single=True)
+    save = first.begin(SINGLE_STEP)
     elsewhere(monkeypatch)
-    second = Ownership(first.store, first.path, lone=True)
-    failing = second.begin(LONE)
+    second = Ownership(first.store, first.path, is_single=True)
+    failing = second.begin(SINGLE_STEP)
     with pytest.raises(SupersededError):
-        first.commit(LONE, save, Manifest(save_id=save.folder))
-    second.abandon(LONE, failing)
+        first.commit(SINGLE_STEP, save, Manifest(save_id=save.folder))
+    second.abandon(SINGLE_STEP, failing)
     with pytest.raises(SupersededError):
         first.look()
     assert claims.find(first.store, first.path) is None

@@ -18,7 +18,7 @@ from fsspec.spec import AbstractFileSystem
 
 from rescale_data import lease as leases
 from rescale_data.checkpoint.storage import commit
-from rescale_data.checkpoint.storage.claims import LONE, Save, find
+from rescale_data.checkpoint.storage.claims import SINGLE_STEP, Save, find
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import Manifest, read_manifest
 from rescale_data.checkpoint.storage.readers import leased
@@ -156,7 +156,7 @@ class World:
         store, path = self.place.store, self.place.path(step)
         self.number += 1
         content = f"{current()} {self.number}".encode()
-        what = LONE if owner.path == path else f"step-{step}"
+        what = SINGLE_STEP if owner.path == path else f"step-{step}"
         save = owner.begin(what)
         for name in ("data", ".metadata"):
             store.put(join(path, save.folder, name), content)
@@ -164,7 +164,7 @@ class World:
         files = {f"{save.folder}/{name}": record for name in ("data", ".metadata")}
         owner.commit(what, save, Manifest(save_id=save.folder, files=files))
         lone = owner.path == path
-        self.told.append(Told(path, owner.saves[LONE if lone else f"step-{step}"], content, lone))
+        self.told.append(Told(path, owner.saves[SINGLE_STEP if lone else f"step-{step}"], content, lone))
         owner.clean()
 
     def delete(self, owner: Ownership, step: str) -> None:
@@ -196,7 +196,7 @@ class World:
     def lone(self, step: str) -> Callable[[], None]:
         def work() -> None:
             try:
-                owner = self.open(self.place.path(step), lone=True)
+                owner = self.open(self.place.path(step), is_single=True)
                 self.save(owner, step)
             except SupersededError:
                 self.superseded += 1

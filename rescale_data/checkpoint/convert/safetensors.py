@@ -187,7 +187,7 @@ def _files_of_set(file: str) -> list[str]:
     match = _SET_MEMBER.fullmatch(file)
     if match is None:
         return []
-    return [f"{match[1]}-{n:0{len(match[2])}}-of-{match[3]}.safetensors" for n in range(1, int(match[3]) + 1)]
+    return [f"{match[1]}-{number:0{len(match[2])}}-of-{match[3]}.safetensors" for number in range(1, int(match[3]) + 1)]
 
 
 def _map_files(files: list[Path]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _tensors_by_file(stored: StoredCheckpoint, limit: int) -> dict[str, list[str
     shards = list(stored.batches(stored.tensors, limit))
     if len(shards) < 2:
         return {"model.safetensors": [*stored.tensors]}
-    return {f"model-{n:05}-of-{len(shards):05}.safetensors": names for n, names in enumerate(shards, 1)}
+    return {f"model-{number:05}-of-{len(shards):05}.safetensors": names for number, names in enumerate(shards, 1)}
 
 
 def _write_files(

@@ -68,13 +68,13 @@ def to_torch_save(
         ...     torch.load(f"{folder}/step-1.pt")
         {'weight': tensor([1., 1.])}
     """
-    store, final = open_store(file, storage_options, to_write=True)
+    store, final_path = open_store(file, storage_options, to_write=True)
 
     def write(reader: CheckpointReader) -> None:
         stored = StoredCheckpoint(reader, name)
         content = TorchFileWriter({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
         tree = tree_of(stored.paths, stored.values() | content.tensors, stored.lost)
-        store.put(final, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
+        store.put(final_path, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
 
     read_checkpoint(path, write, storage_options=storage_options)
 

@@ -54,7 +54,9 @@ class OptimizerEntry(Entry):
             return {"state": {}, GROUPS: [{"params": group["params"]} for group in self._live_state[GROUPS]]}
         self._saved_indices, difference = match_groups([group["params"] for group in self._live_state[GROUPS]], names)
         unmatched = (
-            group["params"] for group, n in zip(self._live_state[GROUPS], self._saved_indices, strict=True) if n is None
+            group["params"]
+            for group, index in zip(self._live_state[GROUPS], self._saved_indices, strict=True)
+            if index is None
         )
         self.refusals = {f"{self.name}.{GROUPS}": difference} if difference else {}
         self._unmatched = {*chain(*unmatched)}  # parameters whose state is not taken
@@ -68,7 +70,7 @@ class OptimizerEntry(Entry):
         """Read the parameter names of each saved group from the checkpoint, where they are plain values."""
         prefix = f"{self.name}.{GROUPS}"
         values = reader.values(
-            f"{prefix}.{n}.params" for n, group in enumerate(self._saved_groups) if "params" in group
+            f"{prefix}.{index}.params" for index, group in enumerate(self._saved_groups) if "params" in group
         )
         return [values.get(f"{prefix}.{number}.params") or [] for number in range(len(self._saved_groups))]
 
@@ -91,7 +93,8 @@ class OptimizerEntry(Entry):
         live, index = self._live_state["state"], {name: number for number, name in enumerate(self._parameters)}
         kept_states = {name: entries for name, entries in live.items() if name in self._unmatched}
         states = {
-            index[name]: with_keys_of(live.get(name), new) for name, new in {**loaded["state"], **kept_states}.items()
+            index[name]: with_keys_of(live.get(name), loaded_entries)
+            for name, loaded_entries in {**loaded["state"], **kept_states}.items()
         }
         groups = [
             {
@@ -120,8 +123,14 @@ def match_groups(groups: Sequence[Names], saved: Sequence[Names]) -> tuple[list[
         numbers_by_names[frozenset(names)].append(number)
     queues = [numbers_by_names[frozenset(names)] for names in groups]
     numbers = [queue.popleft() if queue else None for queue in queues]
-    unmatched = [f"group {n} of the state, {_first_few(names)}" for n, names in enumerate(groups) if numbers[n] is None]
-    unmatched += [f"group {n} of the checkpoint, {_first_few(saved[n])}" for n in set(range(len(saved))) - {*numbers}]
+    unmatched = [
+        f"group {index} of the state, {_first_few(names)}"
+        for index, names in enumerate(groups)
+        if numbers[index] is None
+    ]
+    unmatched += [
+        f"group {index} of the checkpoint, {_first_few(saved[index])}" for index in set(range(len(saved))) - {*numbers}
+    ]
     difference = (
         f"{len(groups)} parameter groups in the state and {len(saved)} in the checkpoint. Without a match: "
         f"{'; '.join(unmatched[:4])}. Group the parameters as in the run that saved"

@@ -23,9 +23,9 @@ from rescale_data.errors import DamagedCheckpointError
 
 CLAIMS = ".claims"
 STEP = re.compile(r"step-(\d+)")
-LONE = "."
+SINGLE_STEP = "."
 """Name of the only step of a folder that is a checkpoint itself, not a run."""
-UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.tmp$")
+TEMPORARY_SUFFIX = re.compile(r"\.[0-9a-f]{12}\.tmp$")
 """Suffix of a small file's temporary name on a disk, until the file is complete."""
 _CLAIM = re.compile(r"(\d+)-([0-9a-f]{8})\.json")
 _FOLDER = re.compile(r"(\d+)-([0-9a-f]{8})-(\d+)")
@@ -72,7 +72,7 @@ class Save(NamedTuple):
 
 def save_of(name: str) -> Save | None:
     """Return the save that a file or folder in a checkpoint belongs to, by its name; None for any other name."""
-    return Save.from_folder(name) or Save.from_manifest(UNFINISHED.sub("", name))
+    return Save.from_folder(name) or Save.from_manifest(TEMPORARY_SUFFIX.sub("", name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +130,15 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
         ) from error
 
 
-def valid_save(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
+def valid_save(names: Iterable[str], *claims_and_steps: tuple[Claims, str]) -> Save | None:
     """Return the save that is the valid checkpoint of a training step, or its deletion, according to the claims; else None.
 
     Args:
         names: In the folder of the step.
-        views: Of each folder whose claims decide, from the outer one, its claims and the name of the step in there.
+        claims_and_steps: Of each folder whose claims decide, from the outer one, its claims and the name of the step in there.
     """
     saves = [save for save in map(Save.from_manifest, names) if save]
-    for claims, step in views:
+    for claims, step in claims_and_steps:
         saves = [
             save
             for save in saves
@@ -146,7 +146,7 @@ def valid_save(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
             or save.owner not in claims.all_owners
             or (save.folder == claims.accepts.get(step) and not save.is_deletion)
         ]
-    for claims, _ in views:
+    for claims, _ in claims_and_steps:
         if newest_saves := [save for save in saves if save.owner == claims.newest]:
             return max(newest_saves)
     return max(saves, default=None)
@@ -155,7 +155,7 @@ def valid_save(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
 def run_and_step(path: str) -> tuple[str, str]:
     """Return the run's folder and the step's name for a checkpoint's path; outside a run its own path and ``"."``."""
     folder, name = split(path)
-    return (folder, name) if STEP.fullmatch(name) else (path, LONE)
+    return (folder, name) if STEP.fullmatch(name) else (path, SINGLE_STEP)
 
 
 def find(store: Store, path: str, run: Claims | None = None) -> Save | None:
@@ -168,10 +168,10 @@ def find(store: Store, path: str, run: Claims | None = None) -> Save | None:
     folder, step = run_and_step(path)
     # Again, since an owner may have replaced all that was listed, and another one opened the run, before its claims were read.
     while any(map(Save.from_manifest, names)) and names != names_before:
-        views = [(run or Claims.read(store, folder), step)] if step != LONE else []
+        claims_and_steps = [(run or Claims.read(store, folder), step)] if step != SINGLE_STEP else []
         if CLAIMS in names:
-            views.append((Claims.read(store, path), LONE))
-        if (save := valid_save(names, *views)) is not None:
+            claims_and_steps.append((Claims.read(store, path), SINGLE_STEP))
+        if (save := valid_save(names, *claims_and_steps)) is not None:
             return None if save.is_deletion else save
         names, names_before = store.names(path), names
     return None

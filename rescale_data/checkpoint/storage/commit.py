@@ -22,9 +22,9 @@ from typing import Any
 
 from rescale_data.checkpoint.storage.claims import (
     CLAIMS,
-    LONE,
+    SINGLE_STEP,
     STEP,
-    UNFINISHED,
+    TEMPORARY_SUFFIX,
     Claims,
     Owner,
     Save,
@@ -53,7 +53,7 @@ class SupersededError(ValueError):
 
 
 class Ownership:
-    """The right to save and remove checkpoints in a run's folder, or with ``lone`` a single checkpoint.
+    """The right to save and remove checkpoints in a run's folder, or with ``is_single`` a single checkpoint.
 
     Args:
         wait: `None` for a trainer, which supersedes an owner on another host. Other programs find out first if that owner
@@ -65,17 +65,17 @@ class Ownership:
         SupersededError: Somebody else has opened the folder in the meantime, or saves this step of a run.
     """
 
-    def __init__(self, store: Store, path: str, *, lone: bool = False, wait: bool | None = None) -> None:
-        self.store, self.path, self._lone = store, path, lone
-        self._readers = ReaderLeases(store, run_and_step(path)[0] if lone else path)
+    def __init__(self, store: Store, path: str, *, is_single: bool = False, wait: bool | None = None) -> None:
+        self.store, self.path, self._is_single = store, path, is_single
+        self._readers = ReaderLeases(store, run_and_step(path)[0] if is_single else path)
         self._num_saves, self._leases = 0, list[Lease]()
         self._committing: Save | None = None
         self._claims_read: dict[Owner, dict[str, Any]] = {}
         self._metrics: dict[Save, dict[str, float]] = {}
         saves = [save for save in map(Save.from_manifest, store.names(path)) if save]
-        if saves and not lone:
+        if saves and not is_single:
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
-        if saves and run_and_step(path)[1] != LONE:
+        if saves and run_and_step(path)[1] != SINGLE_STEP:
             newest = Claims.read(store, run_and_step(path)[0]).newest
             if any(save.owner == newest for save in saves):
                 raise _manager_error(path)
@@ -103,7 +103,7 @@ class Ownership:
         self.store.mkdir(join(self.path, CLAIMS))
         self._put_claim()
         self._claims = Claims.read(self.store, self.path, excluded_owner=self.owner)
-        steps = [LONE] if self._lone else filter(STEP.fullmatch, self.store.names(self.path))
+        steps = [SINGLE_STEP] if self._is_single else filter(STEP.fullmatch, self.store.names(self.path))
         names = {name: self.store.names(self._step_folder(name)) for name in steps}
         self.saves = {
             name: save
@@ -119,7 +119,7 @@ class Ownership:
         self._put_claim()
         self.look()
         self._claims = Claims(all_owners=self._claims.all_owners, newest=self.owner, accepts=self._claim["accepts"])
-        if not self._lone:
+        if not self._is_single:
             self.store.mkdir(join(self.path, LEASES))
             self._leases.append(Lease(self.store.files, self._lease_of(self.owner), {"owner": str(self.owner)}))
 
@@ -152,26 +152,26 @@ class Ownership:
             SupersededError: Somebody else owns the folder; the save does not count, or will not for long.
             ValueError: Files that the manifest lists are not there.
         """
-        store, final = self.store, self._step_folder(name)
-        if size_errors := wrong_sizes(store, final, manifest.files):
+        store, final_path = self.store, self._step_folder(name)
+        if size_errors := wrong_sizes(store, final_path, manifest.files):
             self.look()  # a newer owner has removed them
             listed = "\n  ".join(size_errors.values())
             raise ValueError(
-                f"The files that all ranks wrote are not in {join(final, save.folder)}:\n  {listed}\n"
+                f"The files that all ranks wrote are not in {join(final_path, save.folder)}:\n  {listed}\n"
                 f"Give a folder that all ranks share."
             )
-        for folder in (join(final, save.folder), final, split(final)[0]):
+        for folder in (join(final_path, save.folder), final_path, split(final_path)[0]):
             store.sync_folder(folder)
         self._committing = save
-        _put_twice(store, join(final, save.manifest), manifest.to_json())
-        self._claim["closed"] = self._lone  # by the same request
+        _put_twice(store, join(final_path, save.manifest), manifest.to_json())
+        self._claim["closed"] = self._is_single  # by the same request
         self._put_claim()
         self.look()
-        if self._lone and find(store, final) != save:
-            raise _manager_error(final)
+        if self._is_single and find(store, final_path) != save:
+            raise _manager_error(final_path)
         self._record_save(name, save)
-        with _log_errors(f"{final} is saved, and stock DCP's copy of its metadata is not"):
-            store.put(join(final, METADATA), store.read(join(final, save.folder, METADATA)))
+        with _log_errors(f"{final_path} is saved, and stock DCP's copy of its metadata is not"):
+            store.put(join(final_path, METADATA), store.read(join(final_path, save.folder, METADATA)))
 
     def abandon(self, name: str, save: Save | None) -> None:
         """Remove the data of a failed save, unless its manifest may have been written."""
@@ -181,7 +181,7 @@ class Ownership:
                 self.store.remove_folder(join(self._step_folder(name), save.folder))
                 self.store.remove_empty(self._step_folder(name))
         finally:
-            if self._lone:
+            if self._is_single:
                 self.close()
 
     def delete(self, name: str) -> HolderState:
@@ -190,16 +190,16 @@ class Ownership:
         Returns:
             "gone" if it is deleted; "alive" or "undecided" if somebody reads it, or may do so, and it is left.
         """
-        final = self._step_folder(name)
-        if self.store.is_link(final):
+        final_path = self._step_folder(name)
+        if self.store.is_link(final_path):
             self.look()
-            self.store.rm_file(final)
+            self.store.rm_file(final_path)
             self.saves.pop(name, None)
             return "gone"
         if (lease := lease_state(self._readers.look(), self._leased_step(name))) != "gone":
             return lease
         save = self._new_save()._replace(is_deletion=True)
-        _put_twice(self.store, join(final, save.manifest), Manifest(save_id=save.folder).to_json())
+        _put_twice(self.store, join(final_path, save.manifest), Manifest(save_id=save.folder).to_json())
         self._claim["accepts"].pop(name, None)
         self._put_claim()
         self.look()
@@ -244,9 +244,9 @@ class Ownership:
 
     def _sweep(self, name: str) -> bool:
         """Remove obsolete files of a step that nobody reads; True if none are left."""
-        final, save, step = self._step_folder(name), self.saves.get(name), self._leased_step(name)
+        final_path, save, step = self._step_folder(name), self.saves.get(name), self._leased_step(name)
         deletion = save if save is not None and save.is_deletion else None
-        obsolete_names = self._obsolete_names(self.store.names(final), save)
+        obsolete_names = self._obsolete_names(self.store.names(final_path), save)
         self.look()
         leases = self._readers.look()
         unread_names = [entry for entry in obsolete_names if lease_state(leases, step, save_of(entry)) == "gone"]
@@ -256,10 +256,10 @@ class Ownership:
         for entry in sorted(
             unread_names, key=lambda entry: (entry != METADATA, deletion is not None and entry == deletion.manifest)
         ):
-            self.store.remove_folder(join(final, entry))
+            self.store.remove_folder(join(final_path, entry))
         if unread_names:
-            logger.info("Removed from %s what was deleted, replaced or never finished.", final)
-        self.store.remove_empty(final)
+            logger.info("Removed from %s what was deleted, replaced or never finished.", final_path)
+        self.store.remove_empty(final_path)
         if deletion:
             del self.saves[name]
         return len(unread_names) == len(obsolete_names)
@@ -295,10 +295,10 @@ class Ownership:
         return self._claims_read.get(owner, {})
 
     def _restore_metadata(self, name: str) -> None:
-        final, save = self._step_folder(name), self.saves.get(name)
+        final_path, save = self._step_folder(name), self.saves.get(name)
         if save is None or save.is_deletion or self._claim_of(save.owner).get("url") != self.path:
             return
-        metadata, copy_path = self.store.read(join(final, save.folder, METADATA)), join(final, METADATA)
+        metadata, copy_path = self.store.read(join(final_path, save.folder, METADATA)), join(final_path, METADATA)
         with contextlib.suppress(FileNotFoundError):
             if self.store.read(copy_path) == metadata:
                 return
@@ -345,16 +345,16 @@ class Ownership:
         put_claim(self.store, self.path, self.owner, self._claim)
 
     def _valid_save(self, name: str, names: list[str]) -> Save | None:
-        views = [(self._claims, name)]
-        if not self._lone and CLAIMS in names:
-            views.append((Claims.read(self.store, self._step_folder(name)), LONE))
-        return valid_save(names, *views)
+        claims_and_steps = [(self._claims, name)]
+        if not self._is_single and CLAIMS in names:
+            claims_and_steps.append((Claims.read(self.store, self._step_folder(name)), SINGLE_STEP))
+        return valid_save(names, *claims_and_steps)
 
     def _step_folder(self, name: str) -> str:
-        return self.path if self._lone else join(self.path, name)
+        return self.path if self._is_single else join(self.path, name)
 
     def _leased_step(self, name: str) -> str:
-        return run_and_step(self.path)[1] if self._lone else name
+        return run_and_step(self.path)[1] if self._is_single else name
 
     def _lease_of(self, owner: Owner) -> str:
         return join(self.path, LEASES, f"{owner}.json")
@@ -364,27 +364,29 @@ class Ownership:
         return Save(self.owner, self._num_saves)
 
 
-def prepare(store: Store, final: str, *, overwrite: bool) -> None:
-    """Raise `ValueError` unless a checkpoint may be saved at `final`; a link becomes a folder of links to its files."""
-    if not (store.is_link(final) and overwrite):
-        if store.is_file(final):
-            raise ValueError(f"{final} is a file; a checkpoint is a folder. Give another path, or move the file away.")
-        names = store.names(final)
+def prepare(store: Store, final_path: str, *, overwrite: bool) -> None:
+    """Raise `ValueError` unless a checkpoint may be saved at ``final_path``; a link becomes a folder of links to its files."""
+    if not (store.is_link(final_path) and overwrite):
+        if store.is_file(final_path):
+            raise ValueError(
+                f"{final_path} is a file; a checkpoint is a folder. Give another path, or move the file away."
+            )
+        names = store.names(final_path)
         if any(name == METADATA or ((save := Save.from_manifest(name)) and not save.is_deletion) for name in names):
             if not overwrite:
                 raise ValueError(
-                    f"{final} already holds a checkpoint. Give another path, or overwrite=True to replace it."
+                    f"{final_path} already holds a checkpoint. Give another path, or overwrite=True to replace it."
                 )
         elif other_names := [name for name in names if not _is_package_name(name)]:
             raise ValueError(
-                f"{final} holds {other_names[:3]} and is no checkpoint; it is not replaced. Give another path."
+                f"{final_path} holds {other_names[:3]} and is no checkpoint; it is not replaced. Give another path."
             )
-    if store.is_link(final):
-        _link_files(store, final)
+    if store.is_link(final_path):
+        _link_files(store, final_path)
 
 
 def _is_package_name(name: str) -> bool:
-    return save_of(name) is not None or name in (CLAIMS, LEASES) or UNFINISHED.search(name) is not None
+    return save_of(name) is not None or name in (CLAIMS, LEASES) or TEMPORARY_SUFFIX.search(name) is not None
 
 
 def metrics_of(store: Store, path: str, save: Save) -> dict[str, float]:

@@ -41,7 +41,7 @@ from rescale_data.checkpoint.storage.values import Memory, load_safely
 from rescale_data.errors import DamagedCheckpointError
 
 __all__ = ["FileSystemBase", "Metadata", "MetadataIndex", "ReadItem", "WriteItem"]
-UNFINISHED = ".tmp"
+TEMPORARY_SUFFIX = ".tmp"
 """Suffix that DCP adds to the name of the metadata file until it is written."""
 _ALIGNED = 64
 """Records in a file of torch.save begin at multiples of this."""
@@ -214,7 +214,7 @@ class Reader(ABC):
 def _copy(item: ReadItem, stored_tensor: torch.Tensor, target: torch.Tensor) -> None:
     """Copy the part that a read item requests from a stored tensor (or piece) into a tensor."""
     requested = stored_tensor[
-        tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))
+        tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths, strict=True))
     ]
     if (requested.shape, requested.dtype) != (target.shape, target.dtype):
         stored, declared = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (requested, target))
@@ -256,14 +256,15 @@ class FilesReader(Reader):
                 f"{self.name} was compressed when it was saved. Load it with DCP's own load, and save it anew."
             )
         requested = sorted(
-            (location.relative_path, location.offset, location.length, n) for n, location in enumerate(locations)
+            (location.relative_path, location.offset, location.length, index)
+            for index, location in enumerate(locations)
         )
         buffer = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
         for name, in_file in itertools.groupby(requested, operator.itemgetter(0)):
             self.check()
             with self._files.create_stream(self._files.concat_path(self.path, name), "rb") as stream:
                 for (start, size), same_piece in itertools.groupby(in_file, operator.itemgetter(1, 2)):
-                    requests = [items[n] for *_, n in same_piece]
+                    requests = [items[index] for *_, index in same_piece]
                     is_kept = requests[0].type is LoadItemType.BYTE_IO
                     memory = Memory.empty(size) if is_kept else _buffer_for(buffer, size)
                     buffer = buffer if is_kept else memory

@@ -85,7 +85,7 @@ class Store(FileSystemBase):
     Attributes:
         files: The file system of fsspec.
         can_rename: True if files and folders can be renamed in one atomic step; object stores cannot.
-        written: The record of each file that DCP has written in the save that runs, by path.
+        written_files: The record of each file that DCP has written in the save that runs, by path.
     """
 
     can_rename: bool
@@ -93,7 +93,7 @@ class Store(FileSystemBase):
     def __init__(self, files: AbstractFileSystem) -> None:
         self.files = files
         self._files: Any = files
-        self.written: dict[str, FileRecord] = {}
+        self.written_files: dict[str, FileRecord] = {}
 
     def open_read(self, path: str) -> BinaryIO:
         return self._files.open(path, "rb")
@@ -202,7 +202,7 @@ class Store(FileSystemBase):
                 if stream.error is None or stream.error is error:
                     raise
                 raise stream.error from error
-        self.written[path] = stream.record()
+        self.written_files[path] = stream.record()
 
     def concat_path(self, path: Any, suffix: str) -> str:
         return join(path, suffix)
@@ -320,17 +320,17 @@ class LocalStore(Store):
 
 
 @contextmanager
-def new_folder(store: Store, final: str) -> Generator[str]:
-    """Yield a temporary folder, renamed to `final` at the end, or removed on an error; in an object store `final`."""
+def new_folder(store: Store, final_path: str) -> Generator[str]:
+    """Yield a temporary folder, renamed to `final_path` at the end, or removed on an error; in an object store `final_path`."""
     if not store.can_rename:
-        yield final
+        yield final_path
         return
-    folder, name = split(final)
+    folder, name = split(final_path)
     temporary_folder = join(folder, f".{name}.{uuid.uuid4().hex[:12]}.tmp")
     store.mkdir(temporary_folder)
     try:
         yield temporary_folder
-        store.rename(temporary_folder, final)
+        store.rename(temporary_folder, final_path)
         store.sync_folder(folder)
     finally:
         store.remove_folder(temporary_folder)

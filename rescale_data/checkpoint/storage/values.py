@@ -242,7 +242,7 @@ def _tensor(build: _Builder, record: Record) -> torch.Tensor:
     if metadata and set(metadata) - {"conj", "neg"}:
         raise ValueError(f"a tensor with {metadata!r}")
     (offset,), sizes, strides = checked_sizes((start,)), checked_sizes(build(size)), checked_sizes(build(stride))
-    last_element = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    last_element = offset + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True))
     if 0 not in sizes and (last_element + 1) * dtype.itemsize > len(storage.content):
         raise ValueError(f"a tensor of shape {list(sizes)} in {len(storage.content)} bytes")
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage.content, offset, sizes, strides)  # type: ignore[call-overload]
@@ -268,7 +268,7 @@ def _with_attributes(build: _Builder, record: Record) -> torch.Tensor:
     return tensor
 
 
-def _on_cpu(build: _Builder, record: Record) -> torch.Tensor:
+def _cpu_tensor(build: _Builder, record: Record) -> torch.Tensor:
     return checked(build(record.args[0]), torch.Tensor)
 
 
@@ -311,7 +311,7 @@ _CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _on_cpu,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _cpu_tensor,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
     **numpy_records.CONSTRUCTORS,
 }

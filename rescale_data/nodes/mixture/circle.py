@@ -83,10 +83,10 @@ def circle_of(shard: int, num_logical_shards: int, path: str = "") -> Circle:
         path: Path of a mixture that is within another one and draws apart from it. Its shards begin at random points: points
             spread regularly, in this way or another, would be correlated with the choices of the mixture above.
     """
-    k, step = circle_constants(num_logical_shards)
+    shard_factor, step = circle_constants(num_logical_shards)
     if path:
         return Circle(int(random_words(1, f"mixture/{path}", shard)[0]), step)
-    return Circle((k * shard % num_logical_shards) * CIRCLE // num_logical_shards, step)
+    return Circle((shard_factor * shard % num_logical_shards) * CIRCLE // num_logical_shards, step)
 
 
 @lru_cache(maxsize=64)
@@ -97,11 +97,17 @@ def circle_constants(num_logical_shards: int) -> tuple[int, int]:
         return 0, _GOLDEN
     middle = max(1, (n * _GOLDEN + CIRCLE // 2) // CIRCLE)
     candidates = [
-        k for k in range(max(1, middle - _CANDIDATES), min(n, middle + _CANDIDATES + 1)) if math.gcd(k, n) == 1
+        factor
+        for factor in range(max(1, middle - _CANDIDATES), min(n, middle + _CANDIDATES + 1))
+        if math.gcd(factor, n) == 1
     ]
-    k = min(candidates, key=lambda k: (*_quotients(k, n), k))
-    steps = ((k2 * CIRCLE + irrational_part) // n for k2 in candidates for irrational_part in _IRRATIONAL_PARTS)
-    return k, min(steps, key=lambda step: (*_quotients(step, CIRCLE), step))
+    factor = min(candidates, key=lambda factor: (*_quotients(factor, n), factor))
+    steps = (
+        (step_factor * CIRCLE + irrational_part) // n
+        for step_factor in candidates
+        for irrational_part in _IRRATIONAL_PARTS
+    )
+    return factor, min(steps, key=lambda step: (*_quotients(step, CIRCLE), step))
 
 
 def _quotients(dividend: int, divisor: int) -> tuple[int, int]:

@@ -141,7 +141,7 @@ class MixtureDraws:
         if not self.by_tokens:
             return arcs(active_weights)
         return TokenArcs(
-            active_weights, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.uncounted))
+            active_weights, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.uncounted_tokens))
         )
 
     def _count_draw(self, chosen_source: int, length: int) -> None:

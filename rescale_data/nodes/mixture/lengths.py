@@ -48,13 +48,17 @@ class TokenArcs:
     """
 
     def __init__(
-        self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], uncounted: Sequence[int]
+        self,
+        weights: tuple[float, ...],
+        documents: Sequence[int],
+        tokens: Sequence[int],
+        uncounted_tokens: Sequence[int],
     ) -> None:
         self._shares = shares(weights, 1 << _SHARE_BITS)
         is_active = [share > 0 for share in self._shares]
-        self._grid_documents = _STEP_DOCUMENTS * sum(is_active)
-        documents, active_tokens, self._uncounted = (
-            [*map(mul, is_active, counts)] for counts in (documents, tokens, uncounted)
+        self._documents_per_step = _STEP_DOCUMENTS * sum(is_active)
+        documents, active_tokens, self._uncounted_tokens = (
+            [*map(mul, is_active, counts)] for counts in (documents, tokens, uncounted_tokens)
         )
         self._resting_tokens = sum(tokens) - sum(active_tokens)
         self._count(documents, active_tokens)
@@ -62,7 +66,7 @@ class TokenArcs:
     def _count(self, documents: Sequence[int], tokens: Sequence[int]) -> None:
         self.documents, self.tokens = list(documents), list(tokens)
         self._all_documents, self._all_tokens = sum(documents), sum(tokens)
-        self._counted_tokens = self._all_tokens - sum(self._uncounted)
+        self._counted_tokens = self._all_tokens - sum(self._uncounted_tokens)
         self._rebuild()
 
     @property
@@ -84,7 +88,7 @@ class TokenArcs:
         They are its share, its documents, its tokens, the tokens that do not count, and its draws in the run (0).
         """
         counts = [0] * len(self.tokens)
-        return np.array([self._shares, self.documents, self.tokens, self._uncounted, counts], dtype=np.int64)
+        return np.array([self._shares, self.documents, self.tokens, self._uncounted_tokens, counts], dtype=np.int64)
 
     def run(
         self, points: Words, chosen: Ints, first_draw: int, counters: Ints, lengths: list[Ints | None], change_at: int
@@ -154,12 +158,12 @@ class TokenArcs:
         mean = max(1, self._all_tokens // max(1, self._all_documents))
         num_dropped_bits = max(0, mean.bit_length() - 4)
         mean = mean >> num_dropped_bits << num_dropped_bits
-        step = mean * self._grid_documents
+        step = mean * self._documents_per_step
         return mean, self._counted_tokens // step * step
 
     def _rebuild(self) -> None:
         self._mean, self._due_tokens = self._shared_values()
-        self._step = self._mean * self._grid_documents
+        self._step = self._mean * self._documents_per_step
         self._arcs = [self._arc(source) for source in range(len(self._shares))]
         self._total = sum(self._arcs)
 
@@ -170,7 +174,7 @@ class TokenArcs:
         tokens = self.tokens[source]
         mean = (tokens + _PRIOR_DOCS * self._mean << _MEAN_BITS) // (self.documents[source] + _PRIOR_DOCS)
         counted_tokens, slack = (
-            tokens - self._uncounted[source] << _SHARE_BITS,
+            tokens - self._uncounted_tokens[source] << _SHARE_BITS,
             _SLACK_DOCUMENTS * mean << _SHARE_BITS - _MEAN_BITS,
         )
         deficit, surplus = (

@@ -57,12 +57,12 @@ class MixedDocuments:
         *,
         repeats: bool,
         by_tokens: bool,
-        room: Callable[[], int],
+        byte_limit: Callable[[], int],
     ) -> None:
         self._mixture, self._column, self._repeats, self._by_tokens = mixture, column, repeats, by_tokens
         self._num_sources, self.is_costly = len(documents), any(docs.is_costly for docs in documents)
         self._costly_documents: dict[int, KeptDocuments | MixedDocuments] = {}
-        self._num_draws, self._num_reads, self._byte_limit = _FIRST_READ, 0, room
+        self._num_draws, self._num_reads, self._byte_limit = _FIRST_READ, 0, byte_limit
         self._max_reads = max(_MAX_READS, 4 * len(documents))
         self._second_read = max(
             _SECOND_READ, _READY_DOCS * sum([isinstance(docs, FragmentDocuments) for docs in documents])
@@ -150,10 +150,10 @@ class MixedDocuments:
         )
         mean_bytes = _SPAN_BYTES + copied_bytes // len(spans)
         max_draws = min(_MAX_DRAWS, _MAX_MEAN_DRAWS * self._num_sources, self._byte_limit() // mean_bytes)
-        num_next = max(self._second_read, _READ_GROWTH * self._num_draws)
+        next_num_draws = max(self._second_read, _READ_GROWTH * self._num_draws)
         if self._num_reads > self._num_sources:  # some sources give few at a time
-            num_next = min(num_next, len(spans) * self._max_reads // self._num_reads)
-        self._num_draws = max(_FIRST_READ, min(num_next, max_draws))
+            next_num_draws = min(next_num_draws, len(spans) * self._max_reads // self._num_reads)
+        self._num_draws = max(_FIRST_READ, min(next_num_draws, max_draws))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """Return the documents of the next draws until a source ends, and the number of that source, or -1."""
@@ -165,7 +165,7 @@ class MixedDocuments:
                 chosen_sources, ended_source = self._read_chosen(
                     arcs.end_points.searchsorted(points, side="right"), points, arcs
                 )
-            spans = self._join(position[0], chosen_sources) if len(chosen_sources) else EMPTY
+            spans = self._in_draw_order(position[0], chosen_sources) if len(chosen_sources) else EMPTY
         finally:  # also after a read that fails: the next one may be at another position
             self._drop_documents()
         return spans, ended_source
@@ -266,19 +266,19 @@ class MixedDocuments:
             buffer.begin_next_epoch()
         return True
 
-    def _join(self, num_drawn: int, chosen_sources: Ints) -> Spans:
+    def _in_draw_order(self, num_drawn: int, chosen_sources: Ints) -> Spans:
         """Return the documents in the order of their draws, with position updates that also count the draws."""
         all_spans, first_slots = [self._batch], [0]
-        begins, offset = self._ranges[0].copy(), len(self._batch)
+        first_indices, offset = self._ranges[0].copy(), len(self._batch)
         counts = np.bincount(chosen_sources, minlength=self._num_sources).tolist()
         for source, buffer in self._buffers.items():
             all_spans += buffer.spans(counts[source])
             first_slots += [self._mixture.slots_of(source).start] * (len(all_spans) - len(first_slots))
-            begins[source], offset = offset, offset + counts[source]
+            first_indices[source], offset = offset, offset + counts[source]
         return interleaved(
             chosen_sources,
             Spans.join(all_spans, first_slots),
-            begins,
+            first_indices,
             num_drawn,
             self._mixture.row.counts_at(self._start_position),
         )

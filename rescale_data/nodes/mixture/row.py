@@ -31,14 +31,14 @@ class MixtureRow:
     Attributes:
         drawn: Number of samples since the run began; the complement of the number if the source has ended in this epoch.
         tokens: By tokens: number of tokens in those samples.
-        uncounted: By tokens: number of those tokens that were drawn with other weights.
+        uncounted_tokens: By tokens: number of those tokens that were drawn with other weights.
     """
 
     def __init__(self, names: Sequence[str], unit: Unit) -> None:
         self.names, self.unit = names, unit
         size = len(names)
         kinds = [slice(_FIRST + i * size, _FIRST + (i + 1) * size) for i in range(3)]
-        self.drawn, self.tokens, self.uncounted = kinds
+        self.drawn, self.tokens, self.uncounted_tokens = kinds
 
     def fields(self) -> tuple[Field, ...]:
         return _fields(tuple(self.names), self.unit)

@@ -260,7 +260,7 @@ class WeightedSampler(Node[Any]):
             source_documents,
             repeats=self.stop == "never",
             by_tokens=self.unit == "tokens",
-            room=self._draws.sources.room(self._shard[1]),
+            byte_limit=self._draws.sources.byte_limit(self._shard[1]),
         )
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:

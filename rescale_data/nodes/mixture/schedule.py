@@ -53,7 +53,7 @@ class Schedule:
         begins = [begin for begin, _ in self.keys]
         for begin in begins:
             require_int(progress=begin)
-        if not begins or begins[0] != 0 or any(a >= b for a, b in pairwise(begins)):
+        if not begins or begins[0] != 0 or any(earlier >= later for earlier, later in pairwise(begins)):
             raise ValueError(
                 f"Schedule with keys at {begins}: give the first at 0, and each later than the one before."
             )

@@ -90,7 +90,7 @@ class Sources:
             )
         return documents
 
-    def room(self, num_shards: int) -> Callable[[], int]:
+    def byte_limit(self, num_shards: int) -> Callable[[], int]:
         """Return a function that returns the approximate number of bytes that may be read at once, when it is called.
 
         Args:

@@ -84,7 +84,7 @@ class MixtureWeights:
         """
         row = self._row
         if row.unit == "tokens" and self.current(position).values != old_weights.values:
-            position[row.uncounted] = position[row.tokens]
+            position[row.uncounted_tokens] = position[row.tokens]
 
     def end(self, position: View, source: int, old_weights: CurrentWeights) -> None:
         """Change the weights after a source with a limit in `max_epochs` has ended an epoch."""
@@ -127,14 +127,14 @@ class MixtureWeights:
         """Raise ``DataStateError`` if changed weights or `max_epochs` do not fit what has been drawn (`Mixes.check_change`)."""
         saved_rule, progress = from_json(saved), int(self._row.amounts_drawn(rows).max()) * self._shard[1]
         if self.rule.interpolate:
-            old, new = _shares_until(saved_rule, progress), _shares_until(self.rule, progress)
-            if old != new:
+            old_pieces, new_pieces = _shares_until(saved_rule, progress), _shares_until(self.rule, progress)
+            if old_pieces != new_pieces:
                 raise DataStateError(
                     f"The weights of the Schedule up to {progress}, which is what the logical shard that is farthest has drawn "
-                    f"times their number, differ from those of the checkpoint: they were {_describe_pieces(old, new)}, and are "
-                    f"{_describe_pieces(new, old)}. What has been drawn cannot change: give the saved keys up to there, and "
-                    f"change "
-                    f"those behind. With interpolate='linear' both keys around it count."
+                    f"times their number, differ from those of the checkpoint: they were "
+                    f"{_describe_pieces(old_pieces, new_pieces)}, and are {_describe_pieces(new_pieces, old_pieces)}. "
+                    f"What has been drawn cannot change: give the saved keys up to there, and change those behind. "
+                    f"With interpolate='linear' both keys around it count."
                 )
         for name, limit in self.rule.max_epochs:
             slot = self._epochs[name]

@@ -23,7 +23,7 @@ from rescale_data.nodes.provenance import PROVENANCE, joined
 from rescale_data.nodes.reading.gather import Rows, SpecialTokens, fill, log_if_no_kernel
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
-IGNORED = -100
+IGNORED_LABEL = -100
 """The label of a token without a next token; torch's cross entropy leaves it out."""
 
 DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32)}
@@ -104,7 +104,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         pad_id: int | None = None,
         columns: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
-        _check(seq_len, dtype, last)
+        _check_arguments(seq_len, dtype, last)
         require_pad(pad_id, dtype)
         names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
         self._aligned = Aligned(columns, column, {*names, "labels", "doc_ids"}, type(self).__name__)
@@ -228,12 +228,12 @@ class TokenPacker(Node[dict[str, Tensor]]):
         for name, values in self.stream.values.items():
             buffer.put(name, place, values[1:] if name == MASK else values[:size], 0)
         if self.labels and self._aligned.has_mask:
-            buffer.row("labels", place)[~buffer.row(MASK, place)] = IGNORED
+            buffer.row("labels", place)[~buffer.row(MASK, place)] = IGNORED_LABEL
 
     def _pad(self, size: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> None:
         """Pad the last sample of an epoch, which has ``size`` tokens; its last token gets no label."""
         if labels is not None:
-            labels[0, : size - 1], labels[0, size - 1 :] = tokens[0, 1:size], IGNORED
+            labels[0, : size - 1], labels[0, size - 1 :] = tokens[0, 1:size], IGNORED_LABEL
         tokens[0, size:] = self.pad_id
         if doc_ids is not None:
             doc_ids[0, size:] = -1
@@ -248,7 +248,7 @@ def require_pad(pad_id: int | None, dtype: torch.dtype) -> None:
         raise ValueError(f"pad_id={pad_id} does not fit {dtype}: give a token from {limits.min} to {limits.max}.")
 
 
-def _check(seq_len: int, dtype: torch.dtype, last: str) -> None:
+def _check_arguments(seq_len: int, dtype: torch.dtype, last: str) -> None:
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len}: give the tokens of a sample, at least 1.")
     if dtype not in list(DTYPES):

@@ -63,7 +63,7 @@ class Payload:
     def extract(self, sample: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
         """Return the payload columns of a sample; ``ValueError`` if one is missing or exceeds the limit of a sample."""
         del num_tokens
-        self._check(sample)
+        self._check_sample(sample)
         return {name: sample[name] for name in self.names}
 
     def collect(self, spans: Spans) -> dict[str, list[Any]]:
@@ -71,7 +71,7 @@ class Payload:
         payloads: list[Any] = [spans.keeps[array] for array in spans.array.tolist()] if self.names else []
         return {name: [document_values[name] for document_values in payloads] for name in self.names}
 
-    def _check(self, sample: Mapping[str, Any]) -> None:
+    def _check_sample(self, sample: Mapping[str, Any]) -> None:
         for name in self.names:
             if name not in sample:
                 raise ValueError(

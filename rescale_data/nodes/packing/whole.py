@@ -124,7 +124,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         limits: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.max_documents = max(64, seq_len // 32) if max_documents is None else max_documents
-        _check(seq_len, window, self.max_documents, long, dtype)
+        _check_arguments(seq_len, window, self.max_documents, long, dtype)
         require_pad(pad_id, dtype)
         if pad_documents_to < 1 or seq_len % pad_documents_to:
             raise ValueError(f"pad_documents_to={pad_documents_to}: give a number that divides seq_len={seq_len}.")
@@ -265,7 +265,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return Spans.join(batches)
 
 
-def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:
+def _check_arguments(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:
     for name, value in (("seq_len", seq_len), ("window", window), ("max_documents", max_documents)):
         if value < 1:
             raise ValueError(f"{name}={value}: give at least 1.")

@@ -14,7 +14,7 @@ from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.form import Stage
 from rescale_data.nodes.packing.aligned import MASK, Aligned, Values
 from rescale_data.nodes.packing.fit import Fit, Long, Piece, fit, num_untrained, padded_length
-from rescale_data.nodes.packing.packer import IGNORED
+from rescale_data.nodes.packing.packer import IGNORED_LABEL
 from rescale_data.nodes.packing.payload import Payload, PerDocument, size
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.provenance import joined as joined_provenance
@@ -130,8 +130,8 @@ def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, 
     buffer.put(MASK, row, next_is_learned, fill=False)
     buffer.put("cu_seqlens", row, np.concatenate([[0], ends]), buffer.arrays["tokens"].shape[1])
     if "labels" in buffer.arrays:
-        labels = np.where(next_is_learned, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED)
-        buffer.put("labels", row, labels, IGNORED)
+        labels = np.where(next_is_learned, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED_LABEL)
+        buffer.put("labels", row, labels, IGNORED_LABEL)
     for name in window.values.keys() - {MASK}:
         buffer.put(name, row, _padded(window.values[name], pieces, 0, multiple), 0)
     if "cost" in buffer.arrays:
