@@ -31,7 +31,7 @@ class Entry:
 
     Args:
         path: Keys from the root of the state down to the value.
-        plain: Gives what DCP saves. Its tensors may be the live ones, which are then loaded in place.
+        get_value: Gives what DCP saves. Its tensors may be the live ones, which are then loaded in place.
         assign: Takes what DCP has loaded.
         all_or_nothing: Whether a part of it may not be loaded without the rest.
         optimizer_owned: Gives tensors that only an optimizer's step changes.
@@ -40,7 +40,7 @@ class Entry:
     """
 
     path: Path
-    plain: Callable[[], Any]
+    get_value: Callable[[], Any]
     assign: Callable[[Any], object]
     all_or_nothing: bool = False
     optimizer_owned: Callable[[], Iterable[torch.Tensor]] = tuple
@@ -53,7 +53,7 @@ class Entry:
 
     def placeholder(self, reader: Reader) -> Any:
         """Return the value whose tensors DCP loads into, for the checkpoint of ``reader``."""
-        return self.plain()
+        return self.get_value()
 
 
 def merge_misfits(per_rank: list[Misfits]) -> Misfits:

@@ -109,7 +109,7 @@ def load_folder(path: StrPath, state: State, ranks: Ranks, *, strict: bool, **op
 
 def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load a state through a reader; return the names that were not loaded."""
-    # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
+    # Twice: sharded modules have collectives in their get_value(), which all ranks must reach or none.
     entries = ranks.on_all(lambda: entries_of(state, ranks.rank, reader.contents))
     live, wanted_values = ranks.on_all(lambda: _placeholders(entries, reader))
     own_misfits = compare(entries, wanted_values, reader.contents)
@@ -141,9 +141,9 @@ _HALF_LOADED = "The state is half loaded: load another checkpoint, over all of i
 def _placeholders(entries: list[Entry], reader: Reader) -> tuple[list[Any], dict[str, Any]]:
     """Return the values that DCP loads into, twice: one for each entry, and all of them by flattened name."""
     live = [entry.placeholder(reader) for entry in entries]
-    plain = nest([(entry.path, value) for entry, value in zip(entries, live, strict=True)])
-    refuse_unsavable(plain)
-    return live, flatten(plain)[0]
+    state_dict = nest([(entry.path, value) for entry, value in zip(entries, live, strict=True)])
+    refuse_unsavable(state_dict)
+    return live, flatten(state_dict)[0]
 
 
 def _misfit_message(path: str, misfits: Misfits, saved: Contents) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import new_group
 
 from rescale_data.checkpoint.retention import Retention, prune
 from rescale_data.checkpoint.run_reader import RunReader
-from rescale_data.checkpoint.saving import plain_state, write
+from rescale_data.checkpoint.saving import savable_state_dict, write
 from rescale_data.checkpoint.staging import Staged, Stager
 from rescale_data.checkpoint.state import State, entries_of
 from rescale_data.checkpoint.storage.commit import Ownership
@@ -130,7 +130,7 @@ class CheckpointManager(RunReader):
         if not self._in_background:
             checked = self._ranks.on_all(lambda: _checked_arguments(step, metrics))
             self._wait_until_idle()  # of deletions
-            self._write(plain_state(state, self._ranks), step, checked)
+            self._write(savable_state_dict(state, self._ranks), step, checked)
             return Saving(_done_future(), _done_future())
         try:
             checked = _checked_arguments(step, metrics)
@@ -226,9 +226,9 @@ class CheckpointManager(RunReader):
             logger.error("In the background: %s: %s", type(error).__name__, error)
             raise
 
-    def _write(self, plain: Staged, step: int, metrics: dict[str, float]) -> None:
+    def _write(self, state_dict: Staged, step: int, metrics: dict[str, float]) -> None:
         path = self._folder.checkpoint(step)
-        write(self._store, path, plain, self._ranks, run=self._owner, overwrite=True, step=step, metrics=metrics)
+        write(self._store, path, state_dict, self._ranks, run=self._owner, overwrite=True, step=step, metrics=metrics)
         if self._owner is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes them
                 self._pruning = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._warned)

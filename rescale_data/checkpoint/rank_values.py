@@ -53,7 +53,7 @@ def source_rank(saved: Set[str], rank: int) -> int:
     return rank if rank in ranks or not ranks else ranks[rank % len(ranks)]
 
 
-def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
+def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
     """Raise ``ValueError`` naming the plain values that differ between ranks; a collective.
 
     Compared are arrays, numbers, strings, and tuples, sets and mappings of them and of tensors. Tensors with a name of their
@@ -63,7 +63,7 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
         return
     compared_values = {
         ".".join(path): leaf
-        for path, leaf in leaves(plain, is_plain)
+        for path, leaf in leaves(state_dict, is_plain)
         if not (isinstance(leaf, torch.Tensor) or any(map(_RANK_KEY.fullmatch, path)))
     }
     digests = {name: digest for name, leaf in compared_values.items() if (digest := _digest(leaf))}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, error_with_cure
-from rescale_data.checkpoint.state import State, entries_of, plain_of
+from rescale_data.checkpoint.state import State, entries_of, state_dict_of
 from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.claims import SINGLE_STEP, Save
 from rescale_data.checkpoint.storage.commit import Ownership, prepare
@@ -71,29 +71,29 @@ def save(
     ranks = Ranks(process_group)
     store, final_path = open_store(path, storage_options, to_write=True)
     checked = ranks.on_all(lambda: checked_metrics(metrics))
-    plain = plain_state(state, ranks)
-    write(store, final_path, plain, ranks, overwrite=overwrite, step=step, metrics=checked)
+    state_dict = savable_state_dict(state, ranks)
+    write(store, final_path, state_dict, ranks, overwrite=overwrite, step=step, metrics=checked)
 
 
-def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
+def savable_state_dict(state: State, ranks: Ranks) -> dict[str, Any]:
     """Return ``state`` as nested dicts of values that DCP can save. Its tensors may be the live ones.
 
     An error of one rank is raised on all.
     """
-    # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
+    # Twice: sharded modules have collectives in their get_value(), which all ranks must reach or none.
     entries = ranks.on_all(lambda: entries_of(state, ranks.rank))
-    return ranks.on_all(lambda: plain_of(entries))
+    return ranks.on_all(lambda: state_dict_of(entries))
 
 
-def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
+def save_alone(path: StrPath, state_dict: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
     """Save plain values and tensors from this process alone, even if a process group is initialized."""
-    write(*open_store(path, storage_options, to_write=True), plain, Ranks(alone=True))
+    write(*open_store(path, storage_options, to_write=True), state_dict, Ranks(alone=True))
 
 
 def write(
     store: Store,
     final_path: str,
-    plain: dict[str, Any],
+    state_dict: dict[str, Any],
     ranks: Ranks,
     *,
     run: Ownership | None = None,
@@ -116,12 +116,12 @@ def write(
         return owners[0].begin(name)
 
     _require_same_target(f"{final_path}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
-    refuse_disagreement(plain, ranks)
+    refuse_disagreement(state_dict, ranks)
     if ranks.is_first:
-        warn_of_unloadable(plain)
+        warn_of_unloadable(state_dict)
     try:
         save = draft = ranks.on_first(begin)
-        files = _write_files(store, final_path, draft, plain, ranks)
+        files = _write_files(store, final_path, draft, state_dict, ranks)
         manifest = Manifest(
             save_id=draft.folder,
             files=files,
@@ -130,7 +130,7 @@ def write(
             metrics=metrics or {},
             created=time.time(),
             torch=str(torch.__version__),
-            lost=lost_in_names(plain),
+            lost=lost_in_names(state_dict),
         )
         ranks.on_first(lambda: owners[0].commit(name, draft, manifest))
     except BaseException as error:
@@ -153,10 +153,10 @@ def _require_same_target(description: str, ranks: Ranks) -> None:
 
 
 def _write_files(
-    store: Store, final_path: str, save: Save, plain: dict[str, Any], ranks: Ranks
+    store: Store, final_path: str, save: Save, state_dict: dict[str, Any], ranks: Ranks
 ) -> dict[str, FileRecord]:
     """Write the data files of all ranks; return the size and checksums of each file, by name."""
     store.written_files, prefix, folder = {}, f"{save.folder}/", join(final_path, save.folder)
-    dcp.save(plain, store, folder, ranks, name=final_path, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
+    dcp.save(state_dict, store, folder, ranks, name=final_path, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
     file_records = [file for rank_files in ranks.on_each(lambda: store.written_files) for file in rank_files.items()]
     return {prefix + split(path)[1].removesuffix(dcp.TEMPORARY_SUFFIX): record for path, record in file_records}

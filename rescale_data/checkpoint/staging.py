@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rescale_data.checkpoint.devices import address, detached_copy
 from rescale_data.checkpoint.entry import Entry
-from rescale_data.checkpoint.state import plain_of
+from rescale_data.checkpoint.state import state_dict_of
 from rescale_data.checkpoint.tree import map_leaves
 
 Staged = dict[str, Any]
@@ -55,13 +55,13 @@ class Stager:
             if (owned_address := address(tensor))
         }
         deferred: Deferred = {}
-        plain = map_leaves(plain_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))
+        state_dict = map_leaves(state_dict_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))
         done = self._thread.submit(self._copy, deferred, _queued_work(deferred))
         self._pending[:] = [done]
 
         def copies() -> Staged:
             done.result()
-            return map_leaves(plain, lambda path, leaf: deferred.get(path, leaf))
+            return map_leaves(state_dict, lambda path, leaf: deferred.get(path, leaf))
 
         return done, copies
 

@@ -38,7 +38,7 @@ class _StatefulEntry(Entry):
     """Entry of a ``Stateful`` object. A loader's state also loads if the columns of its table have changed."""
 
     def placeholder(self, reader: Reader) -> Any:
-        return with_columns_of(self.plain(), reader.contents.values.get(f"{self.name}.{TABLE}"))
+        return with_columns_of(self.get_value(), reader.contents.values.get(f"{self.name}.{TABLE}"))
 
 
 def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> list[Entry]:
@@ -60,12 +60,12 @@ def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> li
     ]
 
 
-def plain_of(entries: list[Entry]) -> dict[str, Any]:
+def state_dict_of(entries: list[Entry]) -> dict[str, Any]:
     """Return the entries as nested dicts of values that DCP can save. Tensors may be the live ones."""
-    plain = nest([(entry.path, entry.plain()) for entry in entries])
-    refuse_pickled(plain)
-    refuse_unsavable(plain)
-    return adapt_tensors(plain, "to_save")
+    state_dict = nest([(entry.path, entry.get_value()) for entry in entries])
+    refuse_pickled(state_dict)
+    refuse_unsavable(state_dict)
+    return adapt_tensors(state_dict, "to_save")
 
 
 def _collect_values(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
@@ -100,18 +100,18 @@ def _entry(
     path: Path, value: Any, container: Mapping[str, Any], modules: list[tuple[Path, nn.Module]], key: str | None = None
 ) -> Entry:
     if isinstance(value, nn.Module):
-        plain, assign = partial(get_model_state_dict, value), partial(set_model_state_dict, value)
-        return Entry(path, plain, assign, optimizer_owned=value.parameters)
+        get_value, assign = partial(get_model_state_dict, value), partial(set_model_state_dict, value)
+        return Entry(path, get_value, assign, optimizer_owned=value.parameters)
     if isinstance(value, torch.optim.Optimizer):
         model = owning_module(".".join(path), value, modules)
         if not FullyShardedDataParallel.fsdp_modules(model):
             return OptimizerEntry(path, model, value)
         # FSDP1 alone knows how its flat parameters are cut: as DCP gives and takes them, all or nothing.
-        plain, assign = (
+        get_value, assign = (
             partial(torch_function, model, value)
             for torch_function in (get_optimizer_state_dict, set_optimizer_state_dict)
         )
-        return Entry(path, plain, assign, all_or_nothing=True)
+        return Entry(path, get_value, assign, all_or_nothing=True)
     if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):  # to ask a protocol takes 20 us
         return _StatefulEntry(path, value.state_dict, value.load_state_dict, all_or_nothing=True)
     _refuse_inside(path, value)
@@ -150,9 +150,9 @@ def _refuse_inside(path: Path, value: Any) -> None:
         _refuse_inside((*path, str(key)), item)
 
 
-def refuse_unsavable(plain: Mapping[str, Any]) -> None:
+def refuse_unsavable(state_dict: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` naming each tensor that cannot be saved or loaded (meta, quantized, sparse), with a cure."""
-    tensors = {".".join(path): leaf for path, leaf in leaves(plain) if isinstance(leaf, torch.Tensor)}
+    tensors = {".".join(path): leaf for path, leaf in leaves(state_dict) if isinstance(leaf, torch.Tensor)}
     refusals = [f"{name} {reason}" for name, tensor in tensors.items() if (reason := _refusal_reason(tensor))]
     if refusals:
         listed = "\n  ".join(refusals)

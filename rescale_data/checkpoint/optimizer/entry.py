@@ -43,7 +43,7 @@ class OptimizerEntry(Entry):
 
     def placeholder(self, reader: Reader) -> dict[str, Any]:
         """Return tensors to load into, for exactly the parameters whose state is in the checkpoint."""
-        self._live_state: dict[str, Any] = self.plain()
+        self._live_state: dict[str, Any] = self.get_value()
         self._parameters = named_parameters(self._live_state, self.optimizer)
         states, self._saved_groups = _layout(reader.contents, self.path)
         names = self._saved_names(reader)

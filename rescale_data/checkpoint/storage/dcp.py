@@ -340,7 +340,7 @@ def _whole_metadata(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def save(
-    plain: dict[str, Any],
+    state_dict: dict[str, Any],
     files: FileSystemBase,
     path: str,
     ranks: Ranks,
@@ -358,7 +358,7 @@ def save(
     if not ranks.distributed:  # no news to who started one process
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)
     writer = _Writer(files, path, StorageMeta(checkpoint_id=name, save_id=save_id), prefix)
-    save_state(plain, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.distributed)
+    save_state(state_dict, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.distributed)
 
 
 class _Writer(FileSystemWriter):

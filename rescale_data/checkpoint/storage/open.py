@@ -208,12 +208,12 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
         )
     if not store.is_file(join(path, METADATA)):
         names = [name for name in store.names(path) if name[0] != "."]
-        found_text = f"it holds {names[:5]}" if store.exists(path) else "there is nothing at this path"
+        content_text = f"it holds {names[:5]}" if store.exists(path) else "there is nothing at this path"
         newest_first = sorted(names, key=lambda name: (bool(STEP.fullmatch(name)), len(name), name), reverse=True)
         steps = (name for name in newest_first if save_of(name) is None)  # a save's data alone are no checkpoint
         step_name = next((name for name in steps if store.is_file(join(path, name, METADATA))), None)
         cure = f" It is the folder of a run: give one of its checkpoints, {join(path, step_name)}." if step_name else ""
-        raise AbsentError(f"No checkpoint at {path}: {found_text}.{cure}")
+        raise AbsentError(f"No checkpoint at {path}: {content_text}.{cure}")
     metadata = reader.metadata
     if dcp.save_id_of(metadata).startswith(SAVE_ID_PREFIX):
         raise ValueError(

@@ -197,8 +197,8 @@ class _Builder:
         if hasattr(instance, "__setstate__"):
             instance.__setstate__(state)
             return instance
-        plain, slots = state if isinstance(state, tuple) else (state, None)
-        for name, inner in {**(plain or {}), **(slots or {})}.items():
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        for name, inner in {**(attributes or {}), **(slots or {})}.items():
             object.__setattr__(instance, name, inner)
         return instance
 
@@ -317,9 +317,9 @@ _CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
 }
 
 
-def warn_of_unloadable(plain: Mapping[str, Any]) -> None:
+def warn_of_unloadable(state_dict: Mapping[str, Any]) -> None:
     """Warn, once for each name, of values that a load would refuse because they could run code."""
-    for path, value in leaves(plain):
+    for path, value in leaves(state_dict):
         if (name := ".".join(path)) not in _warned and not isinstance(value, torch.Tensor) and not _is_loadable(value):
             _warned.add(name)
             _log.warning(

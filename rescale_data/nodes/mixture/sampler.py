@@ -250,9 +250,9 @@ class WeightedSampler(Node[Any]):
             return None
         source_documents = [self._draws.sources.documents(source, column) for source in range(len(self.names))]
         is_mixture = [_mixture_of(node) is not None for node in self.children.values()]
-        is_mixed = [isinstance(documents, MixedDocuments) for documents in source_documents]
+        reads_mixture = [isinstance(documents, MixedDocuments) for documents in source_documents]
         # each draw of an inner mixture has its own point
-        if any(is_mixture) and (self.unit == "tokens" or is_mixture != is_mixed):
+        if any(is_mixture) and (self.unit == "tokens" or is_mixture != reads_mixture):
             return None
         return MixedDocuments(
             self._draws,
