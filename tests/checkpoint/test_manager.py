@@ -574,7 +574,7 @@ def test_a_damaged_checkpoint_that_is_deleted_meanwhile_is_told(tmp_path: Path) 
     checkpoint.save(tmp_path / "step-1", {"a": 1})
     (data(tmp_path / "step-1") / "__0_0.distcp").write_bytes(b"x")
     reader = RunReader(tmp_path)
-    named, looks = reader._folder.named, list[int]()
+    named, looks = reader._folder.steps_with_folder, list[int]()
 
     def late() -> list[int]:
         if looks:
@@ -582,7 +582,7 @@ def test_a_damaged_checkpoint_that_is_deleted_meanwhile_is_told(tmp_path: Path) 
         looks.append(1)
         return named()
 
-    reader._folder.named = late  # type: ignore[method-assign]
+    reader._folder.steps_with_folder = late  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"damaged: steps \[1\]"):
         reader.load_latest({"a": 0})
 
