@@ -82,27 +82,27 @@ def checks_kinds(function: F) -> F:
     else, such as a choice of several kinds, is the function's own to check.
     """
     if isinstance(function, type):
-        made: Any = function
-        made.__init__ = checks_kinds(made.__init__)
-        return made
-    given: dict[str, str] = function.__annotations__
-    accepted_types = {name: kind for name, annotation in given.items() if (kind := _accepted_types(str(annotation)))}
+        cls: Any = function
+        cls.__init__ = checks_kinds(cls.__init__)
+        return cls
+    hints: dict[str, str] = function.__annotations__
+    accepted_types = {name: kind for name, annotation in hints.items() if (kind := _accepted_types(str(annotation)))}
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        first = [_checked(accepted_types, name, value) for name, value in zip(names, args, strict=False)]
+        positional = [_checked(accepted_types, name, value) for name, value in zip(names, args, strict=False)]
         named = {name: _checked(accepted_types, name, value) for name, value in kwargs.items()}
-        return function(*first, *args[len(first) :], **named)
+        return function(*positional, *args[len(positional) :], **named)
 
     return call  # type: ignore[return-value]
 
 
 def _accepted_types(annotation: str) -> AcceptedTypes | None:
     """Return the accepted types of an annotation, given as text; `None` if the annotation is not simple."""
-    plain, before = annotation, ""
-    while before != plain:
-        before, plain = plain, re.sub(r"\[[^][]*\]", "", plain)
+    plain, previous = annotation, ""
+    while previous != plain:
+        previous, plain = plain, re.sub(r"\[[^][]*\]", "", plain)
     without_none = plain.removesuffix(" | None")
     classes, words = _TYPES_OF_ANNOTATIONS.get(plain) or _TYPES_OF_ANNOTATIONS.get(without_none) or ((), "")
     none = (type(None),) if without_none != plain else ()
@@ -126,15 +126,15 @@ def require_int(**values: object) -> list[int]:
     return [operator.index(value) for value in values.values()]  # type: ignore[arg-type]
 
 
-def require(classes: type | tuple[type, ...], words: str, **given: object) -> None:
+def require(classes: type | tuple[type, ...], words: str, **arguments: object) -> None:
     """Raise ``TypeError`` if an argument is of none of these classes; ``words`` say what to give."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not isinstance(value, classes):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {words}.")
 
 
-def require_callable(**given: object) -> None:
+def require_callable(**arguments: object) -> None:
     """Raise ``TypeError`` if an argument is neither a function nor None."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and not callable(value):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a function, or leave it out.")

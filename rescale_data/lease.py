@@ -51,8 +51,8 @@ def this_process() -> Process:
 
 def is_running(process: Mapping[str, Any]) -> bool | None:
     """True or False if a process of this host and PID namespace runs or not; None if that cannot be seen from here."""
-    here, pid = this_process(), process.get("pid")
-    if any(process.get(key) != here[key] for key in ("boot", "namespace")) or type(pid) is not int:
+    own_process, pid = this_process(), process.get("pid")
+    if any(process.get(key) != own_process[key] for key in ("boot", "namespace")) or type(pid) is not int:
         return None
     with suppress(PermissionError):
         try:
@@ -143,9 +143,9 @@ class Lease:
 
     def _write_file(self) -> None:
         with self._mutex:
-            before = time.monotonic()
+            started = time.monotonic()
             self._files.pipe_file(self._path, self._content())
-            self._last_renewal = before
+            self._last_renewal = started
 
     def _content(self) -> bytes:
         self._num_renewals += 1
@@ -170,8 +170,8 @@ class LeaseObserver:
         running = is_running(about.get("holder", {}))
         if running is not None:
             return ("alive" if running else "gone"), about
-        before, since = self._seen.setdefault(path, (content, time.monotonic()))
-        if before != content:
+        last_content, since = self._seen.setdefault(path, (content, time.monotonic()))
+        if last_content != content:
             self._seen[path] = content, time.monotonic()
             return "alive", about
         return ("gone" if time.monotonic() - since > DEAD_SECONDS else "undecided"), about

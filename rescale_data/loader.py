@@ -168,9 +168,9 @@ class DataLoader(Reading):
         """
         refuse(changed, 1)
         fixed = _OF_PEERS if self._shared is None else (*_OF_PEERS, "pipeline", "dp_rank", "dp_world_size", "transfer")
-        if given := [name for name in fixed if name in changed]:
+        if names := [name for name in fixed if name in changed]:
             raise ValueError(
-                f"reopen() keeps the peers of a dp rank, and with peers= what they share: {given} cannot change. Give mesh= of "
+                f"reopen() keeps the peers of a dp rank, and with peers= what they share: {names} cannot change. Give mesh= of "
                 f"the dp ranks."
             )
         if changed.keys() & set(_RANK_ARGUMENTS):
@@ -182,14 +182,14 @@ class DataLoader(Reading):
     @by_first(RESULT)
     def _reopen(self, state: Mapping[str, Any] | None, delivered: int, changed: Mapping[str, Any]) -> None:
         layout = self._stream.layout
-        kept: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
-        kept |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
-        self._go_on(self._open(**{**kept, **changed}), state, delivered)
+        fixed_sizes: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
+        fixed_sizes |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
+        self._go_on(self._open(**{**fixed_sizes, **changed}), state, delivered)
 
     def _open(self, **changed: Any) -> Stream:
         """Return the stream of this rank, with some arguments changed."""
-        given: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed}
-        pipeline, options = given.pop("pipeline"), Options(**given)
+        arguments: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed}
+        pipeline, options = arguments.pop("pipeline"), Options(**arguments)
         if self._shared is not None:
             pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None)
         return open_stream(as_pipeline(pipeline, options.shuffle), options, SLOW_AFTER)

@@ -75,29 +75,29 @@ def encipher(index: Ints, size: int, label: str, *numbers: int) -> Ints:
     """
     keys = random_words(_FEISTEL_ROUNDS, label, *numbers)
     bits = max(2, (size - 1).bit_length())
-    word = _feistel(index.astype(np.uint64), bits, keys)
-    outside = np.flatnonzero(word >= size)
+    image = _feistel(index.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(image >= size)
     while len(outside):
-        word[outside] = _feistel(word[outside], bits, keys)
-        outside = outside[word[outside] >= size]
-    return word.astype(np.int64)
+        image[outside] = _feistel(image[outside], bits, keys)
+        outside = outside[image[outside] >= size]
+    return image.astype(np.int64)
 
 
-def _feistel(word: Words, bits: int, keys: Words) -> Words:
+def _feistel(words: Words, bits: int, keys: Words) -> Words:
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = (np.uint64((1 << width) - 1) for width in (bits // 2, bits - bits // 2))
-    low, high = word & low_mask, word >> low_bits
+    low, high = words & low_mask, words >> low_bits
     for high_key, low_key in keys.reshape(-1, 2):
         high = high ^ (splitmix64(low + high_key) & high_mask)
         low = low ^ (splitmix64(high + low_key) & low_mask)
     return high << low_bits | low
 
 
-def splitmix64(word: Words) -> Words:
+def splitmix64(words: Words) -> Words:
     """Return the words, hashed by the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
-    word = (word ^ word >> np.uint64(30)) * _MULTIPLIERS[0]
-    word = (word ^ word >> np.uint64(27)) * _MULTIPLIERS[1]
-    return word ^ word >> np.uint64(31)
+    words = (words ^ words >> np.uint64(30)) * _MULTIPLIERS[0]
+    words = (words ^ words >> np.uint64(27)) * _MULTIPLIERS[1]
+    return words ^ words >> np.uint64(31)
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,14 @@ class FragmentOrder:
 
     def rows(self, virtual: Ints) -> Ints:
         """Return the rows of the source for virtual rows: row numbers after the fragments were permuted."""
-        at = np.searchsorted(self.virtual, virtual, side="right") - 1
-        return self.first[at] + (virtual - self.virtual[at])
+        fragment = np.searchsorted(self.virtual, virtual, side="right") - 1
+        return self.first[fragment] + (virtual - self.virtual[fragment])
 
     def between(self, first: int, stop: int) -> Ints:
         """Return the first row, in the source, of each fragment that has one of the virtual rows ``first .. stop - 1``."""
-        start, last = np.searchsorted(self.virtual, [first, stop - 1], side="right").tolist()
-        has_rows = np.diff(self.virtual[start - 1 : last + 1]) > 0
-        return self.first[start - 1 : last][has_rows]
+        first_fragment, last_fragment = np.searchsorted(self.virtual, [first, stop - 1], side="right").tolist()
+        has_rows = np.diff(self.virtual[first_fragment - 1 : last_fragment + 1]) > 0
+        return self.first[first_fragment - 1 : last_fragment][has_rows]
 
 
 def permuted_fragments(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
@@ -167,13 +167,13 @@ class GlobalBatchOrder:
 
     def sizes(self, shards: Ints, num_rows: int) -> Ints:
         """Return the number of rows that each shard reads."""
-        cycles, rest = divmod(num_rows, self.rows_per_cycle)
-        return cycles * self.rows_per_visit + np.clip(rest - self.starts(shards), 0, self.rows_per_visit)
+        cycles, num_leftover = divmod(num_rows, self.rows_per_cycle)
+        return cycles * self.rows_per_visit + np.clip(num_leftover - self.starts(shards), 0, self.rows_per_visit)
 
-    def rows(self, shard: int, first: int, stop: int) -> Ints:
+    def rows(self, shard: int, first_draw: int, stop_draw: int) -> Ints:
         """Return the rows of the source that draws ``first .. stop - 1`` of a shard read."""
-        visits, places = np.divmod(np.arange(first, stop, dtype=np.int64), self.rows_per_visit)
-        return self.starts(np.array([shard])) + visits * self.rows_per_cycle + places
+        visits, offsets = np.divmod(np.arange(first_draw, stop_draw, dtype=np.int64), self.rows_per_visit)
+        return self.starts(np.array([shard])) + visits * self.rows_per_cycle + offsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,28 +214,28 @@ class ShardOrder:
             return max(1, BLOCK // self.steps.rows_per_cycle) * self.steps.rows_per_visit
         return self.window or BLOCK
 
-    def virtual(self, first: int, stop: int) -> Ints:
+    def virtual(self, first_row: int, stop_row: int) -> Ints:
         """Return the virtual rows (numbers after fragments were permuted) of the shard's rows ``first .. stop - 1``."""
         if self.steps is not None:
-            return self.steps.rows(self.shard, first, stop)
-        return np.arange(self.start + first, self.start + stop, dtype=np.int64)
+            return self.steps.rows(self.shard, first_row, stop_row)
+        return np.arange(self.start + first_row, self.start + stop_row, dtype=np.int64)
 
     def span(self, row: int) -> tuple[int, int]:
         """Return the range of the shard's rows that contains ``row`` and whose order is computed together."""
-        first = row - row % self.width
-        return first, min(first + self.width, self.size)
+        first_row = row - row % self.width
+        return first_row, min(first_row + self.width, self.size)
 
     def ends(self, row: int, fragments: FragmentOrder | None) -> list[int]:
         """Return the source's rows at both ends of the range around ``row`` (`span`); none at the end of the shard."""
         if row >= self.size:
             return []
-        first, stop = self.span(row)
-        virtual = self.virtual(first, stop)[[0, -1]]
+        first_row, stop_row = self.span(row)
+        virtual = self.virtual(first_row, stop_row)[[0, -1]]
         return (virtual if fragments is None else fragments.rows(virtual)).tolist()
 
-    def unshuffled_rows(self, epoch: int, first: int, stop: int, fragments: FragmentOrder | None) -> Ints:
+    def unshuffled_rows(self, epoch: int, first_row: int, stop_row: int, fragments: FragmentOrder | None) -> Ints:
         """Return the source's rows for the shard's rows ``first .. stop - 1``, before windows are permuted."""
-        virtual = self.virtual(first, stop)
+        virtual = self.virtual(first_row, stop_row)
         if self.full:
             return encipher(virtual, self.num_rows, "full", self.seed, epoch)
         return virtual if fragments is None else fragments.rows(virtual)
@@ -245,15 +245,15 @@ class ShardOrder:
 
         With ``fragments=None`` the fragments keep their own order.
         """
-        first, stop = self.span(row)
-        rows = self.unshuffled_rows(epoch, first, stop, fragments)
+        first_row, stop_row = self.span(row)
+        rows = self.unshuffled_rows(epoch, first_row, stop_row, fragments)
         if self.full or not self.window:
             return rows
-        return rows[permutation(stop - first, "window", *self._window_key(epoch, first))]
+        return rows[permutation(stop_row - first_row, "window", *self._window_key(epoch, first_row))]
 
     def key(self, epoch: int, row: int) -> bytes:
         """Return the 16-byte key of the random words that permute the window that begins at ``row``."""
         return _digest("window", self._window_key(epoch, row))
 
-    def _window_key(self, epoch: int, first: int) -> tuple[int, ...]:
-        return self.seed, epoch, self.shard, first // self.window
+    def _window_key(self, epoch: int, first_row: int) -> tuple[int, ...]:
+        return self.seed, epoch, self.shard, first_row // self.window

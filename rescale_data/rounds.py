@@ -17,8 +17,8 @@ from rescale_data.state import Ints
 
 def shard_starts(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
     """Return the first virtual row of each logical shard; for ``num_logical_shards`` as shard it is ``num_rows``."""
-    whole, rest = divmod(num_rows, num_logical_shards)
-    return shards * whole + shards * rest // num_logical_shards  # i * R // N without its overflow
+    min_rows, num_leftover = divmod(num_rows, num_logical_shards)
+    return shards * min_rows + shards * num_leftover // num_logical_shards  # i * R // N without its overflow
 
 
 def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
@@ -33,11 +33,11 @@ def range_numbers(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards:
     """
     if num_rows >= num_logical_shards:
         return shards
-    rounds, places = np.divmod(epochs, num_logical_shards)
+    rounds, round_epochs = np.divmod(epochs, num_logical_shards)
     shifts = np.zeros_like(shards)
     for number in np.unique(rounds).tolist():
         begin, step = _round_params(num_logical_shards, seed, number)
-        shifts += np.where(rounds == number, begin + step * places, 0)
+        shifts += np.where(rounds == number, begin + step * round_epochs, 0)
     return (shards + shifts) % num_logical_shards
 
 
@@ -45,9 +45,9 @@ def range_number(shard: int, epoch: int, num_rows: int, num_logical_shards: int,
     """Return the number of the range that one shard reads in one epoch (see `range_numbers`)."""
     if num_rows >= num_logical_shards:
         return shard
-    number, place = divmod(epoch, num_logical_shards)
+    number, round_epoch = divmod(epoch, num_logical_shards)
     begin, step = _round_params(num_logical_shards, seed, number)
-    return (shard + begin + step * place) % num_logical_shards
+    return (shard + begin + step * round_epoch) % num_logical_shards
 
 
 def next_epoch_with_rows(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
@@ -68,9 +68,9 @@ def _first_index_within(factor: int, modulus: int, low: int, high: int) -> int:
     """Return the smallest i with ``low <= factor * i % modulus <= high``, where 0 < low; -1 if there is none."""
     if not factor:
         return -1
-    first = -(-low // factor)
-    if first * factor <= high:
-        return first
+    index = -(-low // factor)
+    if index * factor <= high:
+        return index
     num_wraps = _first_index_within(modulus % factor, factor, -high % factor, -low % factor)
     return -1 if num_wraps < 0 else -(-(low + modulus * num_wraps) // factor)
 
@@ -79,13 +79,13 @@ def rows_before(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: i
     """Return the number of rows that shards have in all epochs before the given ones, ``int64[M]``."""
     if num_rows >= num_logical_shards:
         return epochs * shard_sizes(shards, num_rows, num_logical_shards)
-    rounds, places = np.divmod(epochs, num_logical_shards)
+    rounds, round_epochs = np.divmod(epochs, num_logical_shards)
     begins, steps = (
         np.array([_round_params(num_logical_shards, seed, number) for number in rounds.tolist()]).reshape(-1, 2).T
     )
     # Range j has floor((j + 1) * R / N) - floor(j * R / N) rows, whatever multiple of N is added to j.
-    first, step = (shards + begins) % num_logical_shards * num_rows, steps * num_rows
-    upper, lower = (floor_sum(places, num_logical_shards, step, first + more) for more in (num_rows, 0))
+    first_offset, step = (shards + begins) % num_logical_shards * num_rows, steps * num_rows
+    upper, lower = (floor_sum(round_epochs, num_logical_shards, step, first_offset + extra) for extra in (num_rows, 0))
     return rounds * num_rows + upper - lower
 
 
@@ -104,9 +104,9 @@ def floor_sum(count: Ints, modulus: int | Ints, factor: Ints, offset: Ints) -> I
     while True:
         total += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
         factor, offset = factor % modulus, offset % modulus
-        last = factor * count + offset
-        goes_on = last >= modulus
+        final = factor * count + offset
+        goes_on = final >= modulus
         if not goes_on.any():
             return total
-        count, offset = np.where(goes_on, last // modulus, 0), np.where(goes_on, last % modulus, 0)
+        count, offset = np.where(goes_on, final // modulus, 0), np.where(goes_on, final % modulus, 0)
         modulus, factor = np.where(goes_on, factor, 1), np.where(goes_on, modulus, 0)

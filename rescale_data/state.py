@@ -108,12 +108,12 @@ def field_from_description(key: str, about: Mapping[str, Any]) -> Field:
 
 def encode(field: Field, value: Any) -> list[int]:
     """Return ``value`` as the int64 numbers of a field; ``TypeError`` if its dtype or shape is not the field's."""
-    given = field_of(field.path, value)
-    if field.dtype is torch.float64 and field.shape is None and given.dtype is torch.int64 and given.shape is None:
-        given, value = field, float(value)
-    if given != field:
+    actual = field_of(field.path, value)
+    if field.dtype is torch.float64 and field.shape is None and actual.dtype is torch.int64 and actual.shape is None:
+        actual, value = field, float(value)
+    if actual != field:
         raise TypeError(
-            f"The state {field.key!r} was {field.describe()} when the pipeline was built and is {given.describe()} now. "
+            f"The state {field.key!r} was {field.describe()} when the pipeline was built and is {actual.describe()} now. "
             f"The dtype and the shape of a node's state never change."
         )
     if field.shape is None:
@@ -134,7 +134,7 @@ def decode(field: Field, slots: Sequence[int]) -> Any:
     return bool(slots[0]) if field.dtype is torch.bool else int(slots[0])
 
 
-def require_limits(fields: Sequence[Field], rows: Ints, what: str) -> None:
+def require_limits(fields: Sequence[Field], rows: Ints, label: str) -> None:
     """Raise ``DataStateError`` if a number lies outside the limits of its field.
 
     Args:
@@ -145,12 +145,12 @@ def require_limits(fields: Sequence[Field], rows: Ints, what: str) -> None:
     for field, slot in zip(fields, offsets(fields), strict=False):
         if field.limits is not None:
             values = rows[:, slot].view(np.float64) if field.dtype is torch.float64 else rows[:, slot]
-            least, most = field.limits
-            is_within = (values >= least) & (values <= most)  # which no NaN is
+            low, high = field.limits
+            is_within = (values >= low) & (values <= high)  # which no NaN is
             if not is_within.all():
-                at = int(is_within.argmin())
+                row = int(is_within.argmin())
                 raise DataStateError(
-                    f"By the state {field.key!r} of {what.format(at)} is {values[at]}, and a run comes to {least} to {most} "
+                    f"By the state {field.key!r} of {label.format(row)} is {values[row]}, and a run comes to {low} to {high} "
                     f"there: the state was changed or damaged. Load another checkpoint."
                 )
 
@@ -177,17 +177,17 @@ def nest(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
 
 def state_of(fields: Sequence[Field], row: memoryview) -> dict[str, Any]:
     """Return the nested state that a row of int64 numbers encodes."""
-    places = zip(fields, offsets(fields), strict=False)
-    return nest([(field.path, decode(field, row[a : a + field.num_slots].tolist())) for field, a in places])
+    pairs = zip(fields, offsets(fields), strict=False)
+    return nest([(field.path, decode(field, row[start : start + field.num_slots].tolist())) for field, start in pairs])
 
 
 def row_of(fields: Sequence[Field], state: Mapping[str, Any], node: str) -> memoryview:
     """Return a nested state as a row of int64 numbers; ``ValueError`` if its paths differ from the fields of the node."""
     values = dict(flatten(state))
     if values.keys() != {field.path for field in fields}:
-        given = sorted(".".join(path) for path in values)
+        keys = sorted(".".join(path) for path in values)
         raise ValueError(
-            f"{node} was given a state with the fields {given}; its own are {sorted(f.key for f in fields)}. Load a state that "
+            f"{node} was given a state with the fields {keys}; its own are {sorted(f.key for f in fields)}. Load a state that "
             f"the same pipeline saved."
         )
     return np.array([slot for field in fields for slot in encode(field, values[field.path])], dtype=np.int64).data
@@ -202,21 +202,25 @@ def offsets(fields: Sequence[Field]) -> list[int]:
 
 
 def join_fields(
-    own: tuple[Field, ...], below: tuple[tuple[str, tuple[Field, ...]], ...]
+    own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
     """Return the fields of a node and of its children, and the slice of each child, as the same objects for every shard."""
-    return _join_fields(own, below, tuple(field.counts for fields in (own, *(f for _, f in below)) for field in fields))
+    return _join_fields(
+        own_fields,
+        child_fields,
+        tuple(field.counts for fields in (own_fields, *(f for _, f in child_fields)) for field in fields),
+    )
 
 
 @lru_cache(maxsize=64)
 def _join_fields(
-    own: tuple[Field, ...], below: tuple[tuple[str, tuple[Field, ...]], ...], counts: tuple[bool, ...]
+    own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...], counts: tuple[bool, ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
     del counts  # which are not compared with the fields
-    widths = [offsets(fields)[-1] for fields in (own, *(fields for _, fields in below))]
-    places = zip(below, pairwise(accumulate(widths)), strict=True)
-    fields = own + tuple(field.with_parents(name) for name, fields in below for field in fields)
-    return fields, {name: slice(*ends) for (name, _), ends in places}
+    widths = [offsets(fields)[-1] for fields in (own_fields, *(fields for _, fields in child_fields))]
+    ranges = zip(child_fields, pairwise(accumulate(widths)), strict=True)
+    fields = own_fields + tuple(field.with_parents(name) for name, fields in child_fields for field in fields)
+    return fields, {name: slice(*ends) for (name, _), ends in ranges}
 
 
 def place_slots(fields: Sequence[Field], *, epochs: bool = True) -> list[int]:
@@ -224,9 +228,9 @@ def place_slots(fields: Sequence[Field], *, epochs: bool = True) -> list[int]:
 
     Without ``epochs`` they also leave out epoch numbers.
     """
-    wanted = [not f.counts and (epochs or f.path[-1] != EPOCH) for f in fields]
-    places = zip(wanted, fields, offsets(fields), strict=False)
-    return [slot for is_wanted, f, start in places if is_wanted for slot in range(start, start + f.num_slots)]
+    are_wanted = [not f.counts and (epochs or f.path[-1] != EPOCH) for f in fields]
+    field_starts = zip(are_wanted, fields, offsets(fields), strict=False)
+    return [slot for is_wanted, f, start in field_starts if is_wanted for slot in range(start, start + f.num_slots)]
 
 
 def to_tensors(fields: Sequence[Field], table: Ints) -> dict[str, torch.Tensor]:
@@ -236,7 +240,10 @@ def to_tensors(fields: Sequence[Field], table: Ints) -> dict[str, torch.Tensor]:
         fields: The fields of a row, in the order of its slots.
         table: ``int64[N, slots]``.
     """
-    return {f.key: _to_tensor(f, table[:, a : a + f.num_slots]) for f, a in zip(fields, offsets(fields), strict=False)}
+    return {
+        field.key: _to_tensor(field, table[:, start : start + field.num_slots])
+        for field, start in zip(fields, offsets(fields), strict=False)
+    }
 
 
 def _to_tensor(field: Field, slots: Ints) -> torch.Tensor:

@@ -52,11 +52,11 @@ class Agreement:
         micro_batches_per_step: A, the number of micro batches in a step.
     """
 
-    def __init__(self, ranks: Ranks, first: int, micro_batches_per_step: int) -> None:
+    def __init__(self, ranks: Ranks, first_u: int, micro_batches_per_step: int) -> None:
         self._ranks, self._micro_batches_per_step = ranks, micro_batches_per_step
         self._num_steps = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
         self._pending: Callable[[], int] | None = None
-        self._agreed_end = first
+        self._agreed_end = first_u
         self._last_u, self._is_over = -1, False  # the micro batch of the last call of `end`, and its result
         self._failure: Exception | None = None
 
@@ -74,11 +74,11 @@ class Agreement:
     def _end(self, u: int, make_until: Callable[[int], int]) -> bool:
         if u == self._agreed_end:
             self._exchange(u, make_until)
-            sure = self._wait()
-            if sure < 0:
+            sure_until = self._wait()
+            if sure_until < 0:
                 failure, self._failure = self._failure, None
-                raise failure or failure_elsewhere(wrong_rows=sure == _FAILED)
-            self._agreed_end = sure // self._micro_batches_per_step * self._micro_batches_per_step
+                raise failure or failure_elsewhere(wrong_rows=sure_until == _FAILED)
+            self._agreed_end = sure_until // self._micro_batches_per_step * self._micro_batches_per_step
             if self._agreed_end <= u:
                 return True
         if self._num_steps > 1 and u + self._micro_batches_per_step >= self._agreed_end:
@@ -88,10 +88,10 @@ class Agreement:
     def _exchange(self, u: int, make_until: Callable[[int], int]) -> None:
         if self._pending is None:
             try:
-                sure = make_until(u + self._num_steps * self._micro_batches_per_step)
+                sure_until = make_until(u + self._num_steps * self._micro_batches_per_step)
             except Exception as error:
-                self._failure, sure = error, _FAILED if isinstance(error, DataStateError) else _UNREAD
-            self._pending = self._ranks.at(u).least(sure)
+                self._failure, sure_until = error, _FAILED if isinstance(error, DataStateError) else _UNREAD
+            self._pending = self._ranks.at(u).least(sure_until)
 
     def _wait(self) -> int:
         pending, self._pending = self._pending, None

@@ -30,9 +30,9 @@ _ELSEWHERE = {
 _ELSEWHERE["batch_sampler"] = _ELSEWHERE["sampler"]
 
 
-def refuse(given: Mapping[str, object], num_unnamed: int) -> None:
+def refuse(arguments: Mapping[str, object], num_unnamed: int) -> None:
     """Raise ``TypeError`` for an argument of torch's ``DataLoader`` that this loader lacks; the message names a replacement."""
-    for name in ["batch_size"] * (num_unnamed > 1) + list(given):
+    for name in ["batch_size"] * (num_unnamed > 1) + list(arguments):
         if name in _ELSEWHERE:
             raise TypeError(f"rd.DataLoader has no argument {name}=: {_ELSEWHERE[name]}.")
 

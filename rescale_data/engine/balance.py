@@ -166,9 +166,9 @@ class TransformerCost:
     def __call__(self, sample: Any) -> int:
         length = _length(sample)
         if length is None:
-            given = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+            names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
             raise ValueError(
-                f"transformer_cost looks for the column 'tokens' or 'input_ids'; a sample is {given}. Give rd.Balance(cost=) a "
+                f"transformer_cost looks for the column 'tokens' or 'input_ids'; a sample is {names}. Give rd.Balance(cost=) a "
                 f"function of the sample."
             )
         squares = int(sample["cost"]) if "cost" in sample else length * length
@@ -181,11 +181,11 @@ def _length(sample: Any) -> int | None:
     return len(sample[columns[0]]) if columns else None
 
 
-def _integer(name: str, of: Number, sample: Any) -> int:
-    if isinstance(of, str) and not (isinstance(sample, Mapping) and of in sample):
-        given = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
-        raise ValueError(f"rd.Balance({name}={of!r}): there is no such column; a sample is {given}.")
-    value = sample[of] if isinstance(of, str) else of(sample)
+def _integer(name: str, setting: Number, sample: Any) -> int:
+    if isinstance(setting, str) and not (isinstance(sample, Mapping) and setting in sample):
+        names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise ValueError(f"rd.Balance({name}={setting!r}): there is no such column; a sample is {names}.")
+    value = sample[setting] if isinstance(setting, str) else setting(sample)
     try:
         number = int(value)
     except (TypeError, ValueError) as error:

@@ -100,11 +100,11 @@ class Balanced(WrappedFeed):
         self._ready: deque[MicroBatch] = deque()
         self._has_warned = False
 
-    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         size = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
         self._exchanges = Exchanges(self._setup.ranks, self._near, self._everyone, size, self._exchanges)
-        self._segment, self._u, self._ready = segment, segment.step_of(first), deque()
-        self._skips = first - self._u  # micro batches of the step that were consumed before
+        self._segment, self._u, self._ready = segment, segment.step_of(first_u), deque()
+        self._skips = first_u - self._u  # micro batches of the step that were consumed before
         self.feed.begin(segment, table, self._u)
 
     def next(self) -> MicroBatch:
@@ -140,13 +140,13 @@ class Balanced(WrappedFeed):
             self._exchanges.join()
 
     def _make_step(self, segment: Segment, exchanges: Exchanges) -> list[MicroBatch]:
-        in_step = segment.layout.gradient_accumulation_steps
-        step = _Step(segment, self._u, self._u + in_step - self._u % in_step)
+        per_step = segment.layout.gradient_accumulation_steps
+        step = _Step(segment, self._u, self._u + per_step - self._u % per_step)
         self._read(step, exchanges)
         arranged = exchanges.run(lambda: self._arrange(step, exchanges))
         self._u = step.stop
-        batches = [self._batch(places, arranged, segment) for places in arranged.of_batch]
-        batches[-1] = batches[-1]._replace(rows=merge_rows([each.rows for each in step.made]))
+        batches = [self._batch(indices, arranged, segment) for indices in arranged.of_batch]
+        batches[-1] = batches[-1]._replace(rows=merge_rows([batch.rows for batch in step.made]))
         return batches
 
     def _read(self, step: _Step, exchanges: Exchanges) -> None:
@@ -157,9 +157,9 @@ class Balanced(WrappedFeed):
                     raise Exhausted
                 step.made.append(self.feed.next())
             rows = [
-                (*self._balance.measure(sample), shard, place < each.num_real)
-                for each in step.made
-                for place, (sample, shard) in enumerate(zip(each.batch, each.shards, strict=True))
+                (*self._balance.measure(sample), shard, index < batch.num_real)
+                for batch in step.made
+                for index, (sample, shard) in enumerate(zip(batch.batch, batch.shards, strict=True))
             ]
             step.numbers = np.array(rows, dtype=np.int64)
         except Exception as error:
@@ -167,8 +167,8 @@ class Balanced(WrappedFeed):
 
     def _arrange(self, step: _Step, exchanges: Exchanges) -> _ArrangedStep:
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
-        before, is_last = int(step.segment.reached(step.first).sum()), step.stop == step.segment.stop
-        numbers, weight = exchanges.agree(step.failure, before, step.numbers, is_last=is_last)
+        samples_before, is_last = int(step.segment.reached(step.first).sum()), step.stop == step.segment.stop
+        numbers, weight = exchanges.agree(step.failure, samples_before, step.numbers, is_last=is_last)
         owners = np.repeat(np.arange(len(self._near.members)), len(step.numbers))
         rank, micro_batch = self._plan(step, numbers, owners)
         samples = self._move(step, exchanges, owners, rank)
@@ -179,14 +179,14 @@ class Balanced(WrappedFeed):
     def _plan(self, step: _Step, numbers: Ints, owners: Ints) -> tuple[Ints, Ints]:
         """Return the rank and the micro batch that compute each sample of the step: two arrays ``int64[samples]``."""
         balance, layout, tokens = self._balance, step.segment.layout, numbers[:, TOKENS]
-        most = balance.max_tokens or layout.micro_batch_size * int(tokens.max())
+        max_tokens = balance.max_tokens or layout.micro_batch_size * int(tokens.max())
         plan = StepPlan(
             costs=numbers[:, COST],
             tokens=tokens,
             owners=owners,
             ranks=len(self._near.members),
             micro_batches=step.stop - step.first,
-            max_tokens=most,
+            max_tokens=max_tokens,
             sync=balance.sync,
             padded=balance.padded,
             seed=self._setup.recipe.seed,
@@ -197,38 +197,40 @@ class Balanced(WrappedFeed):
             self._warn_if_above(plan.num_tokens(rank, micro_batch), balance.max_tokens)
         return rank, micro_batch
 
-    def _warn_if_above(self, tokens: Ints, most: int) -> None:
-        if int(tokens.max()) > most:
+    def _warn_if_above(self, tokens: Ints, max_tokens: int) -> None:
+        if int(tokens.max()) > max_tokens:
             self._has_warned = True
             self._setup.ranks.warn(
                 "rd.Balance(max_tokens=%d): a micro batch has %d tokens. A sample alone is longer, or a step has more tokens "
                 "than its %d micro batches take. Raise it, shorten samples, or give more micro batches a step. Said once.",
-                most,
+                max_tokens,
                 int(tokens.max()),
                 tokens.size,
             )
 
     def _move(self, step: _Step, exchanges: Exchanges, owners: Ints, rank: Ints) -> dict[int, Any]:
         """Send samples to the ranks that compute them; return the samples read here and received, by index (collective)."""
-        me, places = self._near.me, np.arange(len(rank))
+        me, indices = self._near.me, np.arange(len(rank))
         is_own = owners == me
-        own = dict(zip(places[is_own].tolist(), (s for each in step.made for s in each.batch), strict=True))
-        to = _grouped(rank[is_own], places[is_own], me)
-        of = _grouped(owners[rank == me], places[rank == me], me)
-        received = exchanges.exchange_lists({index: [own[n] for n in given] for index, given in to.items()}, list(of))
-        moved = {n: s for index, values in received.items() for n, s in zip(of[index], values, strict=True)}
-        return own | moved
+        samples = dict(zip(indices[is_own].tolist(), (s for batch in step.made for s in batch.batch), strict=True))
+        outgoing = _grouped(rank[is_own], indices[is_own], me)
+        incoming = _grouped(owners[rank == me], indices[rank == me], me)
+        received = exchanges.exchange_lists(
+            {index: [samples[n] for n in sent] for index, sent in outgoing.items()}, list(incoming)
+        )
+        moved = {n: s for index, values in received.items() for n, s in zip(incoming[index], values, strict=True)}
+        return samples | moved
 
-    def _batch(self, places: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:
+    def _batch(self, indices: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:
         """Return the micro batch of the samples at the indices `places`; padding samples of the last global batch come last."""
-        batch = self._collate([arranged.samples[n] for n in places.tolist()])
-        num_real = int(arranged.numbers[places, IS_REAL].sum())
+        batch = self._collate([arranged.samples[n] for n in indices.tolist()])
+        num_real = int(arranged.numbers[indices, IS_REAL].sum())
         if segment.pads:
-            batch = with_valid(batch, num_real, len(places))
+            batch = with_valid(batch, num_real, len(indices))
         if self._balance.weight is not None:
             batch = _with_weight(batch, arranged.weight)
-        nothing = np.zeros((0, 1), dtype=np.int64)  # the last micro batch of the step carries all its rows
-        return MicroBatch(batch, TableRows(nothing[:, 0], nothing), arranged.numbers[places, SHARD].tolist(), num_real)
+        no_rows = np.zeros((0, 1), dtype=np.int64)  # the last micro batch of the step carries all its rows
+        return MicroBatch(batch, TableRows(no_rows[:, 0], no_rows), arranged.numbers[indices, SHARD].tolist(), num_real)
 
 
 def _grouped(indices: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:

@@ -104,8 +104,8 @@ def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
 def _holds(dtype: torch.dtype, number: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return True
-    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return float(number).is_integer() and least <= number <= most
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return float(number).is_integer() and low <= number <= high
 
 
 def _require_same_columns(samples: Samples) -> None:
@@ -113,15 +113,15 @@ def _require_same_columns(samples: Samples) -> None:
 
     Without this check, the batch would silently lack these columns.
     """
-    first = samples[0]
+    first_sample = samples[0]
     for sample in samples:
-        if not isinstance(sample, Mapping) or sample.keys() != first.keys():
-            given = f"{sorted(map(str, sample))}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        if not isinstance(sample, Mapping) or sample.keys() != first_sample.keys():
+            description = f"{sorted(map(str, sample))}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
             raise ValueError(
-                f"The samples of a batch have different columns, {sorted(map(str, first))} and {given}. Give all samples the "
-                f"same ones in the pipeline, or your own collate_fn."
+                f"The samples of a batch have different columns, {sorted(map(str, first_sample))} and {description}. Give all "
+                f"samples the same ones in the pipeline, or your own collate_fn."
             )
-    for column, value in first.items():
+    for column, value in first_sample.items():
         if isinstance(value, Mapping):
             _require_same_columns([sample[column] for sample in samples])
 

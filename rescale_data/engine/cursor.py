@@ -73,19 +73,19 @@ class Cursor(NamedTuple):
         """The number of the first micro batch that a state saved at this moment does not include."""
         return self.u if self.segment is None else self.segment.counted(self.u)
 
-    def advanced(self, made: MicroBatch) -> Cursor:
+    def advanced(self, micro_batch: MicroBatch) -> Cursor:
         """Return the cursor after the next micro batch, `made`, has been consumed."""
-        last = self.last
-        if last is not None and last.slots is None and isinstance(last.visited, slice):
-            self.newest[last.visited.start] = last
-        elif last is not None:
-            last.write(self.table)
+        last_rows = self.last
+        if last_rows is not None and last_rows.slots is None and isinstance(last_rows.visited, slice):
+            self.newest[last_rows.visited.start] = last_rows
+        elif last_rows is not None:
+            last_rows.write(self.table)
         owners, segment = self.owners, self.segment
         if segment is not None and segment.remainder is not None:
             for u in range(segment.counted(self.u), segment.counted(self.u + 1)):
                 owners = segment.remainder.owners(owners, u)
         return Cursor(
-            self.clock, self.table, owners, self.u + 1, self.newest, self.segment, made.rows, False, self.seen, False, 0
+            self.clock, self.table, owners, self.u + 1, self.newest, self.segment, micro_batch.rows, False, self.seen, False, 0
         )  # fmt: skip
 
     def copy(self) -> Cursor:

@@ -62,35 +62,35 @@ class Ends:
         end = None if self.setup.recipe.repeat else self.schema.epoch_end(table)
         return None if end is None else end[0]
 
-    def is_over(self, at: Cursor, make_until: Callable[[int], int]) -> bool:
+    def is_over(self, cursor: Cursor, make_until: Callable[[int], int]) -> bool:
         """True if no micro batch of the segment is left (collective if only reading can find the end of the segment).
 
         Args:
             make_until: Makes micro batches ahead up to a given one, if it can, and returns the first one that is not made.
         """
-        segment = at.segment
+        segment = cursor.segment
         if segment is None or segment.stop is not None or self.setup.recipe.repeat:
-            return segment is not None and segment.stop == at.u
-        of, agreement = self._agreement
-        if of is not segment or agreement is None:
-            agreement = Agreement(self.ranks, at.u, self.layout.gradient_accumulation_steps)
+            return segment is not None and segment.stop == cursor.u
+        agreed_segment, agreement = self._agreement
+        if agreed_segment is not segment or agreement is None:
+            agreement = Agreement(self.ranks, cursor.u, self.layout.gradient_accumulation_steps)
             self._agreement = segment, agreement
-        return agreement.end(at.u, make_until)
+        return agreement.end(cursor.u, make_until)
 
-    def whole(self, at: Cursor) -> Ints:
+    def whole(self, cursor: Cursor) -> Ints:
         """Return the table with each row taken from the rank that owns it (collective, as part of saving a state)."""
-        return self.ranks.saving.merge(at.positions, at.owners)
+        return self.ranks.saving.merge(cursor.positions, cursor.owners)
 
-    def move(self, at: Cursor, reached: Ints) -> Ints:
+    def move(self, cursor: Cursor, reached: Ints) -> Ints:
         """Return the table after this rank has skipped its shards ahead to `reached` delivered samples each."""
-        table = at.positions.copy()
+        table = cursor.positions.copy()
         self.runner.load(table, self.schema.histories)
         for shard in self.owned.tolist():
             self.runner.skip(shard, int(reached[shard] - table[shard, SAMPLES]))
         table[self.owned] = self.runner.table[self.owned]
         return table
 
-    def plan_round(self, at: Cursor) -> tuple[Ints, Ints]:
+    def plan_round(self, cursor: Cursor) -> tuple[Ints, Ints]:
         """Read ahead; return the whole table, and the number of samples of each shard to redistribute next, ``int64[N]``.
 
         The numbers add up to less than a global batch only if no shard has more samples.
@@ -98,59 +98,59 @@ class Ends:
         Collective over the dp ranks; each reads the shards that it owns. If one rank fails, for example at its disk, all ranks
         fail. Called again, all ranks continue where they were.
         """
-        self._start_epoch_search(at)
+        self._start_epoch_search(cursor)
         if self._table is None:
-            self._table = self.ranks.merge(at.positions, at.owners)
+            self._table = self.ranks.merge(cursor.positions, cursor.owners)
         table = self._table
         self.runner.load(table, self.schema.histories)
-        enough, seen = STEPS_OF_A_ROUND * self.layout.global_batch_size, 0
-        self._ahead = self._ahead or -(-enough // len(table))
+        min_samples, num_read = STEPS_OF_A_ROUND * self.layout.global_batch_size, 0
+        self._ahead = self._ahead or -(-min_samples // len(table))
         while True:
-            ahead, ends = self._ahead, self._read(table[:, SAMPLES], seen, self._ahead)
-            left = np.where(ends == _UNKNOWN, ahead, np.minimum(ends - table[:, SAMPLES], ahead))
-            num_unfinished = int((left == ahead).sum())
-            if left.sum() >= enough or not num_unfinished:
+            ahead, ends = self._ahead, self._read(table[:, SAMPLES], num_read, self._ahead)
+            num_left = np.where(ends == _UNKNOWN, ahead, np.minimum(ends - table[:, SAMPLES], ahead))
+            num_unfinished = int((num_left == ahead).sum())
+            if num_left.sum() >= min_samples or not num_unfinished:
                 self._table, self._ahead = None, 0
-                return table, left
-            seen, self._ahead = ahead, max(2 * ahead, -(-enough // num_unfinished))
+                return table, num_left
+            num_read, self._ahead = ahead, max(2 * ahead, -(-min_samples // num_unfinished))
 
-    def next_epoch(self, at: Cursor) -> Ints:
+    def next_epoch(self, cursor: Cursor) -> Ints:
         """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
-        end = self.schema.epoch_end(at.positions)
+        end = self.schema.epoch_end(cursor.positions)
         if end is not None:
             return end[1]
-        self._start_epoch_search(at)
+        self._start_epoch_search(cursor)
         if (self._ends[:, 0] == _UNKNOWN).any():  # these ends were found before a load
-            self.plan_round(at)
+            self.plan_round(cursor)
         return self._ends[:, 1:]
 
-    def prove(self, at: Cursor, dropped: Ints) -> None:
+    def prove(self, cursor: Cursor, dropped: Ints) -> None:
         """Raise ``DataStateError`` on all ranks unless every row of the epoch was delivered once or dropped (collective).
 
         The proof covers all segments of the run.
         """
         if not self.setup.recipe.verify:
             return
-        self.runner.load(at.positions, self.schema.histories)
-        mine = np.flatnonzero(at.owners == self.ranks.rank).tolist()
+        self.runner.load(cursor.positions, self.schema.histories)
+        owned = np.flatnonzero(cursor.owners == self.ranks.rank).tolist()
         try:
-            call_on_all_ranks(self.ranks, lambda: [self.runner.prove(shard, int(dropped[shard])) for shard in mine])
+            call_on_all_ranks(self.ranks, lambda: [self.runner.prove(shard, int(dropped[shard])) for shard in owned])
         except DataStateError as error:
-            self.verify_error = f"Epoch {at.clock.epoch} does not end as it should. {error}"
+            self.verify_error = f"Epoch {cursor.clock.epoch} does not end as it should. {error}"
             raise DataStateError(self.verify_error) from None
         self.ranks.info(
             "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all segments of the run.",
-            at.clock.epoch,
+            cursor.clock.epoch,
             int(dropped.sum()),
         )
 
-    def _start_epoch_search(self, at: Cursor) -> None:
-        if self._epoch != at.clock.epoch:
-            n, columns = at.table.shape
+    def _start_epoch_search(self, cursor: Cursor) -> None:
+        if self._epoch != cursor.clock.epoch:
+            n, columns = cursor.table.shape
             self._ends = np.full((n, 1 + columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
-            self._table, self._ahead, self._epoch = None, 0, at.clock.epoch
+            self._table, self._ahead, self._epoch = None, 0, cursor.clock.epoch
 
-    def _read(self, samples: Ints, seen: int, ahead: int) -> Ints:
+    def _read(self, samples: Ints, samples_read: int, ahead: int) -> Ints:
         """Read shards up to ``ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN`.
 
         Args:
@@ -161,9 +161,9 @@ class Ends:
             ends = self._ends.copy()
             for shard in self.owned.tolist():
                 if ends[shard, 0] == _UNKNOWN:
-                    count, slots = self.runner.look_ahead(shard, ahead - seen)
+                    count, slots = self.runner.look_ahead(shard, ahead - samples_read)
                     if slots is not None:
-                        ends[shard] = [samples[shard] + seen + count, *slots]
+                        ends[shard] = [samples[shard] + samples_read + count, *slots]
             return ends
 
         ranks = self.ranks.at(int(samples.sum()), ahead)

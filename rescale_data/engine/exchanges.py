@@ -83,12 +83,12 @@ class Exchanges:
         before: The exchanges of the `begin` before.
     """
 
-    def __init__(self, ranks: Ranks, near: Group, everyone: Group, size: int, before: Exchanges | None) -> None:
+    def __init__(self, ranks: Ranks, near: Group, everyone: Group, size: int, previous: Exchanges | None) -> None:
         self._ranks, self._near, self._everyone, self._size = ranks, near, everyone, size
         self._is_alone = near.communicator is None and everyone.communicator is None
-        if before is not None:
-            before.stop()
-        self._thread = None if before is None else before._thread
+        if previous is not None:
+            previous.stop()
+        self._thread = None if previous is None else previous._thread
         self._answer = Answer[Any]()
         self._lock, self._process = threading.Lock(), os.getpid()
         self.is_stopped = self._is_over = False
@@ -138,11 +138,11 @@ class Exchanges:
             self._thread.join(seconds)
 
     def _start(self, work: Callable[[], None]) -> None:
-        before = self._thread
+        previous = self._thread
 
         def run() -> None:
-            if before is not None:
-                before.join()
+            if previous is not None:
+                previous.join()
             work()
 
         self._thread = threading.Thread(target=run, daemon=True, name="rescale_data-balance")
@@ -155,7 +155,7 @@ class Exchanges:
 
     # In the thread of an exchange
 
-    def agree(self, failure: Exception | None, place: int, numbers: Ints, *, is_last: bool) -> tuple[Ints, int]:
+    def agree(self, failure: Exception | None, num_delivered: int, numbers: Ints, *, is_last: bool) -> tuple[Ints, int]:
         """Exchange the costs of this rank's samples of a step, or the reason why it has no samples (collective).
 
         Args:
@@ -170,13 +170,13 @@ class Exchanges:
         Raises:
             Exception: Some rank has no samples. That rank raises its own error; the others raise an error that says so.
         """
-        all_numbers, heads = self._gather_all(_status(failure), place, numbers)
-        statuses, places = heads[:, 0], np.unique(heads[heads[:, 0] != STOPPED, 1])
-        worst = OUT_OF_STEP if len(places) > 1 else int(statuses.max())
+        all_numbers, heads = self._gather_all(_status(failure), num_delivered, numbers)
+        statuses, counts = heads[:, 0], np.unique(heads[heads[:, 0] != STOPPED, 1])
+        worst = OUT_OF_STEP if len(counts) > 1 else int(statuses.max())
         self._is_over = worst != MADE or is_last
         if worst == OUT_OF_STEP:
             raise RuntimeError(
-                f"The dp ranks are at different places of the run, {places.tolist()} samples from its beginning: an error came "
+                f"The dp ranks are at different places of the run, {counts.tolist()} samples from its beginning: an error came "
                 f"on some of them alone, or they made other calls. Load one state on all of them."
             )
         if worst != MADE:
@@ -203,15 +203,15 @@ class Exchanges:
             raise failure or failure_elsewhere(wrong_rows=False)
         return {index: from_bytes(body, int(expected[index][1])) for index, body in bodies.items()}
 
-    def _gather_all(self, status: int, place: int, numbers: Ints) -> tuple[Ints, Ints]:
+    def _gather_all(self, status: int, num_delivered: int, numbers: Ints) -> tuple[Ints, Ints]:
         """Gather the sample numbers of each rank in the group, and the status, place and weight of each rank of `everyone`."""
-        own = np.zeros((1 + self._size, 5), dtype=np.int64)
-        own[0, :3] = status, place, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
-        own[1 : 1 + len(numbers)] = numbers
-        gathered = self._gather(self._near, "costs", own)
+        own_numbers = np.zeros((1 + self._size, 5), dtype=np.int64)
+        own_numbers[0, :3] = status, num_delivered, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
+        own_numbers[1 : 1 + len(numbers)] = numbers
+        gathered = self._gather(self._near, "costs", own_numbers)
         heads = gathered[:, 0, :3]
         if self._everyone is not self._near:
-            heads = self._gather(self._everyone, "weights", own[0, :3].copy())
+            heads = self._gather(self._everyone, "weights", own_numbers[0, :3].copy())
         return gathered[:, 1:], heads
 
     def _gather(self, group: Group, name: str, numbers: Ints) -> Ints:
@@ -276,8 +276,8 @@ def _stop_all() -> None:
 
     A thread that still waits for other ranks at that time would end the process by a signal.
     """
-    exchanges, until = list(_open), monotonic() + _SECONDS_TO_STOP
-    for each in exchanges:
-        each.stop()
-    for each in exchanges:
-        each.join(max(0.0, until - monotonic()))
+    exchanges, deadline = list(_open), monotonic() + _SECONDS_TO_STOP
+    for exchange in exchanges:
+        exchange.stop()
+    for exchange in exchanges:
+        exchange.join(max(0.0, deadline - monotonic()))

@@ -41,7 +41,7 @@ class Feed(ABC):
     is_ahead = False
 
     @abstractmethod
-    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         """Begin to produce micro batch ``first`` of a segment, from the positions in ``table``; drop earlier micro batches."""
 
     @abstractmethod
@@ -86,10 +86,10 @@ class InProcess(Feed):
         self._u, self._pads = 0, False
         self._seconds = self._counted = 0.0  # spent on making; the part that is already in `counts`
 
-    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self.runner.load(table, segment.histories)
         self._segment = segment
-        self._turns, self._u, self._pads = segment.turns(table), first, segment.pads
+        self._turns, self._u, self._pads = segment.turns(table), first_u, segment.pads
 
     def next(self) -> MicroBatch:
         started = time.perf_counter()
@@ -105,11 +105,13 @@ class InProcess(Feed):
             raise Exhausted
         if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker
             self.runner.serve(self._segment.served(u))
-        made = self._draw(turns(u))
+        micro_batch = self._draw(turns(u))
         if self._pads:
-            made = made._replace(batch=with_valid(made.batch, made.num_real, len(made.shards)))
+            micro_batch = micro_batch._replace(
+                batch=with_valid(micro_batch.batch, micro_batch.num_real, len(micro_batch.shards))
+            )
         self._turns = turns
-        return made
+        return micro_batch
 
     def progress(self) -> dict[str, float]:
         seconds = self._seconds
@@ -127,8 +129,8 @@ class WrappedFeed(Feed):
     def __init__(self, feed: Feed) -> None:
         self.feed, self.is_ahead = feed, feed.is_ahead
 
-    def begin(self, segment: Segment, table: Ints, first: int) -> None:
-        self.feed.begin(segment, table, first)
+    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
+        self.feed.begin(segment, table, first_u)
 
     def next(self) -> MicroBatch:
         return self.feed.next()
@@ -157,8 +159,8 @@ class MappedFeed(WrappedFeed):
         self._function = function
 
     def next(self) -> MicroBatch:
-        made = self.feed.next()
-        return made._replace(batch=self._function(made.batch))
+        micro_batch = self.feed.next()
+        return micro_batch._replace(batch=self._function(micro_batch.batch))
 
 
 class InThread(WrappedFeed):
@@ -186,35 +188,35 @@ class InThread(WrappedFeed):
         self._num_to_make = self._num_to_take = 0.0
         self._process = os.getpid()  # the process that has the thread
 
-    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self.stop()
         self._process = os.getpid()
-        self.feed.begin(segment, table, first)
+        self.feed.begin(segment, table, first_u)
         self._tasks.put(None)  # for a thread that Ctrl-C has kept from being known here
         self._tasks, self._is_making, self._finished = SimpleQueue(), False, SimpleQueue()
         self._runs = threading.Lock()
         self._runs.acquire()
-        given = self._tasks, self._runs
-        thread = threading.Thread(target=_run_tasks, args=given, daemon=True, name="rescale_data-ahead")
+        args = self._tasks, self._runs
+        thread = threading.Thread(target=_run_tasks, args=args, daemon=True, name="rescale_data-ahead")
         thread.start()
         self._thread = thread  # only after the start, which Ctrl-C may prevent
         _threaded_feeds.add(self)
-        self._num_to_make = self._num_to_take = inf if segment.stop is None else segment.stop - first
+        self._num_to_make = self._num_to_take = inf if segment.stop is None else segment.stop - first_u
         self._request_one()
 
     def next(self) -> MicroBatch:
         if not self._num_to_take:
             raise Exhausted
-        made = self._finished.get()
+        result = self._finished.get()
         self._num_to_take -= 1
-        if isinstance(made, BaseException):
+        if isinstance(result, BaseException):
             self._num_to_take = 0
             try:
-                raise made
+                raise result
             finally:
-                del made  # its traceback holds this frame
+                del result  # its traceback holds this frame
         self._request_one()
-        return made
+        return result
 
     def progress(self) -> dict[str, float]:
         return {**self.feed.progress(), "batches_ready": float(self._finished.qsize())}
@@ -273,12 +275,12 @@ _Tasks: TypeAlias = SimpleQueue[Callable[[], None] | None]
 _threaded_feeds: weakref.WeakSet[InThread] = weakref.WeakSet()
 
 
-def _run_tasks(tasks: _Tasks, runs: threading.Lock) -> None:
+def _run_tasks(tasks: _Tasks, running: threading.Lock) -> None:
     """Run tasks from a queue until one is `None`; hold no reference to the feed between tasks, so that it can be collected."""
     while (task := tasks.get()) is not None:
         task()
         del task
-    runs.release()
+    running.release()
 
 
 @atexit.register

@@ -54,11 +54,11 @@ class Slabs:
         """Write packed values into a slab (shared buffer), and return the message that says where they lie."""
         starts = np.cumsum([0, *(_round_up(value.num_bytes) for value in values)]).tolist()
         memory, is_new = self._memory(slab, starts[-1])
-        parts: list[Part] = []
+        ranges: list[Part] = []
         for value, start in zip(values, starts, strict=False):
             value.write(memory.numpy()[start:])
-            parts.append(Part(start, start + value.size, start + value.num_bytes))
-        return Message(slab, memory if is_new else None, parts)
+            ranges.append(Part(start, start + value.size, start + value.num_bytes))
+        return Message(slab, memory if is_new else None, ranges)
 
     def _memory(self, slab: int, size: int) -> tuple[torch.Tensor, bool]:
         memory = self._slabs.get(slab)
@@ -85,27 +85,27 @@ class Inbox:
         """Return the slab and the byte range of each packed value in a message; unpack them before the slab is reused."""
         if message.memory is not None:
             self._slabs[message.slab] = message.memory
-        return [(self._slabs[message.slab], part) for part in message.parts]
+        return [(self._slabs[message.slab], byte_range) for byte_range in message.parts]
 
-    def unpack(self, memory: torch.Tensor, part: Part) -> Any:
+    def unpack(self, memory: torch.Tensor, byte_range: Part) -> Any:
         """Return one unpacked value; its tensors and arrays are views of a single copy of the bytes."""
-        start, rest, stop = part
-        copy = torch.empty(rest - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
-        copy.copy_(memory[start:rest])
-        return _Unpacker(memory[rest:stop].numpy(), copy).load()
+        start, pickle_start, stop = byte_range
+        copy = torch.empty(pickle_start - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
+        copy.copy_(memory[start:pickle_start])
+        return _Unpacker(memory[pickle_start:stop].numpy(), copy).load()
 
 
 def to_bytes(value: Any) -> Bytes:
     """Return a picklable value packed as bytes, and the offset of its pickle."""
     packed = Packed(value)
-    whole = torch.empty(packed.num_bytes, dtype=torch.uint8, device="cpu")
-    packed.write(whole.numpy())
-    return whole, packed.size
+    packed_bytes = torch.empty(packed.num_bytes, dtype=torch.uint8, device="cpu")
+    packed.write(packed_bytes.numpy())
+    return packed_bytes, packed.size
 
 
-def from_bytes(whole: torch.Tensor, start: int) -> Any:
+def from_bytes(packed_bytes: torch.Tensor, start: int) -> Any:
     """Return the value that `to_bytes` packed; its tensors and arrays are views of ``whole``."""
-    return _Unpacker(whole[start:].numpy(), whole).load()
+    return _Unpacker(packed_bytes[start:].numpy(), packed_bytes).load()
 
 
 class Packed(pickle.Pickler):
@@ -125,9 +125,9 @@ class Packed(pickle.Pickler):
         self._rest = np.frombuffer(file.getbuffer(), dtype=np.uint8)
         self.num_bytes = self.size + self._rest.size
 
-    def write(self, into: Any) -> None:
+    def write(self, buffer: Any) -> None:
         for offset, array in [*self._arrays, (self.size, self._rest)]:
-            into[offset : offset + array.size] = array
+            buffer[offset : offset + array.size] = array
 
     def persistent_id(self, obj: Any) -> _Place | None:
         if type(obj) is torch.Tensor:
@@ -147,8 +147,8 @@ class Packed(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, rest: Any, memory: torch.Tensor) -> None:
-        super().__init__(io.BytesIO(rest))
+    def __init__(self, pickle_bytes: Any, memory: torch.Tensor) -> None:
+        super().__init__(io.BytesIO(pickle_bytes))
         self._memory = memory
 
     def persistent_load(self, pid: _Place) -> Any:

@@ -43,12 +43,12 @@ class TableRows(NamedTuple):
             table.flat[self.slots] = self.values
 
 
-def merge_rows(parts: Sequence[TableRows]) -> TableRows:
+def merge_rows(rows_list: Sequence[TableRows]) -> TableRows:
     """Return the table rows of several micro batches as one `TableRows`, which has the same effect on a table."""
-    visited = np.concatenate([_indices(part.visited) for part in parts])
+    visited = np.concatenate([_indices(rows.visited) for rows in rows_list])
     values, slots = (
-        np.concatenate([part.counted for part in parts]),
-        [part.slots for part in parts if part.slots is not None],
+        np.concatenate([rows.counted for rows in rows_list]),
+        [rows.slots for rows in rows_list if rows.slots is not None],
     )
     return TableRows(
         visited, values, np.concatenate(slots) if slots else None
@@ -75,9 +75,9 @@ class MicroBatch(NamedTuple):
     def with_changes(self, table: Ints) -> MicroBatch:
         """Write the rows into `table`; return the micro batch with only the integers of the table that this changed."""
         visited = self.rows.visited
-        before = table[visited].copy()
+        values_before = table[visited].copy()
         self.rows.write(table)
-        after = table[visited]
-        shards, columns = np.nonzero(after != before)
+        values_after = table[visited]
+        shards, columns = np.nonzero(values_after != values_before)
         slots = np.arange(len(table))[visited][shards] * table.shape[1] + columns
-        return self._replace(rows=TableRows(visited, after[shards, columns], slots))
+        return self._replace(rows=TableRows(visited, values_after[shards, columns], slots))

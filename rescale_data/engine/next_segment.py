@@ -24,91 +24,98 @@ from rescale_data.layout.remainder import Remainder
 from rescale_data.state import Ints
 
 
-def next_segment(at: Cursor, ends: Ends) -> Cursor:
+def next_segment(cursor: Cursor, ends: Ends) -> Cursor:
     """Return the cursor moved into the next segment, given a cursor after the last micro batch of its segment.
 
     The result depends on the cursor and on the ends that `ends` finds, and on nothing else. Collective if only reading can find
     them.
     """
-    if at.ended:
-        return _begin_epoch(at, ends)
-    if at.segment is None:
-        return _plan(at, ends)
-    if at.segment.remainder is not None and at.segment.is_last:
-        return _end_epoch(at, at.segment.remainder, ends)
-    if at.segment.left is None:
-        return _next_round(at, ends)
-    reached, left = at.segment.reached(at.u), at.segment.left - at.segment.delivered(at.u)
-    return _begin_remainder(at, at.positions.copy(), left, reached, ends, is_known=True)
+    if cursor.ended:
+        return _begin_epoch(cursor, ends)
+    if cursor.segment is None:
+        return _plan(cursor, ends)
+    if cursor.segment.remainder is not None and cursor.segment.is_last:
+        return _end_epoch(cursor, cursor.segment.remainder, ends)
+    if cursor.segment.left is None:
+        return _next_round(cursor, ends)
+    reached, num_left = cursor.segment.reached(cursor.u), cursor.segment.left - cursor.segment.delivered(cursor.u)
+    return _begin_remainder(cursor, cursor.positions.copy(), num_left, reached, ends, is_known=True)
 
 
-def _plan(at: Cursor, ends: Ends) -> Cursor:
+def _plan(cursor: Cursor, ends: Ends) -> Cursor:
     """Return the cursor with a planned segment, given a cursor without one whose table rows are all up to date."""
-    table, layout = at.positions, ends.layout
-    samples, left = table[:, SAMPLES].copy(), ends.left(table)
+    table, layout = cursor.positions, ends.layout
+    samples, num_left = table[:, SAMPLES].copy(), ends.left(table)
     if (table[:, REMAINDER] == NO_REMAINDER).all():
-        stop = None if left is None else max(layout.last_whole(samples, left, at.u), at.u)
-        return at._replace(segment=_segment(ends, at.u, stop, samples, left), owners=ends.owners)
-    if left is None and not at.u:  # a round that has not begun: it may have been planned for another global batch
-        return _next_round(at, ends)
-    left_then = table[:, REMAINDER].copy()
-    before = samples - Remainder(layout, left_then, samples, False).delivered(at.u)
-    return at._replace(
-        segment=_remainder_segment(ends, at.u, left_then, before, is_known=left is not None), owners=ends.owners
+        stop = None if num_left is None else max(layout.last_whole(samples, num_left, cursor.u), cursor.u)
+        return cursor._replace(segment=_segment(ends, cursor.u, stop, samples, num_left), owners=ends.owners)
+    if (
+        num_left is None and not cursor.u
+    ):  # a round that has not begun: it may have been planned for another global batch
+        return _next_round(cursor, ends)
+    planned_left = table[:, REMAINDER].copy()
+    samples_before = samples - Remainder(layout, planned_left, samples, False).delivered(cursor.u)
+    return cursor._replace(
+        segment=_remainder_segment(ends, cursor.u, planned_left, samples_before, is_known=num_left is not None),
+        owners=ends.owners,
     )
 
 
-def _next_round(at: Cursor, ends: Ends) -> Cursor:
+def _next_round(cursor: Cursor, ends: Ends) -> Cursor:
     """Return the cursor at the next round of a remainder (the end of an epoch) whose size only reading can find."""
-    table, left = ends.plan_round(at)
-    return _begin_remainder(at, table.copy(), left, table[:, SAMPLES].copy(), ends, is_known=False)
+    table, num_left = ends.plan_round(cursor)
+    return _begin_remainder(cursor, table.copy(), num_left, table[:, SAMPLES].copy(), ends, is_known=False)
 
 
-def _begin_remainder(at: Cursor, table: Ints, left: Ints, samples: Ints, ends: Ends, *, is_known: bool) -> Cursor:
+def _begin_remainder(
+    cursor: Cursor, table: Ints, num_left: Ints, samples: Ints, ends: Ends, *, is_known: bool
+) -> Cursor:
     """Return the cursor at the start of a remainder, in which `left` samples of each shard are redistributed over the ranks."""
-    table[:, REMAINDER] = left
-    clock = at.now(ends.layout).restarted(ends.layout.global_batch_size)
-    segment = _remainder_segment(ends, 0, left, samples, is_known=is_known)
-    return _cursor_at(at, clock, table, ends)._replace(segment=segment, owners=ends.owners)
+    table[:, REMAINDER] = num_left
+    clock = cursor.now(ends.layout).restarted(ends.layout.global_batch_size)
+    segment = _remainder_segment(ends, 0, num_left, samples, is_known=is_known)
+    return _cursor_at(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
 
 
-def _end_epoch(at: Cursor, remainder: Remainder, ends: Ends) -> Cursor:
+def _end_epoch(cursor: Cursor, remainder: Remainder, ends: Ends) -> Cursor:
     """Return the cursor at the end of an epoch, given a cursor after the last micro batch of the epoch."""
-    layout, clock = ends.layout, at.now(ends.layout)
-    if at.empty_epochs > 1:
+    layout, clock = ends.layout, cursor.now(ends.layout)
+    if cursor.empty_epochs > 1:
         raise DataStateError(
             f"Two epochs in a row hold less than one global batch of {layout.global_batch_size} samples. Use a smaller "
             f"global_batch_size, more data, tail='pad', or repeat=True."
         )
-    next_positions = ends.next_epoch(at)  # before all else: it may read, fail, and have to go on
-    delivered = remainder.delivered(at.u)
-    ends.prove(at, remainder.left - delivered)
-    table = at.positions.copy()
+    next_positions = ends.next_epoch(cursor)  # before all else: it may read, fail, and have to go on
+    delivered = remainder.delivered(cursor.u)
+    ends.prove(cursor, remainder.left - delivered)
+    table = cursor.positions.copy()
     table[:, FIRST_SLOT:] = next_positions
     table[:, SAMPLES] = remainder.samples + delivered
     table[:, REMAINDER] = ENDED
     num_dropped = remainder.num_samples - int(delivered.sum())
-    _log_tail(at, ends, num_dropped, remainder.num_padded)
+    _log_tail(cursor, ends, num_dropped, remainder.num_padded)
     clock = replace(
         clock.restarted(layout.global_batch_size),
         dropped_samples=clock.dropped_samples + num_dropped,
         padded_samples=clock.padded_samples + remainder.num_padded,
     )
-    return _cursor_at(at, clock, table, ends)._replace(segment=None, ended=True)
+    return _cursor_at(cursor, clock, table, ends)._replace(segment=None, ended=True)
 
 
-def _begin_epoch(at: Cursor, ends: Ends) -> Cursor:
-    table = at.positions.copy()
+def _begin_epoch(cursor: Cursor, ends: Ends) -> Cursor:
+    table = cursor.positions.copy()
     table[:, REMAINDER] = NO_REMAINDER
-    clock = at.now(ends.layout).next_epoch(ends.layout.global_batch_size)
-    return _cursor_at(at, clock, table, ends)._replace(ended=False, resumed=False, empty_epochs=at.empty_epochs + 1)
+    clock = cursor.now(ends.layout).next_epoch(ends.layout.global_batch_size)
+    return _cursor_at(cursor, clock, table, ends)._replace(
+        ended=False, resumed=False, empty_epochs=cursor.empty_epochs + 1
+    )
 
 
-def _cursor_at(at: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
-    return at._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout), last=None)
+def _cursor_at(cursor: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
+    return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout), last=None)
 
 
-def _segment(ends: Ends, u: int, stop: int | None, samples: Ints, left: Ints | None) -> Segment:
+def _segment(ends: Ends, u: int, stop: int | None, samples: Ints, num_left: Ints | None) -> Segment:
     """Return the segment of the main phase of an epoch, from micro batch ``u`` on."""
     pads, recipe = ends.setup.tail == "pad", ends.setup.recipe
     endless, whole_steps = sys.maxsize if recipe.repeat else 0, ends.setup.balance is not None
@@ -119,7 +126,7 @@ def _segment(ends: Ends, u: int, stop: int | None, samples: Ints, left: Ints | N
         stop,
         u,
         samples,
-        left,
+        num_left,
         None,
         ends.schema.histories,
         pads,
@@ -128,10 +135,10 @@ def _segment(ends: Ends, u: int, stop: int | None, samples: Ints, left: Ints | N
     )
 
 
-def _remainder_segment(ends: Ends, u: int, left: Ints, samples: Ints, *, is_known: bool) -> Segment:
+def _remainder_segment(ends: Ends, u: int, num_left: Ints, samples: Ints, *, is_known: bool) -> Segment:
     """Return the segment of a remainder from micro batch ``u`` on; it has no micro batches if nothing is left."""
-    remainder = Remainder(ends.layout, left, samples, pad=False)
-    segment = _segment(ends, u, max(remainder.num_micro_batches, u), samples, left if is_known else None)
+    remainder = Remainder(ends.layout, num_left, samples, pad=False)
+    segment = _segment(ends, u, max(remainder.num_micro_batches, u), samples, num_left if is_known else None)
     segment = replace(segment, remainder=remainder, checks_from=0)
     if segment.pads and segment.is_last:
         remainder = replace(remainder, pad=True)
@@ -139,14 +146,14 @@ def _remainder_segment(ends: Ends, u: int, left: Ints, samples: Ints, *, is_know
     return segment
 
 
-def _log_tail(at: Cursor, ends: Ends, num_dropped: int, num_padded: int) -> None:
-    if num_dropped or num_padded or at.empty_epochs:
+def _log_tail(cursor: Cursor, ends: Ends, num_dropped: int, num_padded: int) -> None:
+    if num_dropped or num_padded or cursor.empty_epochs:
         log = (
-            ends.ranks.warn if at.empty_epochs else ends.ranks.info
+            ends.ranks.warn if cursor.empty_epochs else ends.ranks.info
         )  # too few samples, or a load changed the global batch
         log(
             "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
-            at.clock.epoch,
+            cursor.clock.epoch,
             ends.layout.global_batch_size,
             num_dropped,
             num_padded,

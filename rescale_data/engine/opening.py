@@ -59,12 +59,12 @@ def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stre
 def _balanced(setup: Setup, options: Options, balance: Balance, runner: Runner, slow_after: float) -> Feed:
     """Return the feed of balanced steps, on top of a feed that reads ahead, so that not all ranks wait for one slow read."""
     if options.num_workers:
-        below: Feed = _pool(setup, replace(options, collate_fn=as_samples), slow_after, pin_memory=False)
+        inner_feed: Feed = _pool(setup, replace(options, collate_fn=as_samples), slow_after, pin_memory=False)
     else:
-        below = InProcess(runner, as_samples)
+        inner_feed = InProcess(runner, as_samples)
         ahead = max(options.ahead, setup.layout.gradient_accumulation_steps)
-        below = InThread(below, ahead) if options.ahead else below
-    return Balanced(below, setup, balance, options.collate_fn)
+        inner_feed = InThread(inner_feed, ahead) if options.ahead else inner_feed
+    return Balanced(inner_feed, setup, balance, options.collate_fn)
 
 
 def _pool(setup: Setup, options: Options, slow_after: float, *, pin_memory: bool) -> Pool:

@@ -72,9 +72,9 @@ class Options:
         return 2 if self.num_workers or self.transfer is not None else 0
 
 
-def require_seconds(**given: float) -> None:
+def require_seconds(**arguments: float) -> None:
     """Raise ``ValueError`` unless each argument is a positive number of seconds, at most `MOST_SECONDS`."""
-    for name, seconds in given.items():
+    for name, seconds in arguments.items():
         if not 0 < seconds <= MOST_SECONDS:
             raise ValueError(
                 f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0, at most "

@@ -47,11 +47,11 @@ class Pool(Feed):
         self._work: Work | None = None
         self._stop: int | None = 0
 
-    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self._num_begins += 1
-        begin = Begin.of(self._num_begins, segment, table, first, self._num_slabs)
+        begin = Begin.of(self._num_begins, segment, table, first_u, self._num_slabs)
         work, self._taken = Work(begin, self._num_workers), 0
-        self._stop = None if segment.stop is None else segment.stop - first
+        self._stop = None if segment.stop is None else segment.stop - first_u
         self._inboxes = [Inbox(self._pin) for _ in range(self._num_workers)]
         self._parts = [deque[tuple[torch.Tensor, Part]]() for _ in range(self._num_workers)]
         if self._crew is not None and self._crew.failure is not None:
@@ -68,11 +68,11 @@ class Pool(Feed):
         if self._work is None or self._crew is None or self._taken == self._stop:
             raise Exhausted
         work, self._work = self._work, None  # after an error or Ctrl-C, `begin` has to be called
-        due = self._taken % self._num_workers
-        parts, inbox = self._parts[due], self._inboxes[due]
-        if not parts:
+        worker = self._taken % self._num_workers
+        ranges, inbox = self._parts[worker], self._inboxes[worker]
+        if not ranges:
             try:
-                message = work.messages[due].get(timeout=self._timeout)
+                message = work.messages[worker].get(timeout=self._timeout)
             except Empty:
                 self._end(0)
                 raise TimeoutError(
@@ -81,14 +81,14 @@ class Pool(Feed):
                 ) from None
             if isinstance(message, Exception):
                 raise message
-            parts.extend(inbox.open(message))
-        made: MicroBatch | Exception = inbox.unpack(*parts.popleft())
-        if not parts:
-            self._crew.free[due].release()
-        if isinstance(made, Exception):
-            raise made
+            ranges.extend(inbox.open(message))
+        value: MicroBatch | Exception = inbox.unpack(*ranges.popleft())
+        if not ranges:
+            self._crew.free[worker].release()
+        if isinstance(value, Exception):
+            raise value
         self._work, self._taken = work, self._taken + 1
-        return made
+        return value
 
     def progress(self) -> dict[str, float]:
         if self._crew is None:
@@ -99,9 +99,9 @@ class Pool(Feed):
 
     def activity(self) -> str:
         silent = "which does not say what it does: it is starting, has ended, or is stopped"
-        due = self._taken % self._num_workers
-        text = "" if self._crew is None else self._crew.board.read(due)
-        return f"waiting for worker {due}, {text or silent}"
+        worker = self._taken % self._num_workers
+        text = "" if self._crew is None else self._crew.board.read(worker)
+        return f"waiting for worker {worker}, {text or silent}"
 
     def close(self) -> None:
         self._end()

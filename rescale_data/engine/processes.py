@@ -61,8 +61,8 @@ class Work:
         self.number = -1 if begin is None else begin.number
         self.command = None
         if begin is not None:
-            whole, start = to_bytes(begin)
-            self.command = whole.share_memory_(), start
+            packed, start = to_bytes(begin)
+            self.command = packed.share_memory_(), start
         self.messages = [SimpleQueue[Message | Exception]() for _ in range(num_workers)]
 
 
@@ -95,14 +95,14 @@ class Crew:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for number in range(num_workers):
-            mine, theirs = context.Pipe()
-            given = number, num_workers, theirs, self.free[number], self.board, worker, [*seed, number], init_fn
+            trainer_end, worker_end = context.Pipe()
+            args = number, num_workers, worker_end, self.free[number], self.board, worker, [*seed, number], init_fn
             process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-                target=_run, args=given, daemon=True, name=f"rescale_data-worker-{number}"
+                target=_run, args=args, daemon=True, name=f"rescale_data-worker-{number}"
             )
             process.start()
-            theirs.close()
-            self._pipes.append(mine)
+            worker_end.close()
+            self._pipes.append(trainer_end)
             self._processes.append(process)
         share_with(id(self), num_workers)
         self._thread = threading.Thread(target=self._communicate, daemon=True, name="rescale_data-crew")
@@ -139,7 +139,7 @@ class Crew:
     def _communicate(self) -> None:
         alive = {process.sentinel: number for number, process in enumerate(self._processes)}
         pipes = {pipe: number for number, pipe in enumerate(self._pipes)}
-        idle, to_begin, wanted = set(alive.values()), set[int](), None
+        idle, to_begin, sent_work = set(alive.values()), set[int](), None
         while alive:
             ready = wait([self._bell_reader, *pipes, *alive])
             if self._bell_reader in ready:
@@ -153,13 +153,13 @@ class Crew:
             for number in died:
                 self._processes[number].join()
                 self._fail(number, f"exit code {self._processes[number].exitcode}")
-            if self._wanted is not wanted:
-                wanted, to_begin = self._wanted, set(alive.values())
+            if self._wanted is not sent_work:
+                sent_work, to_begin = self._wanted, set(alive.values())
                 for number in to_begin - idle:
                     self.free[number].release()  # a worker that waits for a slab then looks at the board
             for number in to_begin & idle:
                 with suppress(OSError):  # the worker is dying, which its sentinel shows later
-                    self._pipes[number].send(wanted and wanted.command)
+                    self._pipes[number].send(sent_work and sent_work.command)
             to_begin, idle = to_begin - idle, idle - to_begin
         share_with(id(self), 0)
 
@@ -183,9 +183,9 @@ class Crew:
             self._wanted.messages[number].put(message)
         return True
 
-    def _fail(self, number: int, why: str) -> None:
+    def _fail(self, number: int, reason: str) -> None:
         self.failure = RuntimeError(
-            f"A worker process exited unexpectedly (worker {number}: {why}). If none ever started, the script needs an `if "
+            f"A worker process exited unexpectedly (worker {number}: {reason}). If none ever started, the script needs an `if "
             f"__name__ == '__main__':` guard, because workers import it; else look for its traceback above, or for a process "
             f"killed for want of memory: -9 of all, -7 of shared memory (/dev/shm)."
         )
@@ -272,30 +272,30 @@ def _lives(pid: int) -> bool:
 # Before they start
 
 
-def context_of(given: str | BaseContext) -> BaseContext:
+def context_of(argument: str | BaseContext) -> BaseContext:
     """Return the multiprocessing context for the start method or the context that the user gave."""
-    known = multiprocessing.get_all_start_methods()
-    if given not in known and not isinstance(given, BaseContext):
-        raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
-    if given == "forkserver":
+    methods = multiprocessing.get_all_start_methods()
+    if argument not in methods and not isinstance(argument, BaseContext):
+        raise ValueError(f"multiprocessing_context={argument!r}: give one of {methods}, or a multiprocessing context.")
+    if argument == "forkserver":
         loaded = sorted(name for name in sys.modules if name.startswith(_PIPELINE_MODULES))
         multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, "__main__"])  # no effect if the server runs
         forkserver.ensure_running()  # the server imports torch while the trainer builds its model
-    return multiprocessing.get_context(given) if isinstance(given, str) else given
+    return multiprocessing.get_context(argument) if isinstance(argument, str) else argument
 
 
-def require_pickle(worker: object, **given: object) -> None:
+def require_pickle(worker: object, **argument: object) -> None:
     """Raise ``TypeError`` if the pipeline or a function cannot be pickled for workers; the message names remedies."""
-    cures = (
+    remedy = (
         "Make the pipeline a module-level function, functools.partial(pipeline, source) of one, guard the script with "
         "`if __name__ == '__main__':`, or use num_workers=0, which gives the same batches wherever the case is aligned."
     )
     try:
-        ForkingPickler.dumps((worker, given))
+        ForkingPickler.dumps((worker, argument))
     except Exception as error:
         raise TypeError(
-            f"With num_workers > 0 the {', '.join(given)} must pickle, and do not: {error}. {cures}"
+            f"With num_workers > 0 the {', '.join(argument)} must pickle, and do not: {error}. {remedy}"
         ) from error
-    for name, value in given.items():
+    for name, value in argument.items():
         if getattr(value, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-            raise TypeError(f"Worker processes cannot import the {name} from an interactive session. {cures}")
+            raise TypeError(f"Worker processes cannot import the {name} from an interactive session. {remedy}")

@@ -103,8 +103,8 @@ class Reading:
         return self._setup.steps_per_epoch
 
     @by_first(RESULT)
-    def _ask(self, question: Callable[[Stream], R]) -> R:
-        return question(self._stream)
+    def _ask(self, function: Callable[[Stream], R]) -> R:
+        return function(self._stream)
 
     # Batches
 
@@ -147,12 +147,12 @@ class Reading:
 
     def _require_number(self, num_batches: int | None) -> int:
         if num_batches is None:
-            why = "repeat=True has no end"
+            reason = "repeat=True has no end"
             if not self._setup.recipe.repeat:
                 nodes = self._setup.schema.unsized_nodes(self._stream.table)
-                why = f"only reading tells how many samples come out of {' and '.join(nodes)}"
+                reason = f"only reading tells how many samples come out of {' and '.join(nodes)}"
             raise TypeError(
-                f"The loader has no number of batches: {why}. Give it steps_per_epoch=, or iterate without len(). A torch "
+                f"The loader has no number of batches: {reason}. Give it steps_per_epoch=, or iterate without len(). A torch "
                 f"DataLoader over it asks for len(): leave that out, rd.DataLoader makes the batches itself."
             )
         return num_batches
@@ -160,8 +160,8 @@ class Reading:
     @property
     def gradient_accumulation_steps(self) -> int:
         """A, batches of this rank in one optimizer step."""
-        of = self._layout if self._sent is None else self._sent
-        return of.gradient_accumulation_steps
+        sizes = self._layout if self._sent is None else self._sent
+        return sizes.gradient_accumulation_steps
 
     @property
     def last_batch_samples(self) -> int:
@@ -205,26 +205,26 @@ class Reading:
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.
         """
-        whole = self._layout.micro_step_samples
-        if num_samples < 0 or num_samples % whole:
+        unit = self._layout.micro_step_samples
+        if num_samples < 0 or num_samples % unit:
             raise ValueError(
-                f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
+                f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {unit}, counted over "
                 f"all ranks."
             )
         n, stop = self._layout.num_logical_shards, self._stream.clock.samples + num_samples
         require_countable(f"skip(num_samples={num_samples})", stop, n)
-        self._require_whole_steps(num_samples // whole)
+        self._require_whole_steps(num_samples // unit)
         if num_samples:
-            self._stream.skip(num_samples // whole)
+            self._stream.skip(num_samples // unit)
 
     def _require_whole_steps(self, num_micro_batches: int) -> None:
         """Raise ``ValueError`` if steps are balanced and a skip would begin or end within a step."""
-        at, in_step = self._cursor, self._layout.gradient_accumulation_steps
+        cursor, per_step = self._cursor, self._layout.gradient_accumulation_steps
         if self._setup.balance is None or not num_micro_batches:
             return
-        if at.counted != at.u or (at.u + num_micro_batches) % in_step:
+        if cursor.counted != cursor.u or (cursor.u + num_micro_batches) % per_step:
             raise ValueError(
-                f"skip() with balance= begins and ends with a step: {self._stream.begun} of its {in_step} micro batches have "
+                f"skip() with balance= begins and ends with a step: {self._stream.begun} of its {per_step} micro batches have "
                 f"been taken, and {num_micro_batches} are to be left out."
             )
 
@@ -238,17 +238,20 @@ class Reading:
         Raises:
             ValueError: It is another epoch.
         """
-        at = self.epoch
-        if epoch == at + 1 and self._is_over():
+        current = self.epoch
+        if epoch == current + 1 and self._is_over():
             self._move_on()
         elif (
-            self._cursor.resumed and not self._stream.clock.in_step and 0 <= epoch == at - 1 and self._is_at_epoch_end()
+            self._cursor.resumed
+            and not self._stream.clock.in_step
+            and 0 <= epoch == current - 1
+            and self._is_at_epoch_end()
         ):
             self._stream.cursor = self._cursor._replace(seen=epoch)  # a state there does not say if the end was seen
-        elif epoch != at:
+        elif epoch != current:
             raise ValueError(
-                f"set_epoch({epoch}): the loader is in epoch {at}, and moves on to {at + 1} when its last batch has been "
-                f"taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
+                f"set_epoch({epoch}): the loader is in epoch {current}, and moves on to {current + 1} when its last batch has "
+                f"been taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
             )
 
     @by_first(RESULT)
@@ -311,12 +314,12 @@ class Reading:
         return report(NAMES, ranks.numbers([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
     def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
-        what = self._stream.feed.activity() if waits(frame) else ""
+        activity = self._stream.feed.activity() if waits(frame) else ""
         _logger.warning(
             "Rank %d has waited %.0f s for a batch: %s.",
             self._stream.ranks.rank,
             seconds,
-            what or describe(frame),
+            activity or describe(frame),
         )
 
     # State
@@ -393,14 +396,14 @@ class Reading:
 
         Without a state, the ranks have to stay the same.
         """
-        other = Reading(stream)
+        reopened = Reading(stream)
         if state is None:
             if delivered:
                 raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")
             require_reopenable(self._stream, stream)
-        other.load_state_dict(state_of(self._cursor, self._stream.ends) if state is None else state, delivered)
+        reopened.load_state_dict(state_of(self._cursor, self._stream.ends) if state is None else state, delivered)
         if state is None:  # keep whether the end of the epoch was seen here
-            unseen = self._steps_per_epoch is not None and self._ended and other._is_at_epoch_end()
+            unseen = self._steps_per_epoch is not None and self._ended and reopened._is_at_epoch_end()
             cursor = stream.cursor
             stream.cursor = cursor._replace(resumed=self._cursor.resumed, seen=cursor.seen - unseen)
         self.close()
@@ -430,8 +433,8 @@ class Reading:
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
         stream = self._stream
-        at, steps = stream.cursor, stream.ends.setup.steps_per_epoch
-        if (at.clock.epoch if steps is None else self.epoch) != batches.epoch:
+        cursor, steps = stream.cursor, stream.ends.setup.steps_per_epoch
+        if (cursor.clock.epoch if steps is None else self.epoch) != batches.epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
         if watch.began is not None:  # no call between this line and the next statement: two threads cannot both pass
@@ -443,7 +446,9 @@ class Reading:
         try:
             if watch.thread != thread:
                 watch.start()
-            if (steps is not None or at.segment is None or at.u >= at.segment.checks_from) and self._is_over():
+            if (
+                steps is not None or cursor.segment is None or cursor.u >= cursor.segment.checks_from
+            ) and self._is_over():
                 self._move_on()
                 raise StopIteration
             micro_batch = stream.take()
@@ -476,6 +481,6 @@ class Reading:
         return self._steps_per_epoch is not None and not self._stream.begun and self.step % self._steps_per_epoch == 0
 
 
-def from_stream(loader: Reading, question: Callable[[Stream], R]) -> R:
+def from_stream(loader: Reading, function: Callable[[Stream], R]) -> R:
     """Return ``question(stream)``, which the first of the loader's peers computes for all of them (collective over them)."""
-    return loader._ask(question)  # pyright: ignore[reportPrivateUsage]
+    return loader._ask(function)  # pyright: ignore[reportPrivateUsage]

@@ -50,28 +50,28 @@ class Recipe:
     verify: bool = False
     global_batch_size: int = 1
 
-    def build(self, shard: int) -> Node[Any]:
+    def build(self, index: int) -> Node[Any]:
         """Return the root node of a newly built pipeline of one logical shard."""
         try:
-            given = Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify, self.global_batch_size)
-            root = as_node(self.pipeline(given))
-            refuse_ranks(root, given)
+            shard = Shard(index, self.num_logical_shards, self.seed, self.repeat, self.verify, self.global_batch_size)
+            root = as_node(self.pipeline(shard))
+            refuse_ranks(root, shard)
             _require_unique_nodes(root)
-            _require_own_shard(root, given)
+            _require_own_shard(root, shard)
             return root
         except TypeError as error:
-            error.add_note(f"while the pipeline of logical shard {shard} was built")
+            error.add_note(f"while the pipeline of logical shard {index} was built")
             raise
 
 
 def _require_unique_nodes(root: Node[Any]) -> None:
     """Raise ``ValueError`` if one node occurs twice in the pipeline, or was returned by an earlier call."""
-    seen: dict[int, tuple[str, ...]] = {}
+    paths: dict[int, tuple[str, ...]] = {}
     for path, node in root.walk():
-        if (first := seen.setdefault(id(node), path)) is not path:
+        if (first_path := paths.setdefault(id(node), path)) is not path:
             raise ValueError(
-                f"One {type(node).__name__} stands at two places of the pipeline, {path_name(first)} and {path_name(path)}, "
-                f"and a node has one position. Make one for each: rd.Reader(source, shard), again."
+                f"One {type(node).__name__} stands at two places of the pipeline, {path_name(first_path)} and "
+                f"{path_name(path)}, and a node has one position. Make one for each: rd.Reader(source, shard), again."
             )
         if node in _built:
             raise ValueError(
@@ -81,15 +81,18 @@ def _require_unique_nodes(root: Node[Any]) -> None:
         _built.add(node)
 
 
-def _require_own_shard(root: Node[Any], given: Shard) -> None:
+def _require_own_shard(root: Node[Any], shard: Shard) -> None:
     """Raise ``ValueError`` if a node reads another logical shard than the one that the pipeline is built for."""
     for path, node in root.walk():
-        of = node.of_shard
-        if of is not None and (of.index, of.num_logical_shards) != (given.index, given.num_logical_shards):
+        node_shard = node.of_shard
+        if node_shard is not None and (node_shard.index, node_shard.num_logical_shards) != (
+            shard.index,
+            shard.num_logical_shards,
+        ):
             raise ValueError(
-                f"{type(node).__name__} ({path_name(path)}) reads logical shard {of.index} of {of.num_logical_shards} in the "
-                f"pipeline of {given.index} of {given.num_logical_shards}: rows would come twice, or never. Give it the shard "
-                f"that the pipeline is called with: rd.Reader(source, shard)."
+                f"{type(node).__name__} ({path_name(path)}) reads logical shard {node_shard.index} of "
+                f"{node_shard.num_logical_shards} in the pipeline of {shard.index} of {shard.num_logical_shards}: rows would "
+                f"come twice, or never. Give it the shard that the pipeline is called with: rd.Reader(source, shard)."
             )
 
 

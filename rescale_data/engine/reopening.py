@@ -5,14 +5,14 @@ from __future__ import annotations
 from rescale_data.engine.stream import Stream
 
 
-def require_reopenable(was: Stream, now: Stream) -> None:
+def require_reopenable(old_stream: Stream, new_stream: Stream) -> None:
     """Raise ``ValueError`` if ``reopen()`` without a state cannot replace the stream ``was`` by ``now``."""
-    _require_same_ranks(was, now)
-    _require_step_boundary(was, now)
+    _require_same_ranks(old_stream, new_stream)
+    _require_step_boundary(old_stream, new_stream)
 
 
-def _require_same_ranks(was: Stream, now: Stream) -> None:
-    old, new = was.ranks, now.ranks
+def _require_same_ranks(old_stream: Stream, new_stream: Stream) -> None:
+    old, new = old_stream.ranks, new_stream.ranks
     if (old.rank, old.world_size, old.communicator) != (new.rank, new.world_size, new.communicator):
         raise ValueError(
             f"reopen() as rank {new.rank} of {new.world_size}, which was rank {old.rank} of {old.world_size} of other "
@@ -21,13 +21,13 @@ def _require_same_ranks(was: Stream, now: Stream) -> None:
         )
 
 
-def _require_step_boundary(was: Stream, now: Stream) -> None:
+def _require_step_boundary(old_stream: Stream, new_stream: Stream) -> None:
     """Raise ``ValueError`` within a step if the sizes of the micro batches change, or if steps are balanced."""
-    old, new, begun = was.layout, now.layout, was.begun
+    old, new, begun = old_stream.layout, new_stream.layout, old_stream.begun
     sizes = (old.global_batch_size, old.micro_batch_size) != (new.global_batch_size, new.micro_batch_size)
-    if begun and (sizes or was.setup.balance is not None or now.setup.balance is not None):
-        in_step = old.gradient_accumulation_steps
+    if begun and (sizes or old_stream.setup.balance is not None or new_stream.setup.balance is not None):
+        per_step = old.gradient_accumulation_steps
         raise ValueError(
-            f"reopen() within a step, with another global batch or micro batch: {begun} of its {in_step} micro batches "
-            f"have been taken. Call it when loader.step is {was.step + 1}, after {in_step - begun} more."
+            f"reopen() within a step, with another global batch or micro batch: {begun} of its {per_step} micro batches "
+            f"have been taken. Call it when loader.step is {old_stream.step + 1}, after {per_step - begun} more."
         )

@@ -80,14 +80,14 @@ class Runner:
         Args:
             collate: Makes a batch of samples. `None` stacks them; pipelines that can write then write them in place.
         """
-        visit = self._repeated_turns.get(id(turn))
-        if visit is not None and collate is None:
-            batch = self._write(visit.nodes, turn.shards)
-            visit.more += visit.count
-            rows = TableRows(turn.index, visit.rows.copy(), None, visit.more)
-            return MicroBatch(batch, rows, turn.shards, len(visit.nodes))
+        repeated = self._repeated_turns.get(id(turn))
+        if repeated is not None and collate is None:
+            batch = self._write(repeated.nodes, turn.shards)
+            repeated.more += repeated.count
+            rows = TableRows(turn.index, repeated.rows.copy(), None, repeated.more)
+            return MicroBatch(batch, rows, turn.shards, len(repeated.nodes))
         if turn.numbers is not None:  # `_sample_at` counts each sample
-            fetched = [self._sample_at(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
+            fetched = [self._sample_at(*draw) for draw in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
             return self._as_micro_batch((collate or stack)(fetched), turn)
         if collate is None and self._columns:
             nodes = [self._active[shard] or self._activate(shard) for shard in turn.shards]
@@ -107,11 +107,11 @@ class Runner:
                 pipelines are not even moved, so the positions of these shards are wrong from there on.
         """
         lines: list[list[str]] = [[] for _ in turn.shards]
-        for place, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
+        for index, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
             if turn.numbers is not None:
-                self.skip(shard, turn.numbers[place] - int(self._samples[shard]))
+                self.skip(shard, turn.numbers[index] - int(self._samples[shard]))
             if shard in shards:
-                lines[place] = _lines(self._draw(shard), self._active[shard])
+                lines[index] = _lines(self._draw(shard), self._active[shard])
             elif not self._recipe.repeat:
                 self.skip(shard, 1)
                 continue
@@ -132,9 +132,9 @@ class Runner:
                     self._draw(shard)
                     num_samples -= 1
                 continue
-            step = min(num_samples, int(end[0][0]))
-            skip(node, step)
-            num_samples -= step
+            num_skipped = min(num_samples, int(end[0][0]))
+            skip(node, num_skipped)
+            num_samples -= num_skipped
             if num_samples:
                 self._slots(shard)[:] = end[1][0]
                 self._active[shard] = None
@@ -161,22 +161,22 @@ class Runner:
         """
         node = self._build(shard)
         node.bind(self._slots(shard).copy().data)
-        wrong = ""
+        amount = ""
         try:
             skip(node, num_left)
         except StopIteration:
-            wrong = "fewer"
+            amount = "fewer"
         else:
-            wrong = "" if next(node, self) is self else "more"
-        if wrong:
+            amount = "" if next(node, self) is self else "more"
+        if amount:
             raise DataStateError(
-                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {wrong} than the {num_left} samples left that "
-                f"are counted as dropped: rows would be lost. The data, the state or epoch_end() of a node is at fault; go "
-                f"back to a checkpoint from before this epoch and report it."
+                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {amount} than the {num_left} samples left "
+                f"that are counted as dropped: rows would be lost. The data, the state or epoch_end() of a node is at fault; "
+                f"go back to a checkpoint from before this epoch and report it."
             )
-        for _, below in node.walk():
-            if isinstance(below, Proves):
-                below.verify()
+        for _, inner_node in node.walk():
+            if isinstance(inner_node, Proves):
+                inner_node.verify()
 
     def _slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT:]
@@ -187,32 +187,32 @@ class Runner:
 
     def _write(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
         buffer = BatchBuffer(self._columns, len(shards))
-        place = 0
-        while (place := self._write_ready(nodes, buffer, place)) < len(shards):
-            self._draw(shards[place], buffer, place)
-            place += 1
+        row = 0
+        while (row := self._write_ready(nodes, buffer, row)) < len(shards):
+            self._draw(shards[row], buffer, row)
+            row += 1
         return buffer.batch()
 
-    def _draw(self, shard: int, buffer: BatchBuffer | None = None, place: int = 0) -> Any:
+    def _draw(self, shard: int, buffer: BatchBuffer | None = None, row: int = 0) -> Any:
         """Return the next sample of a shard; with a buffer, write the sample into the buffer and return nothing."""
         node: Any = self._active[shard]
         if node is None:
             node = self._activate(shard)
         try:
-            return node.next() if buffer is None else node.write(buffer, place)
+            return node.next() if buffer is None else node.write(buffer, row)
         except StopIteration:
             if not self._recipe.repeat:
                 raise Exhausted from None
-            return self._draw_from_next_epoch(shard, node, buffer, place)
+            return self._draw_from_next_epoch(shard, node, buffer, row)
         except Exception as error:
             error.add_note(f"in the pipeline of logical shard {shard}")
             raise
 
-    def _draw_from_next_epoch(self, shard: int, node: Any, buffer: BatchBuffer | None, place: int) -> Any:
+    def _draw_from_next_epoch(self, shard: int, node: Any, buffer: BatchBuffer | None, row: int) -> Any:
         for _ in range(2):
             node.bind(node.position)
             try:
-                return node.next() if buffer is None else node.write(buffer, place)
+                return node.next() if buffer is None else node.write(buffer, row)
             except StopIteration:
                 continue
         raise DataStateError(
@@ -284,11 +284,11 @@ class _RepeatedTurn:
     more: int = 0
 
 
-def _none_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
+def _none_ready(nodes: Sequence[Any], buffer: BatchBuffer, first_row: int) -> int:
     """Return ``first``: no row is written in one call (`WritesMany.write_ready`)."""
-    return first
+    return first_row
 
 
 def _lines(sample: Any, node: Node[Any] | None) -> list[str]:
-    where = cast(Mapping[str, Any], sample).get(PROVENANCE) if isinstance(sample, Mapping) else None
-    return str(where or (node.locate() if node is not None else "")).splitlines()
+    provenance = cast(Mapping[str, Any], sample).get(PROVENANCE) if isinstance(sample, Mapping) else None
+    return str(provenance or (node.locate() if node is not None else "")).splitlines()

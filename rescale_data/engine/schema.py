@@ -36,9 +36,9 @@ def _require_same_provenance(root: Node[Any]) -> None:
     """Raise ``ValueError`` if some readers of the pipeline give the provenance of their rows and others do not."""
     named = {path_name(path): names_rows(node) for path, node in root.walk() if node.reads is not None}
     if len(set(named.values())) > 1:
-        with_it, without = ([path for path, has_it in named.items() if has_it is wanted] for wanted in (True, False))
+        providing, without = ([path for path, is_named in named.items() if is_named is flag] for flag in (True, False))
         raise ValueError(
-            f"The rows of {with_it} come with their provenance, those of {without} do not. Give provenance=True to every "
+            f"The rows of {providing} come with their provenance, those of {without} do not. Give provenance=True to every "
             f"rd.Reader of the pipeline, or to none."
         )
 
@@ -59,10 +59,10 @@ class Schema:
         self._pipeline_json: str | None = None
         self.fields = (*LOADER_FIELDS, *root.fields)
         keys = [field.key for field in (*self.fields, STAMP)]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:
+        duplicates = sorted({key for key in keys if keys.count(key) > 1})
+        if duplicates:
             raise TypeError(
-                f"The pipeline's state has the paths {twice}, which the table of all logical shards uses itself or which "
+                f"The pipeline's state has the paths {duplicates}, which the table of all logical shards uses itself or which "
                 f"occur twice. Rename these fields of your node."
             )
 
@@ -87,12 +87,13 @@ class Schema:
     def require_same_state(self, node: Node[Any], shard: int) -> None:
         """Raise ``TypeError`` if the pipeline of a shard begins in another state, or as `require_same_fields` does."""
         self.require_same_fields(node, shard)
-        first, here = (flatten(state_of(each.fields, initial(each))) for each in (self.root, node))
-        for (path, one), (_, other) in zip(first, here, strict=True):
-            if encode(field_of(path, one), one) != encode(field_of(path, other), other):
+        first_values, values = (flatten(state_of(root.fields, initial(root))) for root in (self.root, node))
+        for (path, first_value), (_, value) in zip(first_values, values, strict=True):
+            if encode(field_of(path, first_value), first_value) != encode(field_of(path, value), value):
                 raise TypeError(
-                    f"The state {'.'.join(path)!r} begins as {other} in logical shard {shard} and as {one} in shard 0, but is "
-                    f"the same for every shard. Give the nodes of all shards the same weights and the same blocklist."
+                    f"The state {'.'.join(path)!r} begins as {value} in logical shard {shard} and as {first_value} in shard "
+                    f"0, but is the same for every shard. Give the nodes of all shards the same weights and the same "
+                    f"blocklist."
                 )
 
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
@@ -106,7 +107,7 @@ class Schema:
         for path, node in self.root.walk():
             rows = self.slots_at(table, path)
             if rows is not None and epoch_end(node, rows, numbers) is None:
-                nodes = [(above, other) for above, other in nodes if path[: len(above)] != above] + [(path, node)]
+                nodes = [(prefix, parent) for prefix, parent in nodes if path[: len(prefix)] != prefix] + [(path, node)]
         return sorted({type(node.node if isinstance(node, Foreign) else node).__name__ for _, node in nodes})
 
     @property
@@ -116,8 +117,8 @@ class Schema:
 
     def epoch_size(self, table: Ints) -> int | None:
         """Return the number of samples in the current epoch, delivered or not; `None` if only reading can find it."""
-        beginning, within = table.copy(), self.columns_within
-        beginning[:, within] = self.fresh_table(len(table))[:, within]
+        beginning, columns = table.copy(), self.columns_within
+        beginning[:, columns] = self.fresh_table(len(table))[:, columns]
         end = self.epoch_end(beginning)
         return None if end is None else int(end[0].sum())
 
@@ -153,8 +154,10 @@ class Schema:
 
     def _shared_names(self) -> set[str]:
         """Return the names that several sources of the pipeline share."""
-        first: dict[str, Described] = {}
-        return {s.name for s in self.sources().values() if first.setdefault(s.name, s) is not s}
+        by_name: dict[str, Described] = {}
+        return {
+            source.name for source in self.sources().values() if by_name.setdefault(source.name, source) is not source
+        }
 
     def adopt(self, histories: Histories) -> None:
         """Set the manifests of the sources, and the earlier forms of samples, that hold from now on."""
@@ -235,7 +238,7 @@ class Schema:
 
 
 def _seeds(node: Node[Any]) -> list[int]:
-    return [below.of_shard.seed for _, below in node.walk() if below.of_shard is not None]
+    return [inner_node.of_shard.seed for _, inner_node in node.walk() if inner_node.of_shard is not None]
 
 
 def _described(node: Node[Any]) -> dict[str, str]:
@@ -267,7 +270,7 @@ def to_json(value: Any) -> str:
 
 def by_name(columns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the dtype and the shape of each column of a table, by name."""
-    return {about["name"]: {"dtype": about["dtype"], "shape": about["shape"]} for about in columns}
+    return {column["name"]: {"dtype": column["dtype"], "shape": column["shape"]} for column in columns}
 
 
 def as_json(value: Any) -> Any:

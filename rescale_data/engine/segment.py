@@ -83,8 +83,8 @@ class Segment:
     @property
     def is_last(self) -> bool:
         """True if the epoch ends with this segment: it is a remainder, and no other round follows."""
-        known = self.left is not None
-        return self.remainder is not None and (known or self.remainder.num_samples < self.layout.global_batch_size)
+        is_known = self.left is not None
+        return self.remainder is not None and (is_known or self.remainder.num_samples < self.layout.global_batch_size)
 
     def delivered(self, u: int) -> Ints:
         """Return the samples that each shard delivers in this segment before micro batch ``u``, on all ranks: ``int64[N]``."""
@@ -102,5 +102,5 @@ class Segment:
             return None
         if self.remainder is not None:
             return self.stop - u
-        main = self.delivered(self.stop)
-        return self.stop - u + Remainder(self.layout, self.left - main, self.samples, self.pads).num_micro_batches
+        main_phase = self.delivered(self.stop)
+        return self.stop - u + Remainder(self.layout, self.left - main_phase, self.samples, self.pads).num_micro_batches

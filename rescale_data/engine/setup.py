@@ -192,10 +192,10 @@ def _check_shards(setup: Setup) -> None:
             "node.",
             layout.num_logical_shards,
         )
-    last = setup.recipe.build(layout.num_logical_shards - 1)
-    setup.schema.require_same_state(last, layout.num_logical_shards - 1)
-    others = Schema(last).sources()
-    if any(others.get(path) is not source for path, source in sources.items()):
+    last_root = setup.recipe.build(layout.num_logical_shards - 1)
+    setup.schema.require_same_state(last_root, layout.num_logical_shards - 1)
+    last_sources = Schema(last_root).sources()
+    if any(last_sources.get(path) is not source for path, source in sources.items()):
         setup.ranks.warn(
             "The pipeline makes a new source for each of %d logical shards, which reads every footer and caches every fragment "
             "anew. Make the source once, outside of the pipeline.",
@@ -205,11 +205,11 @@ def _check_shards(setup: Setup) -> None:
 
 def _warn_if_small(readers: Iterable[Reader]) -> None:
     """Warn once about all sources that are small for N: a logical shard has few of their rows, or none in most epochs."""
-    small = [each for each in readers if each.shard.repeat and _is_small(each) and owner_of(each.source) not in _warned]
+    small = [node for node in readers if node.shard.repeat and _is_small(node) and owner_of(node.source) not in _warned]
     if not small:
         return
-    _warned.update((owner_of(each.source), True) for each in small)
-    least = min(small, key=lambda each: each.source.num_rows)
+    _warned.update((owner_of(node.source), True) for node in small)
+    least = min(small, key=lambda node: node.source.num_rows)
     name, rows, num_shards = least.source.name, least.source.num_rows, least.shard.num_logical_shards
     _log.warning(
         "%s has %d rows for %d logical shards, %.2f each: neighbours in a logical shard are few to shuffle, and where a shard "

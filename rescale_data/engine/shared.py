@@ -43,9 +43,9 @@ class Numbers(NamedTuple):
         """Return the numbers of a `Reading` that has a stream; zeros if it has none, because its construction failed."""
         if loader._opened is None:
             return cls()
-        left = _or_why(lambda: loader.batches_left)
-        in_step, num_batches = loader.gradient_accumulation_steps, _or_why(loader.__len__)
-        return cls(loader.step, loader.epoch, loader.last_batch_samples, in_step, num_batches, left)
+        batches_left = _or_why(lambda: loader.batches_left)
+        per_step, num_batches = loader.gradient_accumulation_steps, _or_why(loader.__len__)
+        return cls(loader.step, loader.epoch, loader.last_batch_samples, per_step, num_batches, batches_left)
 
 
 class Shared:
@@ -71,8 +71,8 @@ class Shared:
             )
         self._pin = options.pin_memory and torch.accelerator.is_available()
         self._send = function_of(options.transfer)
-        given = {"pipeline": pipeline, **vars(options)}
-        by_name = {name: _setting(value) for name, value in given.items() if name not in ("peers", "receives")}
+        arguments = {"pipeline": pipeline, **vars(options)}
+        by_name = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
         self._peers = Peers(_members(options.peers), options.receives, by_name, options.timeout)
         self.numbers = Numbers() if self._peers.me else None
         if options.dp_rank is not None:
@@ -90,30 +90,30 @@ class Shared:
         return self._transferred(value) if kind != RESULT and value is not None else value
 
     def _work(self, loader: Any, name: str, kind: int, work: Callable[[], Any]) -> Any:
-        called = self._peers.digest_of(name)
+        call_digest = self._peers.digest_of(name)
         try:
             value = work()
             body = to_bytes(value if kind != RESULT else (Numbers.of(loader), value, None))
         except Exception as error:
             body = to_bytes((Numbers.of(loader), None, picklable(error)))
-            self._peers.send(RESULT, [called, 0, 0, 0], body)
+            self._peers.send(RESULT, [call_digest, 0, 0, 0], body)
             raise
-        at = (loader.step, loader.epoch, loader.last_batch_samples) if kind != RESULT else (0, 0, 0)
-        self._peers.send(kind, [called, *at], body)
+        counts = (loader.step, loader.epoch, loader.last_batch_samples) if kind != RESULT else (0, 0, 0)
+        self._peers.send(kind, [call_digest, *counts], body)
         return value
 
     def _receive(self, name: str) -> Any:
-        kind, (called, step, epoch, num_real), value = self._peers.receive(self._pin)
-        if called != self._peers.digest_of(name):
+        kind, (call_digest, step, epoch, num_real), value = self._peers.receive(self._pin)
+        if call_digest != self._peers.digest_of(name):
             raise RuntimeError(
                 f"This rank calls {name:.200} of a loader with peers=, the one that reads for it another method, with other "
                 f"arguments, or that of another loader. All peers of a dp rank make the same calls in the same order."
             )
         if kind != RESULT:
             numbers = self.numbers or Numbers()
-            left = numbers.batches_left
-            left = left - 1 if kind == BATCH and isinstance(left, int) else left
-            self.numbers = numbers._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=left)
+            num_left = numbers.batches_left
+            num_left = num_left - 1 if kind == BATCH and isinstance(num_left, int) else num_left
+            self.numbers = numbers._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=num_left)
             return value
         self.numbers, result, error = value
         if error is not None:
@@ -198,7 +198,7 @@ def _setting(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_setting, value))}]"  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_setting(of)}' for name, of in value.items())}}}"  # pyright: ignore[reportUnknownVariableType]
+        return f"{{{', '.join(f'{name}: {_setting(item)}' for name, item in value.items())}}}"  # pyright: ignore[reportUnknownVariableType]
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     named = value if hasattr(value, "__qualname__") else type(value)

@@ -23,20 +23,20 @@ from rescale_data.state import Ints
 _NOT_ENDED = 1 << 40  # samples: more than a shard has left of any epoch
 _STEPS_AT_ONCE = 16
 """The number of steps that ranks read between checks for the end of the epoch, if only reading can find it."""
-_COUNTS = [each.name for each in fields(Clock) if each.name != "skipped"]
+_COUNTS = [field.name for field in fields(Clock) if field.name != "skipped"]
 
 
-def require_countable(what: str, num_samples: int, num_logical_shards: int) -> None:
+def require_countable(call: str, num_samples: int, num_logical_shards: int) -> None:
     """Raise ``ValueError`` if a run would deliver more samples than the stamps in a state can represent (`STAMP`)."""
-    most = STAMP_LIMIT // num_logical_shards - 1
-    if num_samples > most:
+    max_samples = STAMP_LIMIT // num_logical_shards - 1
+    if num_samples > max_samples:
         raise ValueError(
-            f"{what}: it would end at sample {num_samples}, and a state with num_logical_shards={num_logical_shards} counts up "
-            f"to {most}. Give less."
+            f"{call}: it would end at sample {num_samples}, and a state with num_logical_shards={num_logical_shards} counts up "
+            f"to {max_samples}. Give less."
         )
 
 
-def skip(at: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
+def skip(cursor: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
     """Return the cursor advanced by `num_micro_batches` micro batches (collective if only reading can find epoch ends).
 
     Args:
@@ -45,94 +45,96 @@ def skip(at: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
     epoch_starts: list[tuple[int, Ints]] = []  # of epochs: the micro batches left to skip, and the numbers of the run
     verify = ends.setup.recipe.verify
     while num_micro_batches:
-        if at.ended:
-            at = next_segment(at, ends)
-            epoch_starts = [*epoch_starts[-2:], (num_micro_batches, _to_numbers(at, ends))]
+        if cursor.ended:
+            cursor = next_segment(cursor, ends)
+            epoch_starts = [*epoch_starts[-2:], (num_micro_batches, _to_numbers(cursor, ends))]
             if not verify:
-                at, num_micro_batches = _skip_epochs(at, ends, epoch_starts)
-        at = _in_segment(next_segment(at, ends) if at.segment is None else at, ends)
-        segment, first = at.segment, at.u
+                cursor, num_micro_batches = _skip_epochs(cursor, ends, epoch_starts)
+        cursor = _in_segment(next_segment(cursor, ends) if cursor.segment is None else cursor, ends)
+        segment, u = cursor.segment, cursor.u
         if segment is None:
             continue
-        here = num_micro_batches if segment.stop is None else min(num_micro_batches, segment.stop - first)
+        count = num_micro_batches if segment.stop is None else min(num_micro_batches, segment.stop - u)
         if segment.stop is None and not ends.setup.recipe.repeat:
-            at = _read_until(
-                at, segment, ends, first + min(here, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps)
+            cursor = _read_until(
+                cursor, segment, ends, u + min(count, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps)
             )
         else:
-            left = segment.num_left_at(first)
-            if left is None or num_micro_batches < left or verify:  # else no more of this epoch is delivered
-                at = _move(at, segment, ends, first + here)
-            at = at._replace(u=first + here)
-        num_micro_batches -= at.u - first
-        at = _in_segment(at._replace(empty_epochs=0 if at.u > first else at.empty_epochs, resumed=False), ends)
-    return at
+            num_left = segment.num_left_at(u)
+            if num_left is None or num_micro_batches < num_left or verify:  # else no more of this epoch is delivered
+                cursor = _move(cursor, segment, ends, u + count)
+            cursor = cursor._replace(u=u + count)
+        num_micro_batches -= cursor.u - u
+        cursor = _in_segment(
+            cursor._replace(empty_epochs=0 if cursor.u > u else cursor.empty_epochs, resumed=False), ends
+        )
+    return cursor
 
 
-def _in_segment(at: Cursor, ends: Ends) -> Cursor:
+def _in_segment(cursor: Cursor, ends: Ends) -> Cursor:
     """Return the cursor in the segment of its next micro batch, or at the end of the epoch if no segment follows."""
-    while at.segment is not None and at.segment.stop == at.u:
-        at = next_segment(at, ends)
-    return at
+    while cursor.segment is not None and cursor.segment.stop == cursor.u:
+        cursor = next_segment(cursor, ends)
+    return cursor
 
 
-def _move(at: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
+def _move(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
     """Return the cursor at micro batch ``u`` of its segment; each rank advances the table rows that it owns (collective)."""
-    table = call_on_all_ranks(ends.ranks, partial(ends.move, at, segment.reached(u)))
-    return at._replace(u=u, table=table, owners=ends.owners)
+    table = call_on_all_ranks(ends.ranks, partial(ends.move, cursor, segment.reached(u)))
+    return cursor._replace(u=u, table=table, owners=ends.owners)
 
 
-def _read_until(at: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
+def _read_until(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
     """Read up to micro batch ``u`` of a main phase, or to its end if that comes first; return the cursor there (collective)."""
-    layout, samples, table = ends.layout, segment.reached(at.u), at.table.copy()
+    layout, samples, table = ends.layout, segment.reached(cursor.u), cursor.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
-    until, beyond = segment.reached(u), segment.reached(step_end)
+    until_u, delivered_at_step_end = segment.reached(u), segment.reached(step_end)
 
     def find() -> int:
-        left = np.full(len(table), _NOT_ENDED)
+        num_left = np.full(len(table), _NOT_ENDED)
         ends.runner.load(table, segment.histories)
         for shard in ends.owned.tolist():
-            count, end = ends.runner.look_ahead(shard, int(until[shard] - samples[shard]))
+            count, end = ends.runner.look_ahead(shard, int(until_u[shard] - samples[shard]))
             table[shard] = ends.runner.table[shard]
             if end is None:  # it does not end before u; does it end within the next step?
-                more, end = ends.runner.look_ahead(shard, int(beyond[shard] - until[shard]))
-                count += more
+                num_more, end = ends.runner.look_ahead(shard, int(delivered_at_step_end[shard] - until_u[shard]))
+                count += num_more
             if end is not None:
-                left[shard] = count
-        return max(at.u, layout.last_whole(samples, left, at.u))
+                num_left[shard] = count
+        return max(cursor.u, layout.last_whole(samples, num_left, cursor.u))
 
     stop = ends.ranks.extremes(call_on_all_ranks(ends.ranks, find))[0]
     if stop > u:
-        table[ends.owned, SAMPLES] = until[ends.owned]
-        return at._replace(table=table, u=u)
-    return _move(at, segment, ends, stop)._replace(segment=replace(segment, stop=stop))
+        table[ends.owned, SAMPLES] = until_u[ends.owned]
+        return cursor._replace(table=table, u=u)
+    return _move(cursor, segment, ends, stop)._replace(segment=replace(segment, stop=stop))
 
 
-def _skip_epochs(at: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
+def _skip_epochs(cursor: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
     """Skip whole epochs by arithmetic, if the last two epochs advanced the run by the same amount.
 
     Returns:
         The cursor, and the number of micro batches that are then left to skip, at least 1.
     """
-    num_micro_batches, now = epoch_starts[-1]
+    num_micro_batches, current = epoch_starts[-1]
     whole_steps = ends.layout.aligned or ends.setup.tail == "pad"  # else the dropped samples depend on earlier epochs
-    if len(epoch_starts) < 3 or not whole_steps or not ends.schema.epochs_are_alike(at.table):
-        return at, num_micro_batches
-    (_, first), (before, second), _ = epoch_starts
-    if (now - second != second - first).any():
-        return at, num_micro_batches
-    size = before - num_micro_batches
+    if len(epoch_starts) < 3 or not whole_steps or not ends.schema.epochs_are_alike(cursor.table):
+        return cursor, num_micro_batches
+    (_, oldest), (num_left_before, previous), _ = epoch_starts
+    if (current - previous != previous - oldest).any():
+        return cursor, num_micro_batches
+    size = num_left_before - num_micro_batches
     epochs = (num_micro_batches - 1) // size  # at least one micro batch is left: an epoch ends with its last one
-    return _from_numbers(at, ends, now + epochs * (now - second)), num_micro_batches - epochs * size
+    return _from_numbers(cursor, ends, current + epochs * (current - previous)), num_micro_batches - epochs * size
 
 
-def _to_numbers(at: Cursor, ends: Ends) -> Ints:
+def _to_numbers(cursor: Cursor, ends: Ends) -> Ints:
     """Return the table and the counts of a run at the start of an epoch as one array, ``int64[any]``."""
-    counts = [getattr(at.now(ends.layout), name) for name in _COUNTS]
-    return np.concatenate([at.table.flatten(), np.array(counts, dtype=np.int64)])
+    counts = [getattr(cursor.now(ends.layout), name) for name in _COUNTS]
+    return np.concatenate([cursor.table.flatten(), np.array(counts, dtype=np.int64)])
 
 
-def _from_numbers(at: Cursor, ends: Ends, numbers: Ints) -> Cursor:
-    table, counts = numbers[: at.table.size].reshape(at.table.shape), numbers[at.table.size :].tolist()
-    clock = replace(at.clock, **dict(zip(_COUNTS, counts, strict=True)))
-    return at._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout))
+def _from_numbers(cursor: Cursor, ends: Ends, numbers: Ints) -> Cursor:
+    table, counts = numbers[: cursor.table.size].reshape(cursor.table.shape), numbers[cursor.table.size :].tolist()
+    clock = replace(cursor.clock, **dict(zip(_COUNTS, counts, strict=True)))
+    return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout))

@@ -51,8 +51,8 @@ class Queue:
 
     __slots__ = ("is_exhausted", "made", "next", "segment")
 
-    def __init__(self, segment: Segment | None = None, first: int = 0) -> None:
-        self.segment, self.next, self.is_exhausted = segment, first, False
+    def __init__(self, segment: Segment | None = None, first_u: int = 0) -> None:
+        self.segment, self.next, self.is_exhausted = segment, first_u, False
         self.made: dict[int, MicroBatch] = {}
 
 
@@ -124,14 +124,16 @@ class Stream:
 
     def progress(self) -> dict[str, float]:
         """Return numbers for a logger, by name: the counters of the feed and of the run."""
-        made = self.feed.progress()
-        ready = made.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.made)
-        return {**made, "batches_ready": ready, **self.counters()}
+        counts = self.feed.progress()
+        ready = counts.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.made)
+        return {**counts, "batches_ready": ready, **self.counters()}
 
     def has_short_tail(self) -> bool:
         """True if the epoch is known to have less than one global batch left, which will be dropped."""
-        left = None if self.cursor.ended else self.ends.left(self.table)
-        return left is not None and self.setup.tail == "drop" and int(left.sum()) < self.layout.global_batch_size
+        num_left = None if self.cursor.ended else self.ends.left(self.table)
+        return (
+            num_left is not None and self.setup.tail == "drop" and int(num_left.sum()) < self.layout.global_batch_size
+        )
 
     def num_micro_batches_left(self) -> int | None:
         """Return the number of micro batches left in the epoch; `None` if it is endless or its end is not known."""
@@ -143,8 +145,8 @@ class Stream:
         size = None if self.setup.recipe.repeat else self.schema.epoch_size(self.table)
         if size is None:
             return None
-        steps, rest = divmod(size, self.layout.global_batch_size)
-        return (steps + (self.setup.tail == "pad" and rest > 0)) * self.layout.gradient_accumulation_steps
+        steps, num_leftover = divmod(size, self.layout.global_batch_size)
+        return (steps + (self.setup.tail == "pad" and num_leftover > 0)) * self.layout.gradient_accumulation_steps
 
     # Moving to another place
 
@@ -157,25 +159,25 @@ class Stream:
     def load(self, table: Ints, clock: Clock) -> None:
         """Go on from a table whose N rows are all up to date; an epoch of `steps_per_epoch` that ends here counts as seen."""
         steps = self.setup.steps_per_epoch
-        seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
-        self._go_to(table, clock, seen=seen, resumed=True)
+        epochs_seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
+        self._go_to(table, clock, seen=epochs_seen, resumed=True)
 
-    def _go_to(self, table: Ints, clock: Clock, *, seen: int = 0, resumed: bool = False) -> None:
+    def _go_to(self, table: Ints, clock: Clock, *, epochs_seen: int = 0, resumed: bool = False) -> None:
         self.rewind()
         self.ends.runner.rest()
         self.ends = Ends(replace(self.setup, ranks=self.ranks.after_load), self.ends.runner)
-        self.cursor = Cursor.at(clock, table, self.ends.owners, self.layout)._replace(seen=seen, resumed=resumed)
+        self.cursor = Cursor.at(clock, table, self.ends.owners, self.layout)._replace(seen=epochs_seen, resumed=resumed)
 
     def skip(self, num_micro_batches: int) -> None:
         """Skip micro batches as if they were consumed, also across epochs; if reading fails, the position does not change."""
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
         self.rewind()
-        before, ends = self.clock.samples, Ends(self.setup, self.ends.runner)
-        after = skip(self.cursor.copy(), ends, num_micro_batches)
-        clock = after.now(self.layout).left_out(before)
+        samples_before, ends = self.clock.samples, Ends(self.setup, self.ends.runner)
+        cursor = skip(self.cursor.copy(), ends, num_micro_batches)
+        clock = cursor.now(self.layout).left_out(samples_before)
         self.ends = ends
-        self.cursor = after._replace(clock=clock)
+        self.cursor = cursor._replace(clock=clock)
 
     def move_on(self) -> None:
         """Begin the next epoch, if the last micro batch of the current epoch was consumed."""
@@ -210,26 +212,26 @@ class Stream:
         self.cursor = self._at_epoch_end(self.cursor)
         return self.cursor.segment
 
-    def _in_segment(self, at: Cursor) -> Cursor:
+    def _in_segment(self, cursor: Cursor) -> Cursor:
         """Return the cursor in the segment of its next micro batch: moved on if its present segment is over."""
-        while at.segment is not None and not at.segment.is_last:
-            here = at
-            if not self.ends.is_over(here, lambda u, here=here: self._make_until(here, u)):
+        while cursor.segment is not None and not cursor.segment.is_last:
+            current = cursor
+            if not self.ends.is_over(current, lambda u, current=current: self._make_until(current, u)):
                 break
-            at = self._next_segment(here)
-        return at
+            cursor = self._next_segment(current)
+        return cursor
 
-    def _at_epoch_end(self, at: Cursor) -> Cursor:
+    def _at_epoch_end(self, cursor: Cursor) -> Cursor:
         """Return the cursor moved to the end of the epoch if the last micro batch of the epoch was consumed, else unchanged."""
-        if at.segment is None or not at.segment.is_last or at.segment.stop != at.u:
-            return at
-        ended = self._next_segment(at)
+        if cursor.segment is None or not cursor.segment.is_last or cursor.segment.stop != cursor.u:
+            return cursor
+        ended = self._next_segment(cursor)
         self.ends.runner.rest()
         return ended
 
-    def _next_segment(self, at: Cursor) -> Cursor:
+    def _next_segment(self, cursor: Cursor) -> Cursor:
         self.rewind()  # after this, the feed no longer uses the runner
-        return next_segment(at.copy(), self.ends)
+        return next_segment(cursor.copy(), self.ends)
 
     # Consuming
 
@@ -239,27 +241,27 @@ class Stream:
         If the search for the segment after it fails, the next call raises the error. If the end of the epoch fails, this call
         raises the error, in place of the micro batch.
         """
-        at = self.cursor
-        if at.segment is None or at.u + 1 >= at.segment.checks_from:
+        cursor = self.cursor
+        if cursor.segment is None or cursor.u + 1 >= cursor.segment.checks_from:
             return self._take_and_advance()
-        made = self._next_micro_batch(at)
-        self.cursor = at.advanced(made)
-        self._queue.made.pop(at.u, None)
-        return made
+        micro_batch = self._next_micro_batch(cursor)
+        self.cursor = cursor.advanced(micro_batch)
+        self._queue.made.pop(cursor.u, None)
+        return micro_batch
 
     def _take_and_advance(self) -> MicroBatch:
-        made = self.peek()
+        micro_batch = self.peek()
         queue, u = self._queue, self.cursor.u
-        after = self.cursor.advanced(made)
+        cursor = self.cursor.advanced(micro_batch)
         try:
-            after = self._in_segment(after)
+            cursor = self._in_segment(cursor)
         except BaseException as error:  # also Ctrl-C: it is raised after this batch has arrived
             self._failure = error
         else:
-            after = self._at_epoch_end(after)
-        self.cursor = after
+            cursor = self._at_epoch_end(cursor)
+        self.cursor = cursor
         queue.made.pop(u, None)
-        return made
+        return micro_batch
 
     def peek(self) -> MicroBatch:
         """Return the next micro batch without consuming it; raise `StopIteration` at the end of the epoch."""
@@ -275,7 +277,7 @@ class Stream:
         if segment is not None:
             self._find_queue(self.cursor, segment)
 
-    def _find_queue(self, at: Cursor, segment: Segment) -> Queue:
+    def _find_queue(self, cursor: Cursor, segment: Segment) -> Queue:
         """Return the queue of micro batches of a segment; start the feed at the cursor if it has not started there."""
         if self.feed.is_ahead and self._process not in (0, os.getpid()):
             raise RuntimeError(
@@ -283,28 +285,28 @@ class Stream:
                 f"are not its own. Make another loader here, and load the state into it."
             )
         queue = self._queue
-        if queue.segment is segment and (at.u == queue.next or at.u in queue.made):
+        if queue.segment is segment and (cursor.u == queue.next or cursor.u in queue.made):
             return queue
         self._queue, self._process = Queue(), os.getpid()
-        self.feed.begin(segment, at.copy().table, at.u)
-        self._queue = Queue(segment, at.u)
+        self.feed.begin(segment, cursor.copy().table, cursor.u)
+        self._queue = Queue(segment, cursor.u)
         return self._queue
 
-    def _next_micro_batch(self, at: Cursor) -> MicroBatch:
+    def _next_micro_batch(self, cursor: Cursor) -> MicroBatch:
         """Return the micro batch at a cursor, from the queue or newly made."""
-        self._make_until(at, at.u + 1)
-        if at.u not in self._queue.made:
+        self._make_until(cursor, cursor.u + 1)
+        if cursor.u not in self._queue.made:
             raise DataStateError(
                 "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
                 "number of samples is not certain."
             )
-        return self._queue.made[at.u]
+        return self._queue.made[cursor.u]
 
-    def _make_until(self, at: Cursor, stop: int) -> int:
+    def _make_until(self, cursor: Cursor, stop: int) -> int:
         """Make micro batches of a segment up to ``stop``, or until a shard ends; return the number of the first not made."""
-        if at.segment is None:
-            return at.u
-        queue = self._find_queue(at, at.segment)
+        if cursor.segment is None:
+            return cursor.u
+        queue = self._find_queue(cursor, cursor.segment)
         while queue.next < stop and not queue.is_exhausted:
             try:
                 queue.made[queue.next] = self.feed.next()

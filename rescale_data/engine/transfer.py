@@ -69,10 +69,10 @@ class ToDevice(MappedFeed):
         super().__init__(feed, partial(_to_device, device))
         self._device, self._stream = device, nullcontext()
 
-    def begin(self, segment: Segment, table: Ints, first: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         if is_accelerator(self._device):
             self._stream: Any = torch.accelerator.current_stream(self._device)
-        super().begin(segment, table, first)
+        super().begin(segment, table, first_u)
 
     def next(self) -> Any:
         with self._stream:

@@ -69,10 +69,10 @@ class Watch:
         """Start to watch the calling thread, from a background thread that looks at intervals."""
         if not self.thread:
             self._stopped = SimpleQueue()
-            given = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stopped
-            looks = threading.Thread(target=_watch_loop, args=given, daemon=True, name="rescale_data-watch")
-            looks.start()
-            self._watcher, self._process = looks, os.getpid()  # only after the start, which Ctrl-C may prevent
+            args = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stopped
+            thread = threading.Thread(target=_watch_loop, args=args, daemon=True, name="rescale_data-watch")
+            thread.start()
+            self._watcher, self._process = thread, os.getpid()  # only after the start, which Ctrl-C may prevent
         self.thread = threading.get_ident()
 
     def stop(self) -> None:
@@ -91,8 +91,8 @@ class Watch:
         self._report(self._clock() - began, frames().get(self.thread))
 
 
-def _watch_loop(of: weakref.ref[Watch], pause: float, stopped: SimpleQueue[None]) -> None:
-    while _is_empty_after(pause, stopped) and (watch := of()) is not None:
+def _watch_loop(watch_ref: weakref.ref[Watch], pause: float, stopped: SimpleQueue[None]) -> None:
+    while _is_empty_after(pause, stopped) and (watch := watch_ref()) is not None:
         with suppress(Exception):  # other threads change what it looks at
             watch.look()
         del watch

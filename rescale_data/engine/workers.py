@@ -48,17 +48,17 @@ class Begin:
 
     number: int
     segment: Segment
-    first: int
+    first_u: int
     num_slabs: int
     shards: slice
     rows: Ints
     num_logical_shards: int
 
     @classmethod
-    def of(cls, number: int, segment: Segment, table: Ints, first: int, num_slabs: int) -> Begin:
+    def of(cls, number: int, segment: Segment, table: Ints, first_u: int, num_slabs: int) -> Begin:
         owned = segment.layout.owned(segment.rank) if segment.remainder is None else range(len(table))
         shards = slice(owned.start, owned.stop)
-        return cls(number, segment.for_a_worker(), first, num_slabs, shards, table[shards].copy(), len(table))
+        return cls(number, segment.for_a_worker(), first_u, num_slabs, shards, table[shards].copy(), len(table))
 
     @property
     def table(self) -> Ints:
@@ -91,12 +91,12 @@ class Worker:
         Args:
             await_slab: Returns when the next slab is free.
         """
-        slabs, slab, most = Slabs(), 0, 1
+        slabs, slab, max_values = Slabs(), 0, 1
         values = self._values(begin)
         while True:
             await_slab()
             started, packed, num_bytes = time.perf_counter(), list[Packed](), 0
-            for value in islice(values, most):
+            for value in islice(values, max_values):
                 packed.append(value)
                 num_bytes += value.num_bytes
                 if num_bytes >= _MESSAGE_BYTES or time.perf_counter() - started >= _MESSAGE_SECONDS:
@@ -106,7 +106,7 @@ class Worker:
             message = slabs.pack(slab, packed)
             counts().add(MAKE_SECONDS, time.perf_counter() - started)
             yield message
-            slab, most = (slab + 1) % begin.num_slabs, min(2 * most, MOST_PARTS)
+            slab, max_values = (slab + 1) % begin.num_slabs, min(2 * max_values, MOST_PARTS)
 
     def _is_wanted(self, begin: Begin) -> bool:
         return self._board.wanted == begin.number
@@ -115,7 +115,7 @@ class Worker:
         stop = sys.maxsize if begin.segment.stop is None else begin.segment.stop
         try:
             feed = self._begin(begin)
-            for u in range(begin.first + self._number, stop, begin.segment.layout.workers):
+            for u in range(begin.first_u + self._number, stop, begin.segment.layout.workers):
                 if not self._is_wanted(begin):
                     return
                 packed = Packed(self._make(feed, u))
@@ -145,10 +145,10 @@ class Worker:
         watch = self.watch
         watch.began = time.perf_counter()
         try:
-            made = feed.make(u)
+            micro_batch = feed.make(u)
         finally:
             watch.began = None
         if watch.reported:
             watch.reported = False
             self._board.write(self._number, "")
-        return made if self._sent_table is None else made.with_changes(self._sent_table)
+        return micro_batch if self._sent_table is None else micro_batch.with_changes(self._sent_table)

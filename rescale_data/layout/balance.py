@@ -22,8 +22,8 @@ class FewestFirst:
         first: Index of the first of these shards.
     """
 
-    def __init__(self, samples: Sequence[int], first: int) -> None:
-        self._heap = [(s, first + i) for i, s in enumerate(samples)]
+    def __init__(self, samples: Sequence[int], first_shard: int) -> None:
+        self._heap = [(num_samples, first_shard + i) for i, num_samples in enumerate(samples)]
         heapq.heapify(self._heap)
 
     def pick(self) -> int:
@@ -53,14 +53,14 @@ def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
         middle = (low + high + 1) // 2
     level = np.repeat(low, sizes)
     counts = np.maximum(level - samples, 0)
-    rest = num_picks - np.add.reduceat(counts, starts[:-1])
+    num_extra = num_picks - np.add.reduceat(counts, starts[:-1])
     is_ready = samples <= level
-    before = np.cumsum(is_ready) - is_ready  # ready shards before each, of all blocks
-    counts += is_ready & (before - np.repeat(before[starts[:-1]], sizes) < np.repeat(rest, sizes))
+    num_before = np.cumsum(is_ready) - is_ready  # ready shards before each, of all blocks
+    counts += is_ready & (num_before - np.repeat(num_before[starts[:-1]], sizes) < np.repeat(num_extra, sizes))
     return counts
 
 
-def feasible_picks(samples: Ints, left: Ints, starts: Ints) -> Ints:
+def feasible_picks(samples: Ints, num_left: Ints, starts: Ints) -> Ints:
     """Return how many samples each block of shards can serve, fewest delivered first, before a shard has none left.
 
     Args:
@@ -71,9 +71,9 @@ def feasible_picks(samples: Ints, left: Ints, starts: Ints) -> Ints:
     Returns:
         ``int64[B]``.
     """
-    end, sizes, shards = samples + left, np.diff(starts), np.arange(len(samples))
+    end, sizes, shards = samples + num_left, np.diff(starts), np.arange(len(samples))
     lowest_end = np.repeat(np.minimum.reduceat(end, starts[:-1]), sizes)
-    first = np.minimum.reduceat(np.where(end == lowest_end, shards, len(samples)), starts[:-1])
+    first_shard = np.minimum.reduceat(np.where(end == lowest_end, shards, len(samples)), starts[:-1])
     # (least, first) is the first request (s, i) of a block that cannot be served
-    before = np.maximum(lowest_end - samples + (shards < np.repeat(first, sizes)), 0)
-    return np.add.reduceat(before, starts[:-1])
+    num_before = np.maximum(lowest_end - samples + (shards < np.repeat(first_shard, sizes)), 0)
+    return np.add.reduceat(num_before, starts[:-1])

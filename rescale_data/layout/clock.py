@@ -54,12 +54,12 @@ class Clock:
     def next_epoch(self, global_batch_size: int) -> Clock:
         return replace(self.restarted(global_batch_size), epoch=self.epoch + 1)
 
-    def left_out(self, first: int) -> Clock:
+    def left_out(self, start: int) -> Clock:
         """Return the same counts, with the samples from ``first`` up to now recorded as skipped."""
         ranges = self.skipped
-        if ranges and ranges[-1][1] == first:
-            ranges, first = ranges[:-1], ranges[-1][0]
-        return replace(self, skipped=(*ranges, (first, self.samples)))
+        if ranges and ranges[-1][1] == start:
+            ranges, start = ranges[:-1], ranges[-1][0]
+        return replace(self, skipped=(*ranges, (start, self.samples)))
 
     def loaded(self, saved: tuple[int, int, int], layout: Layout) -> Clock:
         """Return the counts after a load: `origin` stays if the order can be kept, else it is the current sample.
@@ -67,6 +67,6 @@ class Clock:
         Args:
             saved: O, W and b of the save.
         """
-        now = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
-        at_step = not self.begun(saved[0]) and saved[0] == now[0]
-        return self if at_step or saved == now else self.restarted(saved[0])
+        current = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
+        at_step = not self.begun(saved[0]) and saved[0] == current[0]
+        return self if at_step or saved == current else self.restarted(saved[0])

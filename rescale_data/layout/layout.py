@@ -160,11 +160,11 @@ class Layout:
         if not self.aligned:
             return np.array(self.owned(rank, worker), dtype=np.int64)
         t, m = np.divmod(np.arange(worker, self.period, self.workers), self.gradient_accumulation_steps)
-        first = rank * self.global_batch_size // self.dp_world_size + m[:, None] * self.micro_batch_size
-        rows = first + np.arange(self.micro_batch_size)
+        first_row = rank * self.global_batch_size // self.dp_world_size + m[:, None] * self.micro_batch_size
+        rows = first_row + np.arange(self.micro_batch_size)
         return np.unique(rows // self.samples_per_visit * self.num_tracks + t[:, None])
 
-    def delivered(self, samples: Ints, first: int, stop: int) -> Ints:
+    def delivered(self, samples: Ints, first_u: int, stop_u: int) -> Ints:
         """Return the number of samples that each shard delivers in the micro batches ``first .. stop-1``.
 
         Args:
@@ -174,11 +174,11 @@ class Layout:
             ``int64[N]``.
         """
         if self.aligned:
-            return self._since_origin(stop) - self._since_origin(first)
-        turns = self._turns(stop) - self._turns(first)
+            return self._since_origin(stop_u) - self._since_origin(first_u)
+        turns = self._turns(stop_u) - self._turns(first_u)
         return water_fill(samples, turns * self.micro_batch_size, self._block_starts)
 
-    def last_whole(self, samples: Ints, left: Ints, first: int) -> int:
+    def last_whole(self, samples: Ints, num_left: Ints, first_u: int) -> int:
         """Return the micro batch at which the main phase of an epoch ends: the last step boundary before a shard runs out.
 
         Args:
@@ -191,18 +191,18 @@ class Layout:
         """
         a = self.gradient_accumulation_steps
         if self.aligned:
-            total = left + self._since_origin(first)
+            total = num_left + self._since_origin(first_u)
             steps = self._first_visit() + (total // self.samples_per_visit) * self.num_tracks
             return int(steps.min()) * a
-        turns = self._turns(first) + feasible_picks(samples, left, self._block_starts) // self.micro_batch_size
+        turns = self._turns(first_u) + feasible_picks(samples, num_left, self._block_starts) // self.micro_batch_size
         return int((turns * self.workers + np.arange(len(turns)) % self.workers).min()) // a * a
 
     @cached_property
     def _block_starts(self) -> Ints:
         """The first shard of each worker of each rank, with N at the end: ``int64[W * K + 1]``."""
         starts = np.arange(self.dp_world_size + 1, dtype=np.int64) * self.num_logical_shards // self.dp_world_size
-        parts = np.diff(starts)[:, None] * np.arange(self.workers) // self.workers
-        return np.append(starts[:-1, None] + parts, self.num_logical_shards)
+        offsets = np.diff(starts)[:, None] * np.arange(self.workers) // self.workers
+        return np.append(starts[:-1, None] + offsets, self.num_logical_shards)
 
     def _turns(self, u: int) -> Ints:
         """Return how many of the micro batches ``0 .. u-1`` each worker of each rank makes: ``int64[W * K]``."""
@@ -262,5 +262,5 @@ def default_num_logical_shards(global_batch_size: int) -> int:
     o = global_batch_size
     if o <= _MOST_SHARDS:
         return next(k for k in (4, 2, 1) if k * o <= _MOST_SHARDS) * o
-    parts = [n for n in range(_LEAST_SHARDS, _MOST_SHARDS + 1) if o % n == 0]
-    return max(parts, key=lambda n: (sum(n % w == 0 for w in range(1, n + 1)), n), default=o)
+    divisors = [n for n in range(_LEAST_SHARDS, _MOST_SHARDS + 1) if o % n == 0]
+    return max(divisors, key=lambda n: (sum(n % w == 0 for w in range(1, n + 1)), n), default=o)

@@ -68,8 +68,8 @@ class Plan(Sequence[Option]):
 
     def __str__(self) -> str:
         by_topology = self._by_topology()
-        parts = [self.table() if len(by_topology) <= _ROWS_OF_A_SCREEN else self._summary(), *self._cost_lines()]
-        return "\n".join(parts)
+        lines = [self.table() if len(by_topology) <= _ROWS_OF_A_SCREEN else self._summary(), *self._cost_lines()]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -80,21 +80,21 @@ class Plan(Sequence[Option]):
         return "\n".join([self._title(), *rows])
 
     def _title(self) -> str:
-        these = "these" if self._options else "no ranks, micro batch and workers that were asked for"
+        subject = "these" if self._options else "no ranks, micro batch and workers that were asked for"
         return (
-            f"global_batch_size={_listed(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {these} keep "
-            f"the same global batches"
+            f"global_batch_size={_listed(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {subject} "
+            f"keep the same global batches"
         )
 
     def _summary(self) -> str:
         """Return a short text: for each number of workers, the numbers of ranks that fit with at least one micro batch size."""
         rows = ["  workers K  ranks W"]
-        before: list[int] = []
+        previous_ranks: list[int] = []
         for k in sorted({option.num_workers for option in self._options}):
             ranks = sorted({option.dp_world_size for option in self._options if option.num_workers == k})
-            shown = "the same" if ranks == before else _listed(ranks)
+            shown = "the same" if ranks == previous_ranks else _listed(ranks)
             rows += textwrap.wrap(shown, 110, initial_indent=f"{k:11}  ", subsequent_indent=" " * 13)
-            before = ranks
+            previous_ranks = ranks
         rows.append(f"  which micro batches with which: the {len(self._by_topology())} rows of print(plan.table())")
         return "\n".join([self._title(), *rows])
 
@@ -103,18 +103,18 @@ class Plan(Sequence[Option]):
         if not self.sources:
             return []
         n, num = self.num_logical_shards, len(self.sources)
-        most = max((option.dp_world_size for option in self._options), default=1)
+        max_ranks = max((option.dp_world_size for option in self._options), default=1)
         sizes = [getattr(source, "fragment_bytes", 0) for source in self.sources]
-        least = min(self.sources, key=lambda source: source.num_rows)
+        smallest = min(self.sources, key=lambda source: source.num_rows)
         state = 8 * n * (_LOADER_COLUMNS + _READER_COLUMNS * num)
         return [
             f"  {n} logical shards of {num} source(s): each keeps a fragment of each source open",
             *(
                 f"    {w:5} rank(s): {-(-n // w) * num} open fragments a rank, {format_size(-(-n // w) * sum(sizes))} decoded"
-                for w in sorted({1, most})
+                for w in sorted({1, max_ranks})
             ),
             f"    the table in a checkpoint: at least {format_size(state)}",
-            f"    the smallest source, {least.name}: {least.num_rows} rows, {least.num_rows / n:.3g} a logical shard",
+            f"    the smallest source, {smallest.name}: {smallest.num_rows} rows, {smallest.num_rows / n:.3g} a logical shard",
         ]
 
     def _by_topology(self) -> dict[tuple[int, int, int], list[int]]:
@@ -155,42 +155,42 @@ def plan(
         6144
     """
     require(Sequence, "a list of sources", sources=sources)
-    several = _ints(global_batch_size=global_batch_size)
-    if not several:
+    o_values = _ints(global_batch_size=global_batch_size)
+    if not o_values:
         raise ValueError("global_batch_size is empty: give one O, or those of a ramp.")
     workers = _ints(num_workers=num_workers)
-    for o in several:
+    for o in o_values:
         _check(1, global_batch_size=o, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
         if o > _MOST_SAMPLES:
             raise ValueError(f"global_batch_size={o}: a plan goes through all its divisors, up to {_MOST_SAMPLES}.")
     for k in workers:
         _check(0, num_workers=k)
     if num_logical_shards is None:
-        plans = {n: _options(several, n, micro_batch_size, workers) for n in _candidates(several)}
+        plans = {n: _options(o_values, n, micro_batch_size, workers) for n in _candidates(o_values)}
         n, options = max(plans.items(), key=lambda item: (len(item[1]), -item[0]))
     else:
         _check(1, num_logical_shards=num_logical_shards)
-        n, options = num_logical_shards, _options(several, num_logical_shards, micro_batch_size, workers)
-    return Plan(several, n, options, sources)
+        n, options = num_logical_shards, _options(o_values, num_logical_shards, micro_batch_size, workers)
+    return Plan(o_values, n, options, sources)
 
 
-def _candidates(several: Sequence[int]) -> set[int]:
+def _candidates(o_values: Sequence[int]) -> set[int]:
     """Return the numbers of logical shards to try for these global batch sizes."""
-    defaults = {default_num_logical_shards(o) for o in several}
-    return defaults if len(set(several)) == 1 else {*defaults, math.lcm(*several), math.gcd(*several)}
+    defaults = {default_num_logical_shards(o) for o in o_values}
+    return defaults if len(set(o_values)) == 1 else {*defaults, math.lcm(*o_values), math.gcd(*o_values)}
 
 
-def _options(several: Sequence[int], n: int, b: int | None, workers: Sequence[int]) -> list[Option]:
+def _options(o_values: Sequence[int], n: int, b: int | None, workers: Sequence[int]) -> list[Option]:
     """Return the topologies that are aligned with every global batch size in ``several``."""
-    whole = math.gcd(*several)
-    sizes = [b] if b is not None else _divisors(whole)
+    sizes_gcd = math.gcd(*o_values)
+    sizes = [b] if b is not None else _divisors(sizes_gcd)
     return [
-        Option(w, size, k, several[0] // (w * size))
-        for w in _divisors(whole)
+        Option(w, size, k, o_values[0] // (w * size))
+        for w in _divisors(sizes_gcd)
         for size in sizes
-        if whole % (w * size) == 0
+        if sizes_gcd % (w * size) == 0
         for k in workers
-        if all(is_aligned(n, o, w, size, k) for o in several)
+        if all(is_aligned(n, o, w, size, k) for o in o_values)
     ]
 
 
@@ -207,11 +207,11 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def _ints(**given: object) -> list[int]:
+def _ints(**argument: object) -> list[int]:
     """Return an argument that is an int, or a sequence of ints, as a checked list of ints."""
-    ((name, value),) = given.items()
-    several: Sequence[object] = value if isinstance(value, Sequence) else [value]  # pyright: ignore[reportUnknownVariableType]
-    return [one for each in several for one in require_int(**{name: each})]
+    ((name, value),) = argument.items()
+    values: Sequence[object] = value if isinstance(value, Sequence) else [value]  # pyright: ignore[reportUnknownVariableType]
+    return [number for item in values for number in require_int(**{name: item})]
 
 
 def _check(least: int, **values: int) -> None:

@@ -76,16 +76,16 @@ class Remainder:
         t, m = divmod(u, self.layout.gradient_accumulation_steps)
         shards, _, real = self._step(t)
         rows = np.flatnonzero(real & (self._micro_batch_of_row == m))
-        after = owner.copy()  # of a shard that several ranks serve, the highest has its last sample
-        after[shards[rows]] = rows // (self.layout.global_batch_size // self.layout.dp_world_size)
-        return after
+        new_owner = owner.copy()  # of a shard that several ranks serve, the highest has its last sample
+        new_owner[shards[rows]] = rows // (self.layout.global_batch_size // self.layout.dp_world_size)
+        return new_owner
 
     def turn(self, rank: int, u: int) -> Turn:
         """Return the shard and the number of each sample that ``rank`` delivers in micro batch ``u`` of the remainder."""
         layout = self.layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
-        first = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
-        rows = slice(first, first + layout.micro_batch_size)
+        first_row = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
+        rows = slice(first_row, first_row + layout.micro_batch_size)
         shards, numbers, real = self._step(t)
         shards, numbers, real = shards[rows], numbers[rows], real[rows]
         index, counts = np.unique(shards[real], return_counts=True)
@@ -117,12 +117,12 @@ class Remainder:
 
     def _make_step(self, t: int) -> _Rows:
         o = self.layout.global_batch_size
-        before, after = self._num_served(t * o), self._num_served(min((t + 1) * o, self.num_samples))
-        picks = np.repeat(np.arange(len(self.left)), after - before)
+        served_before, served_after = self._num_served(t * o), self._num_served(min((t + 1) * o, self.num_samples))
+        picks = np.repeat(np.arange(len(self.left)), served_after - served_before)
         in_time = np.lexsort((self._micro_batch_of_row[: len(picks)], picks))
         numbers = np.empty(len(picks), dtype=np.int64)
         numbers[in_time] = np.arange(len(picks)) - np.searchsorted(picks, picks)
-        numbers += (self.samples + before)[picks]
+        numbers += (self.samples + served_before)[picks]
         fill = np.arange(o) % len(picks)
         is_real = np.arange(o) < len(picks)
         return picks[fill], np.where(is_real, numbers[fill], 0), is_real

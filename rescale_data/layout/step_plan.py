@@ -83,11 +83,11 @@ class StepPlan:
         """Return the bin (a micro batch of a rank) of each sample, if a bin costs the sum of its samples."""
         limit = max(self.max_tokens, -(-int(self.tokens.sum()) // self.num_bins))
         if self.sync == "step":
-            zeros, whole = np.zeros(self.ranks, dtype=np.int64), limit * self.micro_batches
-            rank = _fill_all(self.costs, self.tokens, zeros, whole, fewest=self.micro_batches)
+            zeros, rank_limit = np.zeros(self.ranks, dtype=np.int64), limit * self.micro_batches
+            rank = _fill_all(self.costs, self.tokens, zeros, rank_limit, fewest=self.micro_batches)
             return rank * self.micro_batches + _fill_each(self.costs, self.tokens, rank, self.micro_batches, limit)
-        first, other = self._level_costs(self.costs)
-        offsets = np.full(self.num_bins, first - other, dtype=np.int64)
+        first_cost, other_cost = self._level_costs(self.costs)
+        offsets = np.full(self.num_bins, first_cost - other_cost, dtype=np.int64)
         offsets[: self.ranks] = 0
         return _fill_all(self.costs, self.tokens, offsets, limit)
 
@@ -100,13 +100,13 @@ class StepPlan:
         """
         order = np.lexsort((-self.tokens, -self.costs))
         costs, tokens = np.maximum(self.costs[order], 1), self.tokens[order]
-        first, low = self._level_costs(costs)
+        first_cost, low = self._level_costs(costs)
         num_first = self.ranks if self.sync == "micro" else 0
 
         def cut(limit: int) -> list[int] | None:
             """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
             few = _bin_ends(costs, tokens, limit, most_tokens)
-            many = _bin_ends(costs, tokens, max(limit, first), most_tokens)
+            many = _bin_ends(costs, tokens, max(limit, first_cost), most_tokens)
             starts, stop, least = [0], 0, len(costs) - self.num_bins
             for number in range(self.num_bins):
                 stop, least = (many if number < num_first else few)[stop], least + 1
@@ -134,8 +134,8 @@ class StepPlan:
         mean = -(-total // self.num_bins)
         if self.sync == "step":  # levels do not matter
             return mean, max(1, mean)
-        first = max(int(costs.max()), mean)
-        return first, max(1, (total - first * self.ranks) // max(self.num_bins - self.ranks, 1))
+        first_cost = max(int(costs.max()), mean)
+        return first_cost, max(1, (total - first_cost * self.ranks) // max(self.num_bins - self.ranks, 1))
 
     def _assign_ranks(self, group: Ints, level: Ints) -> Ints:
         """Return the rank of each sample, chosen so that few tokens have to move from the ranks that own them.
@@ -160,8 +160,8 @@ class StepPlan:
             is_free[level[groups[match]], candidate_ranks[match]] = False
             is_left = (rank[groups] < 0) & is_free[level[groups], candidate_ranks]
             groups, candidate_ranks = groups[is_left], candidate_ranks[is_left]
-        rest = np.flatnonzero(rank < 0)
-        rank[rest[np.argsort(level[rest], kind="stable")]] = np.nonzero(is_free)[1]
+        unassigned = np.flatnonzero(rank < 0)
+        rank[unassigned[np.argsort(level[unassigned], kind="stable")]] = np.nonzero(is_free)[1]
         return rank[group]
 
 
@@ -179,26 +179,26 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
         fewest: Items of each bin at least; there are so many.
     """
     loads, used, counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
-    bin_of, left = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
-    while len(left):
+    bin_of, remaining = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
+    while len(remaining):
         lacks = counts < fewest
-        spare = len(left) - int(np.maximum(fewest - counts, 0).sum())  # items that may go to bins which lack none
-        has_room = lacks | (used <= limit - sizes[left[0]]) if spare else lacks
-        room = np.flatnonzero(has_room)
-        if not len(room):
+        spare = len(remaining) - int(np.maximum(fewest - counts, 0).sum())  # items that may go to bins which lack none
+        has_room = lacks | (used <= limit - sizes[remaining[0]]) if spare else lacks
+        open_bins = np.flatnonzero(has_room)
+        if not len(open_bins):
             break
-        into = room[np.argsort(loads[room], kind="stable")][: len(left)]
-        items = left[: len(into)]
-        least = np.minimum.accumulate(loads[into] + costs[items])  # of the bins that have just taken one
-        in_turn = (loads[into[1:]] <= least[:-1]) & (np.cumsum(~lacks[into])[1:] <= spare)
+        bins = open_bins[np.argsort(loads[open_bins], kind="stable")][: len(remaining)]
+        items = remaining[: len(bins)]
+        least = np.minimum.accumulate(loads[bins] + costs[items])  # of the bins that have just taken one
+        in_turn = (loads[bins[1:]] <= least[:-1]) & (np.cumsum(~lacks[bins])[1:] <= spare)
         turns = 1 + int(np.argmin(np.append(in_turn, False)))
-        items, into, left = items[:turns], into[:turns], left[turns:]
-        fits = lacks[into] | (used[into] <= limit - sizes[items])
-        left, items, into = np.concatenate([items[~fits], left]), items[fits], into[fits]
-        bin_of[items] = into
-        loads[into] += costs[items]
-        used[into] += sizes[items]
-        counts[into] += 1
+        items, bins, remaining = items[:turns], bins[:turns], remaining[turns:]
+        fits = lacks[bins] | (used[bins] <= limit - sizes[items])
+        remaining, items, bins = np.concatenate([items[~fits], remaining]), items[fits], bins[fits]
+        bin_of[items] = bins
+        loads[bins] += costs[items]
+        used[bins] += sizes[items]
+        counts[bins] += 1
     return bin_of
 
 
@@ -209,31 +209,31 @@ def _fill_all(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int 
     return bin_of
 
 
-def _fill_each(costs: Ints, sizes: Ints, rank: Ints, bins: int, limit: int) -> Ints:
+def _fill_each(costs: Ints, sizes: Ints, rank: Ints, bins_per_rank: int, limit: int) -> Ints:
     """Return the bin of each item within its rank, as `fill` does, for all ranks at once; without room, the least used bin."""
     order, counts = np.lexsort((-costs, rank)), np.bincount(rank)
-    starts, most = np.cumsum(counts) - counts, int(counts.max())
-    loads, used = np.zeros((2, len(counts), bins), dtype=np.int64)
+    starts, max_items = np.cumsum(counts) - counts, int(counts.max())
+    loads, used = np.zeros((2, len(counts), bins_per_rank), dtype=np.int64)
     bin_of = np.empty(len(costs), dtype=np.int64)
-    for turn in range(most):
+    for turn in range(max_items):
         ranks = np.flatnonzero(counts > turn)
         items = order[starts[ranks] + turn]
         is_empty = used[ranks] == 0
-        must = is_empty.sum(axis=1) >= counts[ranks] - turn  # each item that is left goes to an empty bin
+        must_fill_empty = is_empty.sum(axis=1) >= counts[ranks] - turn  # each item that is left goes to an empty bin
         fits = is_empty | (used[ranks] <= (limit - sizes[items])[:, None])
-        fits = np.where(must[:, None], is_empty, fits)
-        last = loads.max() + 1 + used[ranks]
-        into = np.argmin(np.where(fits, loads[ranks], last), axis=1)
-        bin_of[items] = into
-        loads[ranks, into] += costs[items]
-        used[ranks, into] += sizes[items]
+        fits = np.where(must_fill_empty[:, None], is_empty, fits)
+        full_cost = loads.max() + 1 + used[ranks]
+        bin_index = np.argmin(np.where(fits, loads[ranks], full_cost), axis=1)
+        bin_of[items] = bin_index
+        loads[ranks, bin_index] += costs[items]
+        used[ranks, bin_index] += sizes[items]
     return bin_of
 
 
-def _bin_ends(costs: Ints, tokens: Ints, most_cost: int, most_tokens: int) -> list[int]:
+def _bin_ends(costs: Ints, tokens: Ints, max_cost: int, max_tokens: int) -> list[int]:
     """Return, for each sample, the index after the largest bin that begins with it, within the limits of cost and tokens."""
-    num = np.minimum(most_cost // costs, most_tokens // tokens)
-    return (np.arange(len(costs)) + np.maximum(num, 1)).tolist()
+    bin_sizes = np.minimum(max_cost // costs, max_tokens // tokens)
+    return (np.arange(len(costs)) + np.maximum(bin_sizes, 1)).tolist()
 
 
 def _totals(costs: Ints, bin_of: Ints, num_bins: int, *, padded: bool) -> Ints:

@@ -74,8 +74,8 @@ def _keys_in(sample: Any, rows: Counter[Hashable]) -> Iterator[Hashable]:
     if key in rows:
         yield key
     elif isinstance(sample, list | tuple):
-        for part in cast(list[Any], sample):
-            yield from _keys_in(part, rows)
+        for item in cast(list[Any], sample):
+            yield from _keys_in(item, rows)
     else:
         raise _NotARow
 
@@ -88,10 +88,10 @@ def _num_left_out(nodes: list[Node[Any]]) -> int:
 def _key(value: Any) -> Hashable:
     """Return a hashable key of a row; equal rows have equal keys."""
     if isinstance(value, Mapping):
-        given = cast(Mapping[Any, Any], value)
-        return tuple((str(name), _key(given[name])) for name in sorted(given, key=str))
+        mapping = cast(Mapping[Any, Any], value)
+        return tuple((str(name), _key(mapping[name])) for name in sorted(mapping, key=str))
     if isinstance(value, list | tuple):
-        return tuple(_key(part) for part in cast(list[Any], value))
+        return tuple(_key(item) for item in cast(list[Any], value))
     if isinstance(value, np.ndarray | torch.Tensor | np.generic):
         return str(value.dtype), repr(value.tolist())
     return value if isinstance(value, Hashable) else repr(value)

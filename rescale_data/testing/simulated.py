@@ -38,11 +38,11 @@ def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, 
         >>> testing.full_state_dict(loaders)["table"].shape
         torch.Size([16, 6])
     """
-    words = "a list of the loaders of all simulated ranks"
-    require(Sequence, words, loaders=loaders)
+    expected = "a list of the loaders of all simulated ranks"
+    require(Sequence, expected, loaders=loaders)
     if not loaders:
-        raise ValueError(f"loaders is empty: give {words}.")
-    require(HasStream, words, **{f"loaders[{i}]": loader for i, loader in enumerate(loaders)})
+        raise ValueError(f"loaders is empty: give {expected}.")
+    require(HasStream, expected, **{f"loaders[{i}]": loader for i, loader in enumerate(loaders)})
     return merged_state_dict([stream_of(loader) for loader in loaders])
 
 
@@ -86,9 +86,9 @@ def assert_rescalable(
             reference = _Reference(recipe)
             if whole_epochs:
                 check_epochs(recipe)
-        where = f"segment {segment} (W={dp_world_size}, b={micro_batch_size}, K={num_workers})"
+        location = f"segment {segment} (W={dp_world_size}, b={micro_batch_size}, K={num_workers})"
         for u in range(steps * loaders[0].gradient_accumulation_steps + 1):
-            reference.check(loaders, f"{where}, micro batch {u}")
+            reference.check(loaders, f"{location}, micro batch {u}")
         state = full_state_dict(loaders)
         for loader in loaders:
             loader.close()
@@ -104,7 +104,7 @@ class _Reference:
         self._nodes = [recipe.build(shard) for shard in range(recipe.num_logical_shards)]
         self._epoch = 0
 
-    def check(self, loaders: Sequence[DataLoader], where: str) -> None:
+    def check(self, loaders: Sequence[DataLoader], location: str) -> None:
         """Take one micro batch on every rank, and compare its samples with the uninterrupted run."""
         self._begin_epoch(loaders)
         for rank, loader in enumerate(loaders):
@@ -114,7 +114,7 @@ class _Reference:
                 expected = (loader.options.collate_fn or collate)(samples)
                 if loader.options.tail == "pad":
                     expected = with_valid(expected, len(samples), len(samples))
-                _compare(micro_batch.batch, expected, f"{where}, rank {rank}")
+                _compare(micro_batch.batch, expected, f"{location}, rank {rank}")
 
     def _begin_epoch(self, loaders: Sequence[DataLoader]) -> None:
         for loader in loaders:
@@ -145,20 +145,20 @@ def _finish_epoch(node: Node[Any]) -> None:
     node.reset(node.get_state())
 
 
-def _compare(actual: Any, expected: Any, where: str) -> None:
+def _compare(actual: Any, expected: Any, location: str) -> None:
     if isinstance(expected, dict):
         if not isinstance(actual, dict) or actual.keys() != expected.keys():
-            raise AssertionError(f"{where}: the batch is {_describe(actual)}, expected {_describe(expected)}")
+            raise AssertionError(f"{location}: the batch is {_describe(actual)}, expected {_describe(expected)}")
         for key, value in expected.items():
-            _compare(actual[key], value, f"{where}, {key!r}")
+            _compare(actual[key], value, f"{location}, {key!r}")
     elif isinstance(expected, list | tuple):
         if len(actual) != len(expected):
-            raise AssertionError(f"{where}: {len(actual)} values, expected {len(expected)}")
+            raise AssertionError(f"{location}: {len(actual)} values, expected {len(expected)}")
         for i, value in enumerate(expected):
-            _compare(actual[i], value, f"{where}[{i}]")
+            _compare(actual[i], value, f"{location}[{i}]")
     elif not same(actual, expected):
         raise AssertionError(
-            f"{where}: the batch is not the one of an uninterrupted run: got {actual}, expected {expected}"
+            f"{location}: the batch is not the one of an uninterrupted run: got {actual}, expected {expected}"
         )
 
 

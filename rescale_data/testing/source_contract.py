@@ -48,12 +48,12 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
         )
     _check_attributes(source)
     rows = sorted({int(i) for i in np.linspace(0, source.num_rows - 1, num_rows)})
-    first = {index: copy.deepcopy(source.row(index)) for index in rows}
-    _check_repeated_reads(source, first)
-    _check_pickles(source, first)
+    first_reads = {index: copy.deepcopy(source.row(index)) for index in rows}
+    _check_repeated_reads(source, first_reads)
+    _check_pickles(source, first_reads)
     _check_locations(source, rows)
     for column in columns:
-        _check_tokens(source, column, first)
+        _check_tokens(source, column, first_reads)
     if source.num_rows <= _MAX_ROWS:
         _check_readers(source)
 
@@ -79,42 +79,42 @@ def _check_attributes(source: Source) -> None:
     _require(text == json.dumps(dict(source.manifest()), sort_keys=True), "manifest() is the same at every call")
 
 
-def _check_repeated_reads(source: Source, first: Mapping[int, Any]) -> None:
+def _check_repeated_reads(source: Source, first_reads: Mapping[int, Any]) -> None:
     """Check that rows depend neither on the order of reads nor on changes that a caller makes to them."""
-    indices = np.array(list(first))
+    indices = np.array(list(first_reads))
     for seed in range(2):
         for index in indices[permutation(len(indices), "contract", seed)].tolist():
             row = source.row(index)
-            _require(same(row, first[index]), f"row({index}) is {row!r} now and was {first[index]!r}")
+            _require(same(row, first_reads[index]), f"row({index}) is {row!r} now and was {first_reads[index]!r}")
             if not isinstance(source, DatasetSource):
                 _overwrite(row)
         cache().clear()
 
 
-def _check_pickles(source: Source, first: Mapping[int, Any]) -> None:
+def _check_pickles(source: Source, first_reads: Mapping[int, Any]) -> None:
     try:
-        other: Source = pickle.loads(pickle.dumps(source))
+        unpickled: Source = pickle.loads(pickle.dumps(source))
     except Exception as error:
         raise AssertionError(f"a source pickles, so that worker processes can have it: {error}") from error
-    _require(dict(other.manifest()) == dict(source.manifest()), "its manifest() is another after pickling")
-    index = next(reversed(first))
-    _require(same(other.row(index), first[index]), f"row({index}) is another after pickling")
+    _require(dict(unpickled.manifest()) == dict(source.manifest()), "its manifest() is another after pickling")
+    index = next(reversed(first_reads))
+    _require(same(unpickled.row(index), first_reads[index]), f"row({index}) is another after pickling")
 
 
 def _check_locations(source: Source, rows: list[int]) -> None:
-    places = [source.locate(index) for index in rows]
-    _require(len(set(places)) == len(places), "locate() says the same of two rows")
+    locations = [source.locate(index) for index in rows]
+    _require(len(set(locations)) == len(locations), "locate() says the same of two rows")
 
 
-def _check_tokens(source: Source, column: str, first: Mapping[int, Any]) -> None:
+def _check_tokens(source: Source, column: str, first_reads: Mapping[int, Any]) -> None:
     if not isinstance(source, TokenSource) or source.fragments is None:
         raise AssertionError(f"it has no tokens(column, fragment) to read {column!r} with")
     dtype = source.token_dtype(column)
-    for index, row in first.items():
+    for index, row in first_reads.items():
         fragment = int(np.searchsorted(source.fragments, index, side="right")) - 1
         tokens, row_in_fragment = source.tokens(column, fragment), index - int(source.fragments[fragment])
-        part = tokens.values[tokens.offsets[row_in_fragment] : tokens.offsets[row_in_fragment + 1]]
-        same = part.tolist() == row[column].tolist()
+        row_tokens = tokens.values[tokens.offsets[row_in_fragment] : tokens.offsets[row_in_fragment + 1]]
+        same = row_tokens.tolist() == row[column].tolist()
         _require(same, f"tokens({column!r}, {fragment}) are not those of row({index})")
         _require(
             row[column].dtype == dtype, f"token_dtype({column!r}) is {dtype}, row({index}) has {row[column].dtype}"

@@ -94,8 +94,8 @@ class Communicator:
         tensor = tensor.contiguous()
         gathered = torch.empty((len(self._names), *tensor.shape), dtype=tensor.dtype, device="cpu")
         gathered[self._me] = tensor
-        others = [index for index in range(len(self._names)) if index != self._me]
-        result = self._begin(call, dict.fromkeys(others, tensor), {index: gathered[index] for index in others})
+        indices = [index for index in range(len(self._names)) if index != self._me]
+        result = self._begin(call, dict.fromkeys(indices, tensor), {index: gathered[index] for index in indices})
 
         def wait() -> torch.Tensor:
             result()
@@ -170,14 +170,14 @@ class Communicator:
 
     def _failure(self, call: Call, missing: list[int] | None, reason: str) -> RuntimeError:
         if missing is None:
-            who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
+            explanation = "and the process that holds the store (rank 0 of the job) cannot be reached either"
         elif missing:
-            who = f"because the ranks {missing} did not come to it in time, or died in it"
+            explanation = f"because the ranks {missing} did not come to it in time, or died in it"
         else:
-            who = "although all ranks came: some came as others gave up, or the network failed"
+            explanation = "although all ranks came: some came as others gave up, or the network failed"
         return RuntimeError(
-            f"A collective of the data loader failed on rank {self._names[self._me]} after at most {call.seconds:g} s, {who}. "
-            f"{call.cure} ({reason})"
+            f"A collective of the data loader failed on rank {self._names[self._me]} after at most {call.seconds:g} s, "
+            f"{explanation}. {call.cure} ({reason})"
         )
 
 
@@ -223,11 +223,11 @@ class _Group:
     def end(self, exchange: _Exchange, seconds: float) -> None:
         if exchange.error is not None:
             raise exchange.error
-        works, until = list(exchange.works), monotonic() + seconds
+        works, deadline = list(exchange.works), monotonic() + seconds
 
         def wait() -> None:
             for work in works:
-                work.wait(datetime.timedelta(seconds=max(0.001, until - monotonic())))
+                work.wait(datetime.timedelta(seconds=max(0.001, deadline - monotonic())))
 
         in_a_thread(wait)
         self._begun.discard(exchange)

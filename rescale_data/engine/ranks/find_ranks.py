@@ -41,8 +41,8 @@ def find_ranks(
         return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
     if dist.get_world_size() == 1 and mesh is None:
         return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
-    given = None if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
-    members = _members_of(mesh) if given is None else by_dp_rank(*given, timeout)
+    rank_and_size = None if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
+    members = _members_of(mesh) if rank_and_size is None else by_dp_rank(*rank_and_size, timeout)
     if len(members) == 1:
         return Ranks()
     group = None if isinstance(mesh, DeviceMesh) else mesh

@@ -64,13 +64,13 @@ def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str
         Missing: As in `meet`.
     """
     store.append("came", f"{me} {value}\n")
-    verdict, until, is_over = "", monotonic() + seconds, False
+    verdict, deadline, is_over = "", monotonic() + seconds, False
     if store.add("count", 1) >= len(names):
         verdict = _write_verdict(store, len(names), is_over=False)
     while not verdict:
         if _appears(store, "verdict", min(_LOOK, seconds / 4)):
             verdict = _read(store, "verdict")
-        elif monotonic() >= until:
+        elif monotonic() >= deadline:
             if store.add("looks", 1) == 1 or is_over:  # the member that looked first may have died since
                 verdict = _write_verdict(store, len(names), is_over=True)
             is_over = True
@@ -169,33 +169,33 @@ def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
 def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
     me, everyone = dist.get_rank(), list(range(dist.get_world_size()))
     texts, _ = meet_in_job("dp", everyone, timeout, f"{dp_rank} {dp_world_size}")
-    given = [tuple(map(int, text.split())) for text in texts]
-    sizes = sorted({size for _, size in given})
+    pairs = [tuple(map(int, text.split())) for text in texts]
+    sizes = sorted({size for _, size in pairs})
     if len(sizes) > 1:
         raise ValueError(f"The ranks built their loaders with different dp_world_size: {sizes}. All need the same.")
-    of_rank = [[rank for rank, (of, _) in enumerate(given) if of == wanted] for wanted in range(dp_world_size)]
-    missing = [of for of, group in enumerate(of_rank) if not group]
+    of_rank = [[rank for rank, (given_rank, _) in enumerate(pairs) if given_rank == n] for n in range(dp_world_size)]
+    missing = [given_rank for given_rank, group in enumerate(of_rank) if not group]
     if missing:
         raise ValueError(
             f"dp_world_size={dp_world_size}, but no process of the group was given dp_rank={missing[0]} ({len(missing)} "
             f"of the dp ranks are missing), so their logical shards would never be read. Give each dp rank to a process "
             f"at least, or pass mesh= in place of dp_rank= and dp_world_size=."
         )
-    place = of_rank[dp_rank].index(me)
+    position = of_rank[dp_rank].index(me)
     if len({len(group) for group in of_rank}) > 1:
         raise ValueError(
             f"The dp ranks were given to {sorted({len(group) for group in of_rank})} processes each: give each dp rank to as "
             f"many (its TP, PP and CP peers), or pass mesh= of the dp ranks."
         )
-    return [group[place] for group in of_rank]
+    return [group[position] for group in of_rank]
 
 
 def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:
     """Return the value of ``key``, made once by ``make`` and kept as long as the process group (default: the job's) exists."""
-    known = _cached.setdefault(dist.group.WORLD if group is None else group, {})
-    if key not in known:
-        known[key] = make()
-    return known[key]
+    values = _cached.setdefault(dist.group.WORLD if group is None else group, {})
+    if key not in values:
+        values[key] = make()
+    return values[key]
 
 
 _cached: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()

@@ -46,7 +46,7 @@ class Peers:
         mine = [str(int(receives)), str(next(_numbers)), *(f"{digest(setting):x}" for setting in settings.values())]
         texts, store = meet_in_job(f"peers/{digest(self._members)}", members, timeout, " ".join(mine))
         words = [text.split() for text in texts]
-        _require_same(settings, [given[2:] for given in words], members)
+        _require_same(settings, [fields[2:] for fields in words], members)
         self._number = words[0][1]  # as the first peer counts: keeps its loaders for training and validation apart
         receivers = [rank for rank, mine in zip(members, words, strict=True) if mine[0] == "1" or rank == members[0]]
         self.receives = self.rank in receivers
@@ -93,11 +93,11 @@ class Peers:
         try:
             group.broadcast([tensor], options).wait()
         except RuntimeError as error:
-            others = (
+            awaited = (
                 f"one of the ranks {self._members[1:]}" if self.me == 0 else f"rank {self._members[0]}, which reads"
             )
             self._broken = (
-                f"Rank {self.rank} waited at most {self._timeout:g} s for {others}: it makes no call, or has died. All peers "
+                f"Rank {self.rank} waited at most {self._timeout:g} s for {awaited}: it makes no call, or has died. All peers "
                 f"of a dp rank make the same calls of their loader, in the same order. ({error})"
             )
             raise RuntimeError(self._broken) from error
@@ -106,10 +106,10 @@ class Peers:
 def _require_same(settings: dict[str, str], texts: list[list[str]], members: Sequence[int]) -> None:
     for number, (name, mine) in enumerate(settings.items()):
         if len({words[number] for words in texts}) > 1:
-            others = [rank for rank, words in zip(members, texts, strict=True) if words[number] != texts[0][number]]
+            differing = [rank for rank, words in zip(members, texts, strict=True) if words[number] != texts[0][number]]
             raise ValueError(
                 f"The peers {list(members)} of one dp rank built a loader with different {name}: rank {dist.get_rank()} "
-                f"has {mine}, and the ranks {others} another than rank {members[0]}. All of them need the same arguments."
+                f"has {mine}, and the ranks {differing} another than rank {members[0]}. All of them need the same arguments."
             )
 
 

@@ -81,9 +81,9 @@ class Ranks:
         """The same ranks, with collectives named for a load: ranks may have made different numbers of loads."""
         return replace(self, _is_load=True)
 
-    def at(self, *place: int) -> Ranks:
+    def at(self, *numbers: int) -> Ranks:
         """Return the same ranks, with collectives named by a place of the run, so that different places never mix."""
-        return replace(self, _place=place)
+        return replace(self, _place=numbers)
 
     @property
     def after_load(self) -> Ranks:
@@ -137,11 +137,11 @@ class Ranks:
         values = self._agree("extremes", [value])()
         return int(values.min()), int(values.max())
 
-    def require_same(self, what: dict[str, Any], did: str = "built their loaders") -> None:
+    def require_same(self, content: dict[str, Any], did: str = "built their loaders") -> None:
         """Raise ``ValueError`` on every rank if some value differs between ranks; the message names the value (collective)."""
-        self._require(what, self._agree("same", [digest(value) for value in what.values()])(), did)
+        self._require(content, self._agree("same", [digest(value) for value in content.values()])(), did)
 
-    def with_new_loader(self, what: dict[str, Any]) -> Ranks:
+    def with_new_loader(self, content: dict[str, Any]) -> Ranks:
         """Return the same ranks, with the number of the loader that all of them are building (collective).
 
         Some ranks may have failed to build earlier loaders, so the number is the largest that any rank has reached.
@@ -152,36 +152,36 @@ class Ranks:
         communicator = self.communicator
         if communicator is None:
             return self
-        values = [communicator.num_loaders + 1, *map(digest, what.values())]
+        values = [communicator.num_loaders + 1, *map(digest, content.values())]
         call = Call("build", self.timeout, _BUILD_ON_ALL)
         of_all = communicator.agree(call, values)()
         communicator.num_loaders = int(of_all[:, 0].max())
-        self._require(what, of_all[:, 1:])
+        self._require(content, of_all[:, 1:])
         return replace(self, loader=communicator.num_loaders)
 
-    def _require(self, what: dict[str, Any], digests: Ints, did: str = "built their loaders") -> None:
+    def _require(self, content: dict[str, Any], digests: Ints, did: str = "built their loaders") -> None:
         differ = (digests != digests[0]).any(axis=0).tolist()
-        given = {name: what[name] for name, is_other in zip(what, differ, strict=True) if is_other}
-        if given:
+        differing = {name: content[name] for name, is_other in zip(content, differ, strict=True) if is_other}
+        if differing:
             raise ValueError(
-                f"The ranks {did} with different {', '.join(given)}; dp rank {self.rank} has {given}. "
+                f"The ranks {did} with different {', '.join(differing)}; dp rank {self.rank} has {differing}. "
                 f"All ranks need the same arguments and the same files."
             )
 
-    def _gather(self, tensor: torch.Tensor, what: str = "rows") -> torch.Tensor:
-        return tensor[None] if self.communicator is None else self.communicator.gather(self._call(what), tensor)
+    def _gather(self, tensor: torch.Tensor, content: str = "rows") -> torch.Tensor:
+        return tensor[None] if self.communicator is None else self.communicator.gather(self._call(content), tensor)
 
-    def _agree(self, what: str, values: Sequence[int]) -> Callable[[], Ints]:
+    def _agree(self, content: str, values: Sequence[int]) -> Callable[[], Ints]:
         if self.communicator is None:
             return lambda: np.array([values], dtype=np.int64)
-        return self.communicator.agree(self._call(what), values)
+        return self.communicator.agree(self._call(content), values)
 
-    def _call(self, what: str) -> Call:
+    def _call(self, content: str) -> Call:
         if self._is_save:
-            return Call(f"save/{what}/{self.loader}", self.timeout, _CALL_ON_ALL)
+            return Call(f"save/{content}/{self.loader}", self.timeout, _CALL_ON_ALL)
         if self._is_load:
-            return Call(f"load/{what}/{self.loader}", self.timeout, _RESTART)
-        return Call(f"read/{what}/{self.loader}/{self._place}", self.timeout, _RESTART, self._agreed_num_loads())
+            return Call(f"load/{content}/{self.loader}", self.timeout, _RESTART)
+        return Call(f"read/{content}/{self.loader}/{self._place}", self.timeout, _RESTART, self._agreed_num_loads())
 
     def _agreed_num_loads(self) -> int:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""

@@ -72,14 +72,14 @@ def fit(schema: Schema, header: Mapping[str, Any]) -> Fitted:
     """Return the header of a state translated to the current pipeline: without removed children, with added ones."""
     removed, added = _changes(schema, header["pipeline"])
 
-    def merged(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {key: value for key, value in saved.items() if not any(change.has(key) for change in removed)}
-        return {**kept, **{key: value for key, value in now.items() if any(change.has(key) for change in added)}}
+    def merged(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+        common = {key: value for key, value in saved.items() if not any(change.has(key) for change in removed)}
+        return {**common, **{key: value for key, value in current.items() if any(change.has(key) for change in added)}}
 
     columns, sources = merged(by_name(header["columns"]), schema.columns), None
-    if header["sources"] != (now := json.loads(schema.sources_json)):
-        sources = merged(header["sources"], now)
-        sources = None if sources == now else sources
+    if header["sources"] != (current := json.loads(schema.sources_json)):
+        sources = merged(header["sources"], current)
+        sources = None if sources == current else sources
     return Fitted(columns, merged(header["pipeline"], schema.pipeline), sources, added, removed)
 
 
@@ -162,23 +162,23 @@ def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[ChangedChil
     added: list[ChangedChild] = []
     for path, node in schema.root.walk():
         if isinstance(node, Mixes) and path_name(path) in saved:
-            before, now = set(_children(path, saved)), set(node.children)
-            removed += [_changed(path, node, name) for name in sorted(before - now)]
-            added += [_changed(path, node, name) for name in sorted(now - before)]
+            saved_children, current_children = set(_children(path, saved)), set(node.children)
+            removed += [_changed(path, node, name) for name in sorted(saved_children - current_children)]
+            added += [_changed(path, node, name) for name in sorted(current_children - saved_children)]
     return removed, added
 
 
 def _changed(path: Path, node: Node[Any], child: str) -> ChangedChild:
-    kept = {field.path[:-1] for field in node.FIELDS if field.path[-1] in node.children}
-    return ChangedChild((*path, child), frozenset(".".join((*path, *own, child)) for own in kept))
+    parents = {field.path[:-1] for field in node.FIELDS if field.path[-1] in node.children}
+    return ChangedChild((*path, child), frozenset(".".join((*path, *parent, child)) for parent in parents))
 
 
 def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
-    above = "".join(f"{name}." for name in path)
+    prefix = "".join(f"{name}." for name in path)
     for name in saved:
-        rest = name.removeprefix(above)
-        if name.startswith(above) and "." not in rest and name != path_name(()):
-            yield rest
+        child = name.removeprefix(prefix)
+        if name.startswith(prefix) and "." not in child and name != path_name(()):
+            yield child
 
 
 # The form of samples

@@ -40,29 +40,29 @@ def require_fit(stream: Stream, header: Mapping[str, Any]) -> Fitted:
     Returns:
         The state, translated to the current pipeline.
     """
-    now = {"num_logical_shards": stream.layout.num_logical_shards, "seed": stream.setup.recipe.seed}
+    current = {"num_logical_shards": stream.layout.num_logical_shards, "seed": stream.setup.recipe.seed}
     for name, cure in _FIXED.items():
-        if header[name] != now[name]:
+        if header[name] != current[name]:
             raise DataStateError(
-                f"The state was saved with {name}={header[name]}, the loader has {name}={now[name]}. {cure}"
+                f"The state was saved with {name}={header[name]}, the loader has {name}={current[name]}. {cure}"
             )
     schema, fitted = stream.schema, fit(stream.schema, header)
     _require_same("fields", fitted.columns, schema.columns)
     growth = compare(schema, fitted.sources)
     pipelines = without_functions(fitted.pipeline, schema.pipeline)
-    _require_same("pipeline", *(fixed_parameters(schema, each) for each in pipelines), fixed=fixed_by_parents(schema))
+    _require_same("pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines), fixed=fixed_by_parents(schema))
     return replace(fitted, growth=growth)
 
 
-def _require_same(name: str, saved: Any, now: Any, fixed: Sequence[str] = ()) -> None:
-    different = differences(saved, now)
+def _require_same(name: str, saved: Any, current: Any, fixed: Sequence[str] = ()) -> None:
+    different = differences(saved, current)
     if not different:
         return
     message = f"The {name} differ from those of the checkpoint: {'; '.join(different)}. {_DESCRIBED[name]}"
-    held = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in different)]
-    if held:
+    blocked = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in different)]
+    if blocked:
         message += (
-            f" {held} could change if all nodes above were of rescale_data, or a Mapper of torchdata: others keep what is "
+            f" {blocked} could change if all nodes above were of rescale_data, or a Mapper of torchdata: others keep what is "
             f"below them as it was saved."
         )
     raise DataStateError(message)

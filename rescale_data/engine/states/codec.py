@@ -77,7 +77,7 @@ class Saved:
     def clock(self) -> Clock:
         """The counts of samples, steps and epochs of the run at the save."""
         counts: dict[str, Any] = {field.name: self.header[field.name] for field in dataclasses.fields(Clock)}
-        counts["skipped"] = tuple((first, stop) for first, stop in counts["skipped"])
+        counts["skipped"] = tuple((start, stop) for start, stop in counts["skipped"])
         counts["step"] -= (counts["samples"] - counts["origin"]) // self.header["global_batch_size"]
         if counts["step"] < 0:
             raise DataStateError(f"The state counts {self.header['step']!r} step: {_DAMAGED}")
@@ -87,14 +87,14 @@ class Saved:
 # A state is written
 
 
-def header_of(at: Cursor, ends: Ends) -> str:
+def header_of(cursor: Cursor, ends: Ends) -> str:
     """Return the header of a state as JSON, the same on every rank; the schema keeps the long parts of it as texts."""
-    layout, schema, clock = ends.layout, ends.schema, at.now(ends.layout)
+    layout, schema, clock = ends.layout, ends.schema, cursor.now(ends.layout)
     step = clock.global_step(layout.global_batch_size)
     counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
     sizes = {name: getattr(layout, name) for name in _SIZES}
     text = to_json({"version": VERSION, "seed": ends.setup.recipe.seed, **counts, **sizes})[:-1]
-    return text + "".join(f',"{name}":{of}' for name, of in schema.texts.items()) + "}"
+    return text + "".join(f',"{name}":{json_text}' for name, json_text in schema.texts.items()) + "}"
 
 
 def encode(table: Ints, samples: int, header: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def read_header(text: Any) -> dict[str, Any]:
 def fields_in(header: Mapping[str, Any]) -> list[Field]:
     """Return the table fields that a header describes, in the order of the columns."""
     try:
-        return [field_from_description(about["name"], about) for about in header["columns"]]
+        return [field_from_description(column["name"], column) for column in header["columns"]]
     except (AttributeError, LookupError, TypeError) as error:
         raise DataStateError(f"The header of the state does not describe its columns: {_DAMAGED}") from error
 
@@ -181,15 +181,15 @@ def table_of(schema: Schema, saved: Saved, added: Sequence[ChangedChild]) -> Int
     Args:
         added: The children that have come since the save: they begin at their first row.
     """
-    before, now = _slots(saved.fields), _slots(schema.fields)
-    (stamp,) = before[STAMP.key]
+    from_slots, to_slots = _slots(saved.fields), _slots(schema.fields)
+    (stamp,) = from_slots[STAMP.key]
     _require_stamps(saved.table[:, stamp], saved.header["samples"])
-    if [*before] == [STAMP.key, *now]:  # the same columns, as at most loads
+    if [*from_slots] == [STAMP.key, *to_slots]:  # the same columns, as at most loads
         return saved.table[:, 1:].copy()
-    table, kept = schema.fresh_table(len(saved.table)), [key for key in now if key in before]
-    begun = [key for key in now if key not in before and any(key in child.own for child in added)]
-    table[:, [slot for key in begun for slot in now[key]]] = 0
-    source, target = ([slot for key in kept for slot in slots[key]] for slots in (before, now))
+    table, keys = schema.fresh_table(len(saved.table)), [key for key in to_slots if key in from_slots]
+    added_keys = [key for key in to_slots if key not in from_slots and any(key in child.own for child in added)]
+    table[:, [slot for key in added_keys for slot in to_slots[key]]] = 0
+    source, target = ([slot for key in keys for slot in slots[key]] for slots in (from_slots, to_slots))
     table[:, target] = saved.table[:, source]
     return table
 
@@ -200,20 +200,20 @@ def has_remainder(table: Ints) -> bool:
 
 
 def _slots(fields: Sequence[Field]) -> dict[str, range]:
-    return {f.key: range(a, a + f.num_slots) for f, a in zip(fields, offsets(fields), strict=False)}
+    return {f.key: range(start, start + f.num_slots) for f, start in zip(fields, offsets(fields), strict=False)}
 
 
-def _require_names(values: Any, names: Iterable[str], what: str) -> None:
+def _require_names(values: Any, names: Iterable[str], container: str) -> None:
     missing = sorted(set(names).difference(values)) if isinstance(values, Mapping) else list(names)
     if missing:
-        raise DataStateError(f"The {what} lacks {missing}. {_GIVE}")
+        raise DataStateError(f"The {container} lacks {missing}. {_GIVE}")
 
 
 def _require_ranges(saved: Any, num_samples: int) -> None:
     """Raise ``DataStateError`` unless the skipped samples are ascending ranges within the samples of the state."""
     ranges = saved if isinstance(saved, list) else [saved]
-    flat = [value for each in ranges for value in (each if isinstance(each, list) else [each])]
-    are_pairs = all(isinstance(each, list) and len(each) == 2 for each in ranges)
+    flat = [value for item in ranges for value in (item if isinstance(item, list) else [item])]
+    are_pairs = all(isinstance(item, list) and len(item) == 2 for item in ranges)
     are_ints = all(type(value) is int for value in flat)
     if not are_pairs or not are_ints or [0, *flat, num_samples] != sorted([0, *flat, num_samples]):
         raise DataStateError(f"The state leaves out the samples {saved!r:.200}: {_DAMAGED}")
@@ -226,11 +226,11 @@ def _require_stamps(stamps: Ints, samples: int) -> None:
     if not wrong:
         return
     written_for = [divmod(-1 - value, n) for value in stamps[wrong].tolist()]
-    others = [(row, shard) for row, (at, shard) in zip(wrong, written_for, strict=True) if at == samples]
-    if others:
+    moved = [(row, shard) for row, (sample, shard) in zip(wrong, written_for, strict=True) if sample == samples]
+    if moved:
         raise DataStateError(
-            f"{len(others)} of {n} rows of the state are those of other logical shards (the first: row {others[0][0]} is that "
-            f"of shard {others[0][1]}): one rank's rows were kept for all, or rows changed places. Keep what "
+            f"{len(moved)} of {n} rows of the state are those of other logical shards (the first: row {moved[0][0]} is that "
+            f"of shard {moved[0][1]}): one rank's rows were kept for all, or rows changed places. Keep what "
             f"loader.state_dict() returns, or use torch.distributed.checkpoint; load another checkpoint."
         )
     raise DataStateError(
@@ -244,11 +244,11 @@ def _require_stamps(stamps: Ints, samples: int) -> None:
 
 def data_states(paths: Iterable[Sequence[Any]]) -> list[Path]:
     """Return the paths of the data-loader states in a checkpoint, given the paths of all its values."""
-    known = {tuple(map(str, path)) for path in paths}
-    return sorted(path[:-1] for path in known if path[-1] == TABLE and (*path[:-1], HEADER) in known)
+    all_paths = {tuple(map(str, path)) for path in paths}
+    return sorted(path[:-1] for path in all_paths if path[-1] == TABLE and (*path[:-1], HEADER) in all_paths)
 
 
-def find(paths: Iterable[Sequence[Any]], name: str | None, where: object) -> Path:
+def find(paths: Iterable[Sequence[Any]], name: str | None, origin: object) -> Path:
     """Return the path of the data-loader state with this name; without a name, the path of the only one.
 
     Raises:
@@ -261,10 +261,10 @@ def find(paths: Iterable[Sequence[Any]], name: str | None, where: object) -> Pat
         return states[name]
     if not states:
         raise DataStateError(
-            f"The checkpoint {where} holds no data state of a rescale_data loader. Save the loader in the state, under a key."
+            f"The checkpoint {origin} holds no data state of a rescale_data loader. Save the loader in the state, under a key."
         )
     asked = "" if name is None else f", and none is named {name!r}"
-    raise DataStateError(f"The checkpoint {where} holds the data states {sorted(states)}{asked}. Name one of them.")
+    raise DataStateError(f"The checkpoint {origin} holds the data states {sorted(states)}{asked}. Name one of them.")
 
 
 def with_columns_of(state: Any, saved: torch.Tensor | None) -> Any:

@@ -15,9 +15,9 @@ from rescale_data.nodes.function import CODE, VERSION
 _SHOWN = 5
 
 
-def differences(saved: Any, now: Any) -> list[str]:
+def differences(saved: Any, current: Any) -> list[str]:
     """Return the first few differences of two JSON values, as ``"source: shuffle: saved 3, now 4"``."""
-    lines = [] if saved == now else _compare("", saved, now)
+    lines = [] if saved == current else _compare("", saved, current)
     return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
 
 
@@ -31,19 +31,19 @@ def without_all(nodes: Nodes, *parameters: str) -> Nodes:
     return without(nodes, {name: {*parameters} for name in nodes})
 
 
-def without_functions(saved: Nodes, now: Nodes) -> tuple[Nodes, Nodes]:
+def without_functions(saved: Nodes, current: Nodes) -> tuple[Nodes, Nodes]:
     """Return the parameters of two pipelines without names and sources of functions, and versions that only one has."""
-    both = {name for name in saved.keys() & now.keys() if VERSION in saved[name] and VERSION in now[name]}
-    free = {name: {CODE} if name in both else {CODE, VERSION} for name in saved.keys() & now.keys()}
-    return without(saved, free), without(now, free)
+    both = {name for name in saved.keys() & current.keys() if VERSION in saved[name] and VERSION in current[name]}
+    free = {name: {CODE} if name in both else {CODE, VERSION} for name in saved.keys() & current.keys()}
+    return without(saved, free), without(current, free)
 
 
 def log_changes(stream: Stream, saved: Nodes) -> None:
     """Log the differences between a saved state and the current pipeline that a load accepts."""
-    now = stream.schema.pipeline
-    functions = _of_parameters(saved, now, {name: {CODE, VERSION} for name in saved.keys() & now.keys()})
+    current = stream.schema.pipeline
+    functions = _of_parameters(saved, current, {name: {CODE, VERSION} for name in saved.keys() & current.keys()})
     free = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
-    settings = _of_parameters(saved, now, free)
+    settings = _of_parameters(saved, current, free)
     if functions:
         stream.ranks.warn(
             "Functions of the pipeline are not those of the state, by name or source: %s. Give them version=: it is compared.",
@@ -53,20 +53,20 @@ def log_changes(stream: Stream, saved: Nodes) -> None:
         stream.ranks.info("Changed since the state was saved: %s.", "; ".join(settings))
 
 
-def _compare(path: str, saved: Any, now: Any) -> list[str]:
-    saved, now = _by_name(saved), _by_name(now)
-    if isinstance(saved, dict) and isinstance(now, dict):
+def _compare(path: str, saved: Any, current: Any) -> list[str]:
+    saved, current = _by_name(saved), _by_name(current)
+    if isinstance(saved, dict) and isinstance(current, dict):
         lines: list[str] = []
-        for key in sorted({*saved, *now}):
-            here = f"{path}: {key}" if path else key
-            if key not in now:
-                lines.append(f"{here} was saved and is not there now")
+        for key in sorted({*saved, *current}):
+            key_path = f"{path}: {key}" if path else key
+            if key not in current:
+                lines.append(f"{key_path} was saved and is not there now")
             elif key not in saved:
-                lines.append(f"{here} is new")
+                lines.append(f"{key_path} is new")
             else:
-                lines += _compare(here, saved[key], now[key])
+                lines += _compare(key_path, saved[key], current[key])
         return lines
-    return [] if saved == now else [f"{path}: saved {_short(saved)}, now {_short(now)}"]
+    return [] if saved == current else [f"{path}: saved {_short(saved)}, now {_short(current)}"]
 
 
 def _by_name(value: Any) -> Any:
@@ -82,9 +82,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _of_parameters(one: Nodes, other: Nodes, keys: Mapping[str, Set[str]]) -> list[str]:
+def _of_parameters(old: Nodes, new: Nodes, keys: Mapping[str, Set[str]]) -> list[str]:
     """Return the differences in the given parameters of each node; nodes without any of them in ``one`` count as equal."""
     picked = [
-        {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (one, other)
+        {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (old, new)
     ]
     return differences(*({name: nodes[name] for name in keys if picked[0][name]} for nodes in picked))

@@ -44,17 +44,17 @@ def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
     """
     if saved is None:
         return Growth({path: _history(schema, path) for path in schema.manifests}, {})
-    histories, sources, now = {path: parse(value) for path, value in saved.items()}, schema.sources(), {}
-    last, grown = {path: history[-1][1] for path, history in histories.items()}, dict[str, list[str]]()
+    histories, sources, present = {path: parse(value) for path, value in saved.items()}, schema.sources(), {}
+    past, grown = {path: history[-1][1] for path, history in histories.items()}, dict[str, list[str]]()
     for path, manifest in schema.manifests.items():
-        now[path] = manifest
-        if path in last and isinstance(sources[path], FiledSource) and last[path] != manifest:
-            last[path], manifest = _with_files(sources[path], last[path], manifest)
-            added = _added(last[path], manifest)
-            now[path] = _without(manifest, added)
+        present[path] = manifest
+        if path in past and isinstance(sources[path], FiledSource) and past[path] != manifest:
+            past[path], manifest = _with_files(sources[path], past[path], manifest)
+            added = _added(past[path], manifest)
+            present[path] = _without(manifest, added)
             grown |= {path: added} if added else {}
-    changed = differences(as_json(last), as_json(now))
-    if any(FOLDERS in last[path] and last[path] != now.get(path) for path in last):
+    changed = differences(as_json(past), as_json(present))
+    if any(FOLDERS in past[path] and past[path] != present.get(path) for path in past):
         changed.append("the index that lists the files of then is no longer in index_dir")
     if changed:
         raise DataStateError(
@@ -64,16 +64,16 @@ def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
     return Growth(histories, grown)
 
 
-def _with_files(source: object, last: Manifest, now: Manifest) -> tuple[Manifest, Manifest]:
+def _with_files(source: object, old: Manifest, current: Manifest) -> tuple[Manifest, Manifest]:
     """Return two manifests with full lists of files if both lists can be read, else both with digests of the lists."""
-    if last == now or not isinstance(source, FiledSource):
-        return last, now
-    full = source.unfold(last), source.unfold(now)
-    return (fold(last), fold(now)) if full[0] is None or full[1] is None else (full[0], full[1])
+    if old == current or not isinstance(source, FiledSource):
+        return old, current
+    full = source.unfold(old), source.unfold(current)
+    return (fold(old), fold(current)) if full[0] is None or full[1] is None else (full[0], full[1])
 
 
 def with_added_files(
-    growth: Growth, schema: Schema, table: Ints, reached: Callable[[dict[str, History], Sequence[str]], list[int]]
+    growth: Growth, schema: Schema, table: Ints, epochs_read: Callable[[dict[str, History], Sequence[str]], list[int]]
 ) -> dict[str, History]:
     """Return the manifests of each source by epoch; added files are read from the next epoch that no shard has begun.
 
@@ -90,8 +90,8 @@ def with_added_files(
         }
 
     paths = list(growth.grown)
-    last = reached(since(dict.fromkeys(paths, _NEVER)), paths)
-    epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in zip(paths, last, strict=True)}
+    reread = epochs_read(since(dict.fromkeys(paths, _NEVER)), paths)
+    epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in zip(paths, reread, strict=True)}
     if any((_reader_rows(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
         table[:, REMAINDER][table[:, REMAINDER] != ENDED] = NO_REMAINDER
     return since(epochs)
@@ -106,7 +106,7 @@ def _not_passed(history: History, schema: Schema, table: Ints, path: str) -> His
     if len(history) == 1:
         return history
     lowest = int(_reader_rows(schema, table, path)[:, 0].min())
-    return [entry for entry, after in zip(history, [*history[1:], None], strict=True) if not after or after[0] > lowest]
+    return [entry for entry, later in zip(history, [*history[1:], None], strict=True) if not later or later[0] > lowest]
 
 
 def next_epoch(schema: Schema, table: Ints, path: str) -> int:
@@ -122,8 +122,8 @@ def parse(value: Any) -> History:
 
 def _history(schema: Schema, path: str) -> History:
     """Return the history of a source, ``(first epoch, manifest)`` pairs, as a save would write it now."""
-    known = schema.histories.get(path, ())
-    return list(known) if len(known) > 1 else [(0, schema.manifests[path])]
+    history = schema.histories.get(path, ())
+    return list(history) if len(history) > 1 else [(0, schema.manifests[path])]
 
 
 def _grow(history: History, since: int, manifest: Manifest) -> History:
@@ -143,11 +143,11 @@ def _reader_rows(schema: Schema, table: Ints, path: str) -> Ints:
     )
 
 
-def _added(last: Manifest, now: Manifest) -> list[str]:
-    names = {name for name, *_ in last.get(FILES, ())}
-    return [name for name, *_ in now.get(FILES, ()) if name not in names]
+def _added(old: Manifest, current: Manifest) -> list[str]:
+    names = {name for name, *_ in old.get(FILES, ())}
+    return [name for name, *_ in current.get(FILES, ()) if name not in names]
 
 
-def _without(now: Manifest, added: Sequence[str]) -> Manifest:
+def _without(current: Manifest, added: Sequence[str]) -> Manifest:
     names = set(added)
-    return {**now, FILES: [file for file in now[FILES] if file[0] not in names]} if added else now
+    return {**current, FILES: [file for file in current[FILES] if file[0] not in names]} if added else current

@@ -122,10 +122,10 @@ def _deliver(
     setup, schema, n = stream.setup, stream.schema, len(table)
     (o, w, b), k = saved.sizes, saved.header["num_workers"]
     layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
-    whole = layout.micro_step_samples
-    if num_samples < 0 or num_samples % whole:
+    unit = layout.micro_step_samples
+    if num_samples < 0 or num_samples % unit:
         raise ValueError(
-            f"load_state_dict(state, delivered={num_samples}): give a multiple of {whole}, dp_world_size={w} times "
+            f"load_state_dict(state, delivered={num_samples}): give a multiple of {unit}, dp_world_size={w} times "
             f"micro_batch_size={b} of the state: samples over all ranks that served."
         )
     require_countable(f"load_state_dict(state, delivered={num_samples})", clock.samples + num_samples, n)
@@ -135,13 +135,13 @@ def _deliver(
     ranks.require_same({"delivered": num_samples, **counts}, "loaded states")
     ends = Ends(replace(setup, layout=layout, ranks=ranks), stream.ends.runner)
     ends.owned = np.arange(n) if ranks.simulated else ends.owned
-    before = schema.histories
+    histories_before = schema.histories
     schema.adopt(needed({path: list(history) for path, history in histories.items()}, schema, table))
     try:
-        at = skip(Cursor.at(clock, table, ends.owners, layout), ends, num_samples // whole)
-        return at.now(layout), ranks.merge(at.table, at.owners)
+        cursor = skip(Cursor.at(clock, table, ends.owners, layout), ends, num_samples // unit)
+        return cursor.now(layout), ranks.merge(cursor.table, cursor.owners)
     finally:
-        schema.adopt(before)
+        schema.adopt(histories_before)
 
 
 def _clock_after_load(
@@ -177,10 +177,11 @@ def _require_rows(schema: Schema, table: Ints) -> None:
         epoch, row = table[:, slot], table[:, slot + 1]
         wrong = row > reader.source.num_rows
         if wrong.any():
-            at, source = int(wrong.argmax()), reader.source
+            shard, source = int(wrong.argmax()), reader.source
             raise DataStateError(
-                f"By the state logical shard {at} has delivered {table[at, SAMPLES]} samples and stands at row {row[at]} "
-                f"of epoch {epoch[at]} of {source.name}, which has {source.num_rows} rows: it was changed. Load another one."
+                f"By the state logical shard {shard} has delivered {table[shard, SAMPLES]} samples and stands at row "
+                f"{row[shard]} of epoch {epoch[shard]} of {source.name}, which has {source.num_rows} rows: it was changed. "
+                f"Load another one."
             )
 
 
@@ -201,9 +202,9 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
         )
 
 
-def _differ(saved: Nodes, now: Nodes, *apart: str) -> bool:
+def _differ(saved: Nodes, current: Nodes, *ignored: str) -> bool:
     """True if the parameters of two pipelines differ in any parameter except the ones named in ``apart``."""
-    return without_all(saved, *apart) != without_all(now, *apart)
+    return without_all(saved, *ignored) != without_all(current, *ignored)
 
 
 def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:

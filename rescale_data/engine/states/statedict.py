@@ -25,19 +25,21 @@ from rescale_data.errors import DataStateError
 _NO_SHARD = -STAMP_LIMIT  # the stamp of a row that belongs to no shard
 
 
-def state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
+def state_dict(cursor: Cursor, ends: Ends) -> dict[str, Any]:
     """Return the state with all N rows (collective over the dp ranks).
 
     If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept
     (`UnsavableHeader`).
     """
-    return marked(*state_and_reason(at, ends))
+    return marked(*state_and_reason(cursor, ends))
 
 
-def state_and_reason(at: Cursor, ends: Ends) -> tuple[dict[str, Any], str]:
+def state_and_reason(cursor: Cursor, ends: Ends) -> tuple[dict[str, Any], str]:
     """Return the state with all N rows, and the reason why it cannot be kept, which is empty if it can be (collective)."""
-    reason = _why_unsavable(at, ends)
-    state = encode(at.positions if reason else ends.whole(at), at.now(ends.layout).samples, header_of(at, ends))
+    reason = _why_unsavable(cursor, ends)
+    state = encode(
+        cursor.positions if reason else ends.whole(cursor), cursor.now(ends.layout).samples, header_of(cursor, ends)
+    )
     if reason:
         state[TABLE][:, 0] = _NO_SHARD
     return state, reason
@@ -48,20 +50,20 @@ def marked(state: dict[str, Any], reason: str) -> dict[str, Any]:
     return {**state, HEADER: UnsavableHeader(state[HEADER], reason)} if reason else state
 
 
-def local_state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
+def local_state_dict(cursor: Cursor, ends: Ends) -> dict[str, Any]:
     """Return the state with the rows of this rank alone, without communication; `whole_state` adds the other rows."""
     if ends.ranks.world_size == 1:
-        return state_dict(at, ends)
+        return state_dict(cursor, ends)
     _refuse_simulated(ends)
     _require_saveable(ends)
-    return {TABLE: RankRows(at.copy(), ends), HEADER: header_of(at, ends)}
+    return {TABLE: RankRows(cursor.copy(), ends), HEADER: header_of(cursor, ends)}
 
 
 class RankRows:
     """The table of a state in which only the rows of one rank are up to date; `whole` adds the other rows."""
 
-    def __init__(self, at: Cursor, ends: Ends) -> None:
-        self._at, self._ends = at, ends
+    def __init__(self, cursor: Cursor, ends: Ends) -> None:
+        self._at, self._ends = cursor, ends
 
     def whole(self) -> torch.Tensor:
         """Return the table with all rows up to date (collective); raise ``DataStateError`` if ranks are not at one batch."""
@@ -111,58 +113,58 @@ def whole_state(state: Any) -> Any:
 
 def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
     """Return the state that simulated ranks would save together, from one stream of each dp rank."""
-    first = streams[0]
-    _require_saveable(first.ends)
-    given = sorted(stream.ranks.rank for stream in streams)
-    if given != list(range(first.ranks.world_size)):
+    first_stream = streams[0]
+    _require_saveable(first_stream.ends)
+    ranks = sorted(stream.ranks.rank for stream in streams)
+    if ranks != list(range(first_stream.ranks.world_size)):
         raise ValueError(
-            f"The loaders are those of the dp ranks {given}; give one of each of {first.ranks.world_size} ranks."
+            f"The loaders are those of the dp ranks {ranks}; give one of each of {first_stream.ranks.world_size} ranks."
         )
-    header = header_of(first.cursor, first.ends)
+    header = header_of(first_stream.cursor, first_stream.ends)
     if any(header_of(stream.cursor, stream.ends) != header for stream in streams):
         raise ValueError("The loaders of the dp ranks stand at different batches. Take the same number from each.")
     tables = np.stack([stream.table for stream in streams])
     newest = tables[:, :, SAMPLES].argmax(axis=0)
-    return encode(tables[newest, np.arange(len(newest))], first.clock.samples, header)
+    return encode(tables[newest, np.arange(len(newest))], first_stream.clock.samples, header)
 
 
 class UnsavableHeader(str):
     """The header of a state whose ranks stand at different batches; pickling it, as every save does, raises an error."""
 
-    why: str
+    reason: str
 
-    def __new__(cls, header: str, why: str) -> UnsavableHeader:
+    def __new__(cls, header: str, reason: str) -> UnsavableHeader:
         unsavable = super().__new__(cls, header)
-        unsavable.why = why
+        unsavable.reason = reason
         return unsavable
 
     def refuse(self) -> NoReturn:
-        raise DataStateError(self.why)
+        raise DataStateError(self.reason)
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         self.refuse()
 
 
-def _why_unsavable(at: Cursor, ends: Ends) -> str:
+def _why_unsavable(cursor: Cursor, ends: Ends) -> str:
     """Return the reason why the ranks cannot save a common state now; empty if they can (collective).
 
     All gathered rows get the same stamp, so only now can it be checked that ranks are at the same batch.
     """
     _refuse_simulated(ends)
     _require_saveable(ends)
-    ranks, clock = ends.ranks, at.now(ends.layout)
+    ranks, clock = ends.ranks, cursor.now(ends.layout)
     stands = ranks.saving.each([clock.samples, digest(clock.skipped)])
-    (first, one), (last, other) = stands.min(axis=0).tolist(), stands.max(axis=0).tolist()
-    if first == last and one == other:
+    (min_samples, min_digest), (max_samples, max_digest) = stands.min(axis=0).tolist(), stands.max(axis=0).tolist()
+    if min_samples == max_samples and min_digest == max_digest:
         return ""
-    if first == last:
+    if min_samples == max_samples:
         return (
-            f"The ranks save after {first} samples, of which they have not left out the same: dp rank {ranks.rank} "
+            f"The ranks save after {min_samples} samples, of which they have not left out the same: dp rank {ranks.rank} "
             f"{clock.skipped}. Call skip() on all ranks, with the same number."
         )
     return (
         f"The ranks save at different batches, which no state can describe: dp rank {ranks.rank} after "
-        f"{clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch."
+        f"{clock.samples} samples, others between {min_samples} and {max_samples}. Save on all ranks after the same batch."
     )
 
 
