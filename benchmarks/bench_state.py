@@ -202,7 +202,7 @@ class ForgetfulStream(Stream):
 
     def take(self) -> MicroBatch:
         made, queue = self.peek(), self._queue
-        queue.made.clear()
+        queue.micro_batches.clear()
         queue.next -= 1
         return made
 
@@ -211,7 +211,7 @@ def forgetful(source: rd.ArrowSource) -> Iterator[Any]:
     """Our loader with what carries state cut out: what it delivers is right, what it would save is not."""
     loader = loader_of(source)
     runner = ForgetfulRunner(loader._stream.setup.recipe, loader._stream.setup.schema)
-    loader._opened = ForgetfulStream(loader._stream.setup, runner, InProcess(runner, None))
+    loader._own_stream = ForgetfulStream(loader._stream.setup, runner, InProcess(runner, None))
     return iter(loader)
 
 

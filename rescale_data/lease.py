@@ -157,22 +157,22 @@ class LeaseObserver:
 
     def __init__(self, files: AbstractFileSystem) -> None:
         self._files: Any = files
-        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._last_looks: dict[str, tuple[bytes, float]] = {}
 
     def look(self, path: str) -> tuple[HolderState, Mapping[str, Any]]:
         """Return the state of the holder of the lease at `path`, and the lease's content, empty if it is incomplete."""
         try:
             content: bytes = self._files.cat_file(path)
         except FileNotFoundError:
-            self._seen.pop(path, None)
+            self._last_looks.pop(path, None)
             return "gone", {}
         about = _parse_lease(content)
         running = is_running(about.get("holder", {}))
         if running is not None:
             return ("alive" if running else "gone"), about
-        last_content, since = self._seen.setdefault(path, (content, time.monotonic()))
+        last_content, since = self._last_looks.setdefault(path, (content, time.monotonic()))
         if last_content != content:
-            self._seen[path] = content, time.monotonic()
+            self._last_looks[path] = content, time.monotonic()
             return "alive", about
         return ("gone" if time.monotonic() - since > DEAD_SECONDS else "undecided"), about
 

@@ -10,14 +10,14 @@ from typing import Any, NoReturn, Self
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.as_pipeline import as_pipeline, refuse
+from rescale_data.engine.as_pipeline import as_pipeline, refuse_arguments
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.opening import open_stream
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.ranks.peers import RESULT
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.shared import Shared, by_first
+from rescale_data.engine.shared import Shared, on_first_peer
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import Transfer
 from rescale_data.sources.dataset import MapStyle
@@ -29,12 +29,12 @@ SLOW_AFTER = 10.0
 
 
 _RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")
-_OF_PEERS = ("peers", "receives")
+_PEER_ARGUMENTS = ("peers", "receives")
 _ARGUMENTS = frozenset(field.name for field in fields(Options))
 
 
 class DataLoader(Reading):
-    """Micro batches of this rank, in an order that does not depend on ranks, workers or micro batch size.
+    """Iterates over the micro batches of this rank, in an order that does not depend on ranks, workers or micro batch size.
 
     The position belongs to the loader: ``iter(loader)`` goes on where the last batch was taken, `reset` begins again.
     A `Stateful`: put it into the dict that ``torch.distributed.checkpoint`` saves, beside model and optimizer.
@@ -108,7 +108,7 @@ class DataLoader(Reading):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        refuse(kwargs, len(args))
+        refuse_arguments(kwargs, len(args))
         return super().__new__(cls)
 
     def __init__(
@@ -144,9 +144,9 @@ class DataLoader(Reading):
         super().__init__(shared=None if peers is None else Shared(pipeline, self.options), slow_after=SLOW_AFTER)
         self._begin()
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     def _begin(self) -> None:
-        self._opened = self._open()
+        self._own_stream = self._open()
 
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
         """Continue with other arguments: a larger global batch, another micro batch, workers, or other ranks.
@@ -166,8 +166,12 @@ class DataLoader(Reading):
                 the next one does. Nothing has changed then.
             DataStateError: See `load_state_dict`; nothing has changed then.
         """
-        refuse(changed, 1)
-        fixed = _OF_PEERS if self._shared is None else (*_OF_PEERS, "pipeline", "dp_rank", "dp_world_size", "transfer")
+        refuse_arguments(changed, 1)
+        fixed = (
+            _PEER_ARGUMENTS
+            if self._shared is None
+            else (*_PEER_ARGUMENTS, "pipeline", "dp_rank", "dp_world_size", "transfer")
+        )
         if names := [name for name in fixed if name in changed]:
             raise ValueError(
                 f"reopen() keeps the peers of a dp rank, and with peers= what they share: {names} cannot change. Give mesh= of "
@@ -179,12 +183,12 @@ class DataLoader(Reading):
         self._pipeline = changed.pop("pipeline", self._pipeline)
         self.options = replace(self.options, **changed)
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     def _reopen(self, state: Mapping[str, Any] | None, delivered: int, changed: Mapping[str, Any]) -> None:
         layout = self._stream.layout
         fixed_sizes: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
         fixed_sizes |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
-        self._go_on(self._open(**{**fixed_sizes, **changed}), state, delivered)
+        self._replace_stream(self._open(**{**fixed_sizes, **changed}), state, delivered)
 
     def _open(self, **changed: Any) -> Stream:
         """Return the stream of this rank, with some arguments changed."""

@@ -152,12 +152,12 @@ class GlobalBatchOrder:
 
     @property
     def rows_per_visit(self) -> int:
-        """Number of consecutive rows that a shard reads at a time."""
+        """The number of consecutive rows that a shard reads at a time."""
         return max(1, self.global_batch_size // self.num_logical_shards)
 
     @property
     def rows_per_cycle(self) -> int:
-        """Number of rows after which each shard has been visited once."""
+        """The number of rows after which each shard has been visited once."""
         return max(self.num_logical_shards, self.global_batch_size)
 
     def starts(self, shards: Ints) -> Ints:
@@ -171,7 +171,7 @@ class GlobalBatchOrder:
         return cycles * self.rows_per_visit + np.clip(num_leftover - self.starts(shards), 0, self.rows_per_visit)
 
     def rows(self, shard: int, first_draw: int, stop_draw: int) -> Ints:
-        """Return the rows of the source that draws ``first .. stop - 1`` of a shard read."""
+        """Return the source's rows that a shard reads in its draws ``first_draw .. stop_draw - 1``."""
         visits, offsets = np.divmod(np.arange(first_draw, stop_draw, dtype=np.int64), self.rows_per_visit)
         return self.starts(np.array([shard])) + visits * self.rows_per_cycle + offsets
 
@@ -209,13 +209,13 @@ class ShardOrder:
 
     @property
     def width(self) -> int:
-        """Number of rows whose order is computed together."""
+        """The number of rows whose order is computed together."""
         if self.steps is not None:  # they lie in one cycle, or in BLOCK rows of the source
             return max(1, BLOCK // self.steps.rows_per_cycle) * self.steps.rows_per_visit
         return self.window or BLOCK
 
     def virtual(self, first_row: int, stop_row: int) -> Ints:
-        """Return the virtual rows (numbers after fragments were permuted) of the shard's rows ``first .. stop - 1``."""
+        """Return the virtual rows (numbers after fragments were permuted) of the shard's rows ``first_row .. stop_row - 1``."""
         if self.steps is not None:
             return self.steps.rows(self.shard, first_row, stop_row)
         return np.arange(self.start + first_row, self.start + stop_row, dtype=np.int64)
@@ -234,7 +234,7 @@ class ShardOrder:
         return (virtual if fragments is None else fragments.rows(virtual)).tolist()
 
     def unshuffled_rows(self, epoch: int, first_row: int, stop_row: int, fragments: FragmentOrder | None) -> Ints:
-        """Return the source's rows for the shard's rows ``first .. stop - 1``, before windows are permuted."""
+        """Return the source's rows for the shard's rows ``first_row .. stop_row - 1``, before windows are permuted."""
         virtual = self.virtual(first_row, stop_row)
         if self.full:
             return encipher(virtual, self.num_rows, "full", self.seed, epoch)

@@ -16,7 +16,7 @@ from rescale_data.state import Ints
 
 
 def shard_starts(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
-    """Return the first virtual row of each logical shard; for ``num_logical_shards`` as shard it is ``num_rows``."""
+    """Return the first virtual row of each logical shard; ``num_rows`` for the shard number ``num_logical_shards``."""
     min_rows, num_leftover = divmod(num_rows, num_logical_shards)
     return shards * min_rows + shards * num_leftover // num_logical_shards  # i * R // N without its overflow
 

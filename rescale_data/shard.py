@@ -10,7 +10,7 @@ from rescale_data.errors import checks_kinds
 @checks_kinds
 @dataclass(frozen=True)
 class Shard:
-    """One of ``num_logical_shards`` independent streams of samples.
+    """A logical shard: one of ``num_logical_shards`` independent streams of samples.
 
     The defaults make a pipeline run in a notebook or a debugger: ``next(pipeline(rd.Shard()))``.
 

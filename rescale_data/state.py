@@ -138,9 +138,9 @@ def require_limits(fields: Sequence[Field], rows: Ints, label: str) -> None:
     """Raise ``DataStateError`` if a number lies outside the limits of its field.
 
     Args:
-        fields: Of the columns of ``rows``, in their order.
+        fields: The fields of the columns of ``rows``, in their order.
         rows: ``int64[M, slots]``.
-        what: The number ``i`` of a row as it is called, such as ``"logical shard {}"``.
+        label: The name of a row in messages, with ``{}`` for its number, such as ``"logical shard {}"``.
     """
     for field, slot in zip(fields, offsets(fields), strict=False):
         if field.limits is not None:

@@ -38,7 +38,7 @@ def call_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     wrong = isinstance(failure, DataStateError)
-    worst = ranks.extremes(wrong + (failure is not None))[1]
+    worst = ranks.min_and_max(wrong + (failure is not None))[1]
     if worst:
         raise failure if failure is not None and (wrong or worst < 2) else failure_elsewhere(wrong_rows=worst == 2)
     return values[0]
@@ -48,7 +48,7 @@ class Agreement:
     """Finds the number of micro batches that all ranks can make before a shard of some rank ends, ahead of time.
 
     Args:
-        first: The next micro batch.
+        first_u: The next micro batch.
         micro_batches_per_step: A, the number of micro batches in a step.
     """
 
@@ -91,7 +91,7 @@ class Agreement:
                 sure_until = make_until(u + self._num_steps * self._micro_batches_per_step)
             except Exception as error:
                 self._failure, sure_until = error, _FAILED if isinstance(error, DataStateError) else _UNREAD
-            self._pending = self._ranks.at(u).least(sure_until)
+            self._pending = self._ranks.at_position(u).begin_min(sure_until)
 
     def _wait(self) -> int:
         pending, self._pending = self._pending, None

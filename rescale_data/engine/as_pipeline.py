@@ -16,7 +16,7 @@ from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.iterable import IterableSource, Shardable
 from rescale_data.sources.source import Source
 
-_ELSEWHERE = {
+_REPLACEMENTS = {
     "batch_size": "micro_batch_size= says the samples of one batch of a rank, global_batch_size= those of a step of all ranks",
     "sampler": "the order follows from shuffle= and seed=, and reshards with the ranks; weights are rd.WeightedSampler's",
     "drop_last": "tail='drop' or tail='pad' says what becomes of the rest of an epoch",
@@ -27,14 +27,14 @@ _ELSEWHERE = {
     "snapshot_every_n_steps": "a state is exact at every batch, and costs no traffic to workers",
     "dataset": "the dataset, the source or the pipeline is the first argument, without a name",
 }
-_ELSEWHERE["batch_sampler"] = _ELSEWHERE["sampler"]
+_REPLACEMENTS["batch_sampler"] = _REPLACEMENTS["sampler"]
 
 
-def refuse(arguments: Mapping[str, object], num_unnamed: int) -> None:
+def refuse_arguments(arguments: Mapping[str, object], num_unnamed: int) -> None:
     """Raise ``TypeError`` for an argument of torch's ``DataLoader`` that this loader lacks; the message names a replacement."""
     for name in ["batch_size"] * (num_unnamed > 1) + list(arguments):
-        if name in _ELSEWHERE:
-            raise TypeError(f"rd.DataLoader has no argument {name}=: {_ELSEWHERE[name]}.")
+        if name in _REPLACEMENTS:
+            raise TypeError(f"rd.DataLoader has no argument {name}=: {_REPLACEMENTS[name]}.")
 
 
 def as_pipeline(

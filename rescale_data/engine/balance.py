@@ -13,7 +13,7 @@ BalanceScope: TypeAlias = Literal["rank", "host", "all"]
 Number: TypeAlias = Callable[[Any], int] | str
 """An integer of each sample: a function that computes it from the sample, or the name of the column that holds it."""
 
-_MOST = 1 << 40
+_MAX_NUMBER = 1 << 40
 _COLUMNS = ("tokens", "input_ids")
 
 
@@ -154,7 +154,7 @@ def transformer_cost(
         crossover = parameters / (depth * width)
     if not crossover >= 1:
         raise ValueError(f"transformer_cost: crossover={crossover:g} tokens; it is at least 1.")
-    return TransformerCost(int(min(crossover, _MOST)))
+    return TransformerCost(int(min(crossover, _MAX_NUMBER)))
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,6 @@ def _integer(name: str, setting: Number, sample: Any) -> int:
         number = int(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"rd.Balance({name}=): {value!r} is no integer.") from error
-    if not 0 <= number <= _MOST:
-        raise ValueError(f"rd.Balance({name}=): a sample has {number}; give 0 to {_MOST}.")
+    if not 0 <= number <= _MAX_NUMBER:
+        raise ValueError(f"rd.Balance({name}=): a sample has {number}; give 0 to {_MAX_NUMBER}.")
     return number

@@ -47,17 +47,17 @@ class _Step:
 
     Args:
         segment: The segment that the step belongs to.
-        first: The first micro batch of the step.
+        first_u: The first micro batch of the step.
         stop: The micro batch after its last one.
-        made: The micro batches as the feed below has made them.
+        micro_batches: The micro batches as the inner feed has made them.
         numbers: ``int64[samples, 5]``: cost, tokens, weight and logical shard of each sample, and 1 if the sample is real.
         failure: The error because of which samples are missing; `None` if none are.
     """
 
     segment: Segment
-    first: int
+    first_u: int
     stop: int
-    made: list[MicroBatch] = field(default_factory=list[MicroBatch])
+    micro_batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
     numbers: Ints = field(default_factory=lambda: np.zeros((0, 5), dtype=np.int64))
     failure: Exception | None = None
 
@@ -68,13 +68,13 @@ class _ArrangedStep:
 
     Args:
         numbers: ``int64[samples, 5]``, the numbers of all samples of the group, as in `_Step`.
-        of_batch: The samples of each micro batch, by their place in ``numbers``.
-        samples: The samples, by their place in ``numbers``.
+        batch_indices: The indices, in ``numbers``, of the samples of each micro batch.
+        samples: The samples, by their index in ``numbers``.
         weight: The weight of the whole global batch.
     """
 
     numbers: Ints
-    of_batch: list[Ints]
+    batch_indices: list[Ints]
     samples: dict[int, Any]
     weight: int
 
@@ -91,20 +91,20 @@ class Balanced(WrappedFeed):
         super().__init__(feed)
         self._setup, self._balance, self._collate = setup, balance, collate or stack
         members, everyone = _members(balance, setup.ranks), list(range(setup.ranks.world_size))
-        self._near = Group.of(members, setup.ranks)
+        self._sample_group = Group.from_members(members, setup.ranks)
         is_known = balance.weight is None or members == everyone
-        self._everyone = self._near if is_known else Group.of(everyone, setup.ranks)
+        self._weight_group = self._sample_group if is_known else Group.from_members(everyone, setup.ranks)
         self._exchanges: Exchanges | None = None  # since the last `begin`
-        self._u = self._skips = 0
+        self._u = self._num_to_skip = 0
         self._segment: Segment | None = None
         self._ready: deque[MicroBatch] = deque()
         self._has_warned = False
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         size = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
-        self._exchanges = Exchanges(self._setup.ranks, self._near, self._everyone, size, self._exchanges)
+        self._exchanges = Exchanges(self._setup.ranks, self._sample_group, self._weight_group, size, self._exchanges)
         self._segment, self._u, self._ready = segment, segment.step_of(first_u), deque()
-        self._skips = first_u - self._u  # micro batches of the step that were consumed before
+        self._num_to_skip = first_u - self._u  # micro batches of the step that were consumed before
         self.feed.begin(segment, table, self._u)
 
     def next(self) -> MicroBatch:
@@ -116,9 +116,9 @@ class Balanced(WrappedFeed):
             except BaseException:
                 self._segment = None
                 raise
-            for _ in range(self._skips):
+            for _ in range(self._num_to_skip):
                 self._ready.popleft()
-            self._skips = 0
+            self._num_to_skip = 0
         return self._ready.popleft()
 
     def activity(self) -> str:
@@ -145,20 +145,20 @@ class Balanced(WrappedFeed):
         self._read(step, exchanges)
         arranged = exchanges.run(lambda: self._arrange(step, exchanges))
         self._u = step.stop
-        batches = [self._batch(indices, arranged, segment) for indices in arranged.of_batch]
-        batches[-1] = batches[-1]._replace(rows=merge_rows([batch.rows for batch in step.made]))
+        batches = [self._batch(indices, arranged, segment) for indices in arranged.batch_indices]
+        batches[-1] = batches[-1]._replace(rows=merge_rows([batch.rows for batch in step.micro_batches]))
         return batches
 
     def _read(self, step: _Step, exchanges: Exchanges) -> None:
         """Read this rank's samples of a step and measure their costs; an error is stored in ``step.failure``, not raised."""
         try:
-            for _ in range(step.first, step.stop):
+            for _ in range(step.first_u, step.stop):
                 if exchanges.is_stopped:
                     raise Exhausted
-                step.made.append(self.feed.next())
+                step.micro_batches.append(self.feed.next())
             rows = [
                 (*self._balance.measure(sample), shard, index < batch.num_real)
-                for batch in step.made
+                for batch in step.micro_batches
                 for index, (sample, shard) in enumerate(zip(batch.batch, batch.shards, strict=True))
             ]
             step.numbers = np.array(rows, dtype=np.int64)
@@ -167,14 +167,14 @@ class Balanced(WrappedFeed):
 
     def _arrange(self, step: _Step, exchanges: Exchanges) -> _ArrangedStep:
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
-        samples_before, is_last = int(step.segment.reached(step.first).sum()), step.stop == step.segment.stop
+        samples_before, is_last = int(step.segment.samples_before(step.first_u).sum()), step.stop == step.segment.stop
         numbers, weight = exchanges.agree(step.failure, samples_before, step.numbers, is_last=is_last)
-        owners = np.repeat(np.arange(len(self._near.members)), len(step.numbers))
+        owners = np.repeat(np.arange(len(self._sample_group.members)), len(step.numbers))
         rank, micro_batch = self._plan(step, numbers, owners)
         samples = self._move(step, exchanges, owners, rank)
-        is_own = rank == self._near.me
-        of_batch = [np.flatnonzero(is_own & (micro_batch == m)) for m in range(step.stop - step.first)]
-        return _ArrangedStep(numbers, of_batch, samples, weight)
+        is_own = rank == self._sample_group.me
+        batch_indices = [np.flatnonzero(is_own & (micro_batch == m)) for m in range(step.stop - step.first_u)]
+        return _ArrangedStep(numbers, batch_indices, samples, weight)
 
     def _plan(self, step: _Step, numbers: Ints, owners: Ints) -> tuple[Ints, Ints]:
         """Return the rank and the micro batch that compute each sample of the step: two arrays ``int64[samples]``."""
@@ -184,13 +184,13 @@ class Balanced(WrappedFeed):
             costs=numbers[:, COST],
             tokens=tokens,
             owners=owners,
-            ranks=len(self._near.members),
-            micro_batches=step.stop - step.first,
+            ranks=len(self._sample_group.members),
+            micro_batches=step.stop - step.first_u,
             max_tokens=max_tokens,
             sync=balance.sync,
             padded=balance.padded,
             seed=self._setup.recipe.seed,
-            step=step.first // layout.gradient_accumulation_steps,
+            step=step.first_u // layout.gradient_accumulation_steps,
         )
         rank, micro_batch = plan.assign()
         if balance.max_tokens is not None and not self._has_warned:
@@ -210,9 +210,11 @@ class Balanced(WrappedFeed):
 
     def _move(self, step: _Step, exchanges: Exchanges, owners: Ints, rank: Ints) -> dict[int, Any]:
         """Send samples to the ranks that compute them; return the samples read here and received, by index (collective)."""
-        me, indices = self._near.me, np.arange(len(rank))
+        me, indices = self._sample_group.me, np.arange(len(rank))
         is_own = owners == me
-        samples = dict(zip(indices[is_own].tolist(), (s for batch in step.made for s in batch.batch), strict=True))
+        samples = dict(
+            zip(indices[is_own].tolist(), (s for batch in step.micro_batches for s in batch.batch), strict=True)
+        )
         outgoing = _grouped(rank[is_own], indices[is_own], me)
         incoming = _grouped(owners[rank == me], indices[rank == me], me)
         received = exchanges.exchange_lists(
@@ -222,7 +224,7 @@ class Balanced(WrappedFeed):
         return samples | moved
 
     def _batch(self, indices: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:
-        """Return the micro batch of the samples at the indices `places`; padding samples of the last global batch come last."""
+        """Return the micro batch of the samples at the given indices; padding samples of the last global batch come last."""
         batch = self._collate([arranged.samples[n] for n in indices.tolist()])
         num_real = int(arranged.numbers[indices, IS_REAL].sum())
         if segment.pads:
@@ -244,7 +246,7 @@ def _members(balance: Balance, ranks: Ranks) -> list[int]:
         return [ranks.rank]
     if balance.over == "all":
         return list(range(ranks.world_size))
-    hosts = ranks.each([digest(socket.gethostname())])[:, 0]
+    hosts = ranks.gather_ints([digest(socket.gethostname())])[:, 0]
     return np.flatnonzero(hosts == hosts[ranks.rank]).tolist()
 
 

@@ -1,4 +1,4 @@
-"""`Board`: shared memory in which workers report counts and activity, and in which the trainer names the wanted `Begin`."""
+"""`Board`: shared memory in which workers report counts and activity, and the trainer writes the wanted command's number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXT_BYTES = 512
 
 
 class Board:
-    """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the wanted `Begin`."""
+    """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the wanted command."""
 
     def __init__(self, num_workers: int) -> None:
         self._wanted = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
@@ -21,21 +21,21 @@ class Board:
         self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
 
     @property
-    def wanted(self) -> int:
-        """The number of the `Begin` that the trainer wants; workers stop making micro batches of any other one."""
+    def wanted_begin(self) -> int:
+        """The number of the `Begin` command that the trainer wants; workers stop making micro batches for any other."""
         return int(self._wanted.item())
 
-    @wanted.setter
-    def wanted(self, number: int) -> None:
+    @wanted_begin.setter
+    def wanted_begin(self, number: int) -> None:
         self._wanted.fill_(number)
 
-    def line(self, worker: int) -> Any:
+    def counters(self, worker: int) -> Any:
         """Return the counters of a worker as a view of the shared memory: ``float64[len(FIELDS)]``."""
         return self.counts[worker].numpy()
 
     @property
-    def made(self) -> int:
-        """The number of micro batches that all workers together have made since the wanted `Begin`."""
+    def num_made(self) -> int:
+        """The number of micro batches that all workers together have made for the wanted `Begin` command."""
         return int(self.counts[:, MADE_BATCHES].sum())
 
     def write(self, worker: int, text: str) -> None:

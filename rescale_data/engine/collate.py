@@ -150,19 +150,19 @@ def _shapes(values: list[Any]) -> str:
 def pin(batch: Any) -> Any:
     """Return the batch in page-locked (pinned) memory: its tensors, and all values that have a method ``pin_memory``."""
     # `pin_memory` cannot copy an expanded tensor, whose elements share memory.
-    return each(
+    return map_tensors(
         batch, "pin_memory", lambda value: (value.contiguous() if isinstance(value, Tensor) else value).pin_memory()
     )
 
 
-def each(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
+def map_tensors(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
     """Return the batch with `change` applied to each tensor and each value that has the method `method`, also in containers.
 
     Containers are mappings, lists, tuples and named tuples.
     """
     if isinstance(batch, Tensor) or hasattr(batch, method):
         return change(batch)
-    inner = partial(each, method=method, change=change)
+    inner = partial(map_tensors, method=method, change=change)
     if isinstance(batch, Mapping):
         return {key: inner(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

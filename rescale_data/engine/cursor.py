@@ -1,4 +1,4 @@
-"""`Cursor`: the place of a run on one rank, with its table of positions, its counts and its next micro batch."""
+"""`Cursor`: the progress of a run on one rank: its table of positions, its counts and its next micro batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rescale_data.state import Ints
 
 
 class Cursor(NamedTuple):
-    """The place of a run on one rank: the table of positions, the counts, and the number of the next micro batch.
+    """The progress of a run on one rank: the table of positions, the counts, and the number of the next micro batch.
 
     The run moves by one assignment: another cursor takes the place of this one.
 
@@ -21,17 +21,17 @@ class Cursor(NamedTuple):
     right.
 
     Args:
-        clock: The counts of the run at an earlier moment, from which `now` counts on.
-        table: ``int64[N, columns]``, the positions of all logical shards, without the rows in `newest` and `last`.
+        clock: The counts of the run at an earlier moment, from which `clock_now` counts on.
+        table: ``int64[N, columns]``, the positions of all logical shards, without the rows in `pending` and `last_rows`.
         owners: ``int64[N]``, the rank that has the right row of each shard.
         u: The next micro batch, counted from `Clock.origin`.
-        newest: Rows of earlier micro batches that are not in the table yet: writing each of them would cost a twelfth of a
+        pending: Rows of earlier micro batches that are not in the table yet: writing each of them would cost a twelfth of a
             packed batch. The key is the first shard: two slices of shards are equal, or have no shard in common
             (`AlignedTurns`).
         segment: The segment of the next micro batch; `None` if none is planned, or the epoch has ended.
-        last: The rows of the micro batch before u.
+        last_rows: The rows of the micro batch before u.
         ended: True if the last batch of the epoch was consumed.
-        seen: With ``steps_per_epoch``, the number of epochs that are known to have ended.
+        epochs_seen: With ``steps_per_epoch``, the number of epochs that are known to have ended.
         resumed: True if no batch was consumed since a load.
         empty_epochs: The number of epochs that have begun since a batch was consumed.
     """
@@ -40,16 +40,16 @@ class Cursor(NamedTuple):
     table: Ints
     owners: Ints
     u: int
-    newest: dict[int, TableRows]
+    pending: dict[int, TableRows]
     segment: Segment | None = None
-    last: TableRows | None = None
+    last_rows: TableRows | None = None
     ended: bool = False
-    seen: int = 0
+    epochs_seen: int = 0
     resumed: bool = False
     empty_epochs: int = 1
 
     @classmethod
-    def at(cls, clock: Clock, table: Ints, owners: Ints, layout: Layout) -> Cursor:
+    def from_clock(cls, clock: Clock, table: Ints, owners: Ints, layout: Layout) -> Cursor:
         """Return the cursor at the counts `clock` and the positions `table`, whose rows are all up to date on this rank."""
         ended = bool((table[:, REMAINDER] == ENDED).all())
         return cls(clock, table, owners, clock.micro_batch(layout), {}, ended=ended, empty_epochs=int(not ended))
@@ -64,37 +64,38 @@ class Cursor(NamedTuple):
         """The table with the rows of all consumed micro batches written; only the thread that consumes batches may use it."""
         return self._written(self.table)
 
-    def now(self, layout: Layout) -> Clock:
+    def clock_now(self, layout: Layout) -> Clock:
         """Return the counts of the run as a state saved at this moment contains them."""
-        return self.clock.after(self.counted - self.clock.micro_batch(layout), layout)
+        return self.clock.advanced(self.first_unsaved_u - self.clock.micro_batch(layout), layout)
 
     @property
-    def counted(self) -> int:
+    def first_unsaved_u(self) -> int:
         """The number of the first micro batch that a state saved at this moment does not include."""
-        return self.u if self.segment is None else self.segment.counted(self.u)
+        return self.u if self.segment is None else self.segment.first_unsaved_u(self.u)
 
     def advanced(self, micro_batch: MicroBatch) -> Cursor:
-        """Return the cursor after the next micro batch, `made`, has been consumed."""
-        last_rows = self.last
+        """Return the cursor after `micro_batch`, the next one, was consumed."""
+        last_rows = self.last_rows
         if last_rows is not None and last_rows.slots is None and isinstance(last_rows.visited, slice):
-            self.newest[last_rows.visited.start] = last_rows
+            self.pending[last_rows.visited.start] = last_rows
         elif last_rows is not None:
             last_rows.write(self.table)
         owners, segment = self.owners, self.segment
         if segment is not None and segment.remainder is not None:
-            for u in range(segment.counted(self.u), segment.counted(self.u + 1)):
+            for u in range(segment.first_unsaved_u(self.u), segment.first_unsaved_u(self.u + 1)):
                 owners = segment.remainder.owners(owners, u)
         return Cursor(
-            self.clock, self.table, owners, self.u + 1, self.newest, self.segment, micro_batch.rows, False, self.seen, False, 0
+            self.clock, self.table, owners, self.u + 1, self.pending, self.segment,
+            micro_batch.rows, False, self.epochs_seen, False, 0,
         )  # fmt: skip
 
     def copy(self) -> Cursor:
         """Return a copy of the cursor whose table is a separate array, with the rows of all consumed micro batches written."""
-        return self._replace(table=self._written(self.table.copy()), newest={}, last=None)
+        return self._replace(table=self._written(self.table.copy()), pending={}, last_rows=None)
 
     def _written(self, table: Ints) -> Ints:
-        for rows in [*self.newest.values()]:  # a list: another thread may take a batch meanwhile
+        for rows in [*self.pending.values()]:  # a list: another thread may take a batch meanwhile
             rows.write(table)
-        if self.last is not None:
-            self.last.write(table)
+        if self.last_rows is not None:
+            self.last_rows.write(table)
         return table

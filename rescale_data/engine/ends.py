@@ -54,10 +54,12 @@ class Ends:
         self._agreement: tuple[Segment | None, Agreement | None] = None, None
         self._epoch = -1  # the epoch that the next three describe
         self._table: Ints | None = None  # with all rows, of a `plan_round` that has not ended
-        self._ahead = 0
-        self._ends = np.empty((0, 0), dtype=np.int64)  # for each shard: its samples at the end, and its slots after it
+        self._num_ahead = 0
+        self._epoch_ends = np.empty(
+            (0, 0), dtype=np.int64
+        )  # for each shard: its samples at the end, and its slots after it
 
-    def left(self, table: Ints) -> Ints | None:
+    def num_left(self, table: Ints) -> Ints | None:
         """Return the samples left in the epoch of each shard, ``int64[N]``; `None` if endless, or known only by reading."""
         end = None if self.setup.recipe.repeat else self.schema.epoch_end(table)
         return None if end is None else end[0]
@@ -77,16 +79,16 @@ class Ends:
             self._agreement = segment, agreement
         return agreement.end(cursor.u, make_until)
 
-    def whole(self, cursor: Cursor) -> Ints:
+    def whole_table(self, cursor: Cursor) -> Ints:
         """Return the table with each row taken from the rank that owns it (collective, as part of saving a state)."""
         return self.ranks.saving.merge(cursor.positions, cursor.owners)
 
-    def move(self, cursor: Cursor, reached: Ints) -> Ints:
-        """Return the table after this rank has skipped its shards ahead to `reached` delivered samples each."""
+    def move(self, cursor: Cursor, num_delivered: Ints) -> Ints:
+        """Return the table after this rank has skipped its shards ahead to `num_delivered` delivered samples each."""
         table = cursor.positions.copy()
         self.runner.load(table, self.schema.histories)
         for shard in self.owned.tolist():
-            self.runner.skip(shard, int(reached[shard] - table[shard, SAMPLES]))
+            self.runner.skip(shard, int(num_delivered[shard] - table[shard, SAMPLES]))
         table[self.owned] = self.runner.table[self.owned]
         return table
 
@@ -104,15 +106,15 @@ class Ends:
         table = self._table
         self.runner.load(table, self.schema.histories)
         min_samples, num_read = STEPS_OF_A_ROUND * self.layout.global_batch_size, 0
-        self._ahead = self._ahead or -(-min_samples // len(table))
+        self._num_ahead = self._num_ahead or -(-min_samples // len(table))
         while True:
-            ahead, ends = self._ahead, self._read(table[:, SAMPLES], num_read, self._ahead)
+            ahead, ends = self._num_ahead, self._read(table[:, SAMPLES], num_read, self._num_ahead)
             num_left = np.where(ends == _UNKNOWN, ahead, np.minimum(ends - table[:, SAMPLES], ahead))
             num_unfinished = int((num_left == ahead).sum())
             if num_left.sum() >= min_samples or not num_unfinished:
-                self._table, self._ahead = None, 0
+                self._table, self._num_ahead = None, 0
                 return table, num_left
-            num_read, self._ahead = ahead, max(2 * ahead, -(-min_samples // num_unfinished))
+            num_read, self._num_ahead = ahead, max(2 * ahead, -(-min_samples // num_unfinished))
 
     def next_epoch(self, cursor: Cursor) -> Ints:
         """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
@@ -120,9 +122,9 @@ class Ends:
         if end is not None:
             return end[1]
         self._start_epoch_search(cursor)
-        if (self._ends[:, 0] == _UNKNOWN).any():  # these ends were found before a load
+        if (self._epoch_ends[:, 0] == _UNKNOWN).any():  # these ends were found before a load
             self.plan_round(cursor)
-        return self._ends[:, 1:]
+        return self._epoch_ends[:, 1:]
 
     def prove(self, cursor: Cursor, dropped: Ints) -> None:
         """Raise ``DataStateError`` on all ranks unless every row of the epoch was delivered once or dropped (collective).
@@ -147,18 +149,18 @@ class Ends:
     def _start_epoch_search(self, cursor: Cursor) -> None:
         if self._epoch != cursor.clock.epoch:
             n, columns = cursor.table.shape
-            self._ends = np.full((n, 1 + columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
-            self._table, self._ahead, self._epoch = None, 0, cursor.clock.epoch
+            self._epoch_ends = np.full((n, 1 + columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
+            self._table, self._num_ahead, self._epoch = None, 0, cursor.clock.epoch
 
     def _read(self, samples: Ints, samples_read: int, ahead: int) -> Ints:
         """Read shards up to ``ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN`.
 
         Args:
-            seen: The number of samples already read ahead, of each shard whose end is not known yet.
+            samples_read: The number of samples already read ahead, of each shard whose end is not known yet.
         """
 
         def find() -> Ints:
-            ends = self._ends.copy()
+            ends = self._epoch_ends.copy()
             for shard in self.owned.tolist():
                 if ends[shard, 0] == _UNKNOWN:
                     count, slots = self.runner.look_ahead(shard, ahead - samples_read)
@@ -166,6 +168,6 @@ class Ends:
                         ends[shard] = [samples[shard] + samples_read + count, *slots]
             return ends
 
-        ranks = self.ranks.at(int(samples.sum()), ahead)
-        self._ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
-        return self._ends[:, 0]
+        ranks = self.ranks.at_position(int(samples.sum()), ahead)
+        self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
+        return self._epoch_ends[:, 0]

@@ -28,7 +28,7 @@ import torch
 
 from rescale_data.engine.agreement import failure_elsewhere
 from rescale_data.engine.message import Bytes, from_bytes, to_bytes
-from rescale_data.engine.options import MOST_SECONDS
+from rescale_data.engine.options import MAX_SECONDS
 from rescale_data.engine.ranks.communicator import Call, Communicator
 from rescale_data.engine.ranks.meeting import Answer
 from rescale_data.engine.ranks.ranks import Ranks
@@ -67,8 +67,8 @@ class Group:
     communicator: Communicator | None
 
     @classmethod
-    def of(cls, members: list[int], ranks: Ranks) -> Group:
-        communicator = None if len(members) == 1 or ranks.communicator is None else ranks.communicator.part(members)
+    def from_members(cls, members: list[int], ranks: Ranks) -> Group:
+        communicator = None if len(members) == 1 or ranks.communicator is None else ranks.communicator.subgroup(members)
         return cls(members, members.index(ranks.rank), communicator)
 
 
@@ -77,15 +77,17 @@ class Exchanges:
 
     Args:
         ranks: All data-parallel ranks.
-        near: The group within which samples move.
-        everyone: The group whose weights are summed: `near`, or all ranks.
+        sample_group: The group within which samples move.
+        weight_group: The group whose weights are summed: the sample group, or all ranks.
         size: The number of samples of a rank in a step.
-        before: The exchanges of the `begin` before.
+        previous: The exchanges of the `begin` before.
     """
 
-    def __init__(self, ranks: Ranks, near: Group, everyone: Group, size: int, previous: Exchanges | None) -> None:
-        self._ranks, self._near, self._everyone, self._size = ranks, near, everyone, size
-        self._is_alone = near.communicator is None and everyone.communicator is None
+    def __init__(
+        self, ranks: Ranks, sample_group: Group, weight_group: Group, size: int, previous: Exchanges | None
+    ) -> None:
+        self._ranks, self._sample_group, self._weight_group, self._size = ranks, sample_group, weight_group, size
+        self._is_alone = sample_group.communicator is None and weight_group.communicator is None
         if previous is not None:
             previous.stop()
         self._thread = None if previous is None else previous._thread
@@ -116,8 +118,8 @@ class Exchanges:
         except Empty:
             raise RuntimeError(
                 f"Dp rank {self._ranks.rank} waited timeout={self._ranks.timeout:g} s for samples of the dp ranks "
-                f"{self._near.members}: one of them reads slowly, makes no batches, or made other calls of the loader before. "
-                f"{_CURE}"
+                f"{self._sample_group.members}: one of them reads slowly, makes no batches, or made other calls of the loader "
+                f"before. {_CURE}"
             ) from None
 
     def stop(self) -> None:
@@ -160,7 +162,7 @@ class Exchanges:
 
         Args:
             failure: The reason, `Exhausted` at the end of the epoch; `None` if there are samples.
-            place: The number of samples that the run delivered before the step, the same on all ranks.
+            num_delivered: The number of samples that the run delivered before the step, the same on all ranks.
             numbers: ``int64[samples, 5]``, the columns `COST` to `IS_REAL`.
             is_last: True if no step follows.
 
@@ -185,7 +187,7 @@ class Exchanges:
 
     def exchange_lists(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
         """Send a list to each rank in `outgoing`; return the lists received from the ranks in `incoming`, by rank index."""
-        communicator = self._near.communicator
+        communicator = self._sample_group.communicator
         if communicator is None or not (outgoing or incoming):
             return {}
         packed, failure = _packed(outgoing)
@@ -204,14 +206,14 @@ class Exchanges:
         return {index: from_bytes(body, int(expected[index][1])) for index, body in bodies.items()}
 
     def _gather_all(self, status: int, num_delivered: int, numbers: Ints) -> tuple[Ints, Ints]:
-        """Gather the sample numbers of each rank in the group, and the status, place and weight of each rank of `everyone`."""
+        """Gather the sample numbers of each rank in the group, and the status, position and weight of each in the weight group."""
         own_numbers = np.zeros((1 + self._size, 5), dtype=np.int64)
         own_numbers[0, :3] = status, num_delivered, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
         own_numbers[1 : 1 + len(numbers)] = numbers
-        gathered = self._gather(self._near, "costs", own_numbers)
+        gathered = self._gather(self._sample_group, "costs", own_numbers)
         heads = gathered[:, 0, :3]
-        if self._everyone is not self._near:
-            heads = self._gather(self._everyone, "weights", own_numbers[0, :3].copy())
+        if self._weight_group is not self._sample_group:
+            heads = self._gather(self._weight_group, "weights", own_numbers[0, :3].copy())
         return gathered[:, 1:], heads
 
     def _gather(self, group: Group, name: str, numbers: Ints) -> Ints:
@@ -227,7 +229,7 @@ class Exchanges:
             communicator.exchange(self._call(name), sends, receives)
 
     def _call(self, name: str) -> Call:
-        return Call(f"balance/{name}/{self._ranks.loader}", MOST_SECONDS, _CURE)
+        return Call(f"balance/{name}/{self._ranks.loader}", MAX_SECONDS, _CURE)
 
     @contextmanager
     def _network(self) -> Generator[None, None, None]:

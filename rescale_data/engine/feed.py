@@ -42,7 +42,7 @@ class Feed(ABC):
 
     @abstractmethod
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
-        """Begin to produce micro batch ``first`` of a segment, from the positions in ``table``; drop earlier micro batches."""
+        """Begin to produce micro batches of a segment from number ``first_u`` on, from the positions in ``table``."""
 
     @abstractmethod
     def next(self) -> MicroBatch:
@@ -84,7 +84,7 @@ class InProcess(Feed):
         self._turns: Turns | None = None
         self._segment: Segment | None = None
         self._u, self._pads = 0, False
-        self._seconds = self._counted = 0.0  # spent on making; the part that is already in `counts`
+        self._seconds = self._counted_seconds = 0.0  # spent on making; the part that is already in `counts`
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self.runner.load(table, segment.histories)
@@ -115,8 +115,8 @@ class InProcess(Feed):
 
     def progress(self) -> dict[str, float]:
         seconds = self._seconds
-        counts().add(MAKE_SECONDS, seconds - self._counted)
-        self._counted = seconds
+        counts().add(MAKE_SECONDS, seconds - self._counted_seconds)
+        self._counted_seconds = seconds
         return {"batches_ready": 0.0, **by_name(counts().values)}
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class InThread(WrappedFeed):
         self.is_ahead, self._num_batches = True, num_batches
         self._thread_id = 0
         self._thread: threading.Thread | None = None
-        self._runs = threading.Lock()  # held until the thread ends
+        self._thread_lock = threading.Lock()  # held until the thread ends
         self._tasks: _Tasks = SimpleQueue()
         self._lock, self._is_making = threading.Lock(), False
         self._finished: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
@@ -194,9 +194,9 @@ class InThread(WrappedFeed):
         self.feed.begin(segment, table, first_u)
         self._tasks.put(None)  # for a thread that Ctrl-C has kept from being known here
         self._tasks, self._is_making, self._finished = SimpleQueue(), False, SimpleQueue()
-        self._runs = threading.Lock()
-        self._runs.acquire()
-        args = self._tasks, self._runs
+        self._thread_lock = threading.Lock()
+        self._thread_lock.acquire()
+        args = self._tasks, self._thread_lock
         thread = threading.Thread(target=_run_tasks, args=args, daemon=True, name="rescale_data-ahead")
         thread.start()
         self._thread = thread  # only after the start, which Ctrl-C may prevent
@@ -235,7 +235,7 @@ class InThread(WrappedFeed):
             self._tasks.put(None)
             if wait:  # otherwise, or after Ctrl-C, the thread may still be in a read: a later `stop` waits
                 # Not `join`: after Ctrl-C within it, Python takes a thread that runs for one that has ended.
-                with self._runs:
+                with self._thread_lock:
                     pass
                 self._thread = None
         self.feed.stop(wait=wait)  # the feed below may have a thread of its own, which uses the runner

@@ -7,7 +7,7 @@ packs many micro batches into one *slab*, and uses a few slabs in turn:
     slab 1  | ...
 
 The receiver copies each micro batch out in one piece, before the worker may write into the slab again. A message holds at most
-`MOST_PARTS` places, so it is small enough for a pipe to take at once.
+`MAX_VALUES` places, so it is small enough for a pipe to take at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 64
-MOST_PARTS = 64
+MAX_VALUES = 64
 """The maximum number of packed values in one message."""
 Bytes: TypeAlias = tuple[torch.Tensor, int]
 """A packed value, ``uint8[any]``, and an offset: the bytes of tensors and arrays lie before it, their pickle behind it."""
@@ -29,10 +29,10 @@ _Place: TypeAlias = tuple[str, Any, tuple[int, ...], int]  # kind, dtype, shape,
 
 
 class Part(NamedTuple):
-    """The byte range ``[start, stop)`` of one packed value in a slab (shared buffer); its pickle begins at byte ``rest``."""
+    """The byte range ``[start, stop)`` of one packed value in a slab (shared buffer); its pickle begins at ``pickle_start``."""
 
     start: int
-    rest: int
+    pickle_start: int
     stop: int
 
 
@@ -41,11 +41,11 @@ class Message(NamedTuple):
 
     slab: int
     memory: torch.Tensor | None
-    parts: list[Part]
+    ranges: list[Part]
 
 
 class Slabs:
-    """The shared-memory buffers (slabs) into which a worker packs its messages, since one `Begin`."""
+    """The shared-memory buffers (slabs) into which a worker packs its messages, for one `Begin` command."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, torch.Tensor] = {}
@@ -71,7 +71,7 @@ class Slabs:
 
 
 class Inbox:
-    """The shared-memory buffers (slabs) that the receiver has from one worker, since one `Begin`.
+    """The shared-memory buffers (slabs) that the receiver has from one worker, for one `Begin` command.
 
     Args:
         pin_memory: True if values are to arrive in page-locked memory.
@@ -85,7 +85,7 @@ class Inbox:
         """Return the slab and the byte range of each packed value in a message; unpack them before the slab is reused."""
         if message.memory is not None:
             self._slabs[message.slab] = message.memory
-        return [(self._slabs[message.slab], byte_range) for byte_range in message.parts]
+        return [(self._slabs[message.slab], byte_range) for byte_range in message.ranges]
 
     def unpack(self, memory: torch.Tensor, byte_range: Part) -> Any:
         """Return one unpacked value; its tensors and arrays are views of a single copy of the bytes."""
@@ -104,7 +104,7 @@ def to_bytes(value: Any) -> Bytes:
 
 
 def from_bytes(packed_bytes: torch.Tensor, start: int) -> Any:
-    """Return the value that `to_bytes` packed; its tensors and arrays are views of ``whole``."""
+    """Return the value that `to_bytes` packed; its tensors and arrays are views of ``packed_bytes``."""
     return _Unpacker(packed_bytes[start:].numpy(), packed_bytes).load()
 
 
@@ -122,11 +122,11 @@ class Packed(pickle.Pickler):
         self.size = 0
         self._arrays: list[tuple[int, Any]] = []
         self.dump(value)
-        self._rest = np.frombuffer(file.getbuffer(), dtype=np.uint8)
-        self.num_bytes = self.size + self._rest.size
+        self._pickle_bytes = np.frombuffer(file.getbuffer(), dtype=np.uint8)
+        self.num_bytes = self.size + self._pickle_bytes.size
 
     def write(self, buffer: Any) -> None:
-        for offset, array in [*self._arrays, (self.size, self._rest)]:
+        for offset, array in [*self._arrays, (self.size, self._pickle_bytes)]:
             buffer[offset : offset + array.size] = array
 
     def persistent_id(self, obj: Any) -> _Place | None:
@@ -134,12 +134,17 @@ class Packed(pickle.Pickler):
             if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.requires_grad or obj.is_quantized:
                 return None
             dense = obj.contiguous().reshape(-1)
-            return "tensor", obj.dtype, tuple(obj.shape), self._place(dense.view(torch.uint8).numpy())
+            return "tensor", obj.dtype, tuple(obj.shape), self._add_array(dense.view(torch.uint8).numpy())
         if type(obj) is np.ndarray and obj.dtype.kind in "biufc":
-            return "array", obj.dtype.str, obj.shape, self._place(np.ascontiguousarray(obj).reshape(-1).view(np.uint8))
+            return (
+                "array",
+                obj.dtype.str,
+                obj.shape,
+                self._add_array(np.ascontiguousarray(obj).reshape(-1).view(np.uint8)),
+            )
         return None
 
-    def _place(self, array: Any) -> int:
+    def _add_array(self, array: Any) -> int:
         offset = _round_up(self.size)
         self._arrays.append((offset, array))
         self.size = offset + array.size

@@ -18,27 +18,27 @@ class TableRows(NamedTuple):
         visited: The logical shards that the micro batch visited.
         values: ``int64[M, columns]``, an array of its own; with ``slots``, the values of these slots.
         slots: The slots of the whole table, counted row by row, that changed; `None`: all slots of the visited rows.
-        more: The number of samples that each row has delivered but does not count yet.
+        num_uncounted: The number of samples that each row has delivered but does not count yet.
     """
 
     visited: slice | Ints
     values: Ints
     slots: Ints | None = None
-    more: int = 0
+    num_uncounted: int = 0
 
     @property
-    def counted(self) -> Ints:
-        """The values of the rows, ``int64[M, columns]``, with the ``more`` delivered samples added to the sample counts."""
-        if not self.more:
+    def counted_values(self) -> Ints:
+        """The values of the rows, ``int64[M, columns]``, with the uncounted samples added to the sample counts."""
+        if not self.num_uncounted:
             return self.values
         values = self.values.copy()
-        values[:, SAMPLES] += self.more
+        values[:, SAMPLES] += self.num_uncounted
         return values
 
     def write(self, table: Ints) -> None:
         """Write the rows into a table, ``int64[N, columns]``, in place."""
         if self.slots is None:
-            table[self.visited] = self.counted
+            table[self.visited] = self.counted_values
         else:
             table.flat[self.slots] = self.values
 
@@ -47,7 +47,7 @@ def merge_rows(rows_list: Sequence[TableRows]) -> TableRows:
     """Return the table rows of several micro batches as one `TableRows`, which has the same effect on a table."""
     visited = np.concatenate([_indices(rows.visited) for rows in rows_list])
     values, slots = (
-        np.concatenate([rows.counted for rows in rows_list]),
+        np.concatenate([rows.counted_values for rows in rows_list]),
         [rows.slots for rows in rows_list if rows.slots is not None],
     )
     return TableRows(

@@ -36,18 +36,21 @@ def next_segment(cursor: Cursor, ends: Ends) -> Cursor:
         return _plan(cursor, ends)
     if cursor.segment.remainder is not None and cursor.segment.is_last:
         return _end_epoch(cursor, cursor.segment.remainder, ends)
-    if cursor.segment.left is None:
+    if cursor.segment.num_left is None:
         return _next_round(cursor, ends)
-    reached, num_left = cursor.segment.reached(cursor.u), cursor.segment.left - cursor.segment.delivered(cursor.u)
-    return _begin_remainder(cursor, cursor.positions.copy(), num_left, reached, ends, is_known=True)
+    delivered, num_left = (
+        cursor.segment.samples_before(cursor.u),
+        cursor.segment.num_left - cursor.segment.delivered(cursor.u),
+    )
+    return _begin_remainder(cursor, cursor.positions.copy(), num_left, delivered, ends, is_known=True)
 
 
 def _plan(cursor: Cursor, ends: Ends) -> Cursor:
     """Return the cursor with a planned segment, given a cursor without one whose table rows are all up to date."""
     table, layout = cursor.positions, ends.layout
-    samples, num_left = table[:, SAMPLES].copy(), ends.left(table)
+    samples, num_left = table[:, SAMPLES].copy(), ends.num_left(table)
     if (table[:, REMAINDER] == NO_REMAINDER).all():
-        stop = None if num_left is None else max(layout.last_whole(samples, num_left, cursor.u), cursor.u)
+        stop = None if num_left is None else max(layout.main_phase_end(samples, num_left, cursor.u), cursor.u)
         return cursor._replace(segment=_segment(ends, cursor.u, stop, samples, num_left), owners=ends.owners)
     if (
         num_left is None and not cursor.u
@@ -70,16 +73,16 @@ def _next_round(cursor: Cursor, ends: Ends) -> Cursor:
 def _begin_remainder(
     cursor: Cursor, table: Ints, num_left: Ints, samples: Ints, ends: Ends, *, is_known: bool
 ) -> Cursor:
-    """Return the cursor at the start of a remainder, in which `left` samples of each shard are redistributed over the ranks."""
+    """Return the cursor at the start of a remainder, in which `num_left` samples of each shard are redistributed."""
     table[:, REMAINDER] = num_left
-    clock = cursor.now(ends.layout).restarted(ends.layout.global_batch_size)
+    clock = cursor.clock_now(ends.layout).restarted(ends.layout.global_batch_size)
     segment = _remainder_segment(ends, 0, num_left, samples, is_known=is_known)
     return _cursor_at(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
 
 
 def _end_epoch(cursor: Cursor, remainder: Remainder, ends: Ends) -> Cursor:
     """Return the cursor at the end of an epoch, given a cursor after the last micro batch of the epoch."""
-    layout, clock = ends.layout, cursor.now(ends.layout)
+    layout, clock = ends.layout, cursor.clock_now(ends.layout)
     if cursor.empty_epochs > 1:
         raise DataStateError(
             f"Two epochs in a row hold less than one global batch of {layout.global_batch_size} samples. Use a smaller "
@@ -87,7 +90,7 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: Ends) -> Cursor:
         )
     next_positions = ends.next_epoch(cursor)  # before all else: it may read, fail, and have to go on
     delivered = remainder.delivered(cursor.u)
-    ends.prove(cursor, remainder.left - delivered)
+    ends.prove(cursor, remainder.num_left - delivered)
     table = cursor.positions.copy()
     table[:, FIRST_SLOT:] = next_positions
     table[:, SAMPLES] = remainder.samples + delivered
@@ -105,14 +108,14 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: Ends) -> Cursor:
 def _begin_epoch(cursor: Cursor, ends: Ends) -> Cursor:
     table = cursor.positions.copy()
     table[:, REMAINDER] = NO_REMAINDER
-    clock = cursor.now(ends.layout).next_epoch(ends.layout.global_batch_size)
+    clock = cursor.clock_now(ends.layout).next_epoch(ends.layout.global_batch_size)
     return _cursor_at(cursor, clock, table, ends)._replace(
         ended=False, resumed=False, empty_epochs=cursor.empty_epochs + 1
     )
 
 
 def _cursor_at(cursor: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
-    return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout), last=None)
+    return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout), last_rows=None)
 
 
 def _segment(ends: Ends, u: int, stop: int | None, samples: Ints, num_left: Ints | None) -> Segment:

@@ -15,7 +15,7 @@ from rescale_data.engine.transfer import Transfer, require_transfer
 from rescale_data.errors import checks_kinds, require, require_callable
 
 Tail: TypeAlias = Literal["drop", "pad"]
-MOST_SECONDS = 2_000_000
+MAX_SECONDS = 2_000_000
 
 
 @checks_kinds
@@ -73,10 +73,10 @@ class Options:
 
 
 def require_seconds(**arguments: float) -> None:
-    """Raise ``ValueError`` unless each argument is a positive number of seconds, at most `MOST_SECONDS`."""
+    """Raise ``ValueError`` unless each argument is a positive number of seconds, at most `MAX_SECONDS`."""
     for name, seconds in arguments.items():
-        if not 0 < seconds <= MOST_SECONDS:
+        if not 0 < seconds <= MAX_SECONDS:
             raise ValueError(
                 f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0, at most "
-                f"{MOST_SECONDS:,} (23 days)."
+                f"{MAX_SECONDS:,} (23 days)."
             )

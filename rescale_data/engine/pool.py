@@ -43,17 +43,17 @@ class Pool(Feed):
         self._num_workers, self._num_slabs = options.num_workers, options.ahead + 1
         self._pin, self._timeout = pin_memory, options.timeout
         self._crew: Crew | None = None
-        self._num_crews = self._num_begins = self._taken = 0
+        self._num_crews = self._num_begins = self._num_taken = 0
         self._work: Work | None = None
-        self._stop: int | None = 0
+        self._num_micro_batches: int | None = 0
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self._num_begins += 1
-        begin = Begin.of(self._num_begins, segment, table, first_u, self._num_slabs)
-        work, self._taken = Work(begin, self._num_workers), 0
-        self._stop = None if segment.stop is None else segment.stop - first_u
+        begin = Begin.from_table(self._num_begins, segment, table, first_u, self._num_slabs)
+        work, self._num_taken = Work(begin, self._num_workers), 0
+        self._num_micro_batches = None if segment.stop is None else segment.stop - first_u
         self._inboxes = [Inbox(self._pin) for _ in range(self._num_workers)]
-        self._parts = [deque[tuple[torch.Tensor, Part]]() for _ in range(self._num_workers)]
+        self._ranges = [deque[tuple[torch.Tensor, Part]]() for _ in range(self._num_workers)]
         if self._crew is not None and self._crew.failure is not None:
             self.close()
         if self._crew is None:
@@ -65,11 +65,11 @@ class Pool(Feed):
         self._work = work
 
     def next(self) -> MicroBatch:
-        if self._work is None or self._crew is None or self._taken == self._stop:
+        if self._work is None or self._crew is None or self._num_taken == self._num_micro_batches:
             raise Exhausted
         work, self._work = self._work, None  # after an error or Ctrl-C, `begin` has to be called
-        worker = self._taken % self._num_workers
-        ranges, inbox = self._parts[worker], self._inboxes[worker]
+        worker = self._num_taken % self._num_workers
+        ranges, inbox = self._ranges[worker], self._inboxes[worker]
         if not ranges:
             try:
                 message = work.messages[worker].get(timeout=self._timeout)
@@ -84,22 +84,22 @@ class Pool(Feed):
             ranges.extend(inbox.open(message))
         value: MicroBatch | Exception = inbox.unpack(*ranges.popleft())
         if not ranges:
-            self._crew.free[worker].release()
+            self._crew.free_slabs[worker].release()
         if isinstance(value, Exception):
             raise value
-        self._work, self._taken = work, self._taken + 1
+        self._work, self._num_taken = work, self._num_taken + 1
         return value
 
     def progress(self) -> dict[str, float]:
         if self._crew is None:
             return {"batches_ready": 0.0, **by_name(counts().values)}
         board = self._crew.board
-        ready = max(0, board.made - self._taken)
+        ready = max(0, board.num_made - self._num_taken)
         return {"batches_ready": float(ready), **by_name(board.counts.sum(dim=0).numpy() + counts().values)}
 
     def activity(self) -> str:
         silent = "which does not say what it does: it is starting, has ended, or is stopped"
-        worker = self._taken % self._num_workers
+        worker = self._num_taken % self._num_workers
         text = "" if self._crew is None else self._crew.board.read(worker)
         return f"waiting for worker {worker}, {text or silent}"
 

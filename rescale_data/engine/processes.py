@@ -51,7 +51,7 @@ _TEXT_BYTES = 2000
 
 
 class Work:
-    """The work of the worker processes for one `Begin`, and the queues in which their messages arrive.
+    """The work of the worker processes for one `Begin` command, and the queues in which their messages arrive.
 
     Args:
         begin: The command to the workers; `None` ends them.
@@ -74,7 +74,7 @@ class Crew:
         init_fn: Called in each worker when it starts, with the number of the worker.
 
     Attributes:
-        free: A semaphore for each worker, released when one of its slabs may be written again.
+        free_slabs: A semaphore for each worker, released when one of its slabs may be written again.
         failure: The error after a worker has died; `None` before.
     """
 
@@ -89,14 +89,23 @@ class Crew:
         self.board = Board(num_workers)
         self.failure: RuntimeError | None = None
         self._num_workers, self._trainer = num_workers, os.getpid()
-        self.free = [context.Semaphore(0) for _ in range(num_workers)]
-        self._wanted: Work | None = None
+        self.free_slabs = [context.Semaphore(0) for _ in range(num_workers)]
+        self._work: Work | None = None
         self._bell_reader, self._bell_writer = Pipe(duplex=False)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for number in range(num_workers):
             trainer_end, worker_end = context.Pipe()
-            args = number, num_workers, worker_end, self.free[number], self.board, worker, [*seed, number], init_fn
+            args = (
+                number,
+                num_workers,
+                worker_end,
+                self.free_slabs[number],
+                self.board,
+                worker,
+                [*seed, number],
+                init_fn,
+            )
             process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
                 target=_run, args=args, daemon=True, name=f"rescale_data-worker-{number}"
             )
@@ -110,8 +119,8 @@ class Crew:
 
     def begin(self, work: Work) -> None:
         """Make the workers drop their current work, and begin another one."""
-        self.board.wanted = work.number
-        self._wanted = work
+        self.board.wanted_begin = work.number
+        self._work = work
         self._send_failure()
         self._bell_writer.send_bytes(b".")
 
@@ -153,10 +162,10 @@ class Crew:
             for number in died:
                 self._processes[number].join()
                 self._fail(number, f"exit code {self._processes[number].exitcode}")
-            if self._wanted is not sent_work:
-                sent_work, to_begin = self._wanted, set(alive.values())
+            if self._work is not sent_work:
+                sent_work, to_begin = self._work, set(alive.values())
                 for number in to_begin - idle:
-                    self.free[number].release()  # a worker that waits for a slab then looks at the board
+                    self.free_slabs[number].release()  # a worker that waits for a slab then looks at the board
             for number in to_begin & idle:
                 with suppress(OSError):  # the worker is dying, which its sentinel shows later
                     self._pipes[number].send(sent_work and sent_work.command)
@@ -179,8 +188,8 @@ class Crew:
             return True
         if message is None:
             idle.add(number)
-        elif self._wanted is not None and work == self._wanted.number:
-            self._wanted.messages[number].put(message)
+        elif self._work is not None and work == self._work.number:
+            self._work.messages[number].put(message)
         return True
 
     def _fail(self, number: int, reason: str) -> None:
@@ -192,8 +201,8 @@ class Crew:
         self._send_failure()
 
     def _send_failure(self) -> None:
-        if self.failure is not None and self._wanted is not None:
-            for messages in self._wanted.messages:
+        if self.failure is not None and self._work is not None:
+            for messages in self._work.messages:
                 messages.put(self.failure)
 
 
@@ -224,7 +233,7 @@ def _run(
                     if init_fn is not None:
                         init_fn(number)
                     is_attached = True
-                    counts().move_to(board.line(number))
+                    counts().move_to(board.counters(number))
                     worker.attach(number, board)
                     worker.watch.start()
                 _reset_semaphore(free, begin.num_slabs)

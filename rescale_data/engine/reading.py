@@ -19,7 +19,7 @@ from rescale_data.engine.ranks.peers import BATCH, PEEKED, RESULT
 from rescale_data.engine.reopening import require_reopenable
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup
-from rescale_data.engine.shared import Numbers, Shared, by_first, known
+from rescale_data.engine.shared import Numbers, Shared, on_first_peer, require_number
 from rescale_data.engine.skip import require_countable
 from rescale_data.engine.states.load import load_state_dict as load
 from rescale_data.engine.states.statedict import local_state_dict, marked, state_and_reason
@@ -57,7 +57,7 @@ class Reading:
     def __init__(
         self, opened: Stream | None = None, *, shared: Shared | None = None, slow_after: float = math.inf
     ) -> None:
-        self._opened, self._shared = opened, shared
+        self._own_stream, self._shared = opened, shared
         self._num_iterators = 0  # only the newest one is valid
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
@@ -76,13 +76,13 @@ class Reading:
             AttributeError: Another peer reads for this process.
             RuntimeError: The process group is younger than the loader.
         """
-        if self._opened is None:
+        if self._own_stream is None:
             raise AttributeError("This process reads nothing: the first of its peers= does.")
-        self._opened.ranks.require_no_group()
-        return self._opened
+        self._own_stream.ranks.require_no_group()
+        return self._own_stream
 
     @property
-    def _sent(self) -> Numbers | None:
+    def _sent_numbers(self) -> Numbers | None:
         """The numbers that the first peer has sent; `None` where this process reads itself."""
         return None if self._shared is None else self._shared.numbers
 
@@ -102,14 +102,14 @@ class Reading:
     def _steps_per_epoch(self) -> int | None:
         return self._setup.steps_per_epoch
 
-    @by_first(RESULT)
-    def _ask(self, function: Callable[[Stream], R]) -> R:
+    @on_first_peer(RESULT)
+    def _call_on_first_peer(self, function: Callable[[Stream], R]) -> R:
         return function(self._stream)
 
     # Batches
 
     def __iter__(self) -> Batches:
-        """Go on from the position, or with the next epoch where the last batch of this one has been taken.
+        """Return an iterator from the current position on, or over the next epoch if the last batch of this one was taken.
 
         After a load of a state that was saved there iterators are empty until ``next`` of one has raised
         ``StopIteration``. Older iterators are invalid.
@@ -117,26 +117,26 @@ class Reading:
         self._iter()
         return Batches(self.epoch, self._num_iterators, self._next)
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     def _iter(self) -> None:
         if self._ended and not self._cursor.resumed:
-            self._move_on()
+            self._begin_next_epoch()
         self._is_over()
         self._invalidate()
 
     def __len__(self) -> int:
-        """Number of micro batches in the whole epoch; ``TypeError`` if it has no end, or if only reading finds it."""
-        if self._sent is not None:
-            return known(self._sent.num_batches)
+        """Return the number of micro batches in the whole epoch; ``TypeError`` if it has no end, or only reading finds it."""
+        if self._sent_numbers is not None:
+            return require_number(self._sent_numbers.num_batches)
         if self._steps_per_epoch is not None:
             return self._steps_per_epoch * self.gradient_accumulation_steps
         return self._require_number(self._stream.num_micro_batches() if not self._setup.recipe.repeat else None)
 
     @property
     def batches_left(self) -> int:
-        """Micro batches until the iterator ends; 0 from when the last was taken; ``TypeError`` as `len`."""
-        if self._sent is not None:
-            return known(self._sent.batches_left)
+        """The number of micro batches until the iterator ends, 0 after the last one; ``TypeError`` as for `len`."""
+        if self._sent_numbers is not None:
+            return require_number(self._sent_numbers.batches_left)
         if self._ended:
             return 0
         if self._steps_per_epoch is not None:
@@ -159,18 +159,18 @@ class Reading:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """A, batches of this rank in one optimizer step."""
-        sizes = self._layout if self._sent is None else self._sent
+        """A, the number of batches of this rank in one optimizer step."""
+        sizes = self._layout if self._sent_numbers is None else self._sent_numbers
         return sizes.gradient_accumulation_steps
 
     @property
     def last_batch_samples(self) -> int:
-        """Number of real samples, the first ones, in the newest batch of this rank; less than b only with ``tail="pad"``."""
-        return self._last_batch_samples if self._sent is None else self._sent.last_batch_samples
+        """The number of real samples in the newest batch of this rank, which come first; below b only with ``tail="pad"``."""
+        return self._last_batch_samples if self._sent_numbers is None else self._sent_numbers.last_batch_samples
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     def start(self) -> None:
-        """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
+        """Start to read, so that the first batch is ready when training begins: call it before the model is loaded.
 
         Worker processes, or the thread of ``prefetch``, go ahead in the background; else the first batch is made now.
         A later load begins anew.
@@ -180,9 +180,9 @@ class Reading:
             if not self._stream.feed.is_ahead:
                 self._stream.peek()
 
-    @by_first(PEEKED)
+    @on_first_peer(PEEKED)
     def peek(self) -> Any:
-        """The next batch, which stays the next: ``next`` may return the same memory, so leave it as it is.
+        """Return the next batch without consuming it; do not change it, since ``next`` may return the same memory.
 
         At the end of an epoch ``StopIteration``.
 
@@ -193,10 +193,10 @@ class Reading:
             raise StopIteration
         return self._stream.peek().batch
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     @checks_kinds
     def skip(self, num_samples: int) -> None:
-        """Leave out samples, as if they had been delivered, also over the ends of epochs.
+        """Skip samples as if they had been delivered, also across the ends of epochs.
 
         At a constant cost where the pipeline allows it; whole epochs cost nothing where it knows its number of samples. Else
         rows are read for it; where that fails, nothing has moved. The state keeps what was left out, as ranges of samples.
@@ -222,16 +222,16 @@ class Reading:
         cursor, per_step = self._cursor, self._layout.gradient_accumulation_steps
         if self._setup.balance is None or not num_micro_batches:
             return
-        if cursor.counted != cursor.u or (cursor.u + num_micro_batches) % per_step:
+        if cursor.first_unsaved_u != cursor.u or (cursor.u + num_micro_batches) % per_step:
             raise ValueError(
                 f"skip() with balance= begins and ends with a step: {self._stream.begun} of its {per_step} micro batches have "
                 f"been taken, and {num_micro_batches} are to be left out."
             )
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     @checks_kinds
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the trainer counts: at the end of the one before the loader moves on; within it nothing happens.
+        """Tell the loader the trainer's epoch: at the end of the one before, the loader begins it; within it, nothing happens.
 
         Collective as iterating.
 
@@ -240,21 +240,23 @@ class Reading:
         """
         current = self.epoch
         if epoch == current + 1 and self._is_over():
-            self._move_on()
+            self._begin_next_epoch()
         elif (
             self._cursor.resumed
             and not self._stream.clock.in_step
             and 0 <= epoch == current - 1
             and self._is_at_epoch_end()
         ):
-            self._stream.cursor = self._cursor._replace(seen=epoch)  # a state there does not say if the end was seen
+            self._stream.cursor = self._cursor._replace(
+                epochs_seen=epoch
+            )  # a state there does not say if the end was seen
         elif epoch != current:
             raise ValueError(
                 f"set_epoch({epoch}): the loader is in epoch {current}, and moves on to {current + 1} when its last batch has "
                 f"been taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
             )
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     def reset(self) -> None:
         """Go back to the beginning of the run."""
         self._stream.reset()
@@ -263,24 +265,24 @@ class Reading:
     def close(self) -> None:
         """Stop the worker processes, or the thread; the position stays, and the next batch starts them again."""
         self._watch.stop()
-        if self._opened is not None:
-            self._opened.close()
+        if self._own_stream is not None:
+            self._own_stream.close()
 
-    # Where the run stands
+    # Step, epoch and counters
 
     @property
     def step(self) -> int:
-        """Global batches delivered."""
-        return self._stream.step if self._sent is None else self._sent.step
+        """The number of global batches delivered."""
+        return self._stream.step if self._sent_numbers is None else self._sent_numbers.step
 
     @property
     def epoch(self) -> int:
-        """The epoch that is read: the next one from ``StopIteration`` on, or from the ``iter`` that begins it.
+        """The number of the current epoch: the next one from ``StopIteration`` on, or from the ``iter`` that begins it.
 
         0 with ``repeat=True`` and no ``steps_per_epoch``; each shard has its own there (see `progress`).
         """
-        if self._sent is not None:
-            return self._sent.epoch
+        if self._sent_numbers is not None:
+            return self._sent_numbers.epoch
         steps = self._steps_per_epoch
         return self._cursor.clock.epoch if steps is None else self.step // steps - self._ended
 
@@ -290,20 +292,20 @@ class Reading:
         steps = self._steps_per_epoch
         if steps is None:
             return self._cursor.ended
-        return self._is_at_epoch_end() and self.step // steps > self._cursor.seen
+        return self._is_at_epoch_end() and self.step // steps > self._cursor.epochs_seen
 
     def progress(self) -> dict[str, float]:
-        """Counters for a logger: of the run, of what this rank's shards have drawn, and of what it has waited for and read.
+        """Return counters for a logger, by name: of the run, of rows drawn by this rank's shards, and of waits and reads.
 
         ``dropped_samples`` and ``padded_samples`` count from the beginning of the run; they are in the state.
         """
-        if self._sent is not None:
+        if self._sent_numbers is not None:
             return {"global_step": float(self.step)}
         p50, p99 = np.quantile(self._waits or [0.0], [0.5, 0.99]).tolist()
         waits = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
         return {**waits, **self._stream.progress()}
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     def report(self) -> Report:
         """Return numbers of `progress` over all dp ranks (collective), for a log line: which rank waits, and for what.
 
@@ -311,7 +313,7 @@ class Reading:
             By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
         """
         mine, ranks = self.progress(), self._stream.ranks
-        return report(NAMES, ranks.numbers([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
+        return report(NAMES, ranks.gather_floats([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
     def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
         activity = self._stream.feed.activity() if waits(frame) else ""
@@ -325,7 +327,7 @@ class Reading:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that describes the batches delivered so far: a copy, and the same on every rank.
+        """Return the state after the batches delivered so far: a copy, and the same on every rank.
 
         Collective over the dp ranks: all of them call it, before any ``if rank == 0``. It pickles, and loads on any topology.
 
@@ -339,14 +341,14 @@ class Reading:
         """
         return marked(*self._state_dict())
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     def _state_dict(self) -> tuple[dict[str, Any], str]:
         self._warn_of_threads()
         return state_and_reason(self._cursor, self._stream.ends)
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     def local_state_dict(self) -> dict[str, Any]:
-        """The state as this rank knows it, without communication, for snapshots that are taken often and seldom needed.
+        """Return the state as this rank knows it, without communication, for snapshots that are taken often and seldom needed.
 
         It does not pickle. `rd.whole_state` makes it what `state_dict` would have returned (collective).
 
@@ -361,10 +363,10 @@ class Reading:
             )
         return local_state_dict(self._cursor, self._stream.ends)
 
-    @by_first(RESULT)
+    @on_first_peer(RESULT)
     @checks_kinds
     def load_state_dict(self, state_dict: Mapping[str, Any], delivered: int = 0) -> None:
-        """Go on from a state of any topology.
+        """Load a state that was saved on any topology, and continue from it.
 
         Collective over the dp ranks where it is one rank's own, and with ``delivered``, for which they read as for `skip`.
 
@@ -391,8 +393,8 @@ class Reading:
         load(self._stream, state_dict, delivered)
         self._invalidate()
 
-    def _go_on(self, stream: Stream, state: Mapping[str, Any] | None, delivered: int) -> None:
-        """Replace the stream by one with changed arguments, from a state or from here; on failure, change nothing.
+    def _replace_stream(self, stream: Stream, state: Mapping[str, Any] | None, delivered: int) -> None:
+        """Replace the stream by one with changed arguments, at a state or at the current position; on failure, change nothing.
 
         Without a state, the ranks have to stay the same.
         """
@@ -405,9 +407,9 @@ class Reading:
         if state is None:  # keep whether the end of the epoch was seen here
             unseen = self._steps_per_epoch is not None and self._ended and reopened._is_at_epoch_end()
             cursor = stream.cursor
-            stream.cursor = cursor._replace(resumed=self._cursor.resumed, seen=cursor.seen - unseen)
+            stream.cursor = cursor._replace(resumed=self._cursor.resumed, epochs_seen=cursor.epochs_seen - unseen)
         self.close()
-        self._opened = stream
+        self._own_stream = stream
         if state is not None:
             self._invalidate()
 
@@ -426,7 +428,7 @@ class Reading:
                 "num_workers= or prefetch=, and transfer= to devices."
             )
 
-    @by_first(BATCH)
+    @on_first_peer(BATCH)
     def _next(self, batches: Batches) -> Any:
         if batches.number != self._num_iterators:
             raise RuntimeError(
@@ -449,13 +451,13 @@ class Reading:
             if (
                 steps is not None or cursor.segment is None or cursor.u >= cursor.segment.checks_from
             ) and self._is_over():
-                self._move_on()
+                self._begin_next_epoch()
                 raise StopIteration
             micro_batch = stream.take()
             self._last_taken = (batches.number, thread)
             self._last_batch_samples = micro_batch.num_real
             if steps is not None and self._ended:
-                stream.rest()
+                stream.release_cache()
             return micro_batch.batch
         finally:
             watch.began = None
@@ -471,16 +473,16 @@ class Reading:
             self._stream.move_on()  # the end of the data does not end an epoch of steps
         return self._ended
 
-    def _move_on(self) -> None:
+    def _begin_next_epoch(self) -> None:
         if self._steps_per_epoch is None:
             self._stream.move_on()
         else:
-            self._stream.cursor = self._cursor._replace(seen=self.step // self._steps_per_epoch, resumed=False)
+            self._stream.cursor = self._cursor._replace(epochs_seen=self.step // self._steps_per_epoch, resumed=False)
 
     def _is_at_epoch_end(self) -> bool:
         return self._steps_per_epoch is not None and not self._stream.begun and self.step % self._steps_per_epoch == 0
 
 
 def from_stream(loader: Reading, function: Callable[[Stream], R]) -> R:
-    """Return ``question(stream)``, which the first of the loader's peers computes for all of them (collective over them)."""
-    return loader._ask(function)  # pyright: ignore[reportPrivateUsage]
+    """Return ``function(stream)``, computed by the loader's first peer for all peers (collective over the peers)."""
+    return loader._call_on_first_peer(function)  # pyright: ignore[reportPrivateUsage]

@@ -41,7 +41,7 @@ epoch."""
 
 @dataclass(frozen=True)
 class Recipe:
-    """The pipeline function and the arguments from which any process builds the nodes of a logical shard; pickles."""
+    """The pipeline function and the arguments from which any process builds the nodes of a logical shard; it can be pickled."""
 
     pipeline: Pipeline
     num_logical_shards: int

@@ -6,7 +6,7 @@ from rescale_data.engine.stream import Stream
 
 
 def require_reopenable(old_stream: Stream, new_stream: Stream) -> None:
-    """Raise ``ValueError`` if ``reopen()`` without a state cannot replace the stream ``was`` by ``now``."""
+    """Raise ``ValueError`` if ``reopen()`` without a state cannot replace ``old_stream`` by ``new_stream``."""
     _require_same_ranks(old_stream, new_stream)
     _require_step_boundary(old_stream, new_stream)
 

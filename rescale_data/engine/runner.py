@@ -35,7 +35,7 @@ class Runner:
     A pipeline is built when it is first used, and bound to its row, so that each draw moves the row.
 
     Attributes:
-        is_serving: True from `serve` until `rest` or `load`.
+        is_serving: True from `serve` until `release_cache` or `load`.
     """
 
     def __init__(self, recipe: Recipe, schema: Schema) -> None:
@@ -69,8 +69,8 @@ class Runner:
         serve(self, self.schema.sources().values(), shards.tolist())
         self.schema.prepare(self.table, shards)
 
-    def rest(self) -> None:
-        """Read no shard until the next `serve`: other loaders of this process have the part of the cache that this one had."""
+    def release_cache(self) -> None:
+        """Give this loader's part of the decoded-data cache to other loaders of the process, until the next `serve`."""
         self.is_serving = False
         withdraw(self)
 
@@ -83,8 +83,8 @@ class Runner:
         repeated = self._repeated_turns.get(id(turn))
         if repeated is not None and collate is None:
             batch = self._write(repeated.nodes, turn.shards)
-            repeated.more += repeated.count
-            rows = TableRows(turn.index, repeated.rows.copy(), None, repeated.more)
+            repeated.num_uncounted += repeated.count
+            rows = TableRows(turn.index, repeated.rows.copy(), None, repeated.num_uncounted)
             return MicroBatch(batch, rows, turn.shards, len(repeated.nodes))
         if turn.numbers is not None:  # `_sample_at` counts each sample
             fetched = [self._sample_at(*draw) for draw in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
@@ -274,18 +274,18 @@ class _RepeatedTurn:
         nodes: The node of each sample of the turn.
         rows: A view of the rows of the table that the turn visits.
         count: The number of samples that each of these rows gives in the turn.
-        more: The number of samples that each row has given but does not count yet: to count them in the rows is expensive.
+        num_uncounted: The number of samples that each row has given, and does not count yet, since that is expensive.
     """
 
     turn: Turn
     nodes: list[Node[Any]]
     rows: Ints
     count: int
-    more: int = 0
+    num_uncounted: int = 0
 
 
 def _none_ready(nodes: Sequence[Any], buffer: BatchBuffer, first_row: int) -> int:
-    """Return ``first``: no row is written in one call (`WritesMany.write_ready`)."""
+    """Return ``first_row``: no further row can be written at once (for nodes without `WritesMany.write_ready`)."""
     return first_row
 
 

@@ -112,7 +112,7 @@ class Schema:
 
     @property
     def columns_within(self) -> list[int]:
-        """The indices of the table columns that give the place of a shard within its epoch."""
+        """The indices of the table columns that give the position of a shard within its epoch."""
         return [FIRST_SLOT + slot for slot in place_slots(self.root.fields, epochs=False)]
 
     def epoch_size(self, table: Ints) -> int | None:

@@ -23,10 +23,10 @@ class Segment:
     Args:
         stop: The micro batch after the last one, counted from `Clock.origin`; `None` if there is no last one, or only reading
             can find it.
-        first: The first micro batch of the segment.
-        samples: ``int64[N]``, the samples that each shard had delivered at `first`; in a remainder, at the beginning of the
+        first_u: The first micro batch of the segment.
+        samples: ``int64[N]``, the samples that each shard had delivered at `first_u`; in a remainder, at the beginning of the
             `Remainder`.
-        left: ``int64[N]``, the samples that each shard had left of the epoch at that time; `None` if only reading can find
+        num_left: ``int64[N]``, the samples that each shard had left of the epoch at that time; `None` if only reading can find
             them.
         remainder: The plan of the remainder of an epoch; `None` in the main phase, where the layout is the plan.
         histories: The data of each source, by epoch (`Histories`).
@@ -39,9 +39,9 @@ class Segment:
     layout: Layout
     rank: int
     stop: int | None
-    first: int = 0
+    first_u: int = 0
     samples: Ints = field(default_factory=partial(np.zeros, 0, np.int64))
-    left: Ints | None = None
+    num_left: Ints | None = None
     remainder: Remainder | None = None
     histories: Histories = field(default_factory=dict[str, History])
     pads: bool = False
@@ -63,14 +63,16 @@ class Segment:
             return self.layout.served(self.rank, u % workers)
         soon = range(u, min(u + _LOOKAHEAD * workers, self.remainder.num_micro_batches), workers)
         return np.unique(
-            np.concatenate([np.arange(len(self.remainder.left))[self.remainder.turn(self.rank, v).index] for v in soon])
+            np.concatenate(
+                [np.arange(len(self.remainder.num_left))[self.remainder.turn(self.rank, v).index] for v in soon]
+            )
         )
 
     def step_of(self, u: int) -> int:
         """Return the first micro batch, within this segment, of the step that contains micro batch ``u``."""
-        return max(self.first, u - u % self.layout.gradient_accumulation_steps)
+        return max(self.first_u, u - u % self.layout.gradient_accumulation_steps)
 
-    def counted(self, u: int) -> int:
+    def first_unsaved_u(self, u: int) -> int:
         """Return the first micro batch that a state does not include if it is saved before micro batch ``u``."""
         return self.step_of(u) if self.whole_steps else u
 
@@ -83,24 +85,28 @@ class Segment:
     @property
     def is_last(self) -> bool:
         """True if the epoch ends with this segment: it is a remainder, and no other round follows."""
-        is_known = self.left is not None
+        is_known = self.num_left is not None
         return self.remainder is not None and (is_known or self.remainder.num_samples < self.layout.global_batch_size)
 
     def delivered(self, u: int) -> Ints:
         """Return the samples that each shard delivers in this segment before micro batch ``u``, on all ranks: ``int64[N]``."""
         if self.remainder is not None:
             return self.remainder.delivered(u)
-        return self.layout.delivered(self.samples, self.first, u)
+        return self.layout.delivered(self.samples, self.first_u, u)
 
-    def reached(self, u: int) -> Ints:
+    def samples_before(self, u: int) -> Ints:
         """Return the samples that each shard has delivered in the run before micro batch ``u``: ``int64[N]``."""
         return self.samples + self.delivered(u)
 
     def num_left_at(self, u: int) -> int | None:
         """Return the number of micro batches from ``u`` to the end of the epoch; `None` if it is not known, or endless."""
-        if self.stop is None or self.left is None:
+        if self.stop is None or self.num_left is None:
             return None
         if self.remainder is not None:
             return self.stop - u
         main_phase = self.delivered(self.stop)
-        return self.stop - u + Remainder(self.layout, self.left - main_phase, self.samples, self.pads).num_micro_batches
+        return (
+            self.stop
+            - u
+            + Remainder(self.layout, self.num_left - main_phase, self.samples, self.pads).num_micro_batches
+        )

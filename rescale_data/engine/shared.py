@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class Numbers(NamedTuple):
-    """Numbers of a loader that each peer knows without asking. A string says why there is no such number."""
+    """Step, epoch and batch counts of a loader, known on each peer without communication; a string says why one is unknown."""
 
     step: int = 0
     epoch: int = 0
@@ -39,17 +39,17 @@ class Numbers(NamedTuple):
     batches_left: int | str = 0
 
     @classmethod
-    def of(cls, loader: Any) -> Numbers:
+    def from_loader(cls, loader: Any) -> Numbers:
         """Return the numbers of a `Reading` that has a stream; zeros if it has none, because its construction failed."""
-        if loader._opened is None:
+        if loader._own_stream is None:
             return cls()
-        batches_left = _or_why(lambda: loader.batches_left)
-        per_step, num_batches = loader.gradient_accumulation_steps, _or_why(loader.__len__)
+        batches_left = _number_or_reason(lambda: loader.batches_left)
+        per_step, num_batches = loader.gradient_accumulation_steps, _number_or_reason(loader.__len__)
         return cls(loader.step, loader.epoch, loader.last_batch_samples, per_step, num_batches, batches_left)
 
 
 class Shared:
-    """The calls of a loader, on each of its peers.
+    """Makes each call of a loader together with its peers: the first peer does the work, and sends the result to the others.
 
     Args:
         pipeline: A function that returns the first argument of a `DataLoader` without peers.
@@ -93,9 +93,9 @@ class Shared:
         call_digest = self._peers.digest_of(name)
         try:
             value = work()
-            body = to_bytes(value if kind != RESULT else (Numbers.of(loader), value, None))
+            body = to_bytes(value if kind != RESULT else (Numbers.from_loader(loader), value, None))
         except Exception as error:
-            body = to_bytes((Numbers.of(loader), None, picklable(error)))
+            body = to_bytes((Numbers.from_loader(loader), None, picklable(error)))
             self._peers.send(RESULT, [call_digest, 0, 0, 0], body)
             raise
         counts = (loader.step, loader.epoch, loader.last_batch_samples) if kind != RESULT else (0, 0, 0)
@@ -127,7 +127,7 @@ class Shared:
             raise RuntimeError(ENDS_NOTHING) from error
 
 
-def by_first(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+def on_first_peer(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
     """Return a decorator for methods of a `Reading`: its peers call them together, and the first peer does the work.
 
     Args:
@@ -148,15 +148,15 @@ def by_first(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable
     return decorate
 
 
-def _or_why(number: Callable[[], int]) -> int | str:
+def _number_or_reason(number: Callable[[], int]) -> int | str:
     try:
         return number()
     except Exception as error:
         return str(error)
 
 
-def known(number: int | str) -> int:
-    """Return a number of `Numbers`; raise ``TypeError`` if there is none."""
+def require_number(number: int | str) -> int:
+    """Return a count of `Numbers`; raise ``TypeError`` with the reason if it is not known."""
     if isinstance(number, str):
         raise TypeError(number)
     return number

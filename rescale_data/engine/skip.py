@@ -40,7 +40,7 @@ def skip(cursor: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
     """Return the cursor advanced by `num_micro_batches` micro batches (collective if only reading can find epoch ends).
 
     Args:
-        at: A cursor whose `last` is `None`.
+        cursor: A cursor whose `last_rows` is `None`.
     """
     epoch_starts: list[tuple[int, Ints]] = []  # of epochs: the micro batches left to skip, and the numbers of the run
     verify = ends.setup.recipe.verify
@@ -80,15 +80,15 @@ def _in_segment(cursor: Cursor, ends: Ends) -> Cursor:
 
 def _move(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
     """Return the cursor at micro batch ``u`` of its segment; each rank advances the table rows that it owns (collective)."""
-    table = call_on_all_ranks(ends.ranks, partial(ends.move, cursor, segment.reached(u)))
+    table = call_on_all_ranks(ends.ranks, partial(ends.move, cursor, segment.samples_before(u)))
     return cursor._replace(u=u, table=table, owners=ends.owners)
 
 
 def _read_until(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
     """Read up to micro batch ``u`` of a main phase, or to its end if that comes first; return the cursor there (collective)."""
-    layout, samples, table = ends.layout, segment.reached(cursor.u), cursor.table.copy()
+    layout, samples, table = ends.layout, segment.samples_before(cursor.u), cursor.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
-    until_u, delivered_at_step_end = segment.reached(u), segment.reached(step_end)
+    until_u, delivered_at_step_end = segment.samples_before(u), segment.samples_before(step_end)
 
     def find() -> int:
         num_left = np.full(len(table), _NOT_ENDED)
@@ -101,9 +101,9 @@ def _read_until(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
                 count += num_more
             if end is not None:
                 num_left[shard] = count
-        return max(cursor.u, layout.last_whole(samples, num_left, cursor.u))
+        return max(cursor.u, layout.main_phase_end(samples, num_left, cursor.u))
 
-    stop = ends.ranks.extremes(call_on_all_ranks(ends.ranks, find))[0]
+    stop = ends.ranks.min_and_max(call_on_all_ranks(ends.ranks, find))[0]
     if stop > u:
         table[ends.owned, SAMPLES] = until_u[ends.owned]
         return cursor._replace(table=table, u=u)
@@ -130,7 +130,7 @@ def _skip_epochs(cursor: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]
 
 def _to_numbers(cursor: Cursor, ends: Ends) -> Ints:
     """Return the table and the counts of a run at the start of an epoch as one array, ``int64[any]``."""
-    counts = [getattr(cursor.now(ends.layout), name) for name in _COUNTS]
+    counts = [getattr(cursor.clock_now(ends.layout), name) for name in _COUNTS]
     return np.concatenate([cursor.table.flatten(), np.array(counts, dtype=np.int64)])
 
 

@@ -46,14 +46,14 @@ class Queue:
 
     Args:
         segment: The segment; `None` if the feed has not begun.
-        first: The number of the micro batch that the feed makes next, at the beginning.
+        first_u: The number of the first micro batch that the feed makes.
     """
 
-    __slots__ = ("is_exhausted", "made", "next", "segment")
+    __slots__ = ("is_exhausted", "micro_batches", "next", "segment")
 
     def __init__(self, segment: Segment | None = None, first_u: int = 0) -> None:
         self.segment, self.next, self.is_exhausted = segment, first_u, False
-        self.made: dict[int, MicroBatch] = {}
+        self.micro_batches: dict[int, MicroBatch] = {}
 
 
 class Stream:
@@ -97,7 +97,7 @@ class Stream:
 
     @property
     def clock(self) -> Clock:
-        return self.cursor.now(self.layout)
+        return self.cursor.clock_now(self.layout)
 
     @property
     def step(self) -> int:
@@ -125,12 +125,12 @@ class Stream:
     def progress(self) -> dict[str, float]:
         """Return numbers for a logger, by name: the counters of the feed and of the run."""
         counts = self.feed.progress()
-        ready = counts.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.made)
+        ready = counts.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.micro_batches)
         return {**counts, "batches_ready": ready, **self.counters()}
 
     def has_short_tail(self) -> bool:
         """True if the epoch is known to have less than one global batch left, which will be dropped."""
-        num_left = None if self.cursor.ended else self.ends.left(self.table)
+        num_left = None if self.cursor.ended else self.ends.num_left(self.table)
         return (
             num_left is not None and self.setup.tail == "drop" and int(num_left.sum()) < self.layout.global_batch_size
         )
@@ -157,16 +157,18 @@ class Stream:
         self._go_to(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
-        """Go on from a table whose N rows are all up to date; an epoch of `steps_per_epoch` that ends here counts as seen."""
+        """Continue from a table whose N rows are all up to date; an epoch of `steps_per_epoch` that ends here has ended."""
         steps = self.setup.steps_per_epoch
         epochs_seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
-        self._go_to(table, clock, seen=epochs_seen, resumed=True)
+        self._go_to(table, clock, epochs_seen=epochs_seen, resumed=True)
 
     def _go_to(self, table: Ints, clock: Clock, *, epochs_seen: int = 0, resumed: bool = False) -> None:
         self.rewind()
-        self.ends.runner.rest()
+        self.ends.runner.release_cache()
         self.ends = Ends(replace(self.setup, ranks=self.ranks.after_load), self.ends.runner)
-        self.cursor = Cursor.at(clock, table, self.ends.owners, self.layout)._replace(seen=epochs_seen, resumed=resumed)
+        self.cursor = Cursor.from_clock(clock, table, self.ends.owners, self.layout)._replace(
+            epochs_seen=epochs_seen, resumed=resumed
+        )
 
     def skip(self, num_micro_batches: int) -> None:
         """Skip micro batches as if they were consumed, also across epochs; if reading fails, the position does not change."""
@@ -175,7 +177,7 @@ class Stream:
         self.rewind()
         samples_before, ends = self.clock.samples, Ends(self.setup, self.ends.runner)
         cursor = skip(self.cursor.copy(), ends, num_micro_batches)
-        clock = cursor.now(self.layout).left_out(samples_before)
+        clock = cursor.clock_now(self.layout).with_skipped(samples_before)
         self.ends = ends
         self.cursor = cursor._replace(clock=clock)
 
@@ -190,10 +192,10 @@ class Stream:
         self._failure: BaseException | None = None
         self.feed.stop(wait=wait)
 
-    def rest(self) -> None:
-        """Give back the part of the cache until the next micro batch is made, where no thread or worker is ahead."""
+    def release_cache(self) -> None:
+        """Give this loader's part of the cache to other loaders until the next micro batch, unless a feed reads ahead."""
         if not self.feed.is_ahead:
-            self.ends.runner.rest()
+            self.ends.runner.release_cache()
 
     # Finding the segment
 
@@ -226,7 +228,7 @@ class Stream:
         if cursor.segment is None or not cursor.segment.is_last or cursor.segment.stop != cursor.u:
             return cursor
         ended = self._next_segment(cursor)
-        self.ends.runner.rest()
+        self.ends.runner.release_cache()
         return ended
 
     def _next_segment(self, cursor: Cursor) -> Cursor:
@@ -246,7 +248,7 @@ class Stream:
             return self._take_and_advance()
         micro_batch = self._next_micro_batch(cursor)
         self.cursor = cursor.advanced(micro_batch)
-        self._queue.made.pop(cursor.u, None)
+        self._queue.micro_batches.pop(cursor.u, None)
         return micro_batch
 
     def _take_and_advance(self) -> MicroBatch:
@@ -260,7 +262,7 @@ class Stream:
         else:
             cursor = self._at_epoch_end(cursor)
         self.cursor = cursor
-        queue.made.pop(u, None)
+        queue.micro_batches.pop(u, None)
         return micro_batch
 
     def peek(self) -> MicroBatch:
@@ -285,7 +287,7 @@ class Stream:
                 f"are not its own. Make another loader here, and load the state into it."
             )
         queue = self._queue
-        if queue.segment is segment and (cursor.u == queue.next or cursor.u in queue.made):
+        if queue.segment is segment and (cursor.u == queue.next or cursor.u in queue.micro_batches):
             return queue
         self._queue, self._process = Queue(), os.getpid()
         self.feed.begin(segment, cursor.copy().table, cursor.u)
@@ -295,21 +297,21 @@ class Stream:
     def _next_micro_batch(self, cursor: Cursor) -> MicroBatch:
         """Return the micro batch at a cursor, from the queue or newly made."""
         self._make_until(cursor, cursor.u + 1)
-        if cursor.u not in self._queue.made:
+        if cursor.u not in self._queue.micro_batches:
             raise DataStateError(
                 "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
                 "number of samples is not certain."
             )
-        return self._queue.made[cursor.u]
+        return self._queue.micro_batches[cursor.u]
 
     def _make_until(self, cursor: Cursor, stop: int) -> int:
-        """Make micro batches of a segment up to ``stop``, or until a shard ends; return the number of the first not made."""
+        """Make micro batches of a segment up to ``stop``, or until a shard ends; return the number of the next micro batch."""
         if cursor.segment is None:
             return cursor.u
         queue = self._find_queue(cursor, cursor.segment)
         while queue.next < stop and not queue.is_exhausted:
             try:
-                queue.made[queue.next] = self.feed.next()
+                queue.micro_batches[queue.next] = self.feed.next()
                 queue.next += 1
             except Exhausted:
                 queue.is_exhausted = True
@@ -325,4 +327,4 @@ class Stream:
         """Close the feed; the position in the run does not change."""
         self.rewind()  # first: Ctrl-C within `close` leaves no queue of a feed that has stopped
         self.feed.close()
-        self.ends.runner.rest()
+        self.ends.runner.release_cache()

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rescale_data.engine.collate import each
+from rescale_data.engine.collate import map_tensors
 from rescale_data.engine.feed import Feed, MappedFeed
 from rescale_data.engine.segment import Segment
 from rescale_data.errors import require_callable
@@ -56,7 +56,7 @@ def function_of(transfer: Transfer | None) -> Callable[[Any], Any] | None:
 
 
 def _to_device(device: torch.device, batch: Any) -> Any:
-    return each(batch, "to", lambda value: value.to(device, non_blocking=True))
+    return map_tensors(batch, "to", lambda value: value.to(device, non_blocking=True))
 
 
 class ToDevice(MappedFeed):

@@ -116,7 +116,7 @@ def describe(innermost: FrameType | None) -> str:
     for frame in _outer_frames(innermost):
         module = _module(frame)
         if module.startswith(_PACKAGE):
-            return f"{_work(module, called)}{_for_whom(frame)}"
+            return f"{_describe_work(module, called)}{_describe_shard(frame)}"
         called = frame
     return "it is in no function of rescale_data"
 
@@ -127,7 +127,7 @@ def waits(innermost: FrameType | None) -> bool:
     return next(ours, "") in _WAITING_MODULES
 
 
-def _work(module: str, called: FrameType | None) -> str:
+def _describe_work(module: str, called: FrameType | None) -> str:
     """Return the kind of work done in a module as text, with the function outside this package that it has called, if any.
 
     Args:
@@ -141,7 +141,7 @@ def _work(module: str, called: FrameType | None) -> str:
     return f"{kind}, {called.f_code.co_qualname} ({called.f_code.co_filename}, line {called.f_lineno})"
 
 
-def _for_whom(ours: FrameType) -> str:
+def _describe_shard(ours: FrameType) -> str:
     """Return a text that names the logical shard and the last row drawn of the innermost node on a stack; it may be empty."""
     for frame in _outer_frames(ours):
         node = frame.f_locals.get("self")

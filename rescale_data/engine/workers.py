@@ -18,7 +18,7 @@ import numpy as np
 
 from rescale_data.engine.board import Board
 from rescale_data.engine.feed import InProcess
-from rescale_data.engine.message import MOST_PARTS, Message, Packed, Slabs
+from rescale_data.engine.message import MAX_VALUES, Message, Packed, Slabs
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import Collate, Exhausted, Runner
@@ -39,7 +39,7 @@ class Begin:
 
     Args:
         number: The number of the command, counted by the pool; a segment may be begun several times.
-        first: The first micro batch; worker i makes ``first + i``, ``first + i + K``, ...
+        first_u: The first micro batch; worker i makes ``first_u + i``, ``first_u + i + K``, ...
         num_slabs: The number of slabs that a worker uses in turn.
         shards: The shards that the rank may serve in this segment.
         rows: The rows of these shards in the table.
@@ -55,7 +55,7 @@ class Begin:
     num_logical_shards: int
 
     @classmethod
-    def of(cls, number: int, segment: Segment, table: Ints, first_u: int, num_slabs: int) -> Begin:
+    def from_table(cls, number: int, segment: Segment, table: Ints, first_u: int, num_slabs: int) -> Begin:
         owned = segment.layout.owned(segment.rank) if segment.remainder is None else range(len(table))
         shards = slice(owned.start, owned.stop)
         return cls(number, segment.for_a_worker(), first_u, num_slabs, shards, table[shards].copy(), len(table))
@@ -106,10 +106,10 @@ class Worker:
             message = slabs.pack(slab, packed)
             counts().add(MAKE_SECONDS, time.perf_counter() - started)
             yield message
-            slab, max_values = (slab + 1) % begin.num_slabs, min(2 * max_values, MOST_PARTS)
+            slab, max_values = (slab + 1) % begin.num_slabs, min(2 * max_values, MAX_VALUES)
 
     def _is_wanted(self, begin: Begin) -> bool:
-        return self._board.wanted == begin.number
+        return self._board.wanted_begin == begin.number
 
     def _values(self, begin: Begin) -> Iterator[Packed]:
         stop = sys.maxsize if begin.segment.stop is None else begin.segment.stop

@@ -18,8 +18,8 @@ class FewestFirst:
     """Picks the next shard to serve: the one with the fewest delivered samples, the lowest index first among equals.
 
     Args:
-        samples: What each shard has delivered.
-        first: Index of the first of these shards.
+        samples: The number of samples that each shard has delivered.
+        first_shard: The index of the first of these shards.
     """
 
     def __init__(self, samples: Sequence[int], first_shard: int) -> None:
@@ -36,8 +36,8 @@ def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
     """Return how many samples each shard serves if each block of shards serves ``num_picks``, fewest delivered first.
 
     Args:
-        samples: ``int64[M]``, what each has delivered.
-        num_picks: ``int64[B]``, of each block.
+        samples: ``int64[M]``, the samples that each shard has delivered.
+        num_picks: ``int64[B]``, the samples that each block serves.
         starts: ``int64[B + 1]``, the first shard of each block, which has one at least, and M.
 
     Returns:
@@ -64,8 +64,8 @@ def feasible_picks(samples: Ints, num_left: Ints, starts: Ints) -> Ints:
     """Return how many samples each block of shards can serve, fewest delivered first, before a shard has none left.
 
     Args:
-        samples: ``int64[M]``, what each has delivered.
-        left: ``int64[M]``, what each still has.
+        samples: ``int64[M]``, the samples that each shard has delivered.
+        num_left: ``int64[M]``, the samples that each shard has left.
         starts: ``int64[B + 1]``, as in `water_fill`.
 
     Returns:

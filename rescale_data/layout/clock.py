@@ -42,7 +42,7 @@ class Clock:
         """Return the number of samples, over all ranks, that were delivered in a step that is not complete."""
         return (self.samples - self.origin) % global_batch_size
 
-    def after(self, num_micro_batches: int, layout: Layout) -> Clock:
+    def advanced(self, num_micro_batches: int, layout: Layout) -> Clock:
         samples = self.samples + num_micro_batches * layout.micro_step_samples
         return replace(self, samples=samples, in_step=self.in_step and not num_micro_batches)
 
@@ -54,14 +54,14 @@ class Clock:
     def next_epoch(self, global_batch_size: int) -> Clock:
         return replace(self.restarted(global_batch_size), epoch=self.epoch + 1)
 
-    def left_out(self, start: int) -> Clock:
-        """Return the same counts, with the samples from ``first`` up to now recorded as skipped."""
+    def with_skipped(self, start: int) -> Clock:
+        """Return the same counts, with the samples from number ``start`` up to now recorded as skipped."""
         ranges = self.skipped
         if ranges and ranges[-1][1] == start:
             ranges, start = ranges[:-1], ranges[-1][0]
         return replace(self, skipped=(*ranges, (start, self.samples)))
 
-    def loaded(self, saved: tuple[int, int, int], layout: Layout) -> Clock:
+    def after_load(self, saved: tuple[int, int, int], layout: Layout) -> Clock:
         """Return the counts after a load: `origin` stays if the order can be kept, else it is the current sample.
 
         Args:

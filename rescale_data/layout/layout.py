@@ -25,7 +25,7 @@ import numpy as np
 from rescale_data.layout.balance import feasible_picks, water_fill
 from rescale_data.state import Ints
 
-_LEAST_SHARDS, _MOST_SHARDS = 256, 2048
+_MIN_SHARDS, _MAX_SHARDS = 256, 2048
 """Bounds of the default number of logical shards; each shard of a rank keeps a fragment of each source open."""
 
 
@@ -115,7 +115,7 @@ class Layout:
 
     @cached_property
     def misfit(self) -> str | None:
-        """A text that says why the layout is not aligned, with the nearest sizes that are; `None` if it is aligned."""
+        """A text that says why the layout is not aligned, with the nearest aligned sizes; `None` if it is aligned."""
         n, o, w, k = self.num_logical_shards, self.global_batch_size, self.dp_world_size, self.num_workers
         b, c = self.micro_batch_size, self.samples_per_visit
         if self.aligned:
@@ -165,10 +165,10 @@ class Layout:
         return np.unique(rows // self.samples_per_visit * self.num_tracks + t[:, None])
 
     def delivered(self, samples: Ints, first_u: int, stop_u: int) -> Ints:
-        """Return the number of samples that each shard delivers in the micro batches ``first .. stop-1``.
+        """Return the number of samples that each shard delivers in the micro batches ``first_u .. stop_u - 1``.
 
         Args:
-            samples: ``int64[N]``, what each has delivered before ``first``.
+            samples: ``int64[N]``, the samples that each has delivered before ``first_u``.
 
         Returns:
             ``int64[N]``.
@@ -178,16 +178,16 @@ class Layout:
         turns = self._turns(stop_u) - self._turns(first_u)
         return water_fill(samples, turns * self.micro_batch_size, self._block_starts)
 
-    def last_whole(self, samples: Ints, num_left: Ints, first_u: int) -> int:
+    def main_phase_end(self, samples: Ints, num_left: Ints, first_u: int) -> int:
         """Return the micro batch at which the main phase of an epoch ends: the last step boundary before a shard runs out.
 
         Args:
-            samples: ``int64[N]``, what each shard has delivered before ``first``.
-            left: ``int64[N]``, what each still has.
-            first: The next micro batch, counted from `origin`.
+            samples: ``int64[N]``, the samples that each shard has delivered before ``first_u``.
+            num_left: ``int64[N]``, the samples that each has left.
+            first_u: The next micro batch, counted from `origin`.
 
         Returns:
-            u, a multiple of A; less than ``first`` where the step that ``first`` is part of cannot be completed.
+            u, a multiple of A; less than ``first_u`` if the step that ``first_u`` is part of cannot be completed.
         """
         a = self.gradient_accumulation_steps
         if self.aligned:
@@ -260,7 +260,7 @@ def default_num_logical_shards(global_batch_size: int) -> int:
     Then it is 2 * O or O; of a larger O the part, not below 256, that most world sizes divide.
     """
     o = global_batch_size
-    if o <= _MOST_SHARDS:
-        return next(k for k in (4, 2, 1) if k * o <= _MOST_SHARDS) * o
-    divisors = [n for n in range(_LEAST_SHARDS, _MOST_SHARDS + 1) if o % n == 0]
+    if o <= _MAX_SHARDS:
+        return next(k for k in (4, 2, 1) if k * o <= _MAX_SHARDS) * o
+    divisors = [n for n in range(_MIN_SHARDS, _MAX_SHARDS + 1) if o % n == 0]
     return max(divisors, key=lambda n: (sum(n % w == 0 for w in range(1, n + 1)), n), default=o)

@@ -12,7 +12,7 @@ from rescale_data.errors import checks_kinds, require, require_int
 from rescale_data.layout.layout import default_num_logical_shards, is_aligned
 
 _ROWS_OF_A_SCREEN = 24
-_MOST_SAMPLES = 2**32
+_MAX_SAMPLES = 2**32
 _LOADER_COLUMNS, _READER_COLUMNS = 3, 3  # of the table: samples, remainder and stamp; epoch, row and skipped
 
 
@@ -161,8 +161,8 @@ def plan(
     workers = _ints(num_workers=num_workers)
     for o in o_values:
         _check(1, global_batch_size=o, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
-        if o > _MOST_SAMPLES:
-            raise ValueError(f"global_batch_size={o}: a plan goes through all its divisors, up to {_MOST_SAMPLES}.")
+        if o > _MAX_SAMPLES:
+            raise ValueError(f"global_batch_size={o}: a plan goes through all its divisors, up to {_MAX_SAMPLES}.")
     for k in workers:
         _check(0, num_workers=k)
     if num_logical_shards is None:
@@ -181,7 +181,7 @@ def _candidates(o_values: Sequence[int]) -> set[int]:
 
 
 def _options(o_values: Sequence[int], n: int, b: int | None, workers: Sequence[int]) -> list[Option]:
-    """Return the topologies that are aligned with every global batch size in ``several``."""
+    """Return the topologies that are aligned with every global batch size in ``o_values``."""
     sizes_gcd = math.gcd(*o_values)
     sizes = [b] if b is not None else _divisors(sizes_gcd)
     return [

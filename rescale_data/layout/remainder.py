@@ -30,20 +30,20 @@ class Remainder:
 
     Args:
         layout: The topology that serves them.
-        left: ``int64[N]``, samples that each shard had left when it began.
+        num_left: ``int64[N]``, samples that each shard had left when it began.
         samples: ``int64[N]``, samples that each had delivered then.
         pad: Whether the rest that is less than a global batch is filled up with first samples of its shards, or dropped.
     """
 
     layout: Layout
-    left: Ints
+    num_left: Ints
     samples: Ints
     pad: bool
     _recent: dict[int, _Rows] = field(default_factory=dict, repr=False)
 
     @property
     def num_samples(self) -> int:
-        return int(self.left.sum())
+        return int(self.num_left.sum())
 
     @property
     def num_steps(self) -> int:
@@ -64,7 +64,7 @@ class Remainder:
         counts = self._num_served(t * self.layout.global_batch_size)
         if m:
             shards, _, real = self._step(t)
-            counts = counts + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.left))
+            counts = counts + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.num_left))
         return counts
 
     def owners(self, owner: Ints, u: int) -> Ints:
@@ -93,13 +93,15 @@ class Remainder:
 
     def _num_served(self, num_samples: int) -> Ints:
         """Return how many of the first ``num_samples`` samples of the remainder each shard serves: ``int64[N]``."""
-        low, high = 0, int(self.left.max(initial=0))
+        low, high = 0, int(self.num_left.max(initial=0))
         while low < high:  # the lowest level down to which all shards can be cut
             middle = (low + high) // 2
-            low, high = (low, middle) if np.maximum(self.left - middle, 0).sum() <= num_samples else (middle + 1, high)
-        counts = np.maximum(self.left - low, 0)
+            low, high = (
+                (low, middle) if np.maximum(self.num_left - middle, 0).sum() <= num_samples else (middle + 1, high)
+            )
+        counts = np.maximum(self.num_left - low, 0)
         if low:
-            counts[np.flatnonzero(self.left >= low)[: num_samples - int(counts.sum())]] += 1
+            counts[np.flatnonzero(self.num_left >= low)[: num_samples - int(counts.sum())]] += 1
         return counts
 
     @cached_property
@@ -118,7 +120,7 @@ class Remainder:
     def _make_step(self, t: int) -> _Rows:
         o = self.layout.global_batch_size
         served_before, served_after = self._num_served(t * o), self._num_served(min((t + 1) * o, self.num_samples))
-        picks = np.repeat(np.arange(len(self.left)), served_after - served_before)
+        picks = np.repeat(np.arange(len(self.num_left)), served_after - served_before)
         in_time = np.lexsort((self._micro_batch_of_row[: len(picks)], picks))
         numbers = np.empty(len(picks), dtype=np.int64)
         numbers[in_time] = np.arange(len(picks)) - np.searchsorted(picks, picks)

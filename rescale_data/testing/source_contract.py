@@ -26,10 +26,10 @@ _MAX_ROWS = 2000
 
 @checks_kinds
 def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str] = ()) -> None:
-    """Check that a source keeps its contract, on which all pipelines that read it rely.
+    """Check that a source fulfils the contract of `Source`, on which all pipelines that read it rely.
 
     Args:
-        source: Yours.
+        source: The source to check.
         num_rows: So many of its rows, spread over all of it, are read several times.
         columns: Token columns, which must be the same a fragment at a time as they are row by row.
 

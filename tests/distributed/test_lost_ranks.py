@@ -76,7 +76,7 @@ def late_at_a_save() -> list[Any]:
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch:
             ahead = itertools.count(0, 61)
-            patch.setattr(meeting, "_LOOK", 0.1)
+            patch.setattr(meeting, "_CHECK_SECONDS", 0.1)
             for each in (communicator, meeting):
                 patch.setattr(each, "monotonic", lambda: next(ahead))
             said = _failure(loader.state_dict)

@@ -25,7 +25,7 @@ from torchdata.nodes import Mapper
 
 import rescale_data as rd
 from rescale_data.engine.board import Board
-from rescale_data.engine.message import MOST_PARTS, Inbox, Packed, Slabs
+from rescale_data.engine.message import MAX_VALUES, Inbox, Packed, Slabs
 from rescale_data.engine.processes import Work
 from rescale_data.engine.recipe import SAMPLES, Recipe
 from rescale_data.engine.schema import Schema
@@ -78,7 +78,7 @@ class TestSameAsWithout:
             worker.attach(0, Board(1))
             table = Schema(pipeline(rd.Shard(0, 24))).fresh_table(24)
             inbox, size = Inbox(False), 0
-            messages = worker.messages(Begin.of(0, segment, table, 0, 2), lambda: None)
+            messages = worker.messages(Begin.from_table(0, segment, table, 0, 2), lambda: None)
             parts = (part for message in messages for part in inbox.open(message))
             for part in itertools.islice(parts, 9):
                 micro_batch = inbox.unpack(*part)
@@ -92,7 +92,7 @@ class TestSameAsWithout:
     def test_a_worker_is_told_the_rows_of_its_rank_alone(self) -> None:
         layout = loader_of(repeat=True, dp_rank=1, dp_world_size=3)._stream.layout
         table = np.arange(48).reshape(24, 2)
-        begin = Begin.of(0, Segment(layout, 1, None), table, 0, 2)
+        begin = Begin.from_table(0, Segment(layout, 1, None), table, 0, 2)
         assert begin.rows.tolist() == table[8:16].tolist()
         assert begin.table[8:16].tolist() == table[8:16].tolist()
 
@@ -399,9 +399,9 @@ def test_a_pipe_carries_less_than_4_kb_each_way() -> None:
     """However much there is to say: else the sender of one side waits for the other, which waits for it."""
     loader = loader_of(k=2)
     segment = Segment(loader._stream.layout, 0, None)
-    begin = Begin.of(2**40, segment, np.zeros((24, 20_000), dtype=np.int64), 2**40, 3)
+    begin = Begin.from_table(2**40, segment, np.zeros((24, 20_000), dtype=np.int64), 2**40, 3)
     text = "x" * 100_000
-    message = Slabs().pack(3, [Packed((torch.zeros(10_000), text))] * MOST_PARTS)
+    message = Slabs().pack(3, [Packed((torch.zeros(10_000), text))] * MAX_VALUES)
     assert len(ForkingPickler.dumps(Work(begin, 2).command)) < 4096
     assert len(ForkingPickler.dumps((2**40, message))) < 4096
 

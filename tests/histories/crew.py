@@ -117,18 +117,18 @@ class InOneProcess:
     def __init__(self, _: Any, worker: Any, num_workers: int, *__: Any) -> None:
         given = pickle.dumps(worker)
         self.board = Board(num_workers)
-        self.free = [threading.Semaphore(0) for _ in range(num_workers)]
+        self.free_slabs = [threading.Semaphore(0) for _ in range(num_workers)]
         self.workers = [pickle.loads(given) for _ in range(num_workers)]
         for number, copied in enumerate(self.workers):
             copied.attach(number, self.board)
 
     def begin(self, segment: Work) -> None:
         begin = from_bytes(*segment.command)
-        self.board.wanted = segment.number
+        self.board.wanted_begin = segment.number
         segment.messages = [Messages(worker, begin) for worker in self.workers]
 
     def end(self, *_: Any) -> None:
-        self.board.wanted = -1
+        self.board.wanted_begin = -1
 
 
 class Messages:

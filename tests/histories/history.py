@@ -410,7 +410,7 @@ class History:
         shadow.load(state)
         for seat, real in zip(shadow.seats, self.seats.seats, strict=True):
             cursor, unseen = seat.loader._stream.cursor, real.ended and self.steps is not None
-            seat.loader._stream.cursor = cursor._replace(resumed=False, seen=cursor.seen - unseen)
+            seat.loader._stream.cursor = cursor._replace(resumed=False, epochs_seen=cursor.epochs_seen - unseen)
         shadow.take(num, self.books, self.number)
         return shadow
 

@@ -162,7 +162,7 @@ class TestOwnership:
 
 
 class TestCounts:
-    """`delivered` and `last_whole` are closed forms of what happens when the turns are taken one by one."""
+    """`delivered` and `main_phase_end` are closed forms of what happens when the turns are taken one by one."""
 
     @given(layouts(), st.data())
     def test_delivered(self, layout: Layout, data: st.DataObject) -> None:
@@ -192,7 +192,7 @@ class TestCounts:
         first = data.draw(st.integers(0, 2 * layout.period), "first")
         samples = data.draw(samples_of(layout), "samples")
         left = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(samples), max_size=len(samples)), "left"))
-        stop = layout.last_whole(samples, left, first)
+        stop = layout.main_phase_end(samples, left, first)
         turns, served = turns_of(layout, samples), np.zeros_like(left)
         last_whole = first // a * a
         for u in itertools.count(first):

@@ -59,7 +59,7 @@ def in_rank_order(layout: Layout, micro_batches: list[list[list[Row]]]) -> list[
 @given(remainders())
 def test_every_sample_is_served_once_or_counted(remainder: Remainder) -> None:
     real = Counter((s, i) for part in rows_of(remainder) for rank in part for s, i, is_real in rank if is_real)
-    first = {(s, remainder.samples[s] + j) for s, count in enumerate(remainder.left.tolist()) for j in range(count)}
+    first = {(s, remainder.samples[s] + j) for s, count in enumerate(remainder.num_left.tolist()) for j in range(count)}
     assert set(real.values()) <= {1}
     assert real.keys() <= first
     dropped = remainder.num_samples - int(remainder.delivered(remainder.num_micro_batches).sum())
@@ -80,14 +80,14 @@ def test_padding_fills_the_last_step_with_shards_of_its_own(remainder: Remainder
 
 @given(remainders())
 def test_a_step_takes_the_shards_that_have_the_most_left(remainder: Remainder) -> None:
-    order, o = most_left_first(remainder.left), remainder.layout.global_batch_size
+    order, o = most_left_first(remainder.num_left), remainder.layout.global_batch_size
     for t, rows in enumerate(in_rank_order(remainder.layout, rows_of(remainder))):
         assert [shard for shard, _, is_real in rows if is_real] == sorted(order[t * o : (t + 1) * o])
 
 
 @given(remainders())
 def test_at_every_micro_batch_a_shard_has_delivered_a_prefix(remainder: Remainder) -> None:
-    served: dict[int, list[int]] = {shard: [] for shard in range(len(remainder.left))}
+    served: dict[int, list[int]] = {shard: [] for shard in range(len(remainder.num_left))}
     for u, part in enumerate(rows_of(remainder)):
         assert remainder.delivered(u).tolist() == [len(numbers) for numbers in served.values()]
         for rank in part:
@@ -106,7 +106,7 @@ def test_a_turn_says_which_rows_of_the_table_it_visits(remainder: Remainder) -> 
             turn = remainder.turn(rank, u)
             real = [shard for shard, is_real in zip(turn.shards, turn.is_real, strict=True) if is_real]
             turn.shards[:] = real
-            assert_visits(turn, len(remainder.left))
+            assert_visits(turn, len(remainder.num_left))
 
 
 TOPOLOGIES = [(1, 12), (1, 1), (2, 2), (3, 4), (4, 3), (4, 1), (6, 2), (12, 1)]

@@ -65,7 +65,7 @@ class Communicator:
         self._store, self._me, self._names, self._process = store, me, list(names), os.getpid()
         self.num_loaders = 0
         self._group: _Group | None = None
-        self._parts = dict[str, Communicator]()
+        self._subgroups = dict[str, Communicator]()
         self._group_lock = threading.Lock()
 
     def agree(self, call: Call, values: Sequence[int]) -> Callable[[], Ints]:
@@ -81,13 +81,13 @@ class Communicator:
         """Send tensors to some processes and receive tensors from some, by index; shapes are the same on both sides."""
         self._begin(call, sends, receives)()
 
-    def part(self, members: Sequence[int]) -> Communicator:
+    def subgroup(self, members: Sequence[int]) -> Communicator:
         """Return the communicator of some of these processes, including this one; made once, with a gloo group of its own."""
         name = f"part/{digest(list(members))}"
-        if name not in self._parts:
+        if name not in self._subgroups:
             names = [self._names[index] for index in members]
-            self._parts[name] = Communicator(PrefixStore(name, self._store), list(members).index(self._me), names)
-        return self._parts[name]
+            self._subgroups[name] = Communicator(PrefixStore(name, self._store), list(members).index(self._me), names)
+        return self._subgroups[name]
 
     def _gather(self, call: Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a tensor to all processes; return a function that waits for the tensors of all, and returns them stacked."""

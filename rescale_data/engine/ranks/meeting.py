@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _NO_TEXT = "?"
 """A text that no key has."""
-_LOOK = 2.0
+_CHECK_SECONDS = 2.0
 """Seconds between checks of the store for the outcome of a barrier."""
 
 
@@ -68,7 +68,7 @@ def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str
     if store.add("count", 1) >= len(names):
         verdict = _write_verdict(store, len(names), is_over=False)
     while not verdict:
-        if _appears(store, "verdict", min(_LOOK, seconds / 4)):
+        if _appears(store, "verdict", min(_CHECK_SECONDS, seconds / 4)):
             verdict = _read(store, "verdict")
         elif monotonic() >= deadline:
             if store.add("looks", 1) == 1 or is_over:  # the member that looked first may have died since
@@ -81,7 +81,7 @@ def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str
 
 
 def _write_verdict(store: Any, num_members: int, *, is_over: bool) -> str:
-    """Write the verdict, unless there is one, and return the one that holds; empty if there is none yet."""
+    """Write the outcome of a barrier to the store unless it has one; return the outcome, empty if there is none yet."""
     text = _read(store, "came")
     missing = sorted({*range(num_members)} - {*_arrived(text.splitlines())})
     if missing and not is_over:
@@ -91,7 +91,7 @@ def _write_verdict(store: Any, num_members: int, *, is_over: bool) -> str:
 
 
 def _read(store: Any, key: str) -> str:
-    """Return the text of a key that exists, in one request to the store; ``get`` makes two."""
+    """Return the text that the store holds for an existing key, in one request; ``get`` makes two."""
     return store.compare_set(key, _NO_TEXT, _NO_TEXT).decode()
 
 
@@ -109,7 +109,7 @@ def _appears(store: Any, key: str, seconds: float) -> bool:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Return ``work()``; raise `Missing` without ranks if the store fails, or does not answer within `seconds`.
+    """Return ``work()``, a request to the store; raise `Missing` if the store fails, or does not answer within `seconds`.
 
     The host of a store may vanish without notice. A request to it then waits until the kernel gives up the connection, a
     quarter of an hour. So a thread of its own does the work, and only that thread is left waiting.

@@ -55,7 +55,7 @@ class Ranks:
     found_alone: bool = False
     _is_save: bool = False
     _is_load: bool = False
-    _place: tuple[int, ...] = ()
+    _position: tuple[int, ...] = ()
     _agreed_loads: list[int] = field(default_factory=list[int])
 
     def require_no_group(self) -> None:
@@ -81,9 +81,9 @@ class Ranks:
         """The same ranks, with collectives named for a load: ranks may have made different numbers of loads."""
         return replace(self, _is_load=True)
 
-    def at(self, *numbers: int) -> Ranks:
-        """Return the same ranks, with collectives named by a place of the run, so that different places never mix."""
-        return replace(self, _place=numbers)
+    def at_position(self, *numbers: int) -> Ranks:
+        """Return the same ranks, with collectives named by a position in the run, so that different positions never mix."""
+        return replace(self, _position=numbers)
 
     @property
     def after_load(self) -> Ranks:
@@ -119,20 +119,20 @@ class Ranks:
         )
         return merged
 
-    def each(self, values: Sequence[int]) -> Ints:
+    def gather_ints(self, values: Sequence[int]) -> Ints:
         """Gather a few integers from every rank: ``int64[W, len(values)]`` (collective)."""
         return self._agree("each", values)()
 
-    def numbers(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
+    def gather_floats(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Gather floating-point numbers from every rank: ``float64[W, len(values)]`` (collective)."""
         return self._gather(torch.tensor(values, dtype=torch.float64, device="cpu"), "numbers").numpy()
 
-    def least(self, value: int) -> Callable[[], int]:
+    def begin_min(self, value: int) -> Callable[[], int]:
         """Send a value to all ranks; return a function that waits for, and returns, the smallest value of all (collective)."""
         finish = self._agree("sure", [value])
         return lambda: int(finish().min())
 
-    def extremes(self, value: int) -> tuple[int, int]:
+    def min_and_max(self, value: int) -> tuple[int, int]:
         """Return the smallest and the largest value of all ranks (collective)."""
         values = self._agree("extremes", [value])()
         return int(values.min()), int(values.max())
@@ -181,7 +181,7 @@ class Ranks:
             return Call(f"save/{content}/{self.loader}", self.timeout, _CALL_ON_ALL)
         if self._is_load:
             return Call(f"load/{content}/{self.loader}", self.timeout, _RESTART)
-        return Call(f"read/{content}/{self.loader}/{self._place}", self.timeout, _RESTART, self._agreed_num_loads())
+        return Call(f"read/{content}/{self.loader}/{self._position}", self.timeout, _RESTART, self._agreed_num_loads())
 
     def _agreed_num_loads(self) -> int:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""

@@ -26,7 +26,7 @@ from rescale_data.nodes.form import EARLIER_KEY, WINDOW_PARAMETERS
 from rescale_data.state import Ints
 
 Path = tuple[str, ...]
-_MOST = 2  # a window may have been packed in so many forms
+_MAX_FORMS = 2  # a window may have been packed in so many forms
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class ChangedChild:
 
     Args:
         path: The path of the child.
-        own: The fields that the node above keeps for the child, by their names in a checkpoint.
+        own_fields: The fields that the node above keeps for the child, by their names in a checkpoint.
     """
 
     path: Path
-    own: frozenset[str]
+    own_fields: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class ChangedChild:
 
     def has(self, key: str) -> bool:
         """True if the field, source or node with the name ``key`` belongs to the child."""
-        return key in self.own or key == self.name or key.startswith(self.name + ".")
+        return key in self.own_fields or key == self.name or key.startswith(self.name + ".")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
 
 
 def earlier(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
-    """Return the saved parameters that nodes have to know from now on, by path (`Mixes.earlier`)."""
+    """Return the saved parameters that nodes of the current pipeline still need, by path (`Mixes.earlier`)."""
     histories = {
         path: node.earlier(old, rows)
         for path, node, old, rows in _saved_nodes(schema, saved, table)
@@ -209,7 +209,7 @@ def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
             for key in changed
         ]
         if not set(WINDOW_PARAMETERS).isdisjoint(changed):
-            history = [*history, (samples, _form(old, history, samples, len(table)))][-_MOST:]
+            history = [*history, (samples, _form(old, history, samples, len(table)))][-_MAX_FORMS:]
             node.reform(rows)
         if history:
             histories[name] = history

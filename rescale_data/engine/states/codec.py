@@ -89,7 +89,7 @@ class Saved:
 
 def header_of(cursor: Cursor, ends: Ends) -> str:
     """Return the header of a state as JSON, the same on every rank; the schema keeps the long parts of it as texts."""
-    layout, schema, clock = ends.layout, ends.schema, cursor.now(ends.layout)
+    layout, schema, clock = ends.layout, ends.schema, cursor.clock_now(ends.layout)
     step = clock.global_step(layout.global_batch_size)
     counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
     sizes = {name: getattr(layout, name) for name in _SIZES}
@@ -187,7 +187,7 @@ def table_of(schema: Schema, saved: Saved, added: Sequence[ChangedChild]) -> Int
     if [*from_slots] == [STAMP.key, *to_slots]:  # the same columns, as at most loads
         return saved.table[:, 1:].copy()
     table, keys = schema.fresh_table(len(saved.table)), [key for key in to_slots if key in from_slots]
-    added_keys = [key for key in to_slots if key not in from_slots and any(key in child.own for child in added)]
+    added_keys = [key for key in to_slots if key not in from_slots and any(key in child.own_fields for child in added)]
     table[:, [slot for key in added_keys for slot in to_slots[key]]] = 0
     source, target = ([slot for key in keys for slot in slots[key]] for slots in (from_slots, to_slots))
     table[:, target] = saved.table[:, source]

@@ -83,7 +83,7 @@ def _short(value: Any) -> str:
 
 
 def _of_parameters(old: Nodes, new: Nodes, keys: Mapping[str, Set[str]]) -> list[str]:
-    """Return the differences in the given parameters of each node; nodes without any of them in ``one`` count as equal."""
+    """Return the differences in the given parameters of each node; nodes that have none of them in ``old`` count as equal."""
     picked = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (old, new)
     ]

@@ -29,11 +29,11 @@ class Growth:
 
     Args:
         histories: The saved histories, by the path of the node that reads the source.
-        grown: The names of the added files, by the path of the node, for each source that has more files now.
+        added_files: The names of the added files, by the path of the node, for each source that has more files now.
     """
 
     histories: dict[str, History]
-    grown: dict[str, list[str]]
+    added_files: dict[str, list[str]]
 
 
 def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
@@ -79,8 +79,8 @@ def with_added_files(
 
     Args:
         table: Changed in place if the remainder of an epoch was planned without files that join it: it is planned again.
-        reached: Returns, for histories and the paths of some sources, the last epoch of each source that is read again. Windows
-            and documents that were delivered in part are read again, so their data must stay the same.
+        epochs_read: Returns, for histories and the paths of some sources, the last epoch of each source that is read again.
+            Windows and documents that were delivered in part are read again, so their data must stay the same.
     """
 
     def since(epochs: Mapping[str, int]) -> dict[str, History]:
@@ -89,7 +89,7 @@ def with_added_files(
             for path, history in growth.histories.items()
         }
 
-    paths = list(growth.grown)
+    paths = list(growth.added_files)
     reread = epochs_read(since(dict.fromkeys(paths, _NEVER)), paths)
     epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in zip(paths, reread, strict=True)}
     if any((_reader_rows(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):

@@ -74,7 +74,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     forms = _change(stream, fitted.pipeline, table) if changed else {}
     loaded = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
     moved, histories = loaded, fitted.growth.histories
-    if fitted.growth.grown:
+    if fitted.growth.added_files:
         histories = _join(stream, fitted.growth, table, forms)
         if had_remainder and not has_remainder(table):
             moved = loaded.restarted(stream.layout.global_batch_size)
@@ -138,8 +138,8 @@ def _deliver(
     histories_before = schema.histories
     schema.adopt(needed({path: list(history) for path, history in histories.items()}, schema, table))
     try:
-        cursor = skip(Cursor.at(clock, table, ends.owners, layout), ends, num_samples // unit)
-        return cursor.now(layout), ranks.merge(cursor.table, cursor.owners)
+        cursor = skip(Cursor.from_clock(clock, table, ends.owners, layout), ends, num_samples // unit)
+        return cursor.clock_now(layout), ranks.merge(cursor.table, cursor.owners)
     finally:
         schema.adopt(histories_before)
 
@@ -148,7 +148,7 @@ def _clock_after_load(
     stream: Stream, layout: Layout, clock: Clock, table: Ints, saved: tuple[int, int, int], *, had_remainder: bool
 ) -> Clock:
     """Return the clock with which the run goes on; remove the remainder from the table if it does not hold there."""
-    loaded = clock.loaded(saved, layout)
+    loaded = clock.after_load(saved, layout)
     if had_remainder and not has_remainder(table):
         loaded = clock.restarted(saved[0])
     ended = bool((table[:, REMAINDER] == ENDED).all())
@@ -203,13 +203,13 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
 
 
 def _differ(saved: Nodes, current: Nodes, *ignored: str) -> bool:
-    """True if the parameters of two pipelines differ in any parameter except the ones named in ``apart``."""
+    """True if the parameters of two pipelines differ in any parameter except the ones named in ``ignored``."""
     return without_all(saved, *ignored) != without_all(current, *ignored)
 
 
 def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
     histories = with_added_files(growth, stream.schema, table, partial(_last_epochs_read, stream, table, forms))
-    for path, added in growth.grown.items():
+    for path, added in growth.added_files.items():
         since = histories[path][-1][0]
         stream.ranks.warn(
             "%d files were added to the source %s since the state was saved (%s): they join at epoch %d, the next that no "
@@ -237,7 +237,7 @@ def _last_epochs_read(
 
     if not any(rows.any() for rows in begun.values()):
         return on_this_rank()
-    return ranks.each(call_on_all_ranks(ranks, on_this_rank)).max(axis=0).tolist()
+    return ranks.gather_ints(call_on_all_ranks(ranks, on_this_rank)).max(axis=0).tolist()
 
 
 def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories) -> dict[str, int]:

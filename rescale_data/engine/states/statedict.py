@@ -38,7 +38,9 @@ def state_and_reason(cursor: Cursor, ends: Ends) -> tuple[dict[str, Any], str]:
     """Return the state with all N rows, and the reason why it cannot be kept, which is empty if it can be (collective)."""
     reason = _why_unsavable(cursor, ends)
     state = encode(
-        cursor.positions if reason else ends.whole(cursor), cursor.now(ends.layout).samples, header_of(cursor, ends)
+        cursor.positions if reason else ends.whole_table(cursor),
+        cursor.clock_now(ends.layout).samples,
+        header_of(cursor, ends),
     )
     if reason:
         state[TABLE][:, 0] = _NO_SHARD
@@ -46,7 +48,7 @@ def state_and_reason(cursor: Cursor, ends: Ends) -> tuple[dict[str, Any], str]:
 
 
 def marked(state: dict[str, Any], reason: str) -> dict[str, Any]:
-    """Return a state that raises ``reason`` where it is pickled; the same state if the reason is empty."""
+    """Return a state that raises an error with the text ``reason`` when pickled; the same state if the reason is empty."""
     return {**state, HEADER: UnsavableHeader(state[HEADER], reason)} if reason else state
 
 
@@ -60,14 +62,14 @@ def local_state_dict(cursor: Cursor, ends: Ends) -> dict[str, Any]:
 
 
 class RankRows:
-    """The table of a state in which only the rows of one rank are up to date; `whole` adds the other rows."""
+    """The table of a state in which only the rows of one rank are up to date; `whole_table` adds the other rows."""
 
     def __init__(self, cursor: Cursor, ends: Ends) -> None:
-        self._at, self._ends = cursor, ends
+        self._cursor, self._ends = cursor, ends
 
-    def whole(self) -> torch.Tensor:
+    def whole_table(self) -> torch.Tensor:
         """Return the table with all rows up to date (collective); raise ``DataStateError`` if ranks are not at one batch."""
-        state = state_dict(self._at, self._ends)
+        state = state_dict(self._cursor, self._ends)
         if isinstance(state[HEADER], UnsavableHeader):
             state[HEADER].refuse()
         return state[TABLE]
@@ -107,7 +109,8 @@ def whole_state(state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
     return {
-        k: v.whole() if isinstance(v, RankRows) else whole_state(v) for k, v in cast(Mapping[str, Any], state).items()
+        k: v.whole_table() if isinstance(v, RankRows) else whole_state(v)
+        for k, v in cast(Mapping[str, Any], state).items()
     }
 
 
@@ -152,8 +155,8 @@ def _why_unsavable(cursor: Cursor, ends: Ends) -> str:
     """
     _refuse_simulated(ends)
     _require_saveable(ends)
-    ranks, clock = ends.ranks, cursor.now(ends.layout)
-    stands = ranks.saving.each([clock.samples, digest(clock.skipped)])
+    ranks, clock = ends.ranks, cursor.clock_now(ends.layout)
+    stands = ranks.saving.gather_ints([clock.samples, digest(clock.skipped)])
     (min_samples, min_digest), (max_samples, max_digest) = stands.min(axis=0).tolist(), stands.max(axis=0).tolist()
     if min_samples == max_samples and min_digest == max_digest:
         return ""

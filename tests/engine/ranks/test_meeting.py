@@ -57,7 +57,7 @@ def in_threads(num_ranks: int, come: Any, lost: int = -1) -> dict[int, Any]:
 
 @pytest.mark.parametrize("num_ranks", [4, 32])
 def test_one_rank_looks_who_is_missing_and_all_are_told(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_LOOK", 0.1)
+    monkeypatch.setattr(meeting, "_CHECK_SECONDS", 0.1)
     store, lost = dist.HashStore(), num_ranks - 2
     asked = [Counter[str]() for _ in range(num_ranks)]
     found = in_threads(num_ranks, lambda me: arrive(CountedStore(store, asked[me]), me, range(num_ranks), 0.5), lost)
@@ -68,7 +68,7 @@ def test_one_rank_looks_who_is_missing_and_all_are_told(num_ranks: int, monkeypa
 
 def test_a_member_waits_for_few_answers_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer is a trip to the host of the store: a meeting takes at most four."""
-    monkeypatch.setattr(meeting, "_LOOK", 60.0)
+    monkeypatch.setattr(meeting, "_CHECK_SECONDS", 60.0)
     store, num_ranks = dist.HashStore(), 6
     asked = [Counter[str]() for _ in range(num_ranks)]
     stores = [CountedStore(store, each) for each in asked]
