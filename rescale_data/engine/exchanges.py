@@ -206,7 +206,7 @@ class Exchanges:
         return {index: from_bytes(body, int(expected[index][1])) for index, body in bodies.items()}
 
     def _gather_all(self, status: int, num_delivered: int, numbers: Ints) -> tuple[Ints, Ints]:
-        """Gather the sample numbers of each rank in the group, and the status, position and weight of each in the weight group."""
+        """Gather the sample numbers of each rank in the group, and status, position and weight of each in the weight group."""
         own_numbers = np.zeros((1 + self._size, 5), dtype=np.int64)
         own_numbers[0, :3] = status, num_delivered, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
         own_numbers[1 : 1 + len(numbers)] = numbers

@@ -231,7 +231,7 @@ class Reading:
     @on_first_peer(RESULT)
     @checks_kinds
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader the trainer's epoch: at the end of the one before, the loader begins it; within it, nothing happens.
+        """Go on to the trainer's epoch at the end of the one before it; within that epoch, do nothing.
 
         Collective as iterating.
 
