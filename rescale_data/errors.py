@@ -92,21 +92,21 @@ def checks_kinds(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         positional = [_checked(accepted_types, name, value) for name, value in zip(names, args, strict=False)]
-        named = {name: _checked(accepted_types, name, value) for name, value in kwargs.items()}
-        return function(*positional, *args[len(positional) :], **named)
+        keywords = {name: _checked(accepted_types, name, value) for name, value in kwargs.items()}
+        return function(*positional, *args[len(positional) :], **keywords)
 
     return call  # type: ignore[return-value]
 
 
 def _accepted_types(annotation: str) -> AcceptedTypes | None:
     """Return the accepted types of an annotation, given as text; `None` if the annotation is not simple."""
-    plain, previous = annotation, ""
-    while previous != plain:
-        previous, plain = plain, re.sub(r"\[[^][]*\]", "", plain)
-    without_none = plain.removesuffix(" | None")
-    classes, words = _TYPES_OF_ANNOTATIONS.get(plain) or _TYPES_OF_ANNOTATIONS.get(without_none) or ((), "")
-    none = (type(None),) if without_none != plain else ()
-    return AcceptedTypes(frozenset({classes[0], *none}), (*classes, *none), words) if classes else None
+    base, previous = annotation, ""
+    while previous != base:
+        previous, base = base, re.sub(r"\[[^][]*\]", "", base)
+    without_none = base.removesuffix(" | None")
+    classes, words = _TYPES_OF_ANNOTATIONS.get(base) or _TYPES_OF_ANNOTATIONS.get(without_none) or ((), "")
+    none_type = (type(None),) if without_none != base else ()
+    return AcceptedTypes(frozenset({classes[0], *none_type}), (*classes, *none_type), words) if classes else None
 
 
 def _checked(accepted_types: Mapping[str, AcceptedTypes], name: str, value: Any) -> Any:

@@ -170,11 +170,11 @@ class LeaseObserver:
         running = is_running(about.get("holder", {}))
         if running is not None:
             return ("alive" if running else "gone"), about
-        last_content, since = self._last_looks.setdefault(path, (content, time.monotonic()))
+        last_content, last_change = self._last_looks.setdefault(path, (content, time.monotonic()))
         if last_content != content:
             self._last_looks[path] = content, time.monotonic()
             return "alive", about
-        return ("gone" if time.monotonic() - since > DEAD_SECONDS else "undecided"), about
+        return ("gone" if time.monotonic() - last_change > DEAD_SECONDS else "undecided"), about
 
 
 def _parse_lease(content: bytes) -> Mapping[str, Any]:

@@ -167,12 +167,12 @@ class DataLoader(Reading):
             DataStateError: See `load_state_dict`; nothing has changed then.
         """
         refuse_arguments(changed, 1)
-        fixed = (
+        fixed_names = (
             _PEER_ARGUMENTS
             if self._shared is None
             else (*_PEER_ARGUMENTS, "pipeline", "dp_rank", "dp_world_size", "transfer")
         )
-        if names := [name for name in fixed if name in changed]:
+        if names := [name for name in fixed_names if name in changed]:
             raise ValueError(
                 f"reopen() keeps the peers of a dp rank, and with peers= what they share: {names} cannot change. Give mesh= of "
                 f"the dp ranks."

@@ -105,8 +105,8 @@ def floor_sum(count: Ints, modulus: int | Ints, factor: Ints, offset: Ints) -> I
         total += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
         factor, offset = factor % modulus, offset % modulus
         final = factor * count + offset
-        goes_on = final >= modulus
-        if not goes_on.any():
+        is_unfinished = final >= modulus
+        if not is_unfinished.any():
             return total
-        count, offset = np.where(goes_on, final // modulus, 0), np.where(goes_on, final % modulus, 0)
-        modulus, factor = np.where(goes_on, factor, 1), np.where(goes_on, modulus, 0)
+        count, offset = np.where(is_unfinished, final // modulus, 0), np.where(is_unfinished, final % modulus, 0)
+        modulus, factor = np.where(is_unfinished, factor, 1), np.where(is_unfinished, modulus, 0)

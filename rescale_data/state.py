@@ -97,12 +97,12 @@ def field_of(path: tuple[str, ...], value: Any) -> Field:
     )
 
 
-def field_from_description(key: str, about: Mapping[str, Any]) -> Field:
+def field_from_description(key: str, description: Mapping[str, Any]) -> Field:
     """Return the field that a result of `Field.describe` describes, with ``key`` as its path.
 
     Without a shape, and with the dtype of a number, it is a number.
     """
-    dtype, shape = getattr(torch, about["dtype"]), tuple(about["shape"])
+    dtype, shape = getattr(torch, description["dtype"]), tuple(description["shape"])
     return Field((key,), dtype, shape if shape or dtype not in _SCALARS.values() else None)
 
 

@@ -37,10 +37,10 @@ def call_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
         values.append(work())
     except Exception as error:
         failure = error
-    wrong = isinstance(failure, DataStateError)
-    worst = ranks.min_and_max(wrong + (failure is not None))[1]
+    is_wrong = isinstance(failure, DataStateError)
+    worst = ranks.min_and_max(is_wrong + (failure is not None))[1]
     if worst:
-        raise failure if failure is not None and (wrong or worst < 2) else failure_elsewhere(wrong_rows=worst == 2)
+        raise failure if failure is not None and (is_wrong or worst < 2) else failure_elsewhere(wrong_rows=worst == 2)
     return values[0]
 
 

@@ -173,7 +173,7 @@ class Balanced(WrappedFeed):
         rank, micro_batch = self._plan(step, numbers, owners)
         samples = self._move(step, exchanges, owners, rank)
         is_own = rank == self._sample_group.me
-        batch_indices = [np.flatnonzero(is_own & (micro_batch == m)) for m in range(step.stop - step.first_u)]
+        batch_indices = [np.flatnonzero(is_own & (micro_batch == number)) for number in range(step.stop - step.first_u)]
         return _ArrangedStep(numbers, batch_indices, samples, weight)
 
     def _plan(self, step: _Step, numbers: Ints, owners: Ints) -> tuple[Ints, Ints]:

@@ -152,8 +152,8 @@ class Ends:
             self._epoch_ends = np.full((n, 1 + columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
             self._table, self._num_ahead, self._epoch = None, 0, cursor.clock.epoch
 
-    def _read(self, samples: Ints, samples_read: int, ahead: int) -> Ints:
-        """Read shards up to ``ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN`.
+    def _read(self, samples: Ints, samples_read: int, num_ahead: int) -> Ints:
+        """Read shards up to ``num_ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN`.
 
         Args:
             samples_read: The number of samples already read ahead, of each shard whose end is not known yet.
@@ -163,11 +163,11 @@ class Ends:
             ends = self._epoch_ends.copy()
             for shard in self.owned.tolist():
                 if ends[shard, 0] == _UNKNOWN:
-                    count, slots = self.runner.look_ahead(shard, ahead - samples_read)
+                    count, slots = self.runner.look_ahead(shard, num_ahead - samples_read)
                     if slots is not None:
                         ends[shard] = [samples[shard] + samples_read + count, *slots]
             return ends
 
-        ranks = self.ranks.at_position(int(samples.sum()), ahead)
+        ranks = self.ranks.at_position(int(samples.sum()), num_ahead)
         self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
         return self._epoch_ends[:, 0]

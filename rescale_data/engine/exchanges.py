@@ -172,8 +172,8 @@ class Exchanges:
         Raises:
             Exception: Some rank has no samples. That rank raises its own error; the others raise an error that says so.
         """
-        all_numbers, heads = self._gather_all(_status(failure), num_delivered, numbers)
-        statuses, counts = heads[:, 0], np.unique(heads[heads[:, 0] != STOPPED, 1])
+        all_numbers, summaries = self._gather_all(_status(failure), num_delivered, numbers)
+        statuses, counts = summaries[:, 0], np.unique(summaries[summaries[:, 0] != STOPPED, 1])
         worst = OUT_OF_STEP if len(counts) > 1 else int(statuses.max())
         self._is_over = worst != MADE or is_last
         if worst == OUT_OF_STEP:
@@ -183,7 +183,7 @@ class Exchanges:
             )
         if worst != MADE:
             raise failure if failure is not None and _status(failure) == worst else _failure_elsewhere(worst)
-        return all_numbers[:, : len(numbers)].reshape(-1, 5), int(heads[:, 2].sum())
+        return all_numbers[:, : len(numbers)].reshape(-1, 5), int(summaries[:, 2].sum())
 
     def exchange_lists(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
         """Send a list to each rank in `outgoing`; return the lists received from the ranks in `incoming`, by rank index."""
@@ -211,10 +211,10 @@ class Exchanges:
         own_numbers[0, :3] = status, num_delivered, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
         own_numbers[1 : 1 + len(numbers)] = numbers
         gathered = self._gather(self._sample_group, "costs", own_numbers)
-        heads = gathered[:, 0, :3]
+        summaries = gathered[:, 0, :3]
         if self._weight_group is not self._sample_group:
-            heads = self._gather(self._weight_group, "weights", own_numbers[0, :3].copy())
-        return gathered[:, 1:], heads
+            summaries = self._gather(self._weight_group, "weights", own_numbers[0, :3].copy())
+        return gathered[:, 1:], summaries
 
     def _gather(self, group: Group, name: str, numbers: Ints) -> Ints:
         if group.communicator is None:

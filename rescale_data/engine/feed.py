@@ -275,12 +275,12 @@ _Tasks: TypeAlias = SimpleQueue[Callable[[], None] | None]
 _threaded_feeds: weakref.WeakSet[InThread] = weakref.WeakSet()
 
 
-def _run_tasks(tasks: _Tasks, running: threading.Lock) -> None:
+def _run_tasks(tasks: _Tasks, lock: threading.Lock) -> None:
     """Run tasks from a queue until one is `None`; hold no reference to the feed between tasks, so that it can be collected."""
     while (task := tasks.get()) is not None:
         task()
         del task
-    running.release()
+    lock.release()
 
 
 @atexit.register

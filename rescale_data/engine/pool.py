@@ -98,10 +98,10 @@ class Pool(Feed):
         return {"batches_ready": float(ready), **by_name(board.counts.sum(dim=0).numpy() + counts().values)}
 
     def activity(self) -> str:
-        silent = "which does not say what it does: it is starting, has ended, or is stopped"
+        default_text = "which does not say what it does: it is starting, has ended, or is stopped"
         worker = self._num_taken % self._num_workers
         text = "" if self._crew is None else self._crew.board.read(worker)
-        return f"waiting for worker {worker}, {text or silent}"
+        return f"waiting for worker {worker}, {text or default_text}"
 
     def close(self) -> None:
         self._end()

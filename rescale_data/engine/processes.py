@@ -153,13 +153,13 @@ class Crew:
             ready = wait([self._bell_reader, *pipes, *alive])
             if self._bell_reader in ready:
                 self._bell_reader.recv_bytes()
-            died = [alive.pop(sentinel) for sentinel in list(alive) if sentinel in ready]
+            dead = [alive.pop(sentinel) for sentinel in list(alive) if sentinel in ready]
             for pipe, number in list(pipes.items()):
-                while (pipe in ready or number in died) and pipe.poll():
+                while (pipe in ready or number in dead) and pipe.poll():
                     if not self._receive(pipe, number, idle):
                         del pipes[pipe]
                         break
-            for number in died:
+            for number in dead:
                 self._processes[number].join()
                 self._fail(number, f"exit code {self._processes[number].exitcode}")
             if self._work is not sent_work:
@@ -213,7 +213,7 @@ def _run(
     number: int,
     num_workers: int,
     pipe: Connection,
-    free: Any,
+    semaphore: Any,
     board: Board,
     worker: Worker,
     seed: list[int],
@@ -236,8 +236,8 @@ def _run(
                     counts().move_to(board.counters(number))
                     worker.attach(number, board)
                     worker.watch.start()
-                _reset_semaphore(free, begin.num_slabs)
-                for message in worker.messages(begin, free.acquire):
+                _reset_semaphore(semaphore, begin.num_slabs)
+                for message in worker.messages(begin, semaphore.acquire):
                     pipe.send((begin.number, message))
             except Exception:
                 text = traceback.format_exc()[-_TEXT_BYTES:]
@@ -245,12 +245,12 @@ def _run(
             pipe.send((begin.number, None))
 
 
-def _reset_semaphore(free: Any, num_slabs: int) -> None:
+def _reset_semaphore(semaphore: Any, num_slabs: int) -> None:
     """Set the semaphore to `num_slabs` free slabs (shared buffers), whatever its value was before."""
-    while free.acquire(block=False):
+    while semaphore.acquire(block=False):
         pass
     for _ in range(num_slabs):
-        free.release()
+        semaphore.release()
 
 
 def _seed(numbers: list[int]) -> int:
@@ -287,8 +287,8 @@ def context_of(argument: str | BaseContext) -> BaseContext:
     if argument not in methods and not isinstance(argument, BaseContext):
         raise ValueError(f"multiprocessing_context={argument!r}: give one of {methods}, or a multiprocessing context.")
     if argument == "forkserver":
-        loaded = sorted(name for name in sys.modules if name.startswith(_PIPELINE_MODULES))
-        multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, "__main__"])  # no effect if the server runs
+        modules = sorted(name for name in sys.modules if name.startswith(_PIPELINE_MODULES))
+        multiprocessing.set_forkserver_preload([*PRELOAD, *modules, "__main__"])  # no effect if the server runs
         forkserver.ensure_running()  # the server imports torch while the trainer builds its model
     return multiprocessing.get_context(argument) if isinstance(argument, str) else argument
 

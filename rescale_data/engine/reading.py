@@ -312,8 +312,10 @@ class Reading:
         Returns:
             By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
         """
-        mine, ranks = self.progress(), self._stream.ranks
-        return report(NAMES, ranks.gather_floats([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
+        values, ranks = self.progress(), self._stream.ranks
+        return report(
+            NAMES, ranks.gather_floats([values[name] for name in NAMES]), ranks.rank if ranks.simulated else 0
+        )
 
     def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
         activity = self._stream.feed.activity() if waits(frame) else ""

@@ -41,7 +41,8 @@ class Report(dict[str, Spread]):
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{name} {s.minimum:.4g} / {s.median:.4g} / {s.maximum:.4g} (rank {s.worst})" for name, s in self.items()
+            f"{name} {spread.minimum:.4g} / {spread.median:.4g} / {spread.maximum:.4g} (rank {spread.worst})"
+            for name, spread in self.items()
         )
 
 

@@ -87,8 +87,8 @@ class Runner:
             rows = TableRows(turn.index, repeated.rows.copy(), None, repeated.num_uncounted)
             return MicroBatch(batch, rows, turn.shards, len(repeated.nodes))
         if turn.numbers is not None:  # `_sample_at` counts each sample
-            fetched = [self._sample_at(*draw) for draw in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
-            return self._as_micro_batch((collate or stack)(fetched), turn)
+            samples = [self._sample_at(*draw) for draw in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
+            return self._as_micro_batch((collate or stack)(samples), turn)
         if collate is None and self._columns:
             nodes = [self._active[shard] or self._activate(shard) for shard in turn.shards]
             batch = self._write(nodes, turn.shards)

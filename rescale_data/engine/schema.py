@@ -140,13 +140,13 @@ class Schema:
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
         """Return the counters of the given shards, by name; counters of several readers of one source are added up."""
         total: dict[str, float] = {}
-        namesakes, owned = self._shared_names(), table[shards]
+        shared_names, owned = self._shared_names(), table[shards]
         for path, node in self.root.walk():
             rows = self.slots_at(owned, path)
             if rows is None or not isinstance(node, Reports):
                 continue
             for key, value in node.progress(rows, shards, owned[:, SAMPLES]).items():
-                if node.reads is not None and node.reads.name in namesakes and key.endswith(f"/{node.reads.name}"):
+                if node.reads is not None and node.reads.name in shared_names and key.endswith(f"/{node.reads.name}"):
                     key += f" ({path_name(path)})"
                 merge = min if key.startswith("epoch_min/") else max if key.startswith("epoch_max/") else float.__add__
                 total[key] = merge(total[key], float(value)) if key in total else float(value)
@@ -176,15 +176,15 @@ class Schema:
 
         For a node that `tells_next`, also true for shards whose position has moved: a sample says something of the next one.
         """
-        moved: dict[tuple[str, ...], Ints] = {}
+        masks: dict[tuple[str, ...], Ints] = {}
         fresh = self.fresh_table(len(table))
         for path, node in self.root.walk():
             rows = self.slots_at(table, path)
             if node.READS_AHEAD and rows is not None:
-                moved[path] = (rows[:, place_slots(node.FIELDS)] != 0).any(axis=1)
+                masks[path] = (rows[:, place_slots(node.FIELDS)] != 0).any(axis=1)
                 if isinstance(node, ReadsBegun) and node.tells_next:
-                    moved[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
-        return moved
+                    masks[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
+        return masks
 
     def prepare(self, table: Ints, shards: Ints) -> None:
         """Begin to fetch the data that the given shards need first."""
@@ -202,8 +202,8 @@ class Schema:
     def sources_json(self) -> str:
         if self._sources_json is None:
             histories = {path: self.histories.get(path, ()) for path in self.manifests}
-            grown = {path: {"by_epoch": history} for path, history in histories.items() if len(history) > 1}
-            self._sources_json = to_json({**self.manifests, **grown})
+            by_epoch = {path: {"by_epoch": history} for path, history in histories.items() if len(history) > 1}
+            self._sources_json = to_json({**self.manifests, **by_epoch})
         return self._sources_json
 
     @property

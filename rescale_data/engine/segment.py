@@ -64,7 +64,7 @@ class Segment:
         soon = range(u, min(u + _LOOKAHEAD * workers, self.remainder.num_micro_batches), workers)
         return np.unique(
             np.concatenate(
-                [np.arange(len(self.remainder.num_left))[self.remainder.turn(self.rank, v).index] for v in soon]
+                [np.arange(len(self.remainder.num_left))[self.remainder.turn(self.rank, n).index] for n in soon]
             )
         )
 

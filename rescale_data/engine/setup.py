@@ -176,9 +176,9 @@ def _check_shards(setup: Setup) -> None:
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
-    in_step = [reader.source for reader in readers if reader.rows.steps]
+    in_sync = [reader.source for reader in readers if reader.rows.steps]
     # shards that read a source in step all read the same fragment at the same time
-    unsynchronized = {id(source): source for source in sources.values() if source not in in_step}
+    unsynchronized = {id(source): source for source in sources.values() if source not in in_sync}
     plan_memory = sum(reader.rows.plan_bytes for reader in readers)
     warn_if_thrashing(
         unsynchronized.values(), len(layout.owned(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers
@@ -209,8 +209,8 @@ def _warn_if_small(readers: Iterable[Reader]) -> None:
     if not small:
         return
     _warned.update((owner_of(node.source), True) for node in small)
-    least = min(small, key=lambda node: node.source.num_rows)
-    name, rows, num_shards = least.source.name, least.source.num_rows, least.shard.num_logical_shards
+    smallest = min(small, key=lambda node: node.source.num_rows)
+    name, rows, num_shards = smallest.source.name, smallest.source.num_rows, smallest.shard.num_logical_shards
     _log.warning(
         "%s has %d rows for %d logical shards, %.2f each: neighbours in a logical shard are few to shuffle, and where a shard "
         "has none in an epoch it goes on to the next. An endless stream (repeat=True) draws as much from a shard with %d rows "

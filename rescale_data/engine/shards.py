@@ -97,13 +97,13 @@ class LogicalShards(BaseNode[list[Any]]):
         super().reset(None)
         self._stream.ranks.require_no_group()
         begun, self._begun = self._begun, -1
-        asked, self._state_requested = self._state_requested, None
+        requested, self._state_requested = self._state_requested, None
         if initial_state is not None:
             load_state_dict(self._stream, initial_state)
             self._state_requested = False if self._stream.cursor.ended else None
             return
         if self._stream.cursor.ended:
-            if asked:
+            if requested:
                 self._stream.ranks.warn(_STALE)
             self._stream.move_on()
         elif self._stream.clock.samples != begun:

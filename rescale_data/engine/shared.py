@@ -201,5 +201,5 @@ def _setting(value: Any) -> str:
         return f"{{{', '.join(f'{name}: {_setting(item)}' for name, item in value.items())}}}"  # pyright: ignore[reportUnknownVariableType]
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    owner = value if hasattr(value, "__qualname__") else type(value)
+    return f"{owner.__module__}.{owner.__qualname__}"

@@ -112,22 +112,22 @@ def frames() -> dict[int, FrameType]:
 
 def describe(innermost: FrameType | None) -> str:
     """Return a text about the work of a thread: its kind, the function, the logical shard and the last row drawn."""
-    called = None
+    callee = None
     for frame in _outer_frames(innermost):
         module = _module(frame)
         if module.startswith(_PACKAGE):
-            return f"{_describe_work(module, called)}{_describe_shard(frame)}"
-        called = frame
+            return f"{_describe_work(module, callee)}{_describe_shard(frame)}"
+        callee = frame
     return "it is in no function of rescale_data"
 
 
 def waits(innermost: FrameType | None) -> bool:
     """True if the innermost function of this package on a thread's stack waits for batches that others make."""
-    ours = (_module(frame) for frame in _outer_frames(innermost) if _module(frame).startswith(_PACKAGE))
-    return next(ours, "") in _WAITING_MODULES
+    modules = (_module(frame) for frame in _outer_frames(innermost) if _module(frame).startswith(_PACKAGE))
+    return next(modules, "") in _WAITING_MODULES
 
 
-def _describe_work(module: str, called: FrameType | None) -> str:
+def _describe_work(module: str, callee: FrameType | None) -> str:
     """Return the kind of work done in a module as text, with the function outside this package that it has called, if any.
 
     Args:
@@ -136,22 +136,22 @@ def _describe_work(module: str, called: FrameType | None) -> str:
     if counts().file:
         return f"reading {counts().file}"
     kind = next((kind for begin, kind in _KINDS if module.startswith(begin)), f"in {module}")
-    if called is None:
+    if callee is None:
         return kind
-    return f"{kind}, {called.f_code.co_qualname} ({called.f_code.co_filename}, line {called.f_lineno})"
+    return f"{kind}, {callee.f_code.co_qualname} ({callee.f_code.co_filename}, line {callee.f_lineno})"
 
 
-def _describe_shard(ours: FrameType) -> str:
+def _describe_shard(own_frame: FrameType) -> str:
     """Return a text that names the logical shard and the last row drawn of the innermost node on a stack; it may be empty."""
-    for frame in _outer_frames(ours):
+    for frame in _outer_frames(own_frame):
         node = frame.f_locals.get("self")
         if not isinstance(node, Node):
             continue
         shard, row = find_shard(node), ""  # pyright: ignore[reportUnknownArgumentType]
         with suppress(Exception):  # the node is at work
             row = node.locate()
-        of_shard = "" if shard is None else f", logical shard {shard.index}"
-        return of_shard + (f", last row drawn: {row}" if row else "")
+        shard_text = "" if shard is None else f", logical shard {shard.index}"
+        return shard_text + (f", last row drawn: {row}" if row else "")
     return ""
 
 

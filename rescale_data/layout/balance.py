@@ -47,8 +47,8 @@ def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
     low = np.minimum.reduceat(samples, starts[:-1])
     middle = high = (np.add.reduceat(samples, starts[:-1]) + num_picks) // sizes  # where none has delivered more
     while (low < high).any():  # the highest level that the picks of a block fill for all of its shards
-        needed = np.add.reduceat(np.maximum(np.repeat(middle, sizes) - samples, 0), starts[:-1])
-        fits = needed <= num_picks
+        num_needed = np.add.reduceat(np.maximum(np.repeat(middle, sizes) - samples, 0), starts[:-1])
+        fits = num_needed <= num_picks
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
         middle = (low + high + 1) // 2
     level = np.repeat(low, sizes)

@@ -67,8 +67,8 @@ class Layout:
 
     def _indivisible_message(self) -> str:
         o, w, b = self.global_batch_size, self.dp_world_size, self.micro_batch_size
-        near = sorted({max(1, o // (w * b)) * w * b, -(-o // (w * b)) * w * b})
-        fitting = [d for d in range(1, o // w + 1) if o % (w * d) == 0] if o % w == 0 else []
+        nearest = sorted({max(1, o // (w * b)) * w * b, -(-o // (w * b)) * w * b})
+        fitting = [size for size in range(1, o // w + 1) if o % (w * size) == 0] if o % w == 0 else []
         sizes = (
             f"micro_batch_size is one of {fitting}"
             if fitting
@@ -76,7 +76,8 @@ class Layout:
         )
         return (
             f"global_batch_size={o} is not a multiple of dp_world_size * micro_batch_size = {w} * {b} = {w * b}. With "
-            f"global_batch_size={o}, {sizes}; with these ranks and this micro batch the nearest global_batch_size are {near}."
+            f"global_batch_size={o}, {sizes}; with these ranks and this micro batch the nearest global_batch_size are "
+            f"{nearest}."
         )
 
     @property
@@ -123,8 +124,8 @@ class Layout:
         if n % o == 0:
             return f"num_workers={k} does not divide (N/O) * A = {self.period}; {self._cure('num_workers')}"
         if o % n:
-            neither = f"num_logical_shards={n} and global_batch_size={o}: neither is a multiple of the other"
-            return f"{neither}; {self._cure('global_batch_size')}"
+            reason = f"num_logical_shards={n} and global_batch_size={o}: neither is a multiple of the other"
+            return f"{reason}; {self._cure('global_batch_size')}"
         if n % w:
             return f"num_logical_shards={n} is not a multiple of dp_world_size={w}; W that keep the order divide {n}"
         if b % c == 0:
@@ -132,15 +133,17 @@ class Layout:
                 f"num_workers={k} does not divide A = {self.gradient_accumulation_steps}; {self._cure('num_workers')}"
             )
         if c % b:
-            neither = f"micro_batch_size={b} and the {c} samples of a shard a step: neither is a multiple of the other"
-            return f"{neither}; {self._cure('micro_batch_size')}"
+            reason = f"micro_batch_size={b} and the {c} samples of a shard a step: neither is a multiple of the other"
+            return f"{reason}; {self._cure('micro_batch_size')}"
         return f"num_workers={k}: with micro_batch_size={b} < {c} samples of a shard a step, 0 or 1 fit"
 
     def _cure(self, name: str) -> str:
         sizes = self._sizes()
-        near = _nearest(sizes[name], lambda size: is_aligned(*{**sizes, name: size}.values()))
+        nearest = _nearest(sizes[name], lambda size: is_aligned(*{**sizes, name: size}.values()))
         return (
-            f"the nearest {name} that keep the order are {near}" if near else f"no other {name} alone keeps the order"
+            f"the nearest {name} that keep the order are {nearest}"
+            if nearest
+            else f"no other {name} alone keeps the order"
         )
 
     def _sizes(self) -> dict[str, int]:
@@ -247,9 +250,9 @@ def is_aligned(n: int, o: int, w: int, b: int, k: int) -> bool:
 
 
 def _nearest(value: int, fits: Callable[[int], bool]) -> list[int]:
-    lower = next((x for x in range(value - 1, 0, -1) if fits(x)), None)
-    upper = next((x for x in range(value + 1, 64 * value + 64) if fits(x)), None)
-    return [x for x in (lower, upper) if x is not None]
+    lower = next((size for size in range(value - 1, 0, -1) if fits(size)), None)
+    upper = next((size for size in range(value + 1, 64 * value + 64) if fits(size)), None)
+    return [size for size in (lower, upper) if size is not None]
 
 
 def default_num_logical_shards(global_batch_size: int) -> int:

@@ -214,12 +214,12 @@ def _ints(**argument: object) -> list[int]:
     return [number for item in values for number in require_int(**{name: item})]
 
 
-def _check(least: int, **values: int) -> None:
+def _check(minimum: int, **values: int) -> None:
     for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name}={value}: it is at least {least}.")
+        if value < minimum:
+            raise ValueError(f"{name}={value}: it is at least {minimum}.")
 
 
 def _divisors(value: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
-    return sorted({*small, *(value // d for d in small)})
+    small_divisors = [divisor for divisor in range(1, math.isqrt(value) + 1) if value % divisor == 0]
+    return sorted({*small_divisors, *(value // divisor for divisor in small_divisors)})

@@ -121,10 +121,10 @@ class Remainder:
         o = self.layout.global_batch_size
         served_before, served_after = self._num_served(t * o), self._num_served(min((t + 1) * o, self.num_samples))
         picks = np.repeat(np.arange(len(self.num_left)), served_after - served_before)
-        in_time = np.lexsort((self._micro_batch_of_row[: len(picks)], picks))
+        time_order = np.lexsort((self._micro_batch_of_row[: len(picks)], picks))
         numbers = np.empty(len(picks), dtype=np.int64)
-        numbers[in_time] = np.arange(len(picks)) - np.searchsorted(picks, picks)
+        numbers[time_order] = np.arange(len(picks)) - np.searchsorted(picks, picks)
         numbers += (self.samples + served_before)[picks]
-        fill = np.arange(o) % len(picks)
+        repeated = np.arange(o) % len(picks)
         is_real = np.arange(o) < len(picks)
-        return picks[fill], np.where(is_real, numbers[fill], 0), is_real
+        return picks[repeated], np.where(is_real, numbers[repeated], 0), is_real

@@ -105,11 +105,11 @@ class StepPlan:
 
         def cut(limit: int) -> list[int] | None:
             """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
-            few = _bin_ends(costs, tokens, limit, most_tokens)
-            many = _bin_ends(costs, tokens, max(limit, first_cost), most_tokens)
+            other_ends = _bin_ends(costs, tokens, limit, most_tokens)
+            first_ends = _bin_ends(costs, tokens, max(limit, first_cost), most_tokens)
             starts, stop, least = [0], 0, len(costs) - self.num_bins
             for number in range(self.num_bins):
-                stop, least = (many if number < num_first else few)[stop], least + 1
+                stop, least = (first_ends if number < num_first else other_ends)[stop], least + 1
                 stop = min(stop, least)  # one is left for each other bin
                 starts.append(stop)
             return starts if stop == len(costs) else None
@@ -149,9 +149,9 @@ class StepPlan:
             level: ``int64[groups]``; each has as many groups as there are ranks.
         """
         pairs, number = np.unique(group * self.ranks + self.owners, return_inverse=True)
-        common = np.zeros(len(pairs), dtype=np.int64)
-        np.add.at(common, number, self.tokens)
-        groups, candidate_ranks = np.divmod(pairs[np.argsort(-common, kind="stable")], self.ranks)
+        common_tokens = np.zeros(len(pairs), dtype=np.int64)
+        np.add.at(common_tokens, number, self.tokens)
+        groups, candidate_ranks = np.divmod(pairs[np.argsort(-common_tokens, kind="stable")], self.ranks)
         rank = np.full(len(level), -1, dtype=np.int64)
         is_free = np.ones((len(level) // self.ranks, self.ranks), dtype=np.bool_)
         while len(groups):
@@ -181,19 +181,21 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
     loads, used, counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
     bin_of, remaining = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
     while len(remaining):
-        lacks = counts < fewest
-        spare = len(remaining) - int(np.maximum(fewest - counts, 0).sum())  # items that may go to bins which lack none
-        has_room = lacks | (used <= limit - sizes[remaining[0]]) if spare else lacks
+        needs_item = counts < fewest
+        num_spare = len(remaining) - int(
+            np.maximum(fewest - counts, 0).sum()
+        )  # items that may go to bins which lack none
+        has_room = needs_item | (used <= limit - sizes[remaining[0]]) if num_spare else needs_item
         open_bins = np.flatnonzero(has_room)
         if not len(open_bins):
             break
         bins = open_bins[np.argsort(loads[open_bins], kind="stable")][: len(remaining)]
         items = remaining[: len(bins)]
-        least = np.minimum.accumulate(loads[bins] + costs[items])  # of the bins that have just taken one
-        in_turn = (loads[bins[1:]] <= least[:-1]) & (np.cumsum(~lacks[bins])[1:] <= spare)
+        lowest_load = np.minimum.accumulate(loads[bins] + costs[items])  # of the bins that have just taken one
+        in_turn = (loads[bins[1:]] <= lowest_load[:-1]) & (np.cumsum(~needs_item[bins])[1:] <= num_spare)
         turns = 1 + int(np.argmin(np.append(in_turn, False)))
         items, bins, remaining = items[:turns], bins[:turns], remaining[turns:]
-        fits = lacks[bins] | (used[bins] <= limit - sizes[items])
+        fits = needs_item[bins] | (used[bins] <= limit - sizes[items])
         remaining, items, bins = np.concatenate([items[~fits], remaining]), items[fits], bins[fits]
         bin_of[items] = bins
         loads[bins] += costs[items]

@@ -34,7 +34,7 @@ class Turn:
 
     @property
     def is_real(self) -> list[bool]:
-        return [j < self.num_real or self.num_real < 0 for j in range(len(self.shards))]
+        return [i < self.num_real or self.num_real < 0 for i in range(len(self.shards))]
 
 
 Turns: TypeAlias = Callable[[int], Turn]
@@ -65,7 +65,7 @@ class AlignedTurns:
         t, m = divmod(u, layout.gradient_accumulation_steps)
         b, g, c = layout.micro_batch_size, layout.num_tracks, layout.samples_per_visit
         row = self._rank * (layout.global_batch_size // layout.dp_world_size) + m * b
-        shards = [(row + j) // c * g + t for j in range(b)]
+        shards = [(row + i) // c * g + t for i in range(b)]
         return Turn(shards, slice(shards[0], shards[-1] + 1, g), min(b, c))
 
 

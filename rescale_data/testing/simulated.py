@@ -77,7 +77,7 @@ def assert_rescalable(
     reference: _Reference | None = None
     state: dict[str, Any] | None = None
     for segment, (dp_world_size, micro_batch_size, num_workers) in enumerate(topologies):
-        loaders = [make_loader(r, dp_world_size, micro_batch_size, num_workers) for r in range(dp_world_size)]
+        loaders = [make_loader(rank, dp_world_size, micro_batch_size, num_workers) for rank in range(dp_world_size)]
         if state is not None:
             for loader in loaders:
                 loader.load_state_dict(state)

@@ -58,8 +58,8 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
         _check_readers(source)
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
+def _require(condition: bool, message: str) -> None:
+    if not condition:
         raise AssertionError(message)
 
 
@@ -123,8 +123,8 @@ def _check_tokens(source: Source, column: str, first_reads: Mapping[int, Any]) -
 
 def _check_readers(source: Source) -> None:
     readers = [Reader(source, Shard(i, _NUM_SHARDS)) for i in range(_NUM_SHARDS)]
-    drawn = sum(1 for reader in readers for _ in reader)
-    _require(drawn == source.num_rows, f"{_NUM_SHARDS} readers drew {drawn} rows of {source.num_rows}")
+    num_drawn = sum(1 for reader in readers for _ in reader)
+    _require(num_drawn == source.num_rows, f"{_NUM_SHARDS} readers drew {num_drawn} rows of {source.num_rows}")
 
 
 def _overwrite(row: Any) -> None:

@@ -159,14 +159,14 @@ class Communicator:
 
     def _find_missing(self, number: int, call: Call) -> list[int] | None:
         """Return the ranks that do not report the failed gloo group in the same call; `None` if the store cannot be reached."""
-        seconds, mine = min(_SECONDS_AFTER_A_FAILURE, call.seconds), str(call.tag)
+        seconds, own_tag = min(_SECONDS_AFTER_A_FAILURE, call.seconds), str(call.tag)
         store = PrefixStore(f"lost/{number}", self._store)
         try:
-            tags = within(2 * seconds + 10, lambda: arrive(store, self._me, self._names, seconds, mine))
+            tags = within(2 * seconds + 10, lambda: arrive(store, self._me, self._names, seconds, own_tag))
         except Missing as missing:
             return missing.ranks
         me = self._names[self._me]  # another thread of this process may have seen another exchange fail
-        return [rank for rank, tag in zip(self._names, tags, strict=True) if tag != mine and rank != me]
+        return [rank for rank, tag in zip(self._names, tags, strict=True) if tag != own_tag and rank != me]
 
     def _failure(self, call: Call, missing: list[int] | None, reason: str) -> RuntimeError:
         if missing is None:

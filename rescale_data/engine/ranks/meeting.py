@@ -97,7 +97,7 @@ def _read(store: Any, key: str) -> str:
 
 def _arrived(lines: Sequence[str]) -> dict[int, str]:
     """Return the texts of the members that have arrived, by the index of the member."""
-    return {int(index): texts for index, _, texts in (line.partition(" ") for line in lines)}
+    return {int(index): text for index, _, text in (line.partition(" ") for line in lines)}
 
 
 def _appears(store: Any, key: str, seconds: float) -> bool:

@@ -110,9 +110,9 @@ class Ranks:
         if self.communicator is None:
             return table
         counts = np.bincount(owner, minlength=self.world_size)
-        mine = np.zeros((counts.max(), table.shape[1]), dtype=np.int64)
-        mine[: counts[self.rank]] = table[owner == self.rank]
-        blocks = self._gather(torch.from_numpy(mine)).numpy()
+        own_rows = np.zeros((counts.max(), table.shape[1]), dtype=np.int64)
+        own_rows[: counts[self.rank]] = table[owner == self.rank]
+        blocks = self._gather(torch.from_numpy(own_rows)).numpy()
         merged = np.empty_like(table)
         merged[np.argsort(owner, kind="stable")] = np.concatenate(
             [block[:count] for block, count in zip(blocks, counts, strict=True)]
@@ -129,17 +129,17 @@ class Ranks:
 
     def begin_min(self, value: int) -> Callable[[], int]:
         """Send a value to all ranks; return a function that waits for, and returns, the smallest value of all (collective)."""
-        finish = self._agree("sure", [value])
-        return lambda: int(finish().min())
+        wait = self._agree("sure", [value])
+        return lambda: int(wait().min())
 
     def min_and_max(self, value: int) -> tuple[int, int]:
         """Return the smallest and the largest value of all ranks (collective)."""
         values = self._agree("extremes", [value])()
         return int(values.min()), int(values.max())
 
-    def require_same(self, content: dict[str, Any], did: str = "built their loaders") -> None:
+    def require_same(self, content: dict[str, Any], action: str = "built their loaders") -> None:
         """Raise ``ValueError`` on every rank if some value differs between ranks; the message names the value (collective)."""
-        self._require(content, self._agree("same", [digest(value) for value in content.values()])(), did)
+        self._require(content, self._agree("same", [digest(value) for value in content.values()])(), action)
 
     def with_new_loader(self, content: dict[str, Any]) -> Ranks:
         """Return the same ranks, with the number of the loader that all of them are building (collective).
@@ -159,12 +159,12 @@ class Ranks:
         self._require(content, of_all[:, 1:])
         return replace(self, loader=communicator.num_loaders)
 
-    def _require(self, content: dict[str, Any], digests: Ints, did: str = "built their loaders") -> None:
-        differ = (digests != digests[0]).any(axis=0).tolist()
-        differing = {name: content[name] for name, is_other in zip(content, differ, strict=True) if is_other}
+    def _require(self, content: dict[str, Any], digests: Ints, action: str = "built their loaders") -> None:
+        is_different = (digests != digests[0]).any(axis=0).tolist()
+        differing = {name: content[name] for name, is_other in zip(content, is_different, strict=True) if is_other}
         if differing:
             raise ValueError(
-                f"The ranks {did} with different {', '.join(differing)}; dp rank {self.rank} has {differing}. "
+                f"The ranks {action} with different {', '.join(differing)}; dp rank {self.rank} has {differing}. "
                 f"All ranks need the same arguments and the same files."
             )
 

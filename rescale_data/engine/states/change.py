@@ -85,13 +85,13 @@ def fit(schema: Schema, header: Mapping[str, Any]) -> Fitted:
 
 def fixed_parameters(schema: Schema, pipeline: Nodes) -> Nodes:
     """Return the parameters of a pipeline that must stay the same for the whole run."""
-    free: defaultdict[str, set[str]] = defaultdict(set)
+    changeable: defaultdict[str, set[str]] = defaultdict(set)
     for path, node in schema.root.walk():
-        free_now = may_change(node) if _is_settled(schema.root, path) else frozenset[str]()
+        changeable_now = may_change(node) if _is_settled(schema.root, path) else frozenset[str]()
         form = node.FORM if isinstance(node, HasForm) and _is_drawn_once(schema.root, path) else frozenset[str]()
-        if free_now or form:
-            free[path_name(path)] |= {*free_now, *form, EARLIER_KEY}
-    return without(pipeline, free)
+        if changeable_now or form:
+            changeable[path_name(path)] |= {*changeable_now, *form, EARLIER_KEY}
+    return without(pipeline, changeable)
 
 
 def fixed_by_parents(schema: Schema) -> list[str]:
@@ -147,11 +147,11 @@ def _is_drawn_once(root: Node[Any], path: Path) -> bool:
     return not _is_below(root, path, lambda node: node.READS_AHEAD)
 
 
-def _is_below(root: Node[Any], path: Path, holds: Callable[[Node[Any]], bool]) -> bool:
+def _is_below(root: Node[Any], path: Path, condition: Callable[[Node[Any]], bool]) -> bool:
     """True if ``holds(node)`` for a node above the one at ``path``, or if the path leads into a torchdata node."""
     node = root
     for name in path:
-        if holds(node) or name not in node.children:
+        if condition(node) or name not in node.children:
             return True
         node = node.children[name]
     return False

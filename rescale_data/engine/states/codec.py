@@ -134,10 +134,10 @@ def read(state: Mapping[str, Any]) -> Saved:
     header, table = read_header(state[HEADER]), state[TABLE]
     if not isinstance(table, torch.Tensor):
         raise DataStateError(f"The table of the state is a {type(table).__name__}, not a tensor. {_GIVE}")
-    want = (header["num_logical_shards"], offsets(fields_in(header))[-1]), torch.int64
-    if (tuple(table.shape), table.dtype) != want:
+    expected = (header["num_logical_shards"], offsets(fields_in(header))[-1]), torch.int64
+    if (tuple(table.shape), table.dtype) != expected:
         raise DataStateError(
-            f"The table of the state has shape and dtype {(tuple(table.shape), table.dtype)}; by its header it has {want}."
+            f"The table of the state has shape and dtype {(tuple(table.shape), table.dtype)}; by its header it has {expected}."
         )
     return Saved(header, table.detach().cpu().numpy().copy())
 
@@ -200,7 +200,9 @@ def has_remainder(table: Ints) -> bool:
 
 
 def _slots(fields: Sequence[Field]) -> dict[str, range]:
-    return {f.key: range(start, start + f.num_slots) for f, start in zip(fields, offsets(fields), strict=False)}
+    return {
+        field.key: range(start, start + field.num_slots) for field, start in zip(fields, offsets(fields), strict=False)
+    }
 
 
 def _require_names(values: Any, names: Iterable[str], container: str) -> None:
@@ -212,10 +214,10 @@ def _require_names(values: Any, names: Iterable[str], container: str) -> None:
 def _require_ranges(saved: Any, num_samples: int) -> None:
     """Raise ``DataStateError`` unless the skipped samples are ascending ranges within the samples of the state."""
     ranges = saved if isinstance(saved, list) else [saved]
-    flat = [value for item in ranges for value in (item if isinstance(item, list) else [item])]
+    bounds = [value for item in ranges for value in (item if isinstance(item, list) else [item])]
     are_pairs = all(isinstance(item, list) and len(item) == 2 for item in ranges)
-    are_ints = all(type(value) is int for value in flat)
-    if not are_pairs or not are_ints or [0, *flat, num_samples] != sorted([0, *flat, num_samples]):
+    are_ints = all(type(value) is int for value in bounds)
+    if not are_pairs or not are_ints or [0, *bounds, num_samples] != sorted([0, *bounds, num_samples]):
         raise DataStateError(f"The state leaves out the samples {saved!r:.200}: {_DAMAGED}")
 
 
@@ -263,8 +265,8 @@ def find(paths: Iterable[Sequence[Any]], name: str | None, origin: object) -> Pa
         raise DataStateError(
             f"The checkpoint {origin} holds no data state of a rescale_data loader. Save the loader in the state, under a key."
         )
-    asked = "" if name is None else f", and none is named {name!r}"
-    raise DataStateError(f"The checkpoint {origin} holds the data states {sorted(states)}{asked}. Name one of them.")
+    suffix = "" if name is None else f", and none is named {name!r}"
+    raise DataStateError(f"The checkpoint {origin} holds the data states {sorted(states)}{suffix}. Name one of them.")
 
 
 def with_columns_of(state: Any, saved: torch.Tensor | None) -> Any:

@@ -21,9 +21,9 @@ def differences(saved: Any, current: Any) -> list[str]:
     return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
 
 
-def without(nodes: Nodes, free: Mapping[str, Set[str]]) -> Nodes:
-    """Return the parameters of a pipeline without the ones that ``free`` names for each node, by the path of the node."""
-    return {name: {k: v for k, v in node.items() if k not in free.get(name, ())} for name, node in nodes.items()}
+def without(nodes: Nodes, ignored: Mapping[str, Set[str]]) -> Nodes:
+    """Return the parameters of a pipeline without the ones that ``ignored`` names for each node, by the path of the node."""
+    return {name: {k: v for k, v in node.items() if k not in ignored.get(name, ())} for name, node in nodes.items()}
 
 
 def without_all(nodes: Nodes, *parameters: str) -> Nodes:
@@ -33,17 +33,19 @@ def without_all(nodes: Nodes, *parameters: str) -> Nodes:
 
 def without_functions(saved: Nodes, current: Nodes) -> tuple[Nodes, Nodes]:
     """Return the parameters of two pipelines without names and sources of functions, and versions that only one has."""
-    both = {name for name in saved.keys() & current.keys() if VERSION in saved[name] and VERSION in current[name]}
-    free = {name: {CODE} if name in both else {CODE, VERSION} for name in saved.keys() & current.keys()}
-    return without(saved, free), without(current, free)
+    versioned = {name for name in saved.keys() & current.keys() if VERSION in saved[name] and VERSION in current[name]}
+    ignored = {name: {CODE} if name in versioned else {CODE, VERSION} for name in saved.keys() & current.keys()}
+    return without(saved, ignored), without(current, ignored)
 
 
 def log_changes(stream: Stream, saved: Nodes) -> None:
     """Log the differences between a saved state and the current pipeline that a load accepts."""
     current = stream.schema.pipeline
     functions = _of_parameters(saved, current, {name: {CODE, VERSION} for name in saved.keys() & current.keys()})
-    free = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
-    settings = _of_parameters(saved, current, free)
+    changeable = {
+        path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved
+    }
+    settings = _of_parameters(saved, current, changeable)
     if functions:
         stream.ranks.warn(
             "Functions of the pipeline are not those of the state, by name or source: %s. Give them version=: it is compared.",
@@ -71,10 +73,10 @@ def _compare(path: str, saved: Any, current: Any) -> list[str]:
 
 def _by_name(value: Any) -> Any:
     """Return a list of ``[name, ...]`` entries, such as files in a manifest, as a dict by name; other values unchanged."""
-    named = isinstance(value, list) and all(
+    is_named = isinstance(value, list) and all(
         isinstance(item, list) and item and isinstance(item[0], str) for item in value
     )
-    return {item[0]: item[1:] for item in value} if named and value else value
+    return {item[0]: item[1:] for item in value} if is_named and value else value
 
 
 def _short(value: Any) -> str:
@@ -84,7 +86,7 @@ def _short(value: Any) -> str:
 
 def _of_parameters(old: Nodes, new: Nodes, keys: Mapping[str, Set[str]]) -> list[str]:
     """Return the differences in the given parameters of each node; nodes that have none of them in ``old`` count as equal."""
-    picked = [
+    selected = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (old, new)
     ]
-    return differences(*({name: nodes[name] for name in keys if picked[0][name]} for nodes in picked))
+    return differences(*({name: nodes[name] for name in keys if selected[0][name]} for nodes in selected))

@@ -83,18 +83,18 @@ def with_added_files(
             Windows and documents that were delivered in part are read again, so their data must stay the same.
     """
 
-    def since(epochs: Mapping[str, int]) -> dict[str, History]:
+    def histories_from(epochs: Mapping[str, int]) -> dict[str, History]:
         return {
             path: _grow(history, epochs[path], schema.manifests[path]) if path in epochs else history
             for path, history in growth.histories.items()
         }
 
     paths = list(growth.added_files)
-    reread = epochs_read(since(dict.fromkeys(paths, _NEVER)), paths)
+    reread = epochs_read(histories_from(dict.fromkeys(paths, _NEVER)), paths)
     epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in zip(paths, reread, strict=True)}
     if any((_reader_rows(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
         table[:, REMAINDER][table[:, REMAINDER] != ENDED] = NO_REMAINDER
-    return since(epochs)
+    return histories_from(epochs)
 
 
 def needed(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:

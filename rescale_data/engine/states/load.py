@@ -73,15 +73,15 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         had_remainder = has_remainder(table)
     forms = _change(stream, fitted.pipeline, table) if changed else {}
     loaded = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
-    moved, histories = loaded, fitted.growth.histories
+    final_clock, histories = loaded, fitted.growth.histories
     if fitted.growth.added_files:
         histories = _join(stream, fitted.growth, table, forms)
         if had_remainder and not has_remainder(table):
-            moved = loaded.restarted(stream.layout.global_batch_size)
+            final_clock = loaded.restarted(stream.layout.global_batch_size)
     stream.schema.adopt({**needed(histories, stream.schema, table), **forms})  # from here on nothing raises
     if changed:
         _report(stream, fitted, settle(stream.schema, table))
-    stream.load(table, moved)
+    stream.load(table, final_clock)
     _warn_of_epochs(stream, table)
     if loaded.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
         stream.ranks.warn(
@@ -175,9 +175,9 @@ def _require_rows(schema: Schema, table: Ints) -> None:
     require_limits(schema.fields, table, "logical shard {}")
     for reader, slot in readers_of(schema.root, FIRST_SLOT):
         epoch, row = table[:, slot], table[:, slot + 1]
-        wrong = row > reader.source.num_rows
-        if wrong.any():
-            shard, source = int(wrong.argmax()), reader.source
+        is_past_end = row > reader.source.num_rows
+        if is_past_end.any():
+            shard, source = int(is_past_end.argmax()), reader.source
             raise DataStateError(
                 f"By the state logical shard {shard} has delivered {table[shard, SAMPLES]} samples and stands at row "
                 f"{row[shard]} of epoch {epoch[shard]} of {source.name}, which has {source.num_rows} rows: it was changed. "
@@ -210,10 +210,10 @@ def _differ(saved: Nodes, current: Nodes, *ignored: str) -> bool:
 def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
     histories = with_added_files(growth, stream.schema, table, partial(_last_epochs_read, stream, table, forms))
     for path, added in growth.added_files.items():
-        since = histories[path][-1][0]
+        epoch = histories[path][-1][0]
         stream.ranks.warn(
             "%d files were added to the source %s since the state was saved (%s): they join at epoch %d, the next that no "
-            "logical shard has begun.", len(added), path, ", ".join(added[:3]) + ("" if len(added) <= 3 else ", ..."), since,
+            "logical shard has begun.", len(added), path, ", ".join(added[:3]) + ("" if len(added) <= 3 else ", ..."), epoch,
         )  # fmt: skip
     return histories
 
@@ -231,8 +231,8 @@ def _last_epochs_read(
         epochs_read = [[-1] * len(paths)]
         for shard in range(len(table)) if ranks.simulated else stream.ends.owned.tolist():
             if any(rows[shard] for rows in begun.values()):
-                of_shard = _last_epochs_of(stream, shard, table[[shard]], {**histories, **forms})
-                epochs_read.append([of_shard.get(path, -1) for path in paths])
+                last_epochs = _last_epochs_of(stream, shard, table[[shard]], {**histories, **forms})
+                epochs_read.append([last_epochs.get(path, -1) for path in paths])
         return np.max(epochs_read, axis=0).tolist()
 
     if not any(rows.any() for rows in begun.values()):

@@ -156,8 +156,8 @@ def _why_unsavable(cursor: Cursor, ends: Ends) -> str:
     _refuse_simulated(ends)
     _require_saveable(ends)
     ranks, clock = ends.ranks, cursor.clock_now(ends.layout)
-    stands = ranks.saving.gather_ints([clock.samples, digest(clock.skipped)])
-    (min_samples, min_digest), (max_samples, max_digest) = stands.min(axis=0).tolist(), stands.max(axis=0).tolist()
+    gathered = ranks.saving.gather_ints([clock.samples, digest(clock.skipped)])
+    (min_samples, min_digest), (max_samples, max_digest) = gathered.min(axis=0).tolist(), gathered.max(axis=0).tolist()
     if min_samples == max_samples and min_digest == max_digest:
         return ""
     if min_samples == max_samples:
