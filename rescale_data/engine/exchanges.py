@@ -94,7 +94,7 @@ class Exchanges:
         self._answer = Answer[Any]()
         self._lock, self._process = threading.Lock(), os.getpid()
         self.is_stopped = self._is_over = False
-        _open.add(self)
+        _open_exchanges.add(self)
 
     # In the thread of the caller
 
@@ -269,7 +269,7 @@ def _failure_elsewhere(status: int) -> Exception:
     return failure_elsewhere(wrong_rows=status == FAILED)
 
 
-_open: weakref.WeakSet[Exchanges] = weakref.WeakSet()
+_open_exchanges: weakref.WeakSet[Exchanges] = weakref.WeakSet()
 
 
 @atexit.register
@@ -278,7 +278,7 @@ def _stop_all() -> None:
 
     A thread that still waits for other ranks at that time would end the process by a signal.
     """
-    exchanges, deadline = list(_open), monotonic() + _SECONDS_TO_STOP
+    exchanges, deadline = list(_open_exchanges), monotonic() + _SECONDS_TO_STOP
     for exchange in exchanges:
         exchange.stop()
     for exchange in exchanges:

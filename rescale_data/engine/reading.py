@@ -22,7 +22,7 @@ from rescale_data.engine.setup import Setup
 from rescale_data.engine.shared import Numbers, Shared, on_first_peer, require_number
 from rescale_data.engine.skip import require_countable
 from rescale_data.engine.states.load import load_state_dict as load
-from rescale_data.engine.states.statedict import local_state_dict, marked, state_and_reason
+from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
 from rescale_data.engine.states.statedict import state_dict as state_of
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
@@ -142,7 +142,7 @@ class Reading:
         if self._steps_per_epoch is not None:
             return (
                 self._steps_per_epoch - self.step % self._steps_per_epoch
-            ) * self.gradient_accumulation_steps - self._stream.begun
+            ) * self.gradient_accumulation_steps - self._stream.num_in_step
         return self._require_number(self._stream.num_micro_batches_left() if self._setup.counts_are_known else None)
 
     def _require_number(self, num_batches: int | None) -> int:
@@ -224,8 +224,8 @@ class Reading:
             return
         if cursor.first_unsaved_u != cursor.u or (cursor.u + num_micro_batches) % per_step:
             raise ValueError(
-                f"skip() with balance= begins and ends with a step: {self._stream.begun} of its {per_step} micro batches have "
-                f"been taken, and {num_micro_batches} are to be left out."
+                f"skip() with balance= begins and ends with a step: {self._stream.num_in_step} of its {per_step} micro "
+                f"batches have been taken, and {num_micro_batches} are to be left out."
             )
 
     @on_first_peer(RESULT)
@@ -341,7 +341,7 @@ class Reading:
             RuntimeError: Another rank did not call it within ``timeout``.
             DataStateError: The ranks stand at different batches, and the state is pickled. It can be loaded into.
         """
-        return marked(*self._state_dict())
+        return with_reason(*self._state_dict())
 
     @on_first_peer(RESULT)
     def _state_dict(self) -> tuple[dict[str, Any], str]:
@@ -482,7 +482,11 @@ class Reading:
             self._stream.cursor = self._cursor._replace(epochs_seen=self.step // self._steps_per_epoch, resumed=False)
 
     def _is_at_epoch_end(self) -> bool:
-        return self._steps_per_epoch is not None and not self._stream.begun and self.step % self._steps_per_epoch == 0
+        return (
+            self._steps_per_epoch is not None
+            and not self._stream.num_in_step
+            and self.step % self._steps_per_epoch == 0
+        )
 
 
 def from_stream(loader: Reading, function: Callable[[Stream], R]) -> R:

@@ -105,7 +105,7 @@ class Stream:
         return self.clock.global_step(self.layout.global_batch_size)
 
     @property
-    def begun(self) -> int:
+    def num_in_step(self) -> int:
         """The number of micro batches consumed in the current step, which is not complete."""
         return self.cursor.u % self.layout.gradient_accumulation_steps
 

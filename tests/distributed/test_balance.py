@@ -91,7 +91,7 @@ def played(loader: rd.DataLoader, num_batches: int) -> tuple[list[list[int]], li
                 assert sum(real) == loader.last_batch_samples
                 assert real == sorted(real, reverse=True)
                 batches.append([row if is_real else -1 - row for row, is_real in zip(batch["id"], real, strict=True)])
-                if loader._stream.begun == 0:
+                if loader._stream.num_in_step == 0:
                     tables.append(loader.state_dict()["table"])
                 if len(batches) == num_batches:
                     break

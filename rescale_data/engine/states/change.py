@@ -68,7 +68,7 @@ class Fitted:
     growth: Growth = field(default_factory=lambda: Growth({}, {}))
 
 
-def fit(schema: Schema, header: Mapping[str, Any]) -> Fitted:
+def translate_header(schema: Schema, header: Mapping[str, Any]) -> Fitted:
     """Return the header of a state translated to the current pipeline: without removed children, with added ones."""
     removed, added = _changes(schema, header["pipeline"])
 
@@ -107,7 +107,7 @@ def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
             node.check_change(old, rows)
 
 
-def earlier(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
+def earlier_parameters(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
     """Return the saved parameters that nodes of the current pipeline still need, by path (`Mixes.earlier`)."""
     histories = {
         path: node.earlier(old, rows)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rescale_data.engine.states.change import Fitted, fit, fixed_by_parents, fixed_parameters
+from rescale_data.engine.states.change import Fitted, fixed_by_parents, fixed_parameters, translate_header
 from rescale_data.engine.states.codec import fields_in
 from rescale_data.engine.states.differences import differences, without_functions
 from rescale_data.engine.states.growth import compare
@@ -46,7 +46,7 @@ def require_fit(stream: Stream, header: Mapping[str, Any]) -> Fitted:
             raise DataStateError(
                 f"The state was saved with {name}={header[name]}, the loader has {name}={current[name]}. {cure}"
             )
-    schema, fitted = stream.schema, fit(stream.schema, header)
+    schema, fitted = stream.schema, translate_header(stream.schema, header)
     _require_same("fields", fitted.columns, schema.columns)
     growth = compare(schema, fitted.sources)
     pipelines = without_functions(fitted.pipeline, schema.pipeline)

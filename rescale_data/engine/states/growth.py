@@ -97,7 +97,7 @@ def with_added_files(
     return histories_from(epochs)
 
 
-def needed(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:
+def needed_manifests(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:
     """Return the manifests of each source by epoch, without the ones that all logical shards have passed."""
     return {path: _not_passed(history, schema, table, path) for path, history in histories.items()}
 

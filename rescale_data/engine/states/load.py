@@ -28,14 +28,14 @@ from rescale_data.engine.skip import require_countable, skip
 from rescale_data.engine.states.change import (
     Fitted,
     check_changes,
-    earlier,
+    earlier_parameters,
     reform,
     settle,
 )
 from rescale_data.engine.states.check import require_fit
 from rescale_data.engine.states.codec import Saved, has_remainder, read, table_of
 from rescale_data.engine.states.differences import log_changes, without_all, without_functions
-from rescale_data.engine.states.growth import Growth, needed, with_added_files
+from rescale_data.engine.states.growth import Growth, needed_manifests, with_added_files
 from rescale_data.engine.states.statedict import whole_state
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
@@ -78,7 +78,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         histories = _join(stream, fitted.growth, table, forms)
         if had_remainder and not has_remainder(table):
             final_clock = loaded.restarted(stream.layout.global_batch_size)
-    stream.schema.adopt({**needed(histories, stream.schema, table), **forms})  # from here on nothing raises
+    stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **forms})  # from here on nothing raises
     if changed:
         _report(stream, fitted, settle(stream.schema, table))
     stream.load(table, final_clock)
@@ -97,7 +97,7 @@ def _change(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     """Translate positions from an earlier pipeline to the current one; return the earlier parameters that nodes need."""
     log_changes(stream, saved)
     check_changes(stream.schema, saved, table)
-    forms = {**reform(stream, saved, table), **earlier(stream.schema, saved, table)}
+    forms = {**reform(stream, saved, table), **earlier_parameters(stream.schema, saved, table)}
     if _differ(saved, stream.schema.pipeline, EARLIER_KEY):
         table[:, REMAINDER][table[:, REMAINDER] != ENDED] = (
             NO_REMAINDER  # the remainder counts samples of the earlier pipeline
@@ -136,7 +136,7 @@ def _deliver(
     ends = Ends(replace(setup, layout=layout, ranks=ranks), stream.ends.runner)
     ends.owned = np.arange(n) if ranks.simulated else ends.owned
     histories_before = schema.histories
-    schema.adopt(needed({path: list(history) for path, history in histories.items()}, schema, table))
+    schema.adopt(needed_manifests({path: list(history) for path, history in histories.items()}, schema, table))
     try:
         cursor = skip(Cursor.from_clock(clock, table, ends.owners, layout), ends, num_samples // unit)
         return cursor.clock_now(layout), ranks.merge(cursor.table, cursor.owners)

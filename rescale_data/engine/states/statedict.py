@@ -31,7 +31,7 @@ def state_dict(cursor: Cursor, ends: Ends) -> dict[str, Any]:
     If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept
     (`UnsavableHeader`).
     """
-    return marked(*state_and_reason(cursor, ends))
+    return with_reason(*state_and_reason(cursor, ends))
 
 
 def state_and_reason(cursor: Cursor, ends: Ends) -> tuple[dict[str, Any], str]:
@@ -47,7 +47,7 @@ def state_and_reason(cursor: Cursor, ends: Ends) -> tuple[dict[str, Any], str]:
     return state, reason
 
 
-def marked(state: dict[str, Any], reason: str) -> dict[str, Any]:
+def with_reason(state: dict[str, Any], reason: str) -> dict[str, Any]:
     """Return a state that raises an error with the text ``reason`` when pickled; the same state if the reason is empty."""
     return {**state, HEADER: UnsavableHeader(state[HEADER], reason)} if reason else state
 
