@@ -114,7 +114,7 @@ def rank(me: int, port: int, folder: Path, kind: str) -> None:
         dies = me == KILLED and step == DIES[kind]
         for i, (name, kept) in enumerate(run.kept.items()):
             if dies and kind == "state" and i == 2:
-                Ends.whole = lambda self, at: die()  # type: ignore[method-assign, assignment, return-value]
+                Ends.whole_table = lambda self, cursor: die()  # type: ignore[method-assign, assignment, return-value]
             kept.keep(run.loaders[name])
         run.take(step, die if dies and kind == "step" else None)
         if dies and kind == "commit":
