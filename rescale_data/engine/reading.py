@@ -49,15 +49,15 @@ class Reading:
     """Reads a stream: the base class of `DataLoader`, with all methods that do not depend on its arguments.
 
     Args:
-        opened: The stream; `None` if a subclass opens it later, and on peers of the process that reads.
+        own_stream: The stream; `None` if a subclass opens it later, and on peers of the process that reads.
         shared: Makes each call together with the peers of this process, of which the first one alone has a stream.
         slow_after: Seconds after which a wait for a batch is logged as a warning.
     """
 
     def __init__(
-        self, opened: Stream | None = None, *, shared: Shared | None = None, slow_after: float = math.inf
+        self, own_stream: Stream | None = None, *, shared: Shared | None = None, slow_after: float = math.inf
     ) -> None:
-        self._own_stream, self._shared = opened, shared
+        self._own_stream, self._shared = own_stream, shared
         self._num_iterators = 0  # only the newest one is valid
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0

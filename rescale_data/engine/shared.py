@@ -70,7 +70,7 @@ class Shared:
                 "and 1 where all processes are peers)."
             )
         self._pin = options.pin_memory and torch.accelerator.is_available()
-        self._send = function_of(options.transfer)
+        self._transfer = function_of(options.transfer)
         arguments = {"pipeline": pipeline, **vars(options)}
         by_name = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
         self._peers = Peers(_members(options.peers), options.receives, by_name, options.timeout)
@@ -122,7 +122,7 @@ class Shared:
 
     def _transferred(self, batch: Any) -> Any:
         try:
-            return batch if self._send is None else self._send(batch)
+            return batch if self._transfer is None else self._transfer(batch)
         except StopIteration as error:
             raise RuntimeError(ENDS_NOTHING) from error
 

@@ -51,7 +51,7 @@ class ChangedChild:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class TranslatedHeader:
     """The header of a state, translated to the current pipeline, and the changes of the pipeline since the save.
 
     Args:
@@ -68,7 +68,7 @@ class Fitted:
     growth: Growth = field(default_factory=lambda: Growth({}, {}))
 
 
-def translate_header(schema: Schema, header: Mapping[str, Any]) -> Fitted:
+def translate_header(schema: Schema, header: Mapping[str, Any]) -> TranslatedHeader:
     """Return the header of a state translated to the current pipeline: without removed children, with added ones."""
     removed, added = _changes(schema, header["pipeline"])
 
@@ -80,7 +80,7 @@ def translate_header(schema: Schema, header: Mapping[str, Any]) -> Fitted:
     if header["sources"] != (current := json.loads(schema.sources_json)):
         sources = merged(header["sources"], current)
         sources = None if sources == current else sources
-    return Fitted(columns, merged(header["pipeline"], schema.pipeline), sources, added, removed)
+    return TranslatedHeader(columns, merged(header["pipeline"], schema.pipeline), sources, added, removed)
 
 
 def fixed_parameters(schema: Schema, pipeline: Nodes) -> Nodes:

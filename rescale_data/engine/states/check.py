@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rescale_data.engine.states.change import Fitted, fixed_by_parents, fixed_parameters, translate_header
+from rescale_data.engine.states.change import TranslatedHeader, fixed_by_parents, fixed_parameters, translate_header
 from rescale_data.engine.states.codec import fields_in
 from rescale_data.engine.states.differences import differences, without_functions
 from rescale_data.engine.states.growth import compare
@@ -23,10 +23,10 @@ def check(header: Mapping[str, Any], loader: HasStream) -> None:
     """Raise ``DataStateError`` if a saved data state does not fit the loader, or only `load_changed` can load it."""
     require(HasStream, "the loader that is to load it", loader=loader)
     stream = stream_of(loader)
-    fitted = require_fit(stream, header)
+    translated = require_fit(stream, header)
     if offsets(fields_in(header))[-1] == stream.table.shape[1] + 1:
         return
-    added, removed = ([child.name for child in children] for children in (fitted.added, fitted.removed))
+    added, removed = ([child.name for child in children] for children in (translated.added, translated.removed))
     raise DataStateError(
         f"The checkpoint keeps the table of the sources in another shape than the loader does: {added} are new and {removed} "
         f'gone. dcp.load refuses that ("Size mismatch"). Leave the loader out of the dict that dcp.load is given, and call '
@@ -34,7 +34,7 @@ def check(header: Mapping[str, Any], loader: HasStream) -> None:
     )
 
 
-def require_fit(stream: Stream, header: Mapping[str, Any]) -> Fitted:
+def require_fit(stream: Stream, header: Mapping[str, Any]) -> TranslatedHeader:
     """Raise ``DataStateError`` if a state belongs to another run: its N, seed, columns, sources or pipeline differ.
 
     Returns:
@@ -46,12 +46,12 @@ def require_fit(stream: Stream, header: Mapping[str, Any]) -> Fitted:
             raise DataStateError(
                 f"The state was saved with {name}={header[name]}, the loader has {name}={current[name]}. {cure}"
             )
-    schema, fitted = stream.schema, translate_header(stream.schema, header)
-    _require_same("fields", fitted.columns, schema.columns)
-    growth = compare(schema, fitted.sources)
-    pipelines = without_functions(fitted.pipeline, schema.pipeline)
+    schema, translated = stream.schema, translate_header(stream.schema, header)
+    _require_same("fields", translated.columns, schema.columns)
+    growth = compare(schema, translated.sources)
+    pipelines = without_functions(translated.pipeline, schema.pipeline)
     _require_same("pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines), fixed=fixed_by_parents(schema))
-    return replace(fitted, growth=growth)
+    return replace(translated, growth=growth)
 
 
 def _require_same(name: str, saved: Any, current: Any, fixed: Sequence[str] = ()) -> None:

@@ -26,7 +26,7 @@ from rescale_data.engine.recipe import (
 from rescale_data.engine.schema import Nodes, Schema, adopt
 from rescale_data.engine.skip import require_countable, skip
 from rescale_data.engine.states.change import (
-    Fitted,
+    TranslatedHeader,
     check_changes,
     earlier_parameters,
     reform,
@@ -56,9 +56,9 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         delivered: The number of samples that the topology of the state delivered after it.
     """
     saved = read(whole_state(state))
-    fitted, clock = require_fit(stream, saved.header), saved.clock
+    translated, clock = require_fit(stream, saved.header), saved.clock
     changed = saved.header["pipeline"] != stream.schema.pipeline
-    table = table_of(stream.schema, saved, fitted.added)
+    table = table_of(stream.schema, saved, translated.added)
     had_remainder = has_remainder(table)
     _require_one_end(table)
     _require_rows(stream.schema, table)
@@ -68,19 +68,19 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
             f"of global_batch_size={saved.sizes[0]}."
         )
     if delivered:
-        _refuse_changes(stream.schema, fitted, delivered)
-        clock, table = _deliver(stream, saved, clock, table, fitted.growth.histories, delivered)
+        _refuse_changes(stream.schema, translated, delivered)
+        clock, table = _deliver(stream, saved, clock, table, translated.growth.histories, delivered)
         had_remainder = has_remainder(table)
-    forms = _change(stream, fitted.pipeline, table) if changed else {}
+    forms = _change(stream, translated.pipeline, table) if changed else {}
     loaded = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
-    final_clock, histories = loaded, fitted.growth.histories
-    if fitted.growth.added_files:
-        histories = _join(stream, fitted.growth, table, forms)
+    final_clock, histories = loaded, translated.growth.histories
+    if translated.growth.added_files:
+        histories = _join(stream, translated.growth, table, forms)
         if had_remainder and not has_remainder(table):
             final_clock = loaded.restarted(stream.layout.global_batch_size)
     stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **forms})  # from here on nothing raises
     if changed:
-        _report(stream, fitted, settle(stream.schema, table))
+        _report(stream, translated, settle(stream.schema, table))
     stream.load(table, final_clock)
     _warn_of_epochs(stream, table)
     if loaded.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
@@ -105,9 +105,9 @@ def _change(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     return forms
 
 
-def _refuse_changes(schema: Schema, fitted: Fitted, delivered: int) -> None:
+def _refuse_changes(schema: Schema, translated: TranslatedHeader, delivered: int) -> None:
     """Raise ``DataStateError`` if the current pipeline is not the one that delivered the samples after the state."""
-    if _differ(*without_functions(fitted.pipeline, schema.pipeline), EARLIER_KEY):
+    if _differ(*without_functions(translated.pipeline, schema.pipeline), EARLIER_KEY):
         raise DataStateError(
             f"load_state_dict(state, delivered={delivered}): the pipeline has changed since the state was saved, "
             f"and what was delivered after it was not of this pipeline. Build the loader as it was then, load the state, save, "
@@ -264,13 +264,13 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories)
     return {path_name(path): node.farthest for path, node in nodes.items() if isinstance(node, Reader)}
 
 
-def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:
-    if fitted.added or fitted.removed:
+def _report(stream: Stream, translated: TranslatedHeader, num_begun_again: int) -> None:
+    if translated.added or translated.removed:
         stream.ranks.warn(
             "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
             "with their positions: %s.",
-            [child.name for child in fitted.added],
-            [child.name for child in fitted.removed],
+            [child.name for child in translated.added],
+            [child.name for child in translated.removed],
         )
     if num_begun_again:
         stream.ranks.warn(
