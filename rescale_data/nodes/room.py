@@ -15,7 +15,7 @@ _warned: set[tuple[str, int]] = set()
 
 
 class CacheRoom:
-    """Counts how often the cache evicted samples of a node before they were used, and warns about it.
+    """Warns once if the cache cannot keep the samples that a node makes in advance in each logical shard, or evicts them.
 
     Args:
         node: The node.
@@ -23,28 +23,30 @@ class CacheRoom:
         num_samples: The value of that argument.
     """
 
-    __slots__ = ("_argument", "_node", "_num_dropped", "_num_samples")
+    __slots__ = ("_argument", "_is_size_checked", "_node", "_num_dropped", "_num_samples")
 
     def __init__(self, node: Node[Any], argument: str, num_samples: int) -> None:
-        self._node, self._argument, self._num_samples, self._num_dropped = node, argument, num_samples, 0
+        self._node, self._argument, self._num_samples = node, argument, num_samples
+        self._is_size_checked, self._num_dropped = False, 0
 
-    def check_size(self, nbytes: int) -> None:
-        """Warn once if the cache is too small for samples of ``nbytes`` bytes each; called before any is made."""
-        num_shards = self._num_shards()
-        if nbytes * self._num_samples * num_shards > cache().budget:
-            self._warn(nbytes * self._num_samples * num_shards, num_shards)
+    def check(self, nbytes: int, num_samples: int, *, is_made_again: bool) -> None:
+        """Warn once if as many samples as the argument says do not fit for all shards, or if the cache evicts samples.
 
-    def count_drop(self, nbytes: int, num_samples: int) -> None:
-        """Count one eviction of samples, which had to be made again; warn once if evictions continue.
+        The size is checked when the full number of samples has been made for the first time.
 
         Args:
-            nbytes: Bytes of all the samples.
-            num_samples: Number of the samples.
+            nbytes: Bytes of all samples that were made now.
+            num_samples: Number of these samples.
+            is_made_again: True if they were made before, and the cache evicted them.
         """
-        self._num_dropped += 1
-        if self._num_dropped >= _DROPS_BEFORE_WARNING:
-            num_shards = self._num_shards()
-            self._warn(nbytes * self._num_samples // max(1, num_samples) * num_shards, num_shards)
+        self._num_dropped += is_made_again
+        is_evicting = is_made_again and self._num_dropped >= _DROPS_BEFORE_WARNING
+        if not is_evicting and (self._is_size_checked or num_samples < self._num_samples):
+            return
+        self._is_size_checked, num_shards = True, self._num_shards()
+        num_bytes = nbytes * self._num_samples // max(1, num_samples) * num_shards
+        if is_evicting or num_bytes > cache().budget:
+            self._warn(num_bytes, num_shards)
 
     def _num_shards(self) -> int:
         """Return the largest number of logical shards of this process that read one source of the node."""

@@ -51,8 +51,8 @@ class Shuffle(Node[Any]):
     The order follows from the seed, the logical shard and the position of the node at the beginning of the window. The state
     is that position and the number of samples yielded from the window. A resume makes the samples of the window again, at most
     ``window`` of them. The process's cache holds the samples of the open windows of all logical shards. If they do not fit,
-    windows are made again at each draw, and a warning names a ``window`` that fits. The warning comes when the loader is opened
-    (over a packer), or when the first windows have been dropped.
+    windows are made again at each draw, and a warning names a ``window`` that fits. The warning comes with the first full window,
+    or when the cache has evicted windows.
     The last window of an epoch is shorter. After weights below a packer have changed, samples pass unpermuted until the packer
     begins a document with the new weights.
 
@@ -107,10 +107,6 @@ class Shuffle(Node[Any]):
         for name, [value] in sample.lists.items():
             buffer.add(name, value)
 
-    def prepare(self, rows: Ints, shards: Ints) -> None:
-        if self.writes:  # then all samples have the same size
-            self._cache_room.check_size(sum(length * dtype.itemsize for length, dtype in self.writes.values()))
-
     def skip(self, num_samples: int) -> None:
         """Skip samples: whole windows by `skip` of the source if it knows how many are left, the others by drawing them."""
         bind_once(self)
@@ -150,8 +146,7 @@ class Shuffle(Node[Any]):
         window: Window | None = cache().get(self._key) if self._is_cached else None
         if window is None:
             window = self._make_window()
-            if self._is_cached:
-                self._cache_room.count_drop(window.nbytes, len(window))
+            self._cache_room.check(window.nbytes, len(window), is_made_again=self._is_cached)
             if self.position[_EMITTED] >= len(window):
                 raise DataStateError(STATE_DOES_NOT_FIT)
             cache().put(self._key, window)

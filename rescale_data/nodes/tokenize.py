@@ -77,7 +77,8 @@ class Tokenize(Node[dict[str, Any]]):
         into: The column of the tokens: an array as the tokenizer returns it, ``int64`` of a list of ints.
         batch_size: Largest number of texts at a time. After a start or a resume the number is small, and doubles each time.
             So the first batch of many logical shards does not wait for texts that it does not need. Tokenized samples wait in
-            the process's cache. If they do not fit, a warning names a ``batch_size`` that does.
+            the process's cache. If they do not fit, a warning names a ``batch_size`` that does: with the first full batch, or
+            when the cache has evicted batches.
         on_error: As in `Map`, for samples without a string there, and for texts for which the tokenizer raises or returns
             something else than token ids. A function returns token ids, or `None`.
 
@@ -173,8 +174,7 @@ class Tokenize(Node[dict[str, Any]]):
         if batch is None or self._index == len(batch.entries):
             was_dropped = batch is None and self._index >= 0
             batch, self._index = self._load(), 0
-            if was_dropped:
-                self._cache_room.count_drop(batch.nbytes, len(batch.entries))
+            self._cache_room.check(batch.nbytes, len(batch.entries), is_made_again=was_dropped)
             cache().put(self._key, batch)
         self._index += 1
         return batch.entries[self._index - 1]

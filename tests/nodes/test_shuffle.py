@@ -144,6 +144,57 @@ def test_what_does_not_stay_in_the_cache_is_said_once_with_what_would_fit(
 
 
 @pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("make", "num_draws", "argument"),
+    [
+        (lambda reader: rd.Shuffle(reader, 37), 1, "Shuffle(window=37)"),
+        (
+            lambda reader: rd.Tokenize(reader, lambda texts: [[1] * 1000 for _ in texts], "x", batch_size=8),
+            1 + 2 + 4 + 1,
+            "Tokenize(batch_size=8)",
+        ),
+    ],
+)
+def test_the_first_full_window_that_does_not_fit_for_all_shards_is_warned_of(
+    make: Any, num_draws: int, argument: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the first of the shards that makes one: nothing has been evicted yet."""
+    room._warned.clear()
+    rows = rd.DatasetSource([{"x": "a" * 8_000}] * 4000, cache_bytes=400_000)
+    cache().register(rows)
+    node = make(rd.Reader(rows, rd.Shard(0, 8, repeat=True), shuffle=False))
+    for _ in range(num_draws):
+        assert not caplog.messages
+        next(node)
+    assert len(caplog.messages) == 1
+    assert argument in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_window_that_no_epoch_fills_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    room._warned.clear()
+    rows = rd.DatasetSource([{"x": "a" * 8_000}] * 4, cache_bytes=100_000)
+    cache().register(rows)
+    assert len(list(rd.Shuffle(rd.Reader(rows, rd.Shard()), 1000))) == 4
+    assert not caplog.messages
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_windows_of_several_nodes_that_do_not_fit_together_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    room._warned.clear()
+    rows = rd.DatasetSource([{"x": "a" * 8_000}] * 400, cache_bytes=400_000)
+    cache().register(rows)
+    nodes = [rd.Shuffle(rd.Reader(rows, rd.Shard(repeat=True), shuffle=False), 37) for _ in range(2)]
+    for _ in range(2):
+        for node in nodes:
+            assert not caplog.messages
+            next(node)
+    next(nodes[0])
+    assert len(caplog.messages) == 1
+    assert "Shuffle(window=37)" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_packed_windows_that_cannot_fit_are_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
     def opened(cache_bytes: int, window: int) -> str:
         gc.collect()
@@ -162,9 +213,9 @@ def test_packed_windows_that_cannot_fit_are_said_at_once(caplog: pytest.LogCaptu
         return "".join(message for message in caplog.messages if "Shuffle(" in message)
 
     assert not opened(2**20, 64)
-    said = opened(2**18, 64)  # 8 shards of 64 samples of 800 bytes
+    said = opened(2**18, 64)  # 8 shards of 64 samples of 800 bytes and 16 for their containers
     assert "Shuffle(window=64)" in said
-    assert "8 logical shards of this process it takes about 409600 bytes" in said
+    assert "8 logical shards of this process it takes about 417792 bytes" in said
     assert not opened(2**18, int(said.split("Give window=")[1].split(",")[0]))
 
 
