@@ -137,21 +137,17 @@ class Node(BaseNode[T]):
         if _definer(cls, "next") < _definer(cls, "one_for_one"):
             cls.one_for_one = False
         for method in [name for name in _BYPASSES if getattr(cls, name, None) is not None]:
-            class_index = _definer(cls, method)
+            index = _definer(cls, method)
             bypasses = [
                 name
                 for name in _BYPASSES[method]
-                if getattr(cls, name, None) is not None and _definer(cls, name) > class_index
+                if getattr(cls, name, None) is not None and _definer(cls, name) > index
             ]
             if bypasses:
-                defined_method = (
-                    f"the {method}() of {cls.__mro__[class_index].__name__}"
-                    if class_index
-                    else f"a {method}() of its own"
-                )
+                override = f"the {method}() of {cls.__mro__[index].__name__}" if index else f"a {method}() of its own"
                 parent = cls.__mro__[_definer(cls, bypasses[0])].__name__
                 raise TypeError(
-                    f"{cls.__name__} has {defined_method}, and from {parent} {', '.join(f'{name}()' for name in bypasses)}, "
+                    f"{cls.__name__} has {override}, and from {parent} {', '.join(f'{name}()' for name in bypasses)}, "
                     f"which go past it. Put it above in place of deriving it: rd.Map, or a subclass of rd.Node with the "
                     f"{parent} as a child. Or give it these as well."
                 )

@@ -43,8 +43,7 @@ def num_nodes_below(node: Node[Any], kind: type[Node[Any]]) -> int:
     nodes = [(path, inner) for path, inner in node.walk() if path]
     mixtures = [path for path, inner in node.walk() if isinstance(inner, Mixes)]
     return sum(
-        isinstance(inner, kind) and not any(path[: len(mixture)] == mixture for mixture in mixtures)
-        for path, inner in nodes
+        isinstance(inner, kind) and not any(path[: len(outer)] == outer for outer in mixtures) for path, inner in nodes
     )
 
 

@@ -55,9 +55,7 @@ class EmptyDrawLimit:
 
     def _check_progress(self, num_empty: int, position: View, *, is_first: bool) -> None:
         positions = [
-            _position_of(self._node, position, path, inner)
-            for path, inner in self._node.walk()
-            if inner.reads is not None
+            _position_of(self._node, position, path, node) for path, node in self._node.walk() if node.reads is not None
         ]
         if is_first:
             self._start_positions = positions

@@ -37,9 +37,7 @@ class Window(Derived):
     def __init__(self, samples: list[Any], locations: list[str], order: Ints, next_position: View) -> None:
         self.samples: list[Any] = samples
         self.locations, self.order, self.next_position = locations, order.tolist(), next_position
-        self.nbytes = sum(
-            size_of((sample.arrays, sample.lists) if isinstance(sample, BatchBuffer) else sample) for sample in samples
-        )
+        self.nbytes = sum(size_of((s.arrays, s.lists) if isinstance(s, BatchBuffer) else s) for s in samples)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -172,21 +170,19 @@ class Shuffle(Node[Any]):
         self._seek_source(unpermuted=unpermuted)
         samples: list[Any] = []
         locations: list[str] = []
-        next_position = copy_of(self._bookmark)
+        position = copy_of(self._bookmark)
         try:
             while len(samples) < (1 if unpermuted else self.window):
                 samples.append(self._draw_from_source())
                 locations.append(self._source.locate())
-                next_position[:] = self._source.position
+                position[:] = self._source.position
         except StopIteration:
             self._is_source_bound = False
             if not samples:
                 self._is_epoch_over = True
                 self._bookmark[:] = self._source.position
                 raise
-        return Window(
-            samples, locations, permutation(len(samples), "shuffle", *self._order_key, *values), next_position
-        )
+        return Window(samples, locations, permutation(len(samples), "shuffle", *self._order_key, *values), position)
 
     def _draw_from_source(self) -> Any:
         if not (self.writes and isinstance(self._source, Writes)):

@@ -95,18 +95,12 @@ def circle_constants(num_logical_shards: int) -> tuple[int, int]:
     n = num_logical_shards
     if n == 1:
         return 0, _GOLDEN
-    middle = max(1, (n * _GOLDEN + CIRCLE // 2) // CIRCLE)
+    mid = max(1, (n * _GOLDEN + CIRCLE // 2) // CIRCLE)
     candidates = [
-        factor
-        for factor in range(max(1, middle - _CANDIDATES), min(n, middle + _CANDIDATES + 1))
-        if math.gcd(factor, n) == 1
+        factor for factor in range(max(1, mid - _CANDIDATES), min(n, mid + _CANDIDATES + 1)) if math.gcd(factor, n) == 1
     ]
     factor = min(candidates, key=lambda factor: (*_quotients(factor, n), factor))
-    steps = (
-        (step_factor * CIRCLE + irrational_part) // n
-        for step_factor in candidates
-        for irrational_part in _IRRATIONAL_PARTS
-    )
+    steps = ((step_factor * CIRCLE + irrational) // n for step_factor in candidates for irrational in _IRRATIONAL_PARTS)
     return factor, min(steps, key=lambda step: (*_quotients(step, CIRCLE), step))
 
 

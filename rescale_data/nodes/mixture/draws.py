@@ -224,11 +224,9 @@ class MixtureDraws:
     def _next_change(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Return the first of the draws that uses other weights; ``stop`` if there is none."""
         change_at = None if self._current_weights is None else self._current_weights.change_at
-        if change_at is None or circle.count(first_draw, stop, arc) <= (
-            num_draws := change_at - self._position[NUM_DRAWS]
-        ):
+        if change_at is None or circle.count(first_draw, stop, arc) <= (num := change_at - self._position[NUM_DRAWS]):
             return stop
-        return circle.find(first_draw, arc, num_draws)
+        return circle.find(first_draw, arc, num)
 
     def _skip_one_by_one(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Skip draws as `skip_draws` does, but one at a time, if only reading can show the ends of sources."""

@@ -80,14 +80,12 @@ def samples_left(
     return num_left
 
 
-def first_end(
-    circle: Circle, first_draw: int, stop_draw: int, source_arcs: list[Arc], num_left: list[int]
-) -> tuple[int, int]:
+def first_end(circle: Circle, first_draw: int, stop_draw: int, arcs: list[Arc], num_left: list[int]) -> tuple[int, int]:
     """Return the first draw at which a source has no sample left, and that source; ``stop_draw`` and -1 if there is none."""
     ended_source = -1
-    for source, (source_arc, limit) in enumerate(zip(source_arcs, num_left, strict=True)):
-        if circle.count(first_draw, stop_draw, source_arc) > limit:
-            stop_draw, ended_source = circle.find(first_draw, source_arc, limit), source
+    for source, (arc, limit) in enumerate(zip(arcs, num_left, strict=True)):
+        if circle.count(first_draw, stop_draw, arc) > limit:
+            stop_draw, ended_source = circle.find(first_draw, arc, limit), source
     return stop_draw, ended_source
 
 

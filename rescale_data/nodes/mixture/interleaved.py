@@ -12,49 +12,42 @@ from rescale_data.state import Ints
 
 
 def interleaved(
-    chosen_sources: Ints,
-    spans: Spans,
-    first_indices: Ints,
-    num_drawn: int,
-    counts_by_slot: Sequence[tuple[int, list[int]]],
+    sources: Ints, spans: Spans, first_indices: Ints, num_drawn: int, counts_by_slot: Sequence[tuple[int, list[int]]]
 ) -> Spans:
     """Return documents in the order of their draws, with position updates that also count the draws.
 
     Args:
-        chosen_sources: The source of each draw.
+        sources: The source of each draw.
         spans: The next documents of all these sources, source by source, with moves of the mixture's row.
         first_indices: Index in ``spans`` of the first document of each source.
         num_drawn: Number of draws before these.
         counts_by_slot: The result of `MixtureRow.counts_at`: first slot and values of the numbers of documents, and by tokens
             also of the numbers of tokens.
     """
-    moves, num = spans.moves, len(chosen_sources)
+    moves, num = spans.moves, len(sources)
     slots, counts = np.array([slot for slot, _ in counts_by_slot]), np.array([count for _, count in counts_by_slot])
     if kernel is None:
-        index, moves = _interleave_numpy(chosen_sources, spans, first_indices, num_drawn, slots, counts)
+        index, moves = _interleave_numpy(sources, spans, first_indices, num_drawn, slots, counts)
         return spans.take(index, moves)
     index, ends = np.empty(num, dtype=np.int64), np.empty(num + 1, dtype=np.int64)
     slot, value = np.empty((2, len(moves.slot) + num * (1 + len(slots))), dtype=np.int64)
-    arrays = (chosen_sources, first_indices.copy(), spans.length, moves.ends, moves.slot, moves.value, slots, counts)
+    arrays = (sources, first_indices.copy(), spans.length, moves.ends, moves.slot, moves.value, slots, counts)
     kernel.interleave(num_drawn, *map(np.ascontiguousarray, arrays), index, ends, slot, value)
     return spans.take(index, PositionUpdates(ends, slot[: ends[-1]], value[: ends[-1]]))
 
 
 def _interleave_numpy(
-    chosen_sources: Ints, spans: Spans, first_indices: Ints, num_drawn: int, slots: Ints, counts: Ints
+    sources: Ints, spans: Spans, first_indices: Ints, num_drawn: int, slots: Ints, counts: Ints
 ) -> tuple[Ints, PositionUpdates]:
     """Return the index of each draw's document, and the position updates, computed in NumPy."""
-    order, num_per_source = (
-        np.argsort(chosen_sources, kind="stable"),
-        np.bincount(chosen_sources, minlength=len(first_indices)),
-    )
+    order, num_per_source = (np.argsort(sources, kind="stable"), np.bincount(sources, minlength=len(first_indices)))
     num_before = np.cumsum(num_per_source) - num_per_source
-    index, number = np.empty_like(chosen_sources), np.arange(len(chosen_sources))
+    index, number = np.empty_like(sources), np.arange(len(sources))
     index[order] = number + np.repeat(first_indices - num_before, num_per_source)
-    slot, value = np.zeros((2, len(chosen_sources), 1 + len(slots)), dtype=np.int64)
+    slot, value = np.zeros((2, len(sources), 1 + len(slots)), dtype=np.int64)
     value[:, 0] = num_drawn + 1 + number
-    for counter, amounts in enumerate([np.ones_like(chosen_sources), spans.length[index]][: len(slots)]):
+    for counter, amounts in enumerate([np.ones_like(sources), spans.length[index]][: len(slots)]):
         totals = np.cumsum([0, *amounts[order]])
-        slot[:, 1 + counter] = slots[counter] + chosen_sources
+        slot[:, 1 + counter] = slots[counter] + sources
         value[order, 1 + counter] = totals[1:] + np.repeat(counts[counter] - totals[num_before], num_per_source)
     return index, spans.moves.take(index).combined_with(PositionUpdates.of(slot, value))

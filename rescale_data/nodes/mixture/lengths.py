@@ -44,21 +44,17 @@ class TokenArcs:
         weights: Weight of each source; 0 for a source that rests.
         documents: Number of documents drawn from each source.
         tokens: Number of tokens in these documents.
-        since: Number of those tokens that were drawn with other weights, and so count neither as ahead nor as behind.
+        uncounted: Number of those tokens that were drawn with other weights, and so count neither as ahead nor as behind.
     """
 
     def __init__(
-        self,
-        weights: tuple[float, ...],
-        documents: Sequence[int],
-        tokens: Sequence[int],
-        uncounted_tokens: Sequence[int],
+        self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], uncounted: Sequence[int]
     ) -> None:
         self._shares = shares(weights, 1 << _SHARE_BITS)
         is_active = [share > 0 for share in self._shares]
         self._documents_per_step = _STEP_DOCUMENTS * sum(is_active)
         documents, active_tokens, self._uncounted_tokens = (
-            [*map(mul, is_active, counts)] for counts in (documents, tokens, uncounted_tokens)
+            [*map(mul, is_active, counts)] for counts in (documents, tokens, uncounted)
         )
         self._resting_tokens = sum(tokens) - sum(active_tokens)
         self._count(documents, active_tokens)
@@ -128,10 +124,9 @@ class TokenArcs:
 
     def fractions(self) -> list[float]:
         """Return the approximate fraction of draws that each source gets, over many draws."""
-        per_source = zip(self._shares, self.documents, self.tokens, strict=True)
+        sources = zip(self._shares, self.documents, self.tokens, strict=True)
         rates = [
-            share * (docs + _PRIOR_DOCS) / max(1, tokens + _PRIOR_DOCS * self._mean)
-            for share, docs, tokens in per_source
+            share * (docs + _PRIOR_DOCS) / max(1, tokens + _PRIOR_DOCS * self._mean) for share, docs, tokens in sources
         ]
         total = sum(rates)
         return [rate / total for rate in rates]
@@ -186,8 +181,5 @@ class TokenArcs:
             * self._mean
             * max(share, int(_MIN_SHARE * (1 << _SHARE_BITS)))
         )
-        capped_deficit, capped_surplus = (
-            min(max(deficit, 0), _MAX_DEFICIT * unit),
-            min(max(surplus, 0), _MAX_DEFICIT * unit),
-        )
-        return max(1, (share * (unit + capped_deficit) << 16) // (max(1, mean) * (unit + capped_surplus)))
+        behind, ahead = (min(max(deficit, 0), _MAX_DEFICIT * unit), min(max(surplus, 0), _MAX_DEFICIT * unit))
+        return max(1, (share * (unit + behind) << 16) // (max(1, mean) * (unit + ahead)))

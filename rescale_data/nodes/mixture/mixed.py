@@ -99,17 +99,15 @@ class MixedDocuments:
             if arcs is None:
                 break
             self._ending_sources, self._change_at = current_weights.ending, current_weights.change_at
-            draws_until_change = (
+            max_draws = (
                 UNLIMITED
                 if self._by_tokens or current_weights.change_at is None
                 else max(1, current_weights.change_at - self._next_position[0])
             )
             if points is None:
-                next_points = self._mixture.circle.points(
-                    self._next_position[0], min(most, self._num_draws, draws_until_change)
-                )
+                next_points = self._mixture.circle.points(self._next_position[0], min(most, self._num_draws, max_draws))
             else:
-                next_points = points[: min(most, draws_until_change)]
+                next_points = points[: min(most, max_draws)]
             spans, ended_source = self._draw(self._next_position, arcs, next_points)
             if len(spans):
                 self._set_next_size(spans)
@@ -145,10 +143,8 @@ class MixedDocuments:
         return spans.with_moves(moves.merge_groups(np.array([*range(1, len(spans)), len(spans) + 1])))
 
     def _set_next_size(self, spans: Spans) -> None:
-        copied_bytes = sum(
-            [array.nbytes for array, value in zip(spans.arrays, spans.keeps, strict=True) if value is None]
-        )
-        mean_bytes = _SPAN_BYTES + copied_bytes // len(spans)
+        num_bytes = sum([array.nbytes for array, value in zip(spans.arrays, spans.keeps, strict=True) if value is None])
+        mean_bytes = _SPAN_BYTES + num_bytes // len(spans)
         max_draws = min(_MAX_DRAWS, _MAX_MEAN_DRAWS * self._num_sources, self._byte_limit() // mean_bytes)
         next_num_draws = max(self._second_read, _READ_GROWTH * self._num_draws)
         if self._num_reads > self._num_sources:  # some sources give few at a time
@@ -160,15 +156,13 @@ class MixedDocuments:
         self._start_position, self._num_reads = position, 0
         try:
             if isinstance(arcs, TokenArcs):
-                chosen_sources, ended_source = self._choose(points, arcs)
+                sources, ended = self._choose(points, arcs)
             else:
-                chosen_sources, ended_source = self._read_chosen(
-                    arcs.end_points.searchsorted(points, side="right"), points, arcs
-                )
-            spans = self._in_draw_order(position[0], chosen_sources) if len(chosen_sources) else EMPTY
+                sources, ended = self._read_chosen(arcs.end_points.searchsorted(points, side="right"), points, arcs)
+            spans = self._in_draw_order(position[0], sources) if len(sources) else EMPTY
         finally:  # also after a read that fails: the next one may be at another position
             self._drop_documents()
-        return spans, ended_source
+        return spans, ended
 
     def _read_together(self, num_wanted: Sequence[int]) -> Ints:
         """Read up to ``num_wanted`` documents of each source in one batched read, where possible; return how many were read."""
@@ -234,10 +228,8 @@ class MixedDocuments:
             if isinstance(documents, MixedDocuments):
                 documents = NestedDocuments(documents, arcs.scale_points(points[draws], source))
             if not self._fill_buffer(source, len(draws), len(draws), documents):
-                missing_draw = int(draws[self._buffers[source].num_documents])
-                num_draws, ended_source = (
-                    (missing_draw, source) if missing_draw < num_draws else (num_draws, ended_source)
-                )
+                missing = int(draws[self._buffers[source].num_documents])
+                num_draws, ended_source = (missing, source) if missing < num_draws else (num_draws, ended_source)
         return chosen_sources[:num_draws], ended_source
 
     def _fill_buffer(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
@@ -266,21 +258,17 @@ class MixedDocuments:
             buffer.begin_next_epoch()
         return True
 
-    def _in_draw_order(self, num_drawn: int, chosen_sources: Ints) -> Spans:
+    def _in_draw_order(self, num_drawn: int, sources: Ints) -> Spans:
         """Return the documents in the order of their draws, with position updates that also count the draws."""
-        all_spans, first_slots = [self._batch], [0]
-        first_indices, offset = self._ranges[0].copy(), len(self._batch)
-        counts = np.bincount(chosen_sources, minlength=self._num_sources).tolist()
+        spans, slots = [self._batch], [0]
+        starts, offset = self._ranges[0].copy(), len(self._batch)
+        counts = np.bincount(sources, minlength=self._num_sources).tolist()
         for source, buffer in self._buffers.items():
-            all_spans += buffer.spans(counts[source])
-            first_slots += [self._mixture.slots_of(source).start] * (len(all_spans) - len(first_slots))
-            first_indices[source], offset = offset, offset + counts[source]
+            spans += buffer.spans(counts[source])
+            slots += [self._mixture.slots_of(source).start] * (len(spans) - len(slots))
+            starts[source], offset = offset, offset + counts[source]
         return interleaved(
-            chosen_sources,
-            Spans.join(all_spans, first_slots),
-            first_indices,
-            num_drawn,
-            self._mixture.row.counts_at(self._start_position),
+            sources, Spans.join(spans, slots), starts, num_drawn, self._mixture.row.counts_at(self._start_position)
         )
 
 

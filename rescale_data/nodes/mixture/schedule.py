@@ -106,16 +106,13 @@ def _linear_steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[lis
     """Return constant steps in place of linear changes; each step has the weights of the line at its middle."""
     step_begins: list[int] = []
     values: list[tuple[float, ...]] = []
-    for (begin, begin_weights), (end, end_weights) in pairwise(zip(begins, keys, strict=True)):
+    for (begin, old_weights), (end, new_weights) in pairwise(zip(begins, keys, strict=True)):
         steps = min(STEPS, end - begin)
         for step in range(steps):
             fraction = (2 * step + 1) / (2 * steps)
             step_begins.append(begin + (end - begin) * step // steps)
             values.append(
-                tuple(
-                    begin_weight * (1 - fraction) + end_weight * fraction
-                    for begin_weight, end_weight in zip(begin_weights, end_weights, strict=True)
-                )
+                tuple(old * (1 - fraction) + new * fraction for old, new in zip(old_weights, new_weights, strict=True))
             )
     return [*step_begins, begins[-1]], [*values, keys[-1]]
 

@@ -46,9 +46,7 @@ class KeptDocuments:
             if len(documents) > 1 and (num_passed := _num_before(documents, key, position)):
                 self._documents_read = {position_key: documents[num_passed:], **self._documents_read}
                 break
-        self._next_epoch = {
-            key: next_position for key, next_position in self._next_epoch.items() if key in self._documents_read
-        }
+        self._next_epoch = {key: begin for key, begin in self._next_epoch.items() if key in self._documents_read}
 
     def begin_next_epoch(self, position: View) -> None:
         position[:] = self._next_epoch[position.tobytes()]

@@ -44,16 +44,12 @@ class Sources:
         """Use another shard's readers in place of this shard's, if they differ only in the shard, to save memory."""
         pairs = [*zip(self.nodes, other_sources.nodes, strict=True)]
         are_alike = [
-            isinstance(own_node, Reader) and own_node.shard == self._shard and own_node.is_like(other_node)
-            for own_node, other_node in pairs
+            isinstance(node, Reader) and node.shard == self._shard and node.is_like(other) for node, other in pairs
         ]
         if all(are_alike):
             self.nodes, self.slots = other_sources.nodes, other_sources.slots
         elif any(are_alike):
-            self.nodes = [
-                other_node if is_alike else own_node
-                for (own_node, other_node), is_alike in zip(pairs, are_alike, strict=True)
-            ]
+            self.nodes = [other if is_alike else node for (node, other), is_alike in zip(pairs, are_alike, strict=True)]
         self.last_node = self.nodes[0]
         self._documents.clear()
 
@@ -62,13 +58,11 @@ class Sources:
         node = self.nodes[source]
         if self._is_own(node) or not isinstance(node, Reader) or self._shard is None:
             return node
-        own_reader = self._own_readers.get(source)
-        if own_reader is None:
+        reader = self._own_readers.get(source)
+        if reader is None:
             sources_ref: ref[Sources] = ref(self)
-            own_reader = self._own_readers[source] = node.for_shard(
-                self._shard, lambda: _drop_source(sources_ref, source)
-            )
-        return own_reader
+            reader = self._own_readers[source] = node.for_shard(self._shard, lambda: _drop_source(sources_ref, source))
+        return reader
 
     def bound_node(self, source: int, position: View) -> Node[Any]:
         """Return the node of a source for this shard, bound to its part of the mixture's position."""
@@ -82,13 +76,11 @@ class Sources:
         opened = self._documents.get(column)
         if opened is None:
             opened = self._documents[column] = {}
-        documents = opened.get(source)
-        if documents is None:
+        reader = opened.get(source)
+        if reader is None:
             node = self.open(source)
-            documents = opened[source] = open_documents(node, column) or ColumnDocuments(
-                node, column, "WeightedSampler"
-            )
-        return documents
+            reader = opened[source] = open_documents(node, column) or ColumnDocuments(node, column, "WeightedSampler")
+        return reader
 
     def byte_limit(self, num_shards: int) -> Callable[[], int]:
         """Return a function that returns the approximate number of bytes that may be read at once, when it is called.

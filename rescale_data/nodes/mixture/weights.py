@@ -115,13 +115,10 @@ class MixtureWeights:
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
         """Return ``(digest, rule)`` for each rule of an earlier segment that a position still uses (`Mixes.earlier`)."""
         rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(EARLIER_KEY, ())), saved)]
-        rules_by_digest, used_digests = (
-            {rule.digest: rule for rule in rules},
-            {*np.unique(rows[:, RULE_DIGEST]).tolist()},
-        )
-        if not used_digests <= rules_by_digest.keys():
+        rules_by_digest, used = ({rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE_DIGEST]).tolist()})
+        if not used <= rules_by_digest.keys():
             raise DataStateError(_UNKNOWN_RULE)
-        return [(digest, as_json(rules_by_digest[digest])) for digest in sorted(used_digests - {self.rule.digest})]
+        return [(digest, as_json(rules_by_digest[digest])) for digest in sorted(used - {self.rule.digest})]
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         """Raise ``DataStateError`` if changed weights or `max_epochs` do not fit what has been drawn (`Mixes.check_change`)."""

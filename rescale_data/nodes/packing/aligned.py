@@ -31,27 +31,23 @@ class Aligned:
         columns: ``{name: dtype}``; the name is the same in source samples and packed samples.
         column: The column of the tokens.
         reserved: Names that the packer uses itself.
-        reader: Name of the packer, for messages.
+        packer: Name of the packer, for messages.
     """
 
-    def __init__(self, columns: Mapping[str, torch.dtype], column: str, reserved: set[str], packer_name: str) -> None:
-        self._column, self._packer = column, packer_name
+    def __init__(self, columns: Mapping[str, torch.dtype], column: str, reserved: set[str], packer: str) -> None:
+        self._column, self._packer = column, packer
         if not isinstance(columns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"{packer_name}(columns={columns!r}): give {{name: dtype}}, such as {{'loss_mask': torch.bool}}."
+                f"{packer}(columns={columns!r}): give {{name: dtype}}, such as {{'loss_mask': torch.bool}}."
             )
-        taken_names = sorted((reserved | {column}) & columns.keys())
-        if taken_names:
-            raise ValueError(
-                f"{packer_name}(columns=) has {taken_names}, which it yields itself: give these columns other names."
-            )
+        taken = sorted((reserved | {column}) & columns.keys())
+        if taken:
+            raise ValueError(f"{packer}(columns=) has {taken}, which it yields itself: give these columns other names.")
         for name, dtype in columns.items():
             if dtype not in _TYPES:
-                raise TypeError(f"{packer_name}(columns={{{name!r}: {dtype}}}): give one of {list(_TYPES)}.")
+                raise TypeError(f"{packer}(columns={{{name!r}: {dtype}}}): give one of {list(_TYPES)}.")
         if columns.get(MASK, torch.bool) is not torch.bool:
-            raise TypeError(
-                f"{packer_name}(columns={{{MASK!r}: {columns[MASK]}}}): which tokens are learned is torch.bool."
-            )
+            raise TypeError(f"{packer}(columns={{{MASK!r}: {columns[MASK]}}}): which tokens are learned is torch.bool.")
         self.dtypes = {name: np.dtype(_TYPES[dtype]) for name, dtype in columns.items()}
 
     def __bool__(self) -> bool:

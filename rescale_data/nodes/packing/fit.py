@@ -58,21 +58,15 @@ def fit(
     bins: list[list[int]] = []
     for stage in stages:
         limits = [(payload_sizes[name], limit) for name, limit in stage.limits.items()]
-        too_much_payload = {number for sizes, limit in limits for number, size in enumerate(sizes) if size > limit}
+        too_big = {doc for sizes, limit in limits for doc, size in enumerate(sizes) if size > limit}
         too_long |= {
-            number
-            for start, stop, number in pieces
-            if stop - start > stage.seq_len or (number in too_much_payload and stop > start)
+            doc for start, stop, doc in pieces if stop - start > stage.seq_len or (doc in too_big and stop > start)
         }
         if long == "drop":
             pieces = [piece for piece in pieces if piece[2] not in too_long]
-        pieces = [cut_piece for piece in pieces for cut_piece in _cut_document(piece, stage.seq_len, long)]
-        extra_limits = [
-            ([_payload_size(sizes, piece, documents) for piece in pieces], limit) for sizes, limit in limits
-        ]
-        bins = best_fit(
-            [padded_length(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, extra_limits
-        )
+        pieces = [cut_piece for piece in pieces for cut_piece in _cut(piece, stage.seq_len, long)]
+        extra = [([_payload_size(sizes, piece, documents) for piece in pieces], limit) for sizes, limit in limits]
+        bins = best_fit([padded_length(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, extra)
         if stage.num_emitted:
             pieces = sorted(pieces[i] for items in bins[stage.num_emitted :] for i in items)
     if len(bins) > MOST:
@@ -94,11 +88,8 @@ def num_untrained(
             so is no label.
     """
     dropped = fitted.long if long == "drop" else ()
-    packed = [document for document in documents if document[0] < document[1] and document[2] not in dropped]
-    return sum(
-        not any(learned[start + 1 : stop].any() for start, stop, _ in _cut_document(document, seq_len, long))
-        for document in packed
-    )
+    packed = [doc for doc in documents if doc[0] < doc[1] and doc[2] not in dropped]
+    return sum(not any(learned[start + 1 : end].any() for start, end, _ in _cut(doc, seq_len, long)) for doc in packed)
 
 
 def padded_length(piece: Piece, multiple: int) -> int:
@@ -107,7 +98,7 @@ def padded_length(piece: Piece, multiple: int) -> int:
     return -(-(stop - start) // multiple) * multiple
 
 
-def _cut_document(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
+def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
     """Return the pieces in which a document is packed: whole, split or truncated to ``seq_len`` tokens."""
     start, stop, document = piece
     if stop - start <= seq_len:
@@ -142,22 +133,20 @@ def best_fit(
     """
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # room of a bin, and its number
-    used_sizes: list[list[int]] = []  # sizes in each bin, for the limits in `extra_limits`
+    used: list[list[int]] = []  # sizes in each bin, for the limits in `extra_limits`
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         index = bisect_left(open_bins, (lengths[item], -1))
-        while (
-            extra_limits and index < len(open_bins) and not _fits(used_sizes[open_bins[index][1]], item, extra_limits)
-        ):
+        while extra_limits and index < len(open_bins) and not _fits(used[open_bins[index][1]], item, extra_limits):
             index += 1
         if index == len(open_bins):
             open_bins.append((capacity, len(bins)))
             bins.append([])
-            used_sizes.append([0] * len(extra_limits))
+            used.append([0] * len(extra_limits))
         free_length, bin_number = open_bins.pop(index)
         bins[bin_number].append(item)
         if extra_limits:
-            used_sizes[bin_number] = [
-                num + sizes[item] for num, (sizes, _) in zip(used_sizes[bin_number], extra_limits, strict=True)
+            used[bin_number] = [
+                num + sizes[item] for num, (sizes, _) in zip(used[bin_number], extra_limits, strict=True)
             ]
         if len(bins[bin_number]) < max_items and free_length > lengths[item]:
             insort(open_bins, (free_length - lengths[item], bin_number))

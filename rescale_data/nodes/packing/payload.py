@@ -24,30 +24,28 @@ class Payload:
         limits: For some columns, the most that a sample holds, as `size` counts.
         reserved: Names that the packer uses itself.
         long: As in `WholeDocumentPacker`. A document that alone exceeds a limit is dropped with "drop", and an error otherwise.
-        reader: Name of the packer, for messages.
+        packer: Name of the packer, for messages.
     """
 
     def __init__(
-        self, names: Sequence[str], limits: Mapping[str, int], reserved: set[str], *, long: str, packer_name: str
+        self, names: Sequence[str], limits: Mapping[str, int], reserved: set[str], *, long: str, packer: str
     ) -> None:
         require(Iterable, "a list of columns", payload=names)
         if isinstance(names, str | bytes) or {type(name) for name in names} - {str}:
-            raise TypeError(f"{packer_name}(payload={names!r}): give a list of columns, [{names!r}].")
+            raise TypeError(f"{packer}(payload={names!r}): give a list of columns, [{names!r}].")
         if not isinstance(limits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{packer_name}(limits={limits!r}): give {{column: most}}, such as {{'images': 16}}.")
-        taken_names = sorted(reserved.intersection(names))
-        if taken_names:
-            raise ValueError(
-                f"{packer_name}(payload=) has {taken_names}, which it yields itself: give these columns other names."
-            )
+            raise TypeError(f"{packer}(limits={limits!r}): give {{column: most}}, such as {{'images': 16}}.")
+        taken = sorted(reserved.intersection(names))
+        if taken:
+            raise ValueError(f"{packer}(payload=) has {taken}, which it yields itself: give these columns other names.")
         for name, limit in limits.items():
             require_int(**{f"limits[{name!r}]": limit})
             if name not in names or limit < 1:
                 raise ValueError(
-                    f"{packer_name}(limits={{{name!r}: {limit}}}): give at least 1, for columns of payload={list(names)}."
+                    f"{packer}(limits={{{name!r}: {limit}}}): give at least 1, for columns of payload={list(names)}."
                 )
         self.names, self.limits = tuple(sorted(set(names))), dict(sorted(limits.items()))
-        self._drops, self._packer = long == "drop", packer_name
+        self._drops, self._packer = long == "drop", packer
 
     def __bool__(self) -> bool:
         return bool(self.names)

@@ -216,11 +216,9 @@ class TokenStream:
         self._documents.begin_next_epoch(next_position)
         return Spans.mark(position, next_position)
 
-    def _set_provenance(self, sample_documents: Spans) -> None:
-        has_tokens = self._special_tokens.lengths(sample_documents) > 0
-        self.where = [
-            name for name, counts in zip(sample_documents.where or (), has_tokens.tolist(), strict=True) if counts
-        ]
+    def _set_provenance(self, documents: Spans) -> None:
+        has_tokens = self._special_tokens.lengths(documents) > 0
+        self.where = [name for name, counts in zip(documents.where or (), has_tokens.tolist(), strict=True) if counts]
 
 
 def _forget(stream_ref: ref[TokenStream]) -> None:

@@ -131,7 +131,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
         reserved, name = {*names, "labels", "cu_seqlens", "cost", PROVENANCE}, type(self).__name__
         self._aligned = Aligned(columns, column, reserved, name)
-        self._payload = Payload(payload, limits, {*reserved, *columns, MASK, column}, long=long, packer_name=name)
+        self._payload = Payload(payload, limits, {*reserved, *columns, MASK, column}, long=long, packer=name)
         self.pad_documents_to, self.cost = pad_documents_to, cost
         self.FIELDS = self.PACKED + (self.UNTRAINED if self._aligned.has_mask else ())
         super().__init__(source=source)
@@ -249,10 +249,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         spans = self._read_window(position)
         if not len(spans):
             return None
-        present_stage = Stage(self.seq_len, self.max_documents, self._payload.limits)
-        return self._packing.window(
-            spans, list(stages(self.position[_EMITTED], self._history, present_stage)), position
-        )
+        stage = Stage(self.seq_len, self.max_documents, self._payload.limits)
+        return self._packing.window(spans, list(stages(self.position[_EMITTED], self._history, stage)), position)
 
     def _read_window(self, position: View) -> Spans:
         """Return the documents of one window, read from ``position``, which moves to the end of the window."""

@@ -146,7 +146,5 @@ def _padded(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: 
     """Return the values of pieces, concatenated, each padded with ``fill`` to a multiple of ``multiple`` values."""
     padded = [values[start:stop] for start, stop, _ in pieces]
     if multiple > 1:
-        padded = [
-            np.pad(piece_values, (0, -len(piece_values) % multiple), constant_values=fill) for piece_values in padded
-        ]
+        padded = [np.pad(array, (0, -len(array) % multiple), constant_values=fill) for array in padded]
     return np.concatenate(padded)

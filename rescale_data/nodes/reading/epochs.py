@@ -101,11 +101,9 @@ class ShardEpochs:
         n = self.shard.num_logical_shards
         return epoch if self.view(epoch).num_rows >= n else epoch // n
 
-    def num_rows(self, first_epoch: int, stop_epoch: int, shard: int) -> int:
-        """Return the number of rows of a shard in the epochs ``first_epoch .. stop_epoch - 1``."""
-        return int(
-            np.diff(self.sizes_before(np.array([first_epoch, max(first_epoch, stop_epoch)]), np.full(2, shard)))[0]
-        )
+    def num_rows(self, first_epoch: int, stop: int, shard: int) -> int:
+        """Return the number of rows of a shard in the epochs ``first_epoch .. stop - 1``."""
+        return int(np.diff(self.sizes_before(np.array([first_epoch, max(first_epoch, stop)]), np.full(2, shard)))[0])
 
     def epoch_ends(self, epochs: Ints, shards: Ints) -> tuple[Ints, Ints]:
         """Return the number of rows that a reader reads from each epoch's beginning before it ends, and the epoch that follows.
@@ -155,15 +153,13 @@ class ShardEpochs:
     def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in all epochs before the given one."""
         total = np.zeros_like(epochs)
-        for view, stop in zip(self.views, self._stops(), strict=True):
-            clipped = np.clip(epochs, view.since, stop)
+        for v, stop in zip(self.views, self._stops(), strict=True):
+            clipped = np.clip(epochs, v.since, stop)
             if self.steps is not None:
-                total += (clipped - view.since) * self.steps.sizes(shards, view.num_rows)
+                total += (clipped - v.since) * self.steps.sizes(shards, v.num_rows)
                 continue
-            since = np.full_like(epochs, view.since)
-            total += rows_before(shards, clipped, *self.round_args(view)) - rows_before(
-                shards, since, *self.round_args(view)
-            )
+            since = np.full_like(epochs, v.since)
+            total += rows_before(shards, clipped, *self.round_args(v)) - rows_before(shards, since, *self.round_args(v))
         return total
 
     def _sizes(self, epochs: Ints, shards: Ints, view: EpochView) -> Ints:

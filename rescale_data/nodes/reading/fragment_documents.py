@@ -213,7 +213,7 @@ class FragmentDocuments:
         return sources * shards * num_fragments * shared_fragment.nbytes <= room_for(self._source)
 
     def _get_fragment(self, fragment: int) -> SharedFragment:
-        tokens, num_sharing = None, 1
+        tokens, sharers = None, 1
         if self._share is not None:
             tokens = self._source.tokens_of(self._column, fragment, self._share)
         key = self._owner, self._column, fragment, 0 if tokens is None else id(tokens)
@@ -221,10 +221,8 @@ class FragmentDocuments:
         if shared_fragment is None:
             if tokens is None:
                 tokens = self._source.tokens(self._column, fragment)
-                num_sharing = max(1, beside(self._owner)[1] // (len(self._fragments) - 1))
-            shared_fragment = shared_fragments[key] = SharedFragment(
-                tokens, int(self._fragments[fragment]), num_sharing
-            )
+                sharers = max(1, beside(self._owner)[1] // (len(self._fragments) - 1))
+            shared_fragment = shared_fragments[key] = SharedFragment(tokens, int(self._fragments[fragment]), sharers)
         return shared_fragment
 
     def _fragment_at(self, row: int) -> int:

@@ -236,7 +236,7 @@ def _log_no_kernel() -> None:
     _log.log(
         logging.WARNING if _is_old else logging.INFO,
         "rescale_data %s: packing goes through NumPy, with the same samples, at about half the speed. %s",
-        reason, remedy,
+        reason, remedy
     )  # fmt: skip
 
 

@@ -35,10 +35,8 @@ shared_fragments: WeakValueDictionary[tuple[int, str, int, int], SharedFragment]
 
 def locate_rows(rows: Ints, index: Ints, fragments: list[SharedFragment]) -> Spans:
     """Return rows as `Spans` that point into decoded fragments, without position updates."""
-    start, length = offsets_and_lengths(
-        rows, index, [fragment.first for fragment in fragments], [fragment.offsets for fragment in fragments]
-    )
-    return Spans(tuple([fragment.values for fragment in fragments]), index, start, length, NO_UPDATES, tuple(fragments))
+    start, length = offsets_and_lengths(rows, index, [f.first for f in fragments], [f.offsets for f in fragments])
+    return Spans(tuple([f.values for f in fragments]), index, start, length, NO_UPDATES, tuple(fragments))
 
 
 def copy_rows(rows: Ints, fragment: SharedFragment) -> Spans:

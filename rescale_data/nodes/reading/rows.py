@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 1024
 _NO_SUMS = memoryview(b"")
-_PLAN_OVERHEAD = (
-    900  # bytes of a plan in the cache in addition to its arrays, and of the objects that its reader keeps as long
-)
+_PLAN_OVERHEAD = 900  # bytes of a cached plan beside its arrays, and of the objects that its reader keeps as long
 reader_numbers = itertools.count()
 """Numbers for readers; readers of several shards that differ in the shard alone share one."""
 
@@ -202,11 +200,9 @@ class ShardRows(ShardEpochs):
         order = self.order(epoch)
         return order.ends(order.span(row)[1], self.fragments(epoch))
 
-    def unshuffled_rows(self, epoch: int, first_row: int, stop_row: int, shard: int = -1) -> Ints:
-        """Return the rows of the source for rows ``first_row .. stop_row - 1`` of a shard, before windows are permuted."""
-        return self.order(epoch, shard).unshuffled_rows(
-            self.shuffle_key(epoch), first_row, stop_row, self.fragments(epoch)
-        )
+    def unshuffled_rows(self, epoch: int, first_row: int, stop: int, shard: int = -1) -> Ints:
+        """Return the rows of the source for rows ``first_row .. stop - 1`` of a shard, before windows are permuted."""
+        return self.order(epoch, shard).unshuffled_rows(self.shuffle_key(epoch), first_row, stop, self.fragments(epoch))
 
     def to_epoch_rows(self, epoch: int, rows: Ints) -> Ints:
         """Convert row numbers of the source to row numbers within the contents of an epoch, without files added later."""
