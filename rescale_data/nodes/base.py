@@ -134,8 +134,9 @@ class Node(BaseNode[T]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if _definer(cls, "next") < _definer(cls, "one_for_one"):
-            cls.one_for_one = False
+        for claim in ("one_for_one", "repeats_itself"):  # of a parent, about the parent's `next`
+            if getattr(cls, claim, False) and _definer(cls, "next") < _definer(cls, claim):
+                setattr(cls, claim, False)
         for method in [name for name in _BYPASSES if getattr(cls, name, None) is not None]:
             index = _definer(cls, method)
             bypasses = [

@@ -128,7 +128,7 @@ def epoch_end_of_source(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints
 def repeats_itself(node: Node[Any]) -> bool:
     """True if each epoch of a node whose end is known moves the position by the same amount, as epochs of its readers do.
 
-    A node says so by ``repeats_itself = True``.
+    A node says so by ``repeats_itself = True``; a class with a `Node.next` of its own says so anew.
     """
     return node.one_for_one or getattr(node, "repeats_itself", False)
 

@@ -8,7 +8,7 @@ from torchdata.nodes import BaseNode
 
 import rescale_data as rd
 from rescale_data.nodes import abilities, below, changing
-from rescale_data.nodes.base import as_node, initial
+from rescale_data.nodes.base import as_node, draw, initial
 from tests.nodes.zoo import PIPELINES
 
 NAMES = {
@@ -152,6 +152,40 @@ def test_a_subclass_that_says_so_is_one_for_one() -> None:
     loader = rd.DataLoader(lambda shard: Logged(rd.Reader(SOURCE, shard), int), global_batch_size=4)
     assert len(loader) == 8
     assert not Logged(rd.Reader(SOURCE, rd.Shard()), int, on_error="skip").one_for_one
+
+
+class Fewer(rd.Shuffle):
+    """Yields as many samples in an epoch as the number of the epoch says."""
+
+    def next(self) -> Any:
+        epoch, row = self.position[1:3]
+        if row > epoch:
+            self.next_epoch(self.position)
+            self.bind(self.position)
+            raise StopIteration
+        return super().next()
+
+    def skip(self, num_samples: int) -> None:
+        draw(self, num_samples)
+
+    def epoch_end(self, rows: Any, shards: Any) -> Any:
+        end = rows.copy()
+        end[:, 1], end[:, 2] = rows[:, 1] + 1, 0
+        return rows[:, 1] + 1 - rows[:, 2], end
+
+    write = None  # type: ignore[assignment]
+
+
+def test_epochs_of_a_subclass_with_a_next_of_its_own_need_not_be_alike() -> None:
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        rows = rd.Reader(SOURCE, shard, shuffle=False)
+        return rd.WeightedSampler({"rows": Fewer(rows, 1, shard=shard)}, {"rows": 1})
+
+    drawn, skipped = pipeline(rd.Shard(repeat=True)), pipeline(rd.Shard(repeat=True))
+    samples = [next(drawn) for _ in range(20)]
+    assert samples[:10] == [0, 0, 1, 0, 1, 2, 0, 1, 2, 3]
+    rd.nodes.skip(skipped, 15)
+    assert [next(skipped) for _ in range(5)] == samples[15:]
 
 
 QUESTIONS: dict[str, Any] = {
