@@ -26,7 +26,8 @@ def read_data_state(
     Runs on one process, whatever saved, and runs no code from the checkpoint: a data state is a tensor and a string.
 
     Args:
-        name: Of the loader in the saved state; default the only one that there is.
+        name: Of the loader in the saved state, ``"loader"``; default: the only one that there is.
+        storage_options: Passed on to fsspec.
 
     Returns:
         ``{"table": int64[N, columns], "header": str}``, for ``loader.load_state_dict()``, or to look into: the header is JSON.
@@ -50,7 +51,13 @@ def read_data_state(
 
 
 @checks_kinds
-def check_checkpoint(path: StrPath, loader: HasStream, key: str | None = None) -> None:
+def check_checkpoint(
+    path: StrPath,
+    loader: HasStream,
+    *,
+    name: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
     """Raise `DataStateError`, with the reasons, if the data state of a DCP checkpoint does not fit a loader.
 
     Reads the checkpoint's metadata and the header of the data state; no tensor, and on this process alone.
@@ -58,7 +65,8 @@ def check_checkpoint(path: StrPath, loader: HasStream, key: str | None = None) -
     Args:
         path: The checkpoint's folder, or its URL.
         loader: A `DataLoader` or `LogicalShards`.
-        key: Where the loader's state is in the checkpoint, ``"loader"``; default: the only one that there is.
+        name: Of the loader in the saved state, ``"loader"``; default: the only one that there is.
+        storage_options: Passed on to fsspec.
 
     Raises:
         FileNotFoundError: There is no DCP checkpoint.
@@ -73,11 +81,18 @@ def check_checkpoint(path: StrPath, loader: HasStream, key: str | None = None) -
         ...     checkpoint.save(f"{folder}/step-1", {"loader": loader})
         ...     rd.checkpoint.check_checkpoint(f"{folder}/step-1", loader)  # raises if it does not fit
     """
-    check(read_header(read_checkpoint(path, lambda reader: _values(reader, key, HEADER))[HEADER]), loader)
+    saved = read_checkpoint(path, lambda reader: _values(reader, name, HEADER), storage_options=storage_options)
+    check(read_header(saved[HEADER]), loader)
 
 
 @checks_kinds
-def load_changed(path: StrPath, loader: Stateful, key: str | None = None) -> None:
+def load_changed(
+    path: StrPath,
+    loader: Stateful,
+    *,
+    name: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
     """Load a loader's state although sources were added to its `WeightedSampler` or removed, which ``dcp.load`` refuses.
 
     For all else load the same checkpoint with ``dcp.load``, without the loader in its dict. The added sources begin with
@@ -87,7 +102,8 @@ def load_changed(path: StrPath, loader: Stateful, key: str | None = None) -> Non
     Args:
         path: The checkpoint's folder, or its URL.
         loader: A `DataLoader` with the new pipeline.
-        key: Where the loader's state is in the checkpoint, ``"loader"``; default: the only one that there is.
+        name: Of the loader in the saved state, ``"loader"``; default: the only one that there is.
+        storage_options: Passed on to fsspec.
 
     Raises:
         FileNotFoundError: There is no DCP checkpoint.
@@ -107,12 +123,12 @@ def load_changed(path: StrPath, loader: Stateful, key: str | None = None) -> Non
         ...     rd.checkpoint.load_changed(f"{folder}/step-0", loader("web", "code"))
     """
     require(Stateful, "the loader that is to load it", loader=loader)
-    loader.load_state_dict(read_data_state(path, name=key))
+    loader.load_state_dict(read_data_state(path, name=name, storage_options=storage_options))
 
 
-def _values(reader: Reader, key: str | None, *part_names: str) -> dict[str, Any]:
+def _values(reader: Reader, name: str | None, *part_names: str) -> dict[str, Any]:
     """Return the named parts of a saved data state: its header (a string), its table (``int64[N, columns]``)."""
     saved = reader.contents
-    inner_paths = saved.subtree(find(saved.paths.values(), key, reader.name)).paths
-    names = {name: path for name, path in inner_paths.items() if path[0] in part_names}
-    return tree_of(names, reader.values(names))
+    inner_paths = saved.subtree(find(saved.paths.values(), name, reader.name)).paths
+    paths = {flat_name: path for flat_name, path in inner_paths.items() if path[0] in part_names}
+    return tree_of(paths, reader.values(paths))

@@ -248,6 +248,23 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.parametrize(("how", "word"), [("to_torch_save", "is a folder"), ("to_safetensors", "name of a file")])
+def test_a_target_of_the_other_kind_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, word: str
+) -> None:
+    checkpoint.save(tmp_path / "c", {"a": torch.zeros(10)})
+    target = tmp_path / "target"
+    target.mkdir() if how == "to_torch_save" else target.touch()
+
+    def refuse(*_: object) -> Iterator[torch.Tensor]:
+        raise AssertionError("tensors are read")
+
+    monkeypatch.setattr(StoredCheckpoint, "stream", refuse)
+    with pytest.raises((OSError, ValueError), match=word):
+        getattr(checkpoint, how)(tmp_path / "c", target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "target"]
+
+
 @pytest.mark.parametrize("how", ["to_safetensors", "to_torch_save"])
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_checkpoint_that_is_replaced_while_it_is_converted_is_not_mixed(

@@ -15,7 +15,7 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint.storage.dcp import Contents, Pieces, ValuesReader, flatten
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.open import CheckpointReader
-from rescale_data.checkpoint.storage.store import LocalStore
+from rescale_data.checkpoint.storage.store import DiskStore
 
 STATE: dict[str, Any] = {
     "model": {"weight": torch.arange(12.0).reshape(3, 4), "layers": [torch.ones(2), torch.zeros(())]},
@@ -84,7 +84,7 @@ def test_names_are_those_that_dcp_gives() -> None:
 
 def test_what_is_asked_for_is_loaded_and_no_more(tmp_path: Path) -> None:
     dcp.save(dict(STATE), checkpoint_id=tmp_path)
-    for reader in (CheckpointReader(LocalStore(), str(tmp_path)), ValuesReader("file.pt", STATE)):
+    for reader in (CheckpointReader(DiskStore(), str(tmp_path)), ValuesReader("file.pt", STATE)):
         weight = torch.zeros(3, 4)
         found = reader.load({"model.weight": weight, "names": None, "step": None})
         assert found["model.weight"] is weight

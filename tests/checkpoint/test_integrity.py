@@ -24,7 +24,7 @@ from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.claims import SINGLE_STEP
 from rescale_data.checkpoint.storage.commit import Ownership
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.store import LocalStore
+from rescale_data.checkpoint.storage.store import DiskStore
 from rescale_data.checkpoint.storage.values import Memory
 from rescale_data.errors import DamagedCheckpointError
 from tests.checkpoint.files import data, manifest
@@ -245,7 +245,7 @@ def test_pieces_are_read_into_memory_that_is_used_again(tmp_path: Path, monkeypa
         )
 
 
-class BrokenStore(LocalStore):
+class BrokenStore(DiskStore):
     """A disk that fails at one of its writes, as DCP's streams meet it."""
 
     number = errno.ENOSPC
@@ -265,7 +265,7 @@ def test_a_failing_disk_leaves_the_checkpoint_before(
 ) -> None:
     checkpoint.save(tmp_path / "c", state(1))
     with monkeypatch.context() as patch:
-        patch.setattr("rescale_data.checkpoint.storage.open.LocalStore", BrokenStore)
+        patch.setattr("rescale_data.checkpoint.storage.open.DiskStore", BrokenStore)
         patch.setattr(BrokenStore, "at", at)
         patch.setattr(BrokenStore, "number", number)
         with pytest.raises(OSError, match=words) as caught:
@@ -274,6 +274,18 @@ def test_a_failing_disk_leaves_the_checkpoint_before(
     target = state()
     checkpoint.load(tmp_path / "c", target)
     assert target["number"] == 1
+
+
+def test_a_put_that_fails_at_its_rename_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(store: DiskStore, path: str, new_path: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr(DiskStore, "rename", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        DiskStore().put(f"{tmp_path}/file", b"content")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) -> None:
@@ -285,7 +297,7 @@ def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) ->
     dcp.load(got, checkpoint_id=tmp_path / "stock-1")
     assert got["b"] == 2, "the hazard: files of step 2 under the metadata of step 1"
     checkpoint.save(tmp_path / "c", state(1))
-    owner = Ownership(LocalStore(), str(tmp_path / "c"), is_single=True)
+    owner = Ownership(DiskStore(), str(tmp_path / "c"), is_single=True)
     draft = tmp_path / "c" / owner.begin(SINGLE_STEP).folder
     shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", draft)
     with pytest.raises(ValueError, match="is held by this process"):

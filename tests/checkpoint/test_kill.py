@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage import open as opening
 from rescale_data.checkpoint.storage.claims import save_of
-from rescale_data.checkpoint.storage.store import LocalStore
+from rescale_data.checkpoint.storage.store import DiskStore
 from tests.checkpoint.processes import context, start
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -48,7 +48,7 @@ def check(folder: Path, at_least: int) -> int:
     return found
 
 
-class FusedStore(LocalStore):
+class FusedStore(DiskStore):
     """A disk that kills this process at one of its operations, or in the middle of a file: some 15 to a save."""
 
     left = 10**9
@@ -104,7 +104,7 @@ FUSE = 200
 
 def save_with_a_fuse(folder: str, mode: Any, first: int, fuse: int, out: Connection) -> None:
     torch.set_num_threads(1)
-    opening.LocalStore = FusedStore  # type: ignore[misc]
+    opening.DiskStore = FusedStore  # type: ignore[misc]
     FusedStore.left = fuse
     with CheckpointManager(folder, keep_latest=2, async_mode=mode) as manager:
         for step in range(first, first + 4):

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.retention import Retention
-from rescale_data.checkpoint.storage.store import LocalStore
+from rescale_data.checkpoint.storage.store import DiskStore
 from rescale_data.cli import inspect
 from tests.checkpoint.files import data
 from tests.checkpoint.models import Plain, mesh, whole, wrap
@@ -137,7 +137,7 @@ def test_synchronous_saves_while_one_of_a_manager_runs(tmp_path: Path) -> None:
             assert other.numbers() == expected
 
 
-class GatedStore(LocalStore):
+class GatedStore(DiskStore):
     """A disk on which data files wait for a gate."""
 
     gate = threading.Event()
@@ -154,7 +154,7 @@ class GatedStore(LocalStore):
 def gated(monkeypatch: pytest.MonkeyPatch) -> type[GatedStore]:
     GatedStore.gate.clear()
     GatedStore.waiting.clear()
-    monkeypatch.setattr("rescale_data.checkpoint.storage.open.LocalStore", GatedStore)
+    monkeypatch.setattr("rescale_data.checkpoint.storage.open.DiskStore", GatedStore)
     return GatedStore
 
 
@@ -280,7 +280,7 @@ def test_a_stager_that_copies_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert other.numbers() == expected
 
 
-class FailingStore(LocalStore):
+class FailingStore(DiskStore):
     fail = False
 
     def open_write(self, path: str) -> BinaryIO:
@@ -291,7 +291,7 @@ class FailingStore(LocalStore):
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingStore]:
-    monkeypatch.setattr("rescale_data.checkpoint.storage.open.LocalStore", FailingStore)
+    monkeypatch.setattr("rescale_data.checkpoint.storage.open.DiskStore", FailingStore)
     monkeypatch.setattr(FailingStore, "fail", False)
     return FailingStore
 
@@ -510,16 +510,16 @@ def test_whatever_reads_a_checkpoint_keeps_it_from_retention(
     with CheckpointManager(tmp_path / "run", keep_latest=1, async_mode="disabled") as manager:
         manager.save(1, {"a": torch.ones(3), "loader": StandInLoader()})
         manager._wait_until_idle()
-        open_read = LocalStore.open_read
+        open_read = DiskStore.open_read
 
-        def noted(store: LocalStore, name: str) -> BinaryIO:
+        def noted(store: DiskStore, name: str) -> BinaryIO:
             if "step-1/" in name and not opened:
                 opened.append(name)
                 manager.save(2, {"a": torch.ones(3)})
                 manager._wait_until_idle()
             return open_read(store, name)
 
-        monkeypatch.setattr(LocalStore, "open_read", noted)
+        monkeypatch.setattr(DiskStore, "open_read", noted)
         READS[how](path, tmp_path)
         assert opened
         assert manager.steps() == [1, 2]

@@ -19,6 +19,7 @@ from tests.checkpoint.stand_in import StandInLoader
 pytest.importorskip("s3fs", reason="needs the extra s3")
 pytest.importorskip("moto", reason="needs the extra s3")
 
+import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage.claims import find
@@ -51,6 +52,16 @@ def state(step: int = 0, size: int = 1000) -> dict[str, Any]:
     loader = StandInLoader(mesh=mesh())
     loader.advance(step)
     return {"weights": torch.full((size,), float(step)), "loader": loader, "step": step}
+
+
+def test_a_loader_is_compared_with_a_bucket_by_the_same_options(server: Server, folder: str) -> None:
+    loader, fresh = (rd.DataLoader(range(8), global_batch_size=4) for _ in range(2))
+    next(iter(loader))
+    checkpoint.save(f"{folder}/c", {"train": loader}, storage_options=server.options)
+    options: dict[str, Any] = {"name": "train", "storage_options": server.options}
+    checkpoint.check_checkpoint(f"{folder}/c", fresh, **options)
+    checkpoint.load_changed(f"{folder}/c", fresh, **options)
+    assert fresh.step == 1
 
 
 def test_a_round_trip_and_stock_dcp(server: Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import readers
-from rescale_data.checkpoint.storage.store import LocalStore
+from rescale_data.checkpoint.storage.store import DiskStore
 from tests.checkpoint.files import data, manifest
 from tests.checkpoint.processes import context
 
@@ -83,14 +83,14 @@ def test_a_second_manager_in_one_process(tmp_path: Path, folder: str) -> None:
 
 
 def test_a_save_whose_files_something_removes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rename = LocalStore.rename
+    rename = DiskStore.rename
 
-    def tidy(store: LocalStore, path: Any, new_path: Any) -> None:
+    def tidy(store: DiskStore, path: Any, new_path: Any) -> None:
         rename(store, path, new_path)
         for file in (tmp_path / "c").glob("*/__0_0.distcp"):
             file.unlink()
 
-    monkeypatch.setattr(LocalStore, "rename", tidy)
+    monkeypatch.setattr(DiskStore, "rename", tidy)
     with pytest.raises(ValueError, match=r"__0_0\.distcp is missing"):
         checkpoint.save(tmp_path / "c", STATE)
 
@@ -289,7 +289,7 @@ def test_a_run_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise PermissionError(13, "read-only")
 
     for name in ("open_write", "mkdir", "rename", "rm_file", "remove_folder"):
-        monkeypatch.setattr(LocalStore, name, refuse)
+        monkeypatch.setattr(DiskStore, name, refuse)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     reader, target = RunReader(tmp_path / "run"), {"w": torch.zeros(3)}
     assert (reader.steps(), reader.latest_step()) == ([1, 2], 2)
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_write: bool
 ) -> None:
     """At each file that is opened: what is loaded is the old one or the new one, and nothing is called damaged."""
-    open_read, at = LocalStore.open_read, 0
+    open_read, at = DiskStore.open_read, 0
 
     def no_lease(*_: Any) -> Any:
         raise PermissionError("read only")
@@ -321,18 +321,18 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
         opened: list[str] = []
         checkpoint.save(tmp_path / "c", {"w": torch.full((100,), 1.0), "n": 1}, overwrite=True)
 
-        def replaced(store: LocalStore, path: str, at: int = at, opened: list[str] = opened) -> Any:
+        def replaced(store: DiskStore, path: str, at: int = at, opened: list[str] = opened) -> Any:
             opened.append(path)
             if len(opened) == at + 1:
-                monkeypatch.setattr(LocalStore, "open_read", open_read)
+                monkeypatch.setattr(DiskStore, "open_read", open_read)
                 checkpoint.save(tmp_path / "c", {"w": torch.full((100,), 2.0), "n": 2}, overwrite=True)
-                monkeypatch.setattr(LocalStore, "open_read", replaced)
+                monkeypatch.setattr(DiskStore, "open_read", replaced)
             return open_read(store, path)
 
-        monkeypatch.setattr(LocalStore, "open_read", replaced)
+        monkeypatch.setattr(DiskStore, "open_read", replaced)
         target = {"w": torch.zeros(100), "n": 0}
         checkpoint.load(tmp_path / "c", target)
-        monkeypatch.setattr(LocalStore, "open_read", open_read)
+        monkeypatch.setattr(DiskStore, "open_read", open_read)
         if len(opened) <= at:
             break
         assert (target["w"] == target["n"]).all()

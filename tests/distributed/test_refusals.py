@@ -175,21 +175,21 @@ def test_a_field_too_many(tmp_path: Path) -> None:
 def test_check_checkpoint_accepts_what_may_change(whole: Path) -> None:
     for o, b in ((O, 3), (2 * O, 8), (1, 1)):
         rd.checkpoint.check_checkpoint(whole, ROWS.loader(o, b, repeat=False, tail="pad"))
-    rd.checkpoint.check_checkpoint(str(whole), ROWS.loader(O), key="loader")
-    rd.checkpoint.check_checkpoint(whole.with_name("two"), FILTERED.loader(O), key="validation")
+    rd.checkpoint.check_checkpoint(str(whole), ROWS.loader(O), name="loader")
+    rd.checkpoint.check_checkpoint(whole.with_name("two"), FILTERED.loader(O), name="validation")
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "message"),
+    ("saved", "name", "message"),
     [
         ("none", None, r"holds no data state of a rescale_data loader. Save the loader in the state"),
         ("two", None, r"holds the data states \['train', 'validation'\]. Name one of them"),
         ("two", "loader", r"holds the data states \['train', 'validation'\], and none is named 'loader'"),
     ],
 )
-def test_a_checkpoint_without_the_data_state(whole: Path, name: str, key: str | None, message: str) -> None:
+def test_a_checkpoint_without_the_data_state(whole: Path, saved: str, name: str | None, message: str) -> None:
     with pytest.raises(rd.DataStateError, match=message):
-        rd.checkpoint.check_checkpoint(whole.with_name(name), ROWS.loader(O), key=key)
+        rd.checkpoint.check_checkpoint(whole.with_name(saved), ROWS.loader(O), name=name)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

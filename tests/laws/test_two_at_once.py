@@ -23,7 +23,7 @@ from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import Manifest, read_manifest
 from rescale_data.checkpoint.storage.readers import leased
 from rescale_data.checkpoint.storage.run_folder import RunFolder
-from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, join
+from rescale_data.checkpoint.storage.store import FileRecord, DiskStore, ObjectStore, Store, join
 from tests.laws.scheduler import current, play, request
 
 CASTS = {
@@ -283,7 +283,7 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Iterator[Pla
     def disks() -> Iterator[Place]:
         for number in range(10**9):
             (tmp_path / str(number)).mkdir()
-            yield Place(turns(LocalStore)(), str(tmp_path / str(number)))  # type: ignore[call-arg]
+            yield Place(turns(DiskStore)(), str(tmp_path / str(number)))  # type: ignore[call-arg]
 
     return (buckets(), RUNS) if request.param == "bucket" else (disks(), RUNS // 8)
 

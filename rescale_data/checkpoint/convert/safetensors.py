@@ -66,7 +66,7 @@ def to_safetensors(
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: damaged files, nothing named ``name``, a size below 1, a dtype or a name that the format cannot
-            have, or ``folder`` holds anything already.
+            have, or ``folder`` is a file or holds anything already.
 
     Example:
         >>> import tempfile
@@ -211,8 +211,8 @@ def _contents_hint(source: Path) -> str:
 
 
 def _require_empty(store: Store, folder: str) -> None:
-    """Raise ``ValueError`` if the target folder is not empty, or has the name of a safetensors file."""
-    if folder.endswith(".safetensors"):
+    """Raise ``ValueError`` if the target folder is not empty, or is a file, or has the name of a safetensors file."""
+    if folder.endswith(".safetensors") or store.is_file(folder):
         raise ValueError(
             f"{folder} is the name of a file. Give a folder (and --to safetensors): its files are named model*.safetensors."
         )

@@ -56,6 +56,7 @@ def to_torch_save(
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
+        IsADirectoryError: ``file`` is a folder.
         ValueError: damaged files, nothing named ``name``, or values that only unpickling code could read.
 
     Example:

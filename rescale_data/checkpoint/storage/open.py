@@ -18,7 +18,7 @@ from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, M
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.readers import leased
 from rescale_data.checkpoint.storage.records import UnknownClassError
-from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, StrPath, join, split
+from rescale_data.checkpoint.storage.store import FileRecord, DiskStore, ObjectStore, Store, StrPath, join, split
 from rescale_data.errors import DamagedCheckpointError, checks_kinds
 
 T = TypeVar("T")
@@ -90,8 +90,8 @@ def open_store(
     absolute = os.path.abspath(local_path)
     if to_write:
         folder, name = split(absolute)
-        return LocalStore(), join(os.path.realpath(folder), name)
-    return LocalStore(), os.path.realpath(absolute)
+        return DiskStore(), join(os.path.realpath(folder), name)
+    return DiskStore(), os.path.realpath(absolute)
 
 
 def mapped_path(path: StrPath) -> str:

@@ -251,7 +251,7 @@ class ObjectStore(Store):
             cast(Any, stream).closed = True
 
 
-class LocalStore(Store):
+class DiskStore(Store):
     """The file system of this machine. ``rename`` of a folder is atomic; files and names are synced."""
 
     can_rename = True
@@ -287,9 +287,15 @@ class LocalStore(Store):
         os.makedirs(path, exist_ok=True)
 
     def put(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, "It is a folder; give the path of a file", path)
         temporary = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
         super().put(temporary, content)
-        self.rename(temporary, path)
+        try:
+            self.rename(temporary, path)
+        except BaseException:
+            self.rm_file(temporary)
+            raise
         self.sync_folder(split(path)[0])
 
     def remove_empty(self, path: str) -> None:
