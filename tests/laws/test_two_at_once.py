@@ -23,7 +23,7 @@ from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import Manifest, read_manifest
 from rescale_data.checkpoint.storage.readers import leased
 from rescale_data.checkpoint.storage.run_folder import RunFolder
-from rescale_data.checkpoint.storage.store import FileRecord, DiskStore, ObjectStore, Store, join
+from rescale_data.checkpoint.storage.store import DiskStore, FileRecord, ObjectStore, Store, join
 from tests.laws.scheduler import current, play, request
 
 CASTS = {

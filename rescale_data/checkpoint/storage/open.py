@@ -18,7 +18,7 @@ from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, M
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.readers import leased
 from rescale_data.checkpoint.storage.records import UnknownClassError
-from rescale_data.checkpoint.storage.store import FileRecord, DiskStore, ObjectStore, Store, StrPath, join, split
+from rescale_data.checkpoint.storage.store import DiskStore, FileRecord, ObjectStore, Store, StrPath, join, split
 from rescale_data.errors import DamagedCheckpointError, checks_kinds
 
 T = TypeVar("T")
