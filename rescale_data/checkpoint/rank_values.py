@@ -80,8 +80,7 @@ def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
     differing_ranks = {name: sorted(values.values()) for name, values in ranks_by_digest.items() if len(values) > 1}
     if differing_ranks:
         listed = "\n  ".join(
-            f"{name}, on ranks {rank_pair[0]} and {rank_pair[1]}"
-            for name, rank_pair in sorted(differing_ranks.items())[:20]
+            f"{name}, on ranks {pair[0]} and {pair[1]}" for name, pair in sorted(differing_ranks.items())[:20]
         )
         raise ValueError(
             f"{len(differing_ranks)} values are not the same on all ranks, and a checkpoint holds one of each:\n  {listed}\n"
@@ -93,19 +92,17 @@ def _digest(value: Any) -> bytes:
     """Return a digest of 8 bytes of a value; no bytes for sharded tensors and unknown classes."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         flat = cast(torch.Tensor, value).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        contents = [f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes()]
+        items = [f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes()]
     elif is_plain(value):
-        contents = [repr(value).encode()]
+        items = [repr(value).encode()]
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        contents = [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
+        items = [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
     elif type(value) in (list, tuple):
-        contents = [*map(_digest, cast("list[Any]", value))]
+        items = [*map(_digest, cast("list[Any]", value))]
     elif type(value) in (set, frozenset):
-        contents = sorted(map(_digest, cast("set[Any]", value)))
+        items = sorted(map(_digest, cast("set[Any]", value)))
     elif type(value) is dict:
-        contents = sorted(repr(key).encode() + _digest(item) for key, item in cast("dict[Any, Any]", value).items())
+        items = sorted(repr(key).encode() + _digest(item) for key, item in cast("dict[Any, Any]", value).items())
     else:
         return b""
-    return hashlib.blake2b(
-        b"".join(len(content).to_bytes(8, "little") + content for content in contents), digest_size=8
-    ).digest()
+    return hashlib.blake2b(b"".join(len(item).to_bytes(8, "little") + item for item in items), digest_size=8).digest()

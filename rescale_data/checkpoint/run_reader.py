@@ -86,36 +86,30 @@ class RunReader:
         """
         self._prepare_load()
         steps, steps_before = self._ranks.on_first(self._folder.steps_with_folder), None
-        skipped_steps: dict[int, Exception] = {}
+        skipped: dict[int, Exception] = {}
         while steps != steps_before:  # retention may have deleted all that were listed while newer ones were saved
             for step in reversed(steps):
                 try:
                     report = self._load(step, state, strict=strict, allow_foreign=False)
                 except (DamagedCheckpointError, AbsentError) as error:
                     if not isinstance(
-                        skipped_steps.get(step), DamagedCheckpointError
+                        skipped.get(step), DamagedCheckpointError
                     ):  # deleted since, and loaded in part before
-                        skipped_steps[step] = error
+                        skipped[step] = error
                 except Exception as error:
-                    for other_step, reason in skipped_steps.items():
+                    for other_step, reason in skipped.items():
                         error.add_note(f"Before that, step {other_step} was passed over: {reason}")
                     raise
                 else:
                     if self._ranks.is_first:
-                        self._warn(
-                            step,
-                            report,
-                            {newer_step: reason for newer_step, reason in skipped_steps.items() if newer_step > step},
-                        )
+                        self._warn(step, report, {newer: reason for newer, reason in skipped.items() if newer > step})
                     return step
             steps, steps_before = self._ranks.on_first(self._folder.steps_with_folder), steps
-        damaged_steps = {
-            step: str(reason) for step, reason in skipped_steps.items() if isinstance(reason, DamagedCheckpointError)
-        }
-        if damaged_steps:
-            listed = "\n".join(damaged_steps.values())
+        damaged = {step: str(reason) for step, reason in skipped.items() if isinstance(reason, DamagedCheckpointError)}
+        if damaged:
+            listed = "\n".join(damaged.values())
             raise DamagedCheckpointError(
-                f"All checkpoints in {self._folder.path} are damaged: steps {sorted(damaged_steps)}.\n{listed}"
+                f"All checkpoints in {self._folder.path} are damaged: steps {sorted(damaged)}.\n{listed}"
             )
         return None
 
@@ -126,15 +120,13 @@ class RunReader:
     def _prepare_load(self) -> None:
         """Do nothing; a subclass may override it to run code before each load."""
 
-    def _warn(self, step: int, report: LoadReport, passed_over: Mapping[int, Exception]) -> None:
+    def _warn(self, step: int, report: LoadReport, skipped: Mapping[int, Exception]) -> None:
         """Log the newer steps that were not loaded, with a Python warning if one is damaged, and the state's misfits."""
-        if passed_over:
-            listed = "; ".join(
-                f"step {newer_step}: {' '.join(str(reason).split())}" for newer_step, reason in passed_over.items()
-            )
+        if skipped:
+            listed = "; ".join(f"step {newer}: {' '.join(str(reason).split())}" for newer, reason in skipped.items())
             text = f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {listed}"
             logger.warning(text)
-            if any(isinstance(reason, DamagedCheckpointError) for reason in passed_over.values()):
+            if any(isinstance(reason, DamagedCheckpointError) for reason in skipped.values()):
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
         if report.missing or report.unexpected or report.mismatched:
             logger.warning(

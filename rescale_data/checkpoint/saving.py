@@ -152,11 +152,9 @@ def _require_same_target(description: str, ranks: Ranks) -> None:
         )
 
 
-def _write_files(
-    store: Store, final_path: str, save: Save, state_dict: dict[str, Any], ranks: Ranks
-) -> dict[str, FileRecord]:
+def _write_files(store: Store, target: str, save: Save, state: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
     """Write the data files of all ranks; return the size and checksums of each file, by name."""
-    store.written_files, prefix, folder = {}, f"{save.folder}/", join(final_path, save.folder)
-    dcp.save(state_dict, store, folder, ranks, name=final_path, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
+    store.written_files, prefix, folder = {}, f"{save.folder}/", join(target, save.folder)
+    dcp.save(state, store, folder, ranks, name=target, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
     file_records = [file for rank_files in ranks.on_each(lambda: store.written_files) for file in rank_files.items()]
     return {prefix + split(path)[1].removesuffix(dcp.TEMPORARY_SUFFIX): record for path, record in file_records}

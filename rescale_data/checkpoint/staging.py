@@ -49,10 +49,7 @@ class Stager:
             Done when it is copied; and what gives the copy.
         """
         optimizer_owned = {
-            owned_address
-            for entry in entries
-            for tensor in entry.optimizer_owned()
-            if (owned_address := address(tensor))
+            owned for entry in entries for tensor in entry.optimizer_owned() if (owned := address(tensor))
         }
         deferred: Deferred = {}
         state_dict = map_leaves(state_dict_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))

@@ -92,23 +92,16 @@ def with_loaded(live: Any, loaded: Mapping[str, Any], name: str) -> Any:
 def with_keys_of(live: Any, loaded: Any) -> Any:
     """Return ``loaded`` with the original keys and mapping types of ``live``; in ``loaded`` every key is a string."""
     if isinstance(live, Mapping) and isinstance(loaded, Mapping):
-        live_content = cast(Mapping[Any, Any], live)
-        keys = {str(key): key for key in live_content}
+        content = cast(Mapping[Any, Any], live)
+        keys = {str(key): key for key in content}
         items = cast(Mapping[Any, Any], loaded).items()
         return _of_same_type(
-            live_content,
-            {(key := keys.get(name, name)): with_keys_of(live_content.get(key), value) for name, value in items},
+            content, {(key := keys.get(name, name)): with_keys_of(content.get(key), value) for name, value in items}
         )
     if type(live) is list and type(loaded) is list:
-        live_content = cast("list[Any]", live)[: len(cast("list[Any]", loaded))]
-        extra_items = cast("list[Any]", loaded)[len(live_content) :]
-        return [
-            *(
-                with_keys_of(live_item, loaded_item)
-                for live_item, loaded_item in zip(live_content, cast("list[Any]", loaded), strict=False)
-            ),
-            *extra_items,
-        ]
+        content = cast("list[Any]", live)[: len(cast("list[Any]", loaded))]
+        extra = cast("list[Any]", loaded)[len(content) :]
+        return [*(with_keys_of(old, new) for old, new in zip(content, cast("list[Any]", loaded), strict=False)), *extra]
     return loaded
 
 

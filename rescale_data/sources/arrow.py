@@ -75,12 +75,10 @@ class ArrowSource(TableSource):
         bounds = group_pieces(
             cumulative_sums(rows), cumulative_sums(blocks.body_size), FRAGMENT_ROWS, FRAGMENT_BYTES, breaks
         )
-        first_batches, last_batches = bounds[:-1], bounds[1:] - 1
-        locations = {"batch": first_batches, "batches": np.diff(bounds), "offset": blocks.offset[first_batches]}
+        starts, last_batches = bounds[:-1], bounds[1:] - 1
+        locations = {"batch": starts, "batches": np.diff(bounds), "offset": blocks.offset[starts]}
         locations["length"] = blocks.stop[last_batches] - locations["offset"]
-        rows, nbytes = (
-            np.add.reduceat(counts, first_batches) if len(counts) else counts for counts in (rows, blocks.body_size)
-        )
+        rows, nbytes = (np.add.reduceat(nums, starts) if len(nums) else nums for nums in (rows, blocks.body_size))
         is_compressed = ipc.starts_compressed(ranges, blocks)
         kind = {**schema_kind(schema), "has_footer": has_footer, "is_compressed": is_compressed}
         return Footer(rows, nbytes, locations, kind)

@@ -55,9 +55,7 @@ class Condition:
             kind = self._evaluate(schema.empty_table()).type
         except pa.ArrowException as error:
             reason = str(error).partition("\n")[0]
-            reason = (
-                reason.rpartition(" in ")[0] if reason.startswith("No match") else reason
-            )  # the rest is a list of columns
+            reason = reason.rpartition(" in ")[0] if reason.startswith("No match") else reason  # columns follow
             raise ValueError(
                 f"filter={self} cannot be asked of the columns {schema.names}: {reason}. Ask for columns that are there, and "
                 f"compare each with values of its type."

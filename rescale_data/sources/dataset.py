@@ -88,13 +88,8 @@ class DatasetSource(Source):
     def manifest(self) -> Mapping[str, Any]:
         """Return the dataset's class and length and, for a Hugging Face dataset, the fingerprint of its contents."""
         fingerprint = getattr(self.dataset, "_fingerprint", None)
-        fingerprint_field = {"fingerprint": fingerprint} if isinstance(fingerprint, str) else {}
-        return {
-            "format": "dataset",
-            "class": type(self.dataset).__qualname__,
-            "rows": self.num_rows,
-            **fingerprint_field,
-        }
+        extra = {"fingerprint": fingerprint} if isinstance(fingerprint, str) else {}
+        return {"format": "dataset", "class": type(self.dataset).__qualname__, "rows": self.num_rows, **extra}
 
     def row(self, index: int) -> Any:
         return self.dataset[index]

@@ -116,21 +116,17 @@ class IndexFolder:
             yield entry.path
 
     def _make(self, path: str, files: Files, read: ReadFooters) -> Bundle:
-        known_footers = self._unchanged_footers(files)
+        footers = self._unchanged_footers(files)
         os.makedirs(self.folder, exist_ok=True)
-        to_read = [file for file, name in enumerate(files.names) if name not in known_footers]
+        to_read = [file for file, name in enumerate(files.names) if name not in footers]
         _log.info("%s: %d of %d files are read for its index, %s", files.root, len(to_read), len(files.names), path)
         chunks = [to_read[start : start + self.files_a_part] for start in range(0, len(to_read), self.files_a_part)]
         files_by_part = {self.part_path(files.select(chunk)): chunk for chunk in chunks}
         self._make_parts(files_by_part, read)
-        for part_path, chunk in files_by_part.items():
-            index = Fragments.load(Bundle(part_path), copy=True)  # a copy: too many parts to map them all
-            known_footers |= {
-                files.names[file]: (index.footer(i), os.path.basename(part_path)) for i, file in enumerate(chunk)
-            }
-        return cast(
-            Bundle, open_or_create(path, Bundle, lambda temporary: self._write(temporary, files, known_footers))
-        )
+        for target, chunk in files_by_part.items():
+            index = Fragments.load(Bundle(target), copy=True)  # a copy: too many parts to map them all
+            footers |= {files.names[file]: (index.footer(i), os.path.basename(target)) for i, file in enumerate(chunk)}
+        return cast(Bundle, open_or_create(path, Bundle, lambda temporary: self._write(temporary, files, footers)))
 
     def _make_parts(self, files_by_part: Mapping[str, Sequence[int]], read: ReadFooters) -> None:
         """Write the missing parts of an index: first the ones that no other process is writing, then the unfinished ones."""
@@ -156,19 +152,16 @@ class IndexFolder:
             except ValueError:  # it is damaged
                 continue
             earlier_files, index, probes = listed_files(bundle, files), Fragments.load(bundle), Strings(bundle, _PROBES)
-            earlier_index = {name: file for file, name in enumerate(earlier_files.names)}
+            ids = {name: file for file, name in enumerate(earlier_files.names)}
             if warns_of_missing and bundle.facts["given"] == self.paths_digest:
                 warns_of_missing = False
-                if missing_names := sorted(earlier_index.keys() - {*files.names}):
+                if missing_names := sorted(ids.keys() - {*files.names}):
                     _log.warning("%s: %s are in its index, and no longer there.", files.root, _first_few(missing_names))
             for file, name in enumerate(files.names):
-                if name not in earlier_index or name in footers:
+                if name not in ids or name in footers:
                     continue
-                if _is_same(files, file, earlier_files, earlier_index[name], probes):
-                    footers[name] = (
-                        index.footer(earlier_index[name]),
-                        os.path.basename(self.part_of_file(bundle, earlier_index[name])),
-                    )
+                if _is_same(files, file, earlier_files, ids[name], probes):
+                    footers[name] = (index.footer(ids[name]), os.path.basename(self.part_of_file(bundle, ids[name])))
                 else:
                     changed.add(name)
             if len(footers) == len(files.names):
@@ -225,12 +218,10 @@ def _listing_arrays(files: Files) -> dict[str, Any]:
     return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
 
 
-def _is_same(files: Files, file: int, earlier_files: Files, earlier_file: int, probes: Sequence[str]) -> bool:
+def _is_same(files: Files, file: int, old_files: Files, old: int, probes: Sequence[str]) -> bool:
     """True if a file is unchanged since an index was made: same size, and same time stamp, ETag or digest of sampled bytes."""
-    same_size = int(files.sizes[file]) == int(earlier_files.sizes[earlier_file])
-    return same_size and (
-        files.stamps[file] == earlier_files.stamps[earlier_file] or files.is_unchanged_copy(file, probes[earlier_file])
-    )
+    same_size = int(files.sizes[file]) == int(old_files.sizes[old])
+    return same_size and (files.stamps[file] == old_files.stamps[old] or files.is_unchanged_copy(file, probes[old]))
 
 
 def count_parts(folder: str) -> int:

@@ -139,8 +139,7 @@ class IndexedSource(FileSource):
         copy_path = os.path.splitext(part_path)[0] + ".rdblocks"
         open_copy = partial(BlockRanges, store=self._files.store)
         return cast(
-            Ranges,
-            open_or_create(copy_path, open_copy, lambda temporary: self._write_copy(file, codec, copy_path, temporary)),
+            Ranges, open_or_create(copy_path, open_copy, lambda temp: self._write_copy(file, codec, copy_path, temp))
         )
 
     def _write_copy(self, file: int, codec: str, copy_path: str, temporary: str) -> None:

@@ -139,9 +139,7 @@ def _position_kind(make: Factory, state_bytes: int) -> Keeps:
 def _has_buffer(iterable: Any) -> bool:
     """True if a part of Hugging Face's ``IterableDataset`` shuffles in a buffer, which its ``state_dict`` does not save."""
     inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]
-    return "BufferShuffled" in type(iterable).__name__ or any(
-        _has_buffer(child) for child in inner if child is not None
-    )
+    return "BufferShuffled" in type(iterable).__name__ or any(_has_buffer(item) for item in inner if item is not None)
 
 
 def _to_factory(streams: Any, num_streams: int | None) -> tuple[Factory, int]:

@@ -162,11 +162,10 @@ def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
     bounds = np.concatenate(line_starts)
     if bounds[-1] < ranges.size:
         bounds = np.append(bounds, ranges.size)
-    short_lines = np.flatnonzero(np.diff(bounds) <= _MAX_EMPTY_BYTES)
+    short = np.flatnonzero(np.diff(bounds) <= _MAX_EMPTY_BYTES)
     is_empty = [
-        not ranges.read(int(bounds[i]), int(bounds[i + 1] - bounds[i])).to_pybytes().strip()
-        for i in short_lines.tolist()
+        not ranges.read(int(bounds[i]), int(bounds[i + 1] - bounds[i])).to_pybytes().strip() for i in short.tolist()
     ]
-    empty_lines = short_lines[np.array(is_empty, dtype=bool)]
+    empty_lines = short[np.array(is_empty, dtype=bool)]
     starts = np.append(np.delete(bounds[:-1], empty_lines), bounds[-1])
     return starts, empty_lines - np.arange(len(empty_lines))

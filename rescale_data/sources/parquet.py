@@ -144,7 +144,4 @@ def _tail_of(ranges: Ranges) -> ArrowBuffer:
 def _decoded_bytes(row_group: Any) -> int:
     """Return the approximate bytes of a decoded row group; dictionaries and run lengths make numbers smaller in the file."""
     chunks = [row_group.column(i) for i in range(row_group.num_columns)]
-    return sum(
-        max(column.total_uncompressed_size, column.num_values * _WIDTHS.get(column.physical_type, 0))
-        for column in chunks
-    )
+    return sum(max(col.total_uncompressed_size, col.num_values * _WIDTHS.get(col.physical_type, 0)) for col in chunks)

@@ -286,11 +286,9 @@ def _schema_of(kind: Mapping[str, Any]) -> ArrowSchema:
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(kind["schema"])))
 
 
-def _differing_column(
-    expected: ArrowSchema, other_schema: ArrowSchema, requested: Sequence[str], uses_all: bool
-) -> str | None:
-    names = [*requested, *(name for name in other_schema.names if uses_all and name not in requested)]
-    return next((name for name in names if _type(expected, name) != _type(other_schema, name)), None)
+def _differing_column(expected: ArrowSchema, other: ArrowSchema, columns: Sequence[str], uses_all: bool) -> str | None:
+    names = [*columns, *(name for name in other.names if uses_all and name not in columns)]
+    return next((name for name in names if _type(expected, name) != _type(other, name)), None)
 
 
 def _type(schema: ArrowSchema, name: str) -> str:

@@ -97,19 +97,17 @@ class WebDatasetSource(IndexedSource):
 
     def _load(self, fragment: int) -> Rows:
         data = self._bytes(fragment, self._raw_byte_range(fragment))
-        open_file, rows, starts = self._fragment_rows(fragment)
+        opened, rows, starts = self._fragment_rows(fragment)
         names = list(self._index.kind(self._index.file_of(fragment))["counts"])
-        bounds = np.array(open_file.array("first")[rows.start : rows.stop + 1])
+        bounds = np.array(opened.array("first")[rows.start : rows.stop + 1])
         span = slice(int(bounds[0]), int(bounds[-1]))
-        key_ends = np.array(open_file.array("key_ends")[max(0, rows.start - 1) : rows.stop])
+        key_ends = np.array(opened.array("key_ends")[max(0, rows.start - 1) : rows.stop])
         key_ends = key_ends if rows.start else np.append(0, key_ends)
-        keys = open_file.array("keys")[int(key_ends[0]) : int(key_ends[-1])].tobytes()
-        table = np.stack(
-            [np.array(open_file.array(name)[span], dtype=np.int64) for name in ("column", "offset", "size")]
-        )
+        keys = opened.array("keys")[int(key_ends[0]) : int(key_ends[-1])].tobytes()
+        table = np.stack([np.array(opened.array(name)[span], dtype=np.int64) for name in ("column", "offset", "size")])
         table[1] -= starts[0]
         samples = _Samples(data, keys, key_ends - key_ends[0], bounds - bounds[0], table, names, self.columns or ())
-        open_file.ranges.release_with(samples, data)
+        opened.ranges.release_with(samples, data)
         return samples
 
 
@@ -185,10 +183,10 @@ def _group_members(tar_members: Iterator[tuple[str, str, int, int, int]]) -> Foo
     starts, bounds, data_end = [], [0], 0
     table: list[tuple[int, int, int]] = []
     row_columns: set[str] = set()
-    num_links = 0
+    links = 0
     for key, column, header_offset, offset, size in tar_members:
         if size < 0:
-            num_links += 1
+            links += 1
             continue
         if not keys or key != keys[-1]:
             keys.append(key)
@@ -213,7 +211,5 @@ def _group_members(tar_members: Iterator[tuple[str, str, int, int, int]]) -> Foo
         "key_ends": np.cumsum([len(key) for key in encoded_keys], dtype=np.int64),
     }
     return make_footer(
-        np.array([*starts, data_end], dtype=np.int64),
-        arrays,
-        {"counts": counts, **({"links": num_links} if num_links else {})},
+        np.array([*starts, data_end], dtype=np.int64), arrays, {"counts": counts, **({"links": links} if links else {})}
     )

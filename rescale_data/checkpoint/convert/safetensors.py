@@ -89,9 +89,7 @@ def to_safetensors(
         with new_folder(store, destination) as temporary_folder:
             _write_files(store, temporary_folder, stored, values, files, budget)
         keys_with_tensors = [
-            key
-            for key, value in values.items()
-            if any(isinstance(inner, torch.Tensor) for inner in nested_values(value))
+            key for key, value in values.items() if any(isinstance(leaf, torch.Tensor) for leaf in nested_values(value))
         ]
         if keys_with_tensors:
             names = ", ".join(keys_with_tensors)
@@ -133,13 +131,11 @@ def from_safetensors(
     source = Path(mapped_path(folder))
     leaves = _map_files([source]) if source.is_file() else _map_by_index(source)
     non_tensors_file = source / NON_TENSORS
-    non_tensors: dict[str, Any] = (
+    others: dict[str, Any] = (
         map_file(os.fspath(non_tensors_file)) if non_tensors_file.exists() else {"values": {}, "paths": {}}
     )
-    leaves |= non_tensors["values"]
-    content = tree_of(
-        {key: tuple(non_tensors["paths"].get(key, (key,))) for key in leaves}, leaves, non_tensors.get("lost", ())
-    )
+    leaves |= others["values"]
+    content = tree_of({key: tuple(others["paths"].get(key, (key,))) for key in leaves}, leaves, others.get("lost", ()))
     save_alone(path, content if name is None else {name: content}, storage_options)
 
 

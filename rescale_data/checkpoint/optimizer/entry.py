@@ -54,9 +54,7 @@ class OptimizerEntry(Entry):
             return {"state": {}, GROUPS: [{"params": group["params"]} for group in self._live_state[GROUPS]]}
         self._saved_indices, difference = match_groups([group["params"] for group in self._live_state[GROUPS]], names)
         unmatched = (
-            group["params"]
-            for group, index in zip(self._live_state[GROUPS], self._saved_indices, strict=True)
-            if index is None
+            group["params"] for group, i in zip(self._live_state[GROUPS], self._saved_indices, strict=True) if i is None
         )
         self.refusals = {f"{self.name}.{GROUPS}": difference} if difference else {}
         self._unmatched = {*chain(*unmatched)}  # parameters whose state is not taken
@@ -69,10 +67,8 @@ class OptimizerEntry(Entry):
     def _saved_names(self, reader: Reader) -> list[Names]:
         """Read the parameter names of each saved group from the checkpoint, where they are plain values."""
         prefix = f"{self.name}.{GROUPS}"
-        values = reader.values(
-            f"{prefix}.{index}.params" for index, group in enumerate(self._saved_groups) if "params" in group
-        )
-        return [values.get(f"{prefix}.{number}.params") or [] for number in range(len(self._saved_groups))]
+        names = reader.values(f"{prefix}.{i}.params" for i, group in enumerate(self._saved_groups) if "params" in group)
+        return [names.get(f"{prefix}.{number}.params") or [] for number in range(len(self._saved_groups))]
 
     def _allocate_state(self, states: Mapping[str, Any]) -> dict[str, Any]:
         first_states, tensors = first_state(self.optimizer, [*self._parameters.values()]), dict[str, Any]()
@@ -123,14 +119,8 @@ def match_groups(groups: Sequence[Names], saved: Sequence[Names]) -> tuple[list[
         numbers_by_names[frozenset(names)].append(number)
     queues = [numbers_by_names[frozenset(names)] for names in groups]
     numbers = [queue.popleft() if queue else None for queue in queues]
-    unmatched = [
-        f"group {index} of the state, {_first_few(names)}"
-        for index, names in enumerate(groups)
-        if numbers[index] is None
-    ]
-    unmatched += [
-        f"group {index} of the checkpoint, {_first_few(saved[index])}" for index in set(range(len(saved))) - {*numbers}
-    ]
+    unmatched = [f"group {i} of the state, {_first_few(names)}" for i, names in enumerate(groups) if numbers[i] is None]
+    unmatched += [f"group {i} of the checkpoint, {_first_few(saved[i])}" for i in set(range(len(saved))) - {*numbers}]
     difference = (
         f"{len(groups)} parameter groups in the state and {len(saved)} in the checkpoint. Without a match: "
         f"{'; '.join(unmatched[:4])}. Group the parameters as in the run that saved"

@@ -22,14 +22,12 @@ def owning_module(
 ) -> nn.Module:
     """Return the module that has all parameters of the optimizer, or several modules combined into one."""
     wanted_ids = {id(parameter) for parameter in parameters_of(optimizer)}
-    owned_parameters = [
-        (path, module, wanted_ids & {id(param) for param in module.parameters()}) for path, module in modules
-    ]
-    for _, module, parameters in owned_parameters:
+    owned = [(path, module, wanted_ids & {id(param) for param in module.parameters()}) for path, module in modules]
+    for _, module, parameters in owned:
         if parameters == wanted_ids:
             return module
-    if wanted_ids <= {parameter for _, _, parameters in owned_parameters for parameter in parameters}:
-        return _combine_modules({"/".join(path): module for path, module, parameters in owned_parameters if parameters})
+    if wanted_ids <= {parameter for _, _, parameters in owned for parameter in parameters}:
+        return _combine_modules({"/".join(path): module for path, module, parameters in owned if parameters})
     raise ValueError(
         f"The parameters of the optimizer {name!r} are not those of a module in the state "
         f"({[path for path, _ in modules] or 'there is none'}), so they have no names. "

@@ -111,9 +111,7 @@ class Ownership:
             if (save := self._valid_save(name, listed) or self._find_deletion(listed))
         }
         """The valid save or deletion of each step, by the step's name."""
-        self._steps_to_sweep = {
-            name for name, listed in names.items() if self._obsolete_names(listed, self.saves.get(name))
-        }
+        self._steps_to_sweep = {name for name, listed in names.items() if self._old_names(listed, self.saves.get(name))}
         self._steps_to_restore = {name for name, save in self.saves.items() if not save.is_deletion}
         self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._steps_to_restore)}
         self._put_claim()
@@ -246,7 +244,7 @@ class Ownership:
         """Remove obsolete files of a step that nobody reads; True if none are left."""
         final_path, save, step = self._step_folder(name), self.saves.get(name), self._leased_step(name)
         deletion = save if save is not None and save.is_deletion else None
-        obsolete_names = self._obsolete_names(self.store.names(final_path), save)
+        obsolete_names = self._old_names(self.store.names(final_path), save)
         self.look()
         leases = self._readers.look()
         unread_names = [entry for entry in obsolete_names if lease_state(leases, step, save_of(entry)) == "gone"]
@@ -264,7 +262,7 @@ class Ownership:
             del self.saves[name]
         return len(unread_names) == len(obsolete_names)
 
-    def _obsolete_names(self, names: list[str], save: Save | None) -> list[str]:
+    def _old_names(self, names: list[str], save: Save | None) -> list[str]:
         """Return the entries of a step's folder that belong to obsolete saves; all entries if `save` is a deletion."""
         if save is not None and save.is_deletion:
             return list(names)
@@ -364,25 +362,21 @@ class Ownership:
         return Save(self.owner, self._num_saves)
 
 
-def prepare(store: Store, final_path: str, *, overwrite: bool) -> None:
-    """Raise `ValueError` unless a checkpoint may be saved at ``final_path``; a link becomes a folder of links to its files."""
-    if not (store.is_link(final_path) and overwrite):
-        if store.is_file(final_path):
-            raise ValueError(
-                f"{final_path} is a file; a checkpoint is a folder. Give another path, or move the file away."
-            )
-        names = store.names(final_path)
+def prepare(store: Store, path: str, *, overwrite: bool) -> None:
+    """Raise `ValueError` unless a checkpoint may be saved at ``path``; a link becomes a folder of links to its files."""
+    if not (store.is_link(path) and overwrite):
+        if store.is_file(path):
+            raise ValueError(f"{path} is a file; a checkpoint is a folder. Give another path, or move the file away.")
+        names = store.names(path)
         if any(name == METADATA or ((save := Save.from_manifest(name)) and not save.is_deletion) for name in names):
             if not overwrite:
                 raise ValueError(
-                    f"{final_path} already holds a checkpoint. Give another path, or overwrite=True to replace it."
+                    f"{path} already holds a checkpoint. Give another path, or overwrite=True to replace it."
                 )
-        elif other_names := [name for name in names if not _is_package_name(name)]:
-            raise ValueError(
-                f"{final_path} holds {other_names[:3]} and is no checkpoint; it is not replaced. Give another path."
-            )
-    if store.is_link(final_path):
-        _link_files(store, final_path)
+        elif others := [name for name in names if not _is_package_name(name)]:
+            raise ValueError(f"{path} holds {others[:3]} and is no checkpoint; it is not replaced. Give another path.")
+    if store.is_link(path):
+        _link_files(store, path)
 
 
 def _is_package_name(name: str) -> bool:

@@ -63,11 +63,9 @@ class Contents:
 
     @classmethod
     def from_metadata(cls, metadata: Metadata) -> Contents:
-        saved, planner_paths = metadata.state_dict_metadata, metadata.planner_data or {}
-        paths = {name: tuple(planner_paths.get(name, (name,))) for name in saved}
-        return cls(
-            {name: _meta(value) for name, value in saved.items()}, paths, frozenset(saved.keys() - planner_paths.keys())
-        )
+        saved, planned = metadata.state_dict_metadata, metadata.planner_data or {}
+        paths = {key: tuple(planned.get(key, (key,))) for key in saved}
+        return cls({key: _meta(value) for key, value in saved.items()}, paths, frozenset(saved.keys() - planned.keys()))
 
     def subtree(self, root: tuple[str, ...]) -> Contents:
         """Return the contents below a path in the nested state; their paths are relative to it."""
@@ -88,12 +86,10 @@ def save_id_of(metadata: Metadata) -> str:
 
 def minimum_sizes(metadata: Metadata) -> dict[str, int]:
     """Return the minimum size of each file in bytes: the end of its last piece."""
-    end_offsets: dict[str, int] = {}
+    ends: dict[str, int] = {}
     for location in cast(dict[Any, Any], metadata.storage_data or {}).values():
-        end_offsets[location.relative_path] = max(
-            end_offsets.get(location.relative_path, 0), location.offset + location.length
-        )
-    return end_offsets
+        ends[location.relative_path] = max(ends.get(location.relative_path, 0), location.offset + location.length)
+    return ends
 
 
 class Pieces(torch.Tensor):
@@ -206,9 +202,7 @@ class Reader(ABC):
     def values(self, names: Iterable[str]) -> dict[str, Any]:
         """Return plain values and whole tensors on the CPU, by flattened name."""
         saved = {name: self.contents.values[name] for name in names}
-        return self.load(
-            {key: None if tensor is None else torch.empty_like(tensor, device="cpu") for key, tensor in saved.items()}
-        )
+        return self.load({key: None if t is None else torch.empty_like(t, device="cpu") for key, t in saved.items()})
 
 
 def _copy(item: ReadItem, stored_tensor: torch.Tensor, target: torch.Tensor) -> None:
@@ -255,10 +249,7 @@ class FilesReader(Reader):
             raise ValueError(
                 f"{self.name} was compressed when it was saved. Load it with DCP's own load, and save it anew."
             )
-        requested = sorted(
-            (location.relative_path, location.offset, location.length, index)
-            for index, location in enumerate(locations)
-        )
+        requested = sorted((piece.relative_path, piece.offset, piece.length, i) for i, piece in enumerate(locations))
         buffer = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
         for name, in_file in itertools.groupby(requested, operator.itemgetter(0)):
             self.check()

@@ -99,10 +99,7 @@ def _value_metadata(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageM
     fields = _fields(value)
     if "chunks" not in fields:
         return dcp.BytesStorageMetadata()
-    chunks = [
-        dcp.ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"]))
-        for chunk in map(vars, fields["chunks"])
-    ]
+    chunks = [dcp.ChunkStorageMetadata(_size(c["offsets"]), _size(c["sizes"])) for c in map(vars, fields["chunks"])]
     return dcp.TensorStorageMetadata(_properties(fields["properties"]), _size(fields["size"]), chunks)
 
 
@@ -129,9 +126,7 @@ def _location(location: Mapping[str, Any]) -> SimpleNamespace:
         relative_path=name,
         offset=int(location["offset"]),
         length=int(location["length"]),
-        transform_descriptors=None
-        if transforms is None
-        else tuple(checked(transform, str) for transform in transforms),
+        transform_descriptors=None if transforms is None else tuple(checked(text, str) for text in transforms),
     )
 
 

@@ -95,9 +95,7 @@ def allowed_by_user() -> dict[str, Any]:
 
 def checked_sizes(values: Any) -> tuple[int, ...]:
     """Return sizes or strides as a tuple; raise ``ValueError`` unless all are integers of at least 0."""
-    if not isinstance(values, tuple | list) or not all(
-        type(size) is int and size >= 0 for size in cast("list[Any]", values)
-    ):
+    if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in cast("list[Any]", values)):
         raise ValueError(f"{values!r} are no sizes")
     return tuple(cast("list[int]", values))
 

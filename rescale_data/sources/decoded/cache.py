@@ -75,9 +75,7 @@ class Cache:
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
         self._locks = weakref.WeakValueDictionary[Hashable, Any]()
         self.nbytes = 0
-        self._rank_budget = (
-            self._budget_of_large
-        ) = -1  # not known; the second is the budget for which `_large_sizes` holds
+        self._rank_budget = self._budget_of_large = -1  # not known; the second is the budget of `_large_sizes`
 
     @property
     def budget(self) -> int:
@@ -115,15 +113,11 @@ class Cache:
         size, is_derived = self._size_of(value), isinstance(value, Derived)
         with self._lock:
             self._pop(key)
-            entries, owner_keys = (
+            entries, keys = (
                 self._derived if is_derived else self._ordinary,
                 self._keys_of_owner.setdefault(_owner(key), {}),
             )
-            self._entries[key], owner_keys[key], entries[key] = (
-                size,
-                None,
-                value,
-            )  # no call: Ctrl-C does not interrupt it
+            self._entries[key], keys[key], entries[key] = (size, None, value)  # no call: Ctrl-C does not interrupt it
             self.nbytes += size
             self._derived_bytes += size * is_derived
             budget = self.budget

@@ -135,15 +135,13 @@ def _is_list(kind: ArrowType) -> bool:
     return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
 
 
-def check_columns(schema: ArrowSchema, columns: Sequence[str], table_name: str) -> None:
+def check_columns(schema: ArrowSchema, columns: Sequence[str], table: str) -> None:
     """Raise ``ValueError`` if a column is missing or occurs more than once in a schema."""
     for column in columns:
         if column not in schema.names:
-            raise ValueError(f"{table_name} has no column {column!r}. It has {', '.join(map(repr, schema.names))}.")
+            raise ValueError(f"{table} has no column {column!r}. It has {', '.join(map(repr, schema.names))}.")
         if len(schema.get_all_field_indices(column)) > 1:
-            raise ValueError(
-                f"{table_name} has several columns {column!r}. Rename them, or give columns=[...] without it."
-            )
+            raise ValueError(f"{table} has several columns {column!r}. Rename them, or give columns=[...] without it.")
 
 
 def chosen_columns(columns: Sequence[str] | None) -> list[str] | None:

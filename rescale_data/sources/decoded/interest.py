@@ -163,9 +163,7 @@ def warn_if_thrashing(
     shards_per_process = -(-owned_shards // max(1, num_workers))
     fragmented = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
     counts = [
-        source.num_rows // max(1, len(fragments) - 1)
-        for source in fragmented
-        if (fragments := source.fragments) is not None
+        source.num_rows // max(1, len(bounds) - 1) for source in fragmented if (bounds := source.fragments) is not None
     ]
     decodes_per_epoch = max(counts, default=0)
     needed = (1 + num_workers) * (

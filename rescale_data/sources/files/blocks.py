@@ -89,16 +89,14 @@ def codec_of(name: str) -> str | None:
 
 def write_blocks(chunks: Iterator[bytes], path: str) -> None:
     """Write chunks of bytes to a file for `BlockRanges`; each chunk is compressed as a block of its own."""
-    codec, content_offsets, copy_offsets = pa.Codec("zstd"), [0], [0]
+    codec, offsets, copy_offsets = pa.Codec("zstd"), [0], [0]
     with open(path, "wb") as file:
         for chunk in chunks:
             data = codec.compress(chunk, asbytes=True)
             file.write(data)
-            content_offsets.append(content_offsets[-1] + len(chunk))
+            offsets.append(offsets[-1] + len(chunk))
             copy_offsets.append(copy_offsets[-1] + len(data))
-        file.write(
-            np.array([*content_offsets, *copy_offsets, len(content_offsets) - 1], dtype=np.int64).tobytes() + _MAGIC
-        )
+        file.write(np.array([*offsets, *copy_offsets, len(offsets) - 1], dtype=np.int64).tobytes() + _MAGIC)
 
 
 def decompressed(stream: Any, codec: str) -> Iterator[bytes]:

@@ -336,12 +336,11 @@ def _stamp(info: Mapping[str, Any]) -> str:
 
 def _filter_names(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
     """Return the paths that end in one of the suffixes, and have no name below the root that begins with "." or "_"."""
-    prefix_length = len(root.rstrip("/")) + 1
+    start = len(root.rstrip("/")) + 1
     return [
         path
         for path in paths
-        if path.endswith(tuple(suffixes))
-        and not any(name.startswith((".", "_")) for name in Path(path[prefix_length:]).parts)
+        if path.endswith(tuple(suffixes)) and not any(name.startswith((".", "_")) for name in Path(path[start:]).parts)
     ]
 
 
