@@ -202,13 +202,11 @@ def offsets(fields: Sequence[Field]) -> list[int]:
 
 
 def join_fields(
-    own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...]
+    own_fields: tuple[Field, ...], children: tuple[tuple[str, tuple[Field, ...]], ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
     """Return the fields of a node and of its children, and the slice of each child, as the same objects for every shard."""
     return _join_fields(
-        own_fields,
-        child_fields,
-        tuple(field.counts for fields in (own_fields, *(f for _, f in child_fields)) for field in fields),
+        own_fields, children, tuple(f.counts for fields in (own_fields, *(fs for _, fs in children)) for f in fields)
     )
 
 

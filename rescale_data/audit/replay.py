@@ -143,20 +143,14 @@ class Interval:
         ]
 
     def _reading(
-        self,
-        global_batch_size: int,
-        dp_world_size: int,
-        micro_batch_size: int,
-        rank: int,
-        num_workers: int,
-        shards: Container[int],
+        self, global_batch: int, world_size: int, batch_size: int, rank: int, num_workers: int, shards: Container[int]
     ) -> Reading:
         options = Options(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch,
+            micro_batch_size=batch_size,
             num_logical_shards=len(self.end.table),
             dp_rank=rank,
-            dp_world_size=dp_world_size,
+            dp_world_size=world_size,
             num_workers=num_workers,
             seed=self.end.header["seed"],
             repeat=self.repeat,

@@ -96,9 +96,7 @@ def show(
 @app.command()
 def plan(
     global_batch_size: Annotated[int, typer.Argument(help="Samples of an optimizer step over all ranks.")],
-    current_ranks: Annotated[
-        int | None, typer.Option("--from", help="Data-parallel ranks that the run has now.")
-    ] = None,
+    current: Annotated[int | None, typer.Option("--from", help="Data-parallel ranks that the run has now.")] = None,
     to: Annotated[list[int] | None, typer.Option(help="Data-parallel ranks that it may get; may be repeated.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs that are alive: which number of ranks uses most?")] = None,
     model_parallel: Annotated[int, typer.Option(min=1, help="GPUs a data-parallel rank: TP * PP * CP.")] = 1,
@@ -108,7 +106,7 @@ def plan(
     """List the numbers of ranks, micro batches and workers that keep the global batches of a run."""
     from rescale_data.cli import planning, render
 
-    sizes = [*([] if current_ranks is None else [current_ranks]), *(to or [])]
+    sizes = [*([] if current is None else [current]), *(to or [])]
     answer = _run_or_exit(lambda: planning.answer(global_batch_size, sizes, gpus, model_parallel, num_logical_shards))
     _print(as_json, answer, lambda console: render.show_plan(console, answer))
 
@@ -173,9 +171,7 @@ def convert(
     from rescale_data.cli import conversion
     from rescale_data.layout.plan import format_size
 
-    result = _run_or_exit(
-        lambda: conversion.convert(source, target, target_format=to, name=name, max_shard_size=max_shard_size)
-    )
+    result = _run_or_exit(lambda: conversion.convert(source, target, to=to, name=name, max_shard_size=max_shard_size))
     text = f"{result['target']}: {result['format']}, {len(result['files'])} files, {format_size(result['bytes'])}"
     _print(as_json, result, lambda console: console.print(text, markup=False))
 

@@ -10,15 +10,13 @@ from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import Store, split
 
 
-def convert(
-    source: str, target: str, *, target_format: str | None, name: str | None, max_shard_size: int
-) -> dict[str, Any]:
+def convert(source: str, target: str, *, to: str | None, name: str | None, max_shard_size: int) -> dict[str, Any]:
     """Convert a checkpoint; return ``source``, ``target``, ``format``, ``files`` (names) and ``bytes``.
 
     Args:
-        target_format: ``"torch"``, ``"safetensors"`` or ``"dcp"``; default by what ``target`` is called.
+        to: ``"torch"``, ``"safetensors"`` or ``"dcp"``; default by what ``target`` is called.
     """
-    kind = target_format or _format_of(target)
+    kind = to or _format_of(target)
     (source_store, source_path), (store, target_path) = open_store(source), open_store(target)
     if kind != "safetensors" and store.is_file(target_path):
         raise ValueError(f"{target} exists already. Give another name, or remove it first.")

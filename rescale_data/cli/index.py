@@ -26,20 +26,18 @@ FORMATS: dict[str, type[FileSource]] = {
 _POLL_SECONDS = 0.5
 
 
-def index(
-    paths: Sequence[str], index_dir: str, format_name: str | None, processes: int, console: Console
-) -> dict[str, Any]:
+def index(paths: Sequence[str], index_dir: str, fmt: str | None, processes: int, console: Console) -> dict[str, Any]:
     """Make the index of a source, in several processes that divide its files among them.
 
     Args:
         paths: As they are given to the source.
         index_dir: As it is given to the source.
-        format_name: A key of `FORMATS`; by default the format of the files' names.
+        fmt: A key of `FORMATS`; by default the format of the files' names.
     """
     source_paths = paths[0] if len(paths) == 1 else list(paths)
-    if format_name not in (None, *FORMATS):
-        raise ValueError(f"--format {format_name}: give one of {', '.join(FORMATS)}.")
-    kind = FORMATS[format_name] if format_name is not None else _format_of(source_paths)
+    if fmt not in (None, *FORMATS):
+        raise ValueError(f"--format {fmt}: give one of {', '.join(FORMATS)}.")
+    kind = FORMATS[fmt] if fmt is not None else _format_of(source_paths)
     num_files = len(find(source_paths, kind.SUFFIXES).names)
     num_rows, arguments, num_parts = 0, (kind, source_paths, index_dir), count_parts(index_dir)
     spawn = multiprocessing.get_context("spawn")

@@ -126,9 +126,7 @@ def data_summary(state: Saved) -> dict[str, Any]:
     }
     row_keys = {name: f"{name}.row" if name else "row" for name in epochs}
     sources = {path.removeprefix("root"): source for path, source in header["sources"].items()}
-    row_counts = {
-        name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))
-    }
+    counts = {name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))}
     left_out = {key: int(rows.sum()) for key, rows in shards.items() if key.rpartition(".")[2] in LEFT_OUT}
     return {
         **{key: value for key, value in header.items() if isinstance(value, int)},
@@ -136,7 +134,7 @@ def data_summary(state: Saved) -> dict[str, Any]:
         "epochs": {name: [int(rows.min()), int(rows.max())] for name, rows in epochs.items() if rows.numel()},
         "shards": shards["samples"].tolist(),
         "rows": {name: shards[key].tolist() for name, key in row_keys.items() if key in shards},
-        "of_rows": {name: rows / max(1, shards["samples"].numel()) for name, rows in row_counts.items()},
+        "of_rows": {name: rows / max(1, shards["samples"].numel()) for name, rows in counts.items()},
         "epoch_of": {name: rows.flatten().tolist() for name, rows in epochs.items()},
         "mixture": _mixture(shards, header["pipeline"]),
         "left_out": {key: count for key, count in left_out.items() if count},

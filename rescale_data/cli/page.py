@@ -65,12 +65,10 @@ def _progress(source: str, data: Mapping[str, Any]) -> tuple[str, str, str, str]
     """Return a table row: progress of ``source`` in all logical shards, in epochs if their length is known, else rows."""
     rows, (min_epoch, max_epoch) = data["rows"][source], data["epochs"][source]
     epoch = str(min_epoch) if min_epoch == max_epoch else f"{min_epoch} to {max_epoch}"
-    rows_per_shard = data["of_rows"].get(source)
-    if rows_per_shard is None:
+    shard_rows = data["of_rows"].get(source)
+    if shard_rows is None:
         return source or "data", epoch, f"rows {min(rows):,} to {max(rows):,}", _heatmap(rows, max(*rows, 1), rows)
-    values = [
-        epoch - min_epoch + row / rows_per_shard for epoch, row in zip(data["epoch_of"][source], rows, strict=True)
-    ]
+    values = [epoch - min_epoch + row / shard_rows for epoch, row in zip(data["epoch_of"][source], rows, strict=True)]
     summary = f"{fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
     return source or "data", epoch, summary, _heatmap(values, max(*values, 1), rows)
 

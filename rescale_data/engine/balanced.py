@@ -212,15 +212,11 @@ class Balanced(WrappedFeed):
         """Send samples to the ranks that compute them; return the samples read here and received, by index (collective)."""
         me, indices = self._sample_group.me, np.arange(len(rank))
         is_own = owners == me
-        samples = dict(
-            zip(indices[is_own].tolist(), (s for batch in step.micro_batches for s in batch.batch), strict=True)
-        )
-        outgoing = _grouped(rank[is_own], indices[is_own], me)
+        samples = dict(zip(indices[is_own].tolist(), (s for mb in step.micro_batches for s in mb.batch), strict=True))
+        to_send = _grouped(rank[is_own], indices[is_own], me)
         incoming = _grouped(owners[rank == me], indices[rank == me], me)
-        received = exchanges.exchange_lists(
-            {index: [samples[n] for n in sent] for index, sent in outgoing.items()}, list(incoming)
-        )
-        moved = {n: s for index, values in received.items() for n, s in zip(incoming[index], values, strict=True)}
+        lists = exchanges.exchange_lists({i: [samples[n] for n in sent] for i, sent in to_send.items()}, list(incoming))
+        moved = {n: s for i, values in lists.items() for n, s in zip(incoming[i], values, strict=True)}
         return samples | moved
 
     def _batch(self, indices: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:

@@ -55,9 +55,7 @@ class Ends:
         self._epoch = -1  # the epoch that the next three describe
         self._table: Ints | None = None  # with all rows, of a `plan_round` that has not ended
         self._num_ahead = 0
-        self._epoch_ends = np.empty(
-            (0, 0), dtype=np.int64
-        )  # for each shard: its samples at the end, and its slots after it
+        self._epoch_ends = np.empty((0, 0), dtype=np.int64)  # of each shard: samples at the end, and slots after it
 
     def num_left(self, table: Ints) -> Ints | None:
         """Return the samples left in the epoch of each shard, ``int64[N]``; `None` if endless, or known only by reading."""

@@ -105,13 +105,11 @@ class InProcess(Feed):
             raise Exhausted
         if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker
             self.runner.serve(self._segment.served(u))
-        micro_batch = self._draw(turns(u))
+        batch = self._draw(turns(u))
         if self._pads:
-            micro_batch = micro_batch._replace(
-                batch=with_valid(micro_batch.batch, micro_batch.num_real, len(micro_batch.shards))
-            )
+            batch = batch._replace(batch=with_valid(batch.batch, batch.num_real, len(batch.shards)))
         self._turns = turns
-        return micro_batch
+        return batch
 
     def progress(self) -> dict[str, float]:
         seconds = self._seconds

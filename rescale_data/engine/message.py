@@ -134,17 +134,12 @@ class Packed(pickle.Pickler):
             if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.requires_grad or obj.is_quantized:
                 return None
             dense = obj.contiguous().reshape(-1)
-            return "tensor", obj.dtype, tuple(obj.shape), self._add_array(dense.view(torch.uint8).numpy())
+            return "tensor", obj.dtype, tuple(obj.shape), self._add(dense.view(torch.uint8).numpy())
         if type(obj) is np.ndarray and obj.dtype.kind in "biufc":
-            return (
-                "array",
-                obj.dtype.str,
-                obj.shape,
-                self._add_array(np.ascontiguousarray(obj).reshape(-1).view(np.uint8)),
-            )
+            return ("array", obj.dtype.str, obj.shape, self._add(np.ascontiguousarray(obj).reshape(-1).view(np.uint8)))
         return None
 
-    def _add_array(self, array: Any) -> int:
+    def _add(self, array: Any) -> int:
         offset = _round_up(self.size)
         self._arrays.append((offset, array))
         self.size = offset + array.size

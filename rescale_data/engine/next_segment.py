@@ -52,15 +52,12 @@ def _plan(cursor: Cursor, ends: Ends) -> Cursor:
     if (table[:, REMAINDER] == NO_REMAINDER).all():
         stop = None if num_left is None else max(layout.main_phase_end(samples, num_left, cursor.u), cursor.u)
         return cursor._replace(segment=_segment(ends, cursor.u, stop, samples, num_left), owners=ends.owners)
-    if (
-        num_left is None and not cursor.u
-    ):  # a round that has not begun: it may have been planned for another global batch
+    if num_left is None and not cursor.u:  # a round that has not begun: perhaps planned for another global batch
         return _next_round(cursor, ends)
-    planned_left = table[:, REMAINDER].copy()
-    samples_before = samples - Remainder(layout, planned_left, samples, False).delivered(cursor.u)
+    planned = table[:, REMAINDER].copy()
+    earlier = samples - Remainder(layout, planned, samples, False).delivered(cursor.u)
     return cursor._replace(
-        segment=_remainder_segment(ends, cursor.u, planned_left, samples_before, is_known=num_left is not None),
-        owners=ends.owners,
+        segment=_remainder_segment(ends, cursor.u, planned, earlier, is_known=num_left is not None), owners=ends.owners
     )
 
 
@@ -77,7 +74,7 @@ def _begin_remainder(
     table[:, REMAINDER] = num_left
     clock = cursor.clock_now(ends.layout).restarted(ends.layout.global_batch_size)
     segment = _remainder_segment(ends, 0, num_left, samples, is_known=is_known)
-    return _cursor_at(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
+    return _moved(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
 
 
 def _end_epoch(cursor: Cursor, remainder: Remainder, ends: Ends) -> Cursor:
@@ -102,19 +99,17 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: Ends) -> Cursor:
         dropped_samples=clock.dropped_samples + num_dropped,
         padded_samples=clock.padded_samples + remainder.num_padded,
     )
-    return _cursor_at(cursor, clock, table, ends)._replace(segment=None, ended=True)
+    return _moved(cursor, clock, table, ends)._replace(segment=None, ended=True)
 
 
 def _begin_epoch(cursor: Cursor, ends: Ends) -> Cursor:
     table = cursor.positions.copy()
     table[:, REMAINDER] = NO_REMAINDER
     clock = cursor.clock_now(ends.layout).next_epoch(ends.layout.global_batch_size)
-    return _cursor_at(cursor, clock, table, ends)._replace(
-        ended=False, resumed=False, empty_epochs=cursor.empty_epochs + 1
-    )
+    return _moved(cursor, clock, table, ends)._replace(ended=False, resumed=False, empty_epochs=cursor.empty_epochs + 1)
 
 
-def _cursor_at(cursor: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
+def _moved(cursor: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
     return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout), last_rows=None)
 
 

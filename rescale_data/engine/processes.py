@@ -94,20 +94,11 @@ class Crew:
         self._bell_reader, self._bell_writer = Pipe(duplex=False)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for number in range(num_workers):
+        for index in range(num_workers):
             trainer_end, worker_end = context.Pipe()
-            args = (
-                number,
-                num_workers,
-                worker_end,
-                self.free_slabs[number],
-                self.board,
-                worker,
-                [*seed, number],
-                init_fn,
-            )
+            args = (index, num_workers, worker_end, self.free_slabs[index], self.board, worker, [*seed, index], init_fn)
             process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-                target=_run, args=args, daemon=True, name=f"rescale_data-worker-{number}"
+                target=_run, args=args, daemon=True, name=f"rescale_data-worker-{index}"
             )
             process.start()
             worker_end.close()

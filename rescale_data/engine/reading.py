@@ -238,21 +238,14 @@ class Reading:
         Raises:
             ValueError: It is another epoch.
         """
-        current = self.epoch
-        if epoch == current + 1 and self._is_over():
+        now = self.epoch
+        if epoch == now + 1 and self._is_over():
             self._begin_next_epoch()
-        elif (
-            self._cursor.resumed
-            and not self._stream.clock.in_step
-            and 0 <= epoch == current - 1
-            and self._is_at_epoch_end()
-        ):
-            self._stream.cursor = self._cursor._replace(
-                epochs_seen=epoch
-            )  # a state there does not say if the end was seen
-        elif epoch != current:
+        elif self._cursor.resumed and not self._stream.clock.in_step and 0 <= epoch == now - 1 and self._at_epoch_end():
+            self._stream.cursor = self._cursor._replace(epochs_seen=epoch)  # a state there does not say if it was seen
+        elif epoch != now:
             raise ValueError(
-                f"set_epoch({epoch}): the loader is in epoch {current}, and moves on to {current + 1} when its last batch has "
+                f"set_epoch({epoch}): the loader is in epoch {now}, and moves on to {now + 1} when its last batch has "
                 f"been taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
             )
 
@@ -292,7 +285,7 @@ class Reading:
         steps = self._steps_per_epoch
         if steps is None:
             return self._cursor.ended
-        return self._is_at_epoch_end() and self.step // steps > self._cursor.epochs_seen
+        return self._at_epoch_end() and self.step // steps > self._cursor.epochs_seen
 
     def progress(self) -> dict[str, float]:
         """Return counters for a logger, by name: of the run, of rows drawn by this rank's shards, and of waits and reads.
@@ -312,10 +305,8 @@ class Reading:
         Returns:
             By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
         """
-        values, ranks = self.progress(), self._stream.ranks
-        return report(
-            NAMES, ranks.gather_floats([values[name] for name in NAMES]), ranks.rank if ranks.simulated else 0
-        )
+        stats, ranks = self.progress(), self._stream.ranks
+        return report(NAMES, ranks.gather_floats([stats[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
     def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
         activity = self._stream.feed.activity() if waits(frame) else ""
@@ -407,7 +398,7 @@ class Reading:
             require_reopenable(self._stream, stream)
         reopened.load_state_dict(state_of(self._cursor, self._stream.ends) if state is None else state, delivered)
         if state is None:  # keep whether the end of the epoch was seen here
-            unseen = self._steps_per_epoch is not None and self._ended and reopened._is_at_epoch_end()
+            unseen = self._steps_per_epoch is not None and self._ended and reopened._at_epoch_end()
             cursor = stream.cursor
             stream.cursor = cursor._replace(resumed=self._cursor.resumed, epochs_seen=cursor.epochs_seen - unseen)
         self.close()
@@ -481,7 +472,7 @@ class Reading:
         else:
             self._stream.cursor = self._cursor._replace(epochs_seen=self.step // self._steps_per_epoch, resumed=False)
 
-    def _is_at_epoch_end(self) -> bool:
+    def _at_epoch_end(self) -> bool:
         return (
             self._steps_per_epoch is not None
             and not self._stream.num_in_step

@@ -84,14 +84,11 @@ def _require_unique_nodes(root: Node[Any]) -> None:
 def _require_own_shard(root: Node[Any], shard: Shard) -> None:
     """Raise ``ValueError`` if a node reads another logical shard than the one that the pipeline is built for."""
     for path, node in root.walk():
-        node_shard = node.of_shard
-        if node_shard is not None and (node_shard.index, node_shard.num_logical_shards) != (
-            shard.index,
-            shard.num_logical_shards,
-        ):
+        actual = node.of_shard
+        if actual is not None and (actual.index, actual.num_logical_shards) != (shard.index, shard.num_logical_shards):
             raise ValueError(
-                f"{type(node).__name__} ({path_name(path)}) reads logical shard {node_shard.index} of "
-                f"{node_shard.num_logical_shards} in the pipeline of {shard.index} of {shard.num_logical_shards}: rows would "
+                f"{type(node).__name__} ({path_name(path)}) reads logical shard {actual.index} of "
+                f"{actual.num_logical_shards} in the pipeline of {shard.index} of {shard.num_logical_shards}: rows would "
                 f"come twice, or never. Give it the shard that the pipeline is called with: rd.Reader(source, shard)."
             )
 

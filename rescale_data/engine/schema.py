@@ -155,9 +155,7 @@ class Schema:
     def _shared_names(self) -> set[str]:
         """Return the names that several sources of the pipeline share."""
         by_name: dict[str, Described] = {}
-        return {
-            source.name for source in self.sources().values() if by_name.setdefault(source.name, source) is not source
-        }
+        return {src.name for src in self.sources().values() if by_name.setdefault(src.name, src) is not src}
 
     def adopt(self, histories: Histories) -> None:
         """Set the manifests of the sources, and the earlier forms of samples, that hold from now on."""

@@ -104,9 +104,5 @@ class Segment:
             return None
         if self.remainder is not None:
             return self.stop - u
-        main_phase = self.delivered(self.stop)
-        return (
-            self.stop
-            - u
-            + Remainder(self.layout, self.num_left - main_phase, self.samples, self.pads).num_micro_batches
-        )
+        main = self.delivered(self.stop)
+        return self.stop - u + Remainder(self.layout, self.num_left - main, self.samples, self.pads).num_micro_batches

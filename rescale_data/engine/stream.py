@@ -130,10 +130,8 @@ class Stream:
 
     def has_short_tail(self) -> bool:
         """True if the epoch is known to have less than one global batch left, which will be dropped."""
-        num_left = None if self.cursor.ended else self.ends.num_left(self.table)
-        return (
-            num_left is not None and self.setup.tail == "drop" and int(num_left.sum()) < self.layout.global_batch_size
-        )
+        unread = None if self.cursor.ended else self.ends.num_left(self.table)
+        return unread is not None and self.setup.tail == "drop" and int(unread.sum()) < self.layout.global_batch_size
 
     def num_micro_batches_left(self) -> int | None:
         """Return the number of micro batches left in the epoch; `None` if it is endless or its end is not known."""

@@ -137,9 +137,7 @@ def _load_data_state(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / FILE
     if not file.exists():
         pattern = f"{PREFIX_CHECKPOINT_DIR}-*/{FILE}"
-        checkpoints = [
-            str(state_file.parent) for folder in (checkpoint.parent, checkpoint) for state_file in folder.glob(pattern)
-        ]
+        checkpoints = [str(path.parent) for folder in (checkpoint.parent, checkpoint) for path in folder.glob(pattern)]
         raise FileNotFoundError(
             f"{checkpoint} holds no {FILE}: there is no such folder, it was saved without DataStateMixin, or the job was "
             f"killed at it. Resume from another checkpoint; there are {sorted(checkpoints)}."

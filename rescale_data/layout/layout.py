@@ -139,11 +139,9 @@ class Layout:
 
     def _cure(self, name: str) -> str:
         sizes = self._sizes()
-        nearest = _nearest(sizes[name], lambda size: is_aligned(*{**sizes, name: size}.values()))
+        fits = _nearest(sizes[name], lambda size: is_aligned(*{**sizes, name: size}.values()))
         return (
-            f"the nearest {name} that keep the order are {nearest}"
-            if nearest
-            else f"no other {name} alone keeps the order"
+            f"the nearest {name} that keep the order are {fits}" if fits else f"no other {name} alone keeps the order"
         )
 
     def _sizes(self) -> dict[str, int]:

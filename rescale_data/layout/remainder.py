@@ -95,10 +95,8 @@ class Remainder:
         """Return how many of the first ``num_samples`` samples of the remainder each shard serves: ``int64[N]``."""
         low, high = 0, int(self.num_left.max(initial=0))
         while low < high:  # the lowest level down to which all shards can be cut
-            middle = (low + high) // 2
-            low, high = (
-                (low, middle) if np.maximum(self.num_left - middle, 0).sum() <= num_samples else (middle + 1, high)
-            )
+            mid = (low + high) // 2
+            low, high = (low, mid) if np.maximum(self.num_left - mid, 0).sum() <= num_samples else (mid + 1, high)
         counts = np.maximum(self.num_left - low, 0)
         if low:
             counts[np.flatnonzero(self.num_left >= low)[: num_samples - int(counts.sum())]] += 1

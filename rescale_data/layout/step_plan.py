@@ -182,9 +182,7 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
     bin_of, remaining = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
     while len(remaining):
         needs_item = counts < fewest
-        num_spare = len(remaining) - int(
-            np.maximum(fewest - counts, 0).sum()
-        )  # items that may go to bins which lack none
+        num_spare = len(remaining) - int(np.maximum(fewest - counts, 0).sum())  # items for bins which lack none
         has_room = needs_item | (used <= limit - sizes[remaining[0]]) if num_spare else needs_item
         open_bins = np.flatnonzero(has_room)
         if not len(open_bins):

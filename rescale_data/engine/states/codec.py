@@ -200,9 +200,7 @@ def has_remainder(table: Ints) -> bool:
 
 
 def _slots(fields: Sequence[Field]) -> dict[str, range]:
-    return {
-        field.key: range(start, start + field.num_slots) for field, start in zip(fields, offsets(fields), strict=False)
-    }
+    return {f.key: range(start, start + f.num_slots) for f, start in zip(fields, offsets(fields), strict=False)}
 
 
 def _require_names(values: Any, names: Iterable[str], container: str) -> None:

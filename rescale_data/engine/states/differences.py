@@ -42,10 +42,8 @@ def log_changes(stream: Stream, saved: Nodes) -> None:
     """Log the differences between a saved state and the current pipeline that a load accepts."""
     current = stream.schema.pipeline
     functions = _of_parameters(saved, current, {name: {CODE, VERSION} for name in saved.keys() & current.keys()})
-    changeable = {
-        path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved
-    }
-    settings = _of_parameters(saved, current, changeable)
+    exempt = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
+    settings = _of_parameters(saved, current, exempt)
     if functions:
         stream.ranks.warn(
             "Functions of the pipeline are not those of the state, by name or source: %s. Give them version=: it is compared.",
