@@ -51,8 +51,8 @@ class ColumnDocuments:
 
     is_costly = True
 
-    def read(self, position: memoryview, most: int) -> Spans:
-        del most
+    def read(self, position: memoryview, max_documents: int) -> Spans:
+        del max_documents
         if self._ended or self._node.position != position:
             go_to(self._node, position)
         try:

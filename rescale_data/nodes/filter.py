@@ -47,13 +47,13 @@ class FilteredDocuments:
         self._node, self._column, self._documents = node, column, blocks
         self._reads_blocks = True
 
-    def read(self, position: View, most: int) -> Spans:
+    def read(self, position: View, max_documents: int) -> Spans:
         if self._reads_blocks:
             try:
-                return self._documents.read(position, most)
+                return self._documents.read(position, max_documents)
             except Exception:
                 self._documents, self._reads_blocks = ColumnDocuments(self._node, self._column, "Filter"), False
-        return self._documents.read(position, most)
+        return self._documents.read(position, max_documents)
 
     def begin_next_epoch(self, position: View) -> None:
         self._documents.begin_next_epoch(position)

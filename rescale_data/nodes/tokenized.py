@@ -38,16 +38,16 @@ class TokenizedDocuments:
 
     is_costly = True
 
-    def read(self, position: memoryview, most: int) -> Spans:
+    def read(self, position: memoryview, max_documents: int) -> Spans:
         spans = None
         if self._texts is not None:
             if self._next_position != position:
                 self._num_texts = FIRST_TEXTS
             try:
-                spans = self._read_texts(self._texts, position, min(most, self._num_texts))
+                spans = self._read_texts(self._texts, position, min(max_documents, self._num_texts))
             except Exception:
                 spans = None  # the sample then raises the error, and names its row
-        return self._read_samples(position, most) if spans is None else spans
+        return self._read_samples(position, max_documents) if spans is None else spans
 
     def begin_next_epoch(self, position: memoryview) -> None:
         if self._texts is not None:
@@ -56,8 +56,8 @@ class TokenizedDocuments:
         else:
             position[:] = copy_of(self._node.position)
 
-    def _read_texts(self, texts: Texts, position: memoryview, most: int) -> Spans | None:
-        strings, moves = texts.read(position[1:], most)
+    def _read_texts(self, texts: Texts, position: memoryview, max_documents: int) -> Spans | None:
+        strings, moves = texts.read(position[1:], max_documents)
         if not strings:
             return EMPTY
         tokens = end_to_end(self._node.tokenizer(strings))
@@ -70,10 +70,10 @@ class TokenizedDocuments:
         self._num_texts = min(2 * self._num_texts, self._node.batch_size)
         return spans
 
-    def _read_samples(self, position: memoryview, most: int) -> Spans:
+    def _read_samples(self, position: memoryview, max_documents: int) -> Spans:
         if self._ended or self._node.position != position:
             go_to(self._node, position)
-        samples = self._node.next_texts(most)
+        samples = self._node.next_texts(max_documents)
         self._ended = not samples
         if not samples:
             return EMPTY

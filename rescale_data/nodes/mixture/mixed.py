@@ -87,8 +87,8 @@ class MixedDocuments:
         for source, documents in self._costly_documents.items():
             documents.begin_at(position[self._mixture.slots_of(source)])
 
-    def read(self, position: View, most: int, points: Words | None = None) -> Spans:
-        """Return the next documents, at most ``most``; an outer mixture passes the ``points`` that choose their sources."""
+    def read(self, position: View, max_documents: int, points: Words | None = None) -> Spans:
+        """Return up to ``max_documents`` next documents; an outer mixture passes the ``points`` that choose their sources."""
         self._next_position = copy_of(position)
         if points is None:
             self.begin_at(position)
@@ -105,9 +105,11 @@ class MixedDocuments:
                 else max(1, current_weights.change_at - self._next_position[0])
             )
             if points is None:
-                next_points = self._mixture.circle.points(self._next_position[0], min(most, self._num_draws, max_draws))
+                next_points = self._mixture.circle.points(
+                    self._next_position[0], min(max_documents, self._num_draws, max_draws)
+                )
             else:
-                next_points = points[: min(most, max_draws)]
+                next_points = points[: min(max_documents, max_draws)]
             spans, ended_source = self._draw(self._next_position, arcs, next_points)
             if len(spans):
                 self._set_next_size(spans)
@@ -232,8 +234,8 @@ class MixedDocuments:
                 num_draws, ended_source = (missing, source) if missing < num_draws else (num_draws, ended_source)
         return chosen_sources[:num_draws], ended_source
 
-    def _fill_buffer(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
-        """Read documents of a source, up to ``most``, until its buffer has ``num``; return false if there are fewer."""
+    def _fill_buffer(self, source: int, num: int, max_documents: int, documents: Documents | None = None) -> bool:
+        """Read up to ``max_documents`` documents of a source until its buffer has ``num``; return false if there are fewer."""
         buffer = self._buffers.get(source)
         if buffer is None:
             slots = self._mixture.slots_of(source)
@@ -247,7 +249,7 @@ class MixedDocuments:
             if buffer.num_documents and self._num_reads >= self._max_reads:
                 return False
             self._num_reads += 1
-            if buffer.fill(most):
+            if buffer.fill(max_documents):
                 continue
             if not self._repeats or source in self._ending_sources:
                 return False
@@ -280,8 +282,8 @@ class NestedDocuments:
     def __init__(self, documents: MixedDocuments, points: Words) -> None:
         self._documents, self._points = documents, points
 
-    def read(self, position: View, most: int) -> Spans:
-        spans = self._documents.read(position, most, self._points)
+    def read(self, position: View, max_documents: int) -> Spans:
+        spans = self._documents.read(position, max_documents, self._points)
         self._points = self._points[len(spans) :]
         return spans
 

@@ -24,17 +24,17 @@ class KeptDocuments:
         self._documents_read: dict[bytes, Spans] = {}
         self._next_epoch: dict[bytes, View] = {}
 
-    def read(self, position: View, most: int) -> Spans:
+    def read(self, position: View, max_documents: int) -> Spans:
         key = position.tobytes()
         documents = self._documents_read.get(key)
         if documents is None:
-            documents = self._documents_read[key] = self._documents.read(position, most)
+            documents = self._documents_read[key] = self._documents.read(position, max_documents)
             if not len(documents):
                 self._next_epoch[key] = next_position = copy_of(position)
                 self._documents.begin_next_epoch(
                     next_position
                 )  # at once: the next bind of the node moves it away from this end
-        return documents if len(documents) <= most else documents[:most]
+        return documents if len(documents) <= max_documents else documents[:max_documents]
 
     def begin_at(self, position: View) -> None:
         """Drop the kept documents that lie before a position of the source."""

@@ -147,8 +147,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
         self._draw(buffer, place)
-        if self.stream.where:
-            buffer.add(PROVENANCE, joined(self.stream.where))
+        if self.stream.provenance:
+            buffer.add(PROVENANCE, joined(self.stream.provenance))
 
     @staticmethod
     def write_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:

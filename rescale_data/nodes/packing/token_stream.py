@@ -67,7 +67,7 @@ class TokenStream:
         self._num_after_read = 0  # tokens left after documents were read last
         self.queue: TokenQueue | None = None
         """The token queue that has been read, as long as the cache keeps it; used to draw from many streams at once."""
-        self.where: list[str] = []
+        self.provenance: list[str] = []
         """Provenance of the documents in the last drawn sample, if ``has_provenance``."""
 
     def bind(self, position: View, *, applies_changes: bool) -> None:
@@ -113,7 +113,7 @@ class TokenStream:
         if self._aligned.has_mask:
             self.num_untrained = self._aligned.num_untrained(remaining[:num_passed], self._special_tokens)
             self.cuts_document = is_within and (num_passed > 0 or begins_document)
-        if remaining.where is not None:
+        if remaining.provenance is not None:
             self._set_provenance(remaining[: num_passed + is_within])
 
     def begin_next_epoch(self) -> None:
@@ -218,7 +218,9 @@ class TokenStream:
 
     def _set_provenance(self, documents: Spans) -> None:
         has_tokens = self._special_tokens.lengths(documents) > 0
-        self.where = [name for name, counts in zip(documents.where or (), has_tokens.tolist(), strict=True) if counts]
+        self.provenance = [
+            name for name, counts in zip(documents.provenance or (), has_tokens.tolist(), strict=True) if counts
+        ]
 
 
 def _forget(stream_ref: ref[TokenStream]) -> None:

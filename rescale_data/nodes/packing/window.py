@@ -36,7 +36,7 @@ class Window(Derived):
         starts: ``int64[D + 1]``, the first token of each document, and the end.
         fit: The places in ``tokens`` of the pieces of each sample.
         end_position: The position of the source after the documents.
-        where: The provenance of each document, if the reader gives it; else empty.
+        provenance: The provenance of each document, if the reader gives it; else empty.
         values: Values of the columns alongside the tokens, in the same layout.
         num_untrained: Number of documents without a token that is learned.
         payload: By name, the payload of each document.
@@ -46,7 +46,7 @@ class Window(Derived):
     starts: Ints
     fit: Fit
     end_position: View
-    where: list[str]
+    provenance: list[str]
     values: Values
     num_untrained: int
     payload: dict[str, list[Any]]
@@ -57,7 +57,7 @@ class Window(Derived):
             self.tokens.nbytes
             + size_of(self.values)
             + size_of(self.payload)
-            + _BYTES_OF_A_PIECE * (len(self.fit.pieces) + len(self.where))
+            + _BYTES_OF_A_PIECE * (len(self.fit.pieces) + len(self.provenance))
         )
 
     @property
@@ -102,7 +102,7 @@ class Packing:
         values = self.aligned.concatenate(spans, self.special_tokens) if self.aligned else {}
         mask = values.get(MASK)
         untrained = 0 if mask is None else num_untrained(documents, fitted, forms[-1].seq_len, self.long, mask)
-        return Window(tokens, starts, fitted, end_position, list(spans.where or ()), values, untrained, payload)
+        return Window(tokens, starts, fitted, end_position, list(spans.provenance or ()), values, untrained, payload)
 
 
 def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, pad_id: int, multiple: int) -> None:
@@ -136,8 +136,8 @@ def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, 
         buffer.put(name, row, _padded(window.values[name], pieces, 0, multiple), 0)
     if "cost" in buffer.arrays:
         buffer.put("cost", row, np.array([np.square(lengths).sum()]), 0)
-    if window.where:
-        buffer.add(PROVENANCE, joined_provenance(window.where[document] for _, _, document in pieces))
+    if window.provenance:
+        buffer.add(PROVENANCE, joined_provenance(window.provenance[document] for _, _, document in pieces))
     for name, values in window.payload.items():
         buffer.add(name, PerDocument(values[d] if start == window.starts[d] else None for start, _, d in pieces))
 

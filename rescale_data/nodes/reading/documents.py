@@ -18,7 +18,7 @@ class Documents(Protocol):
     State is in ``position`` alone; the node itself may move where samples are read one at a time. The caller reads ahead, and
     ``spans.move(position, n)`` moves its position behind the first n documents.
 
-        spans = documents.read(position, most)  # as many as are at hand
+        spans = documents.read(position, max_documents)  # as many as are at hand
         spans.move(position, len(spans))        # behind all of them: read goes on there
     """
 
@@ -27,10 +27,10 @@ class Documents(Protocol):
         """True if each document costs a row or a call of a user's function, so that no more should be requested than needed."""
         ...
 
-    def read(self, position: memoryview, most: int) -> Spans:
+    def read(self, position: memoryview, max_documents: int) -> Spans:
         """Return the next documents and the updates of ``position`` by each; no documents at the end of the epoch.
 
-        Their number is free, from 1 to ``most``, which is at least 1. The arrays do not change while the spans exist.
+        Their number is free, from 1 to ``max_documents``, which is at least 1. The arrays do not change while the spans exist.
         """
         ...
 

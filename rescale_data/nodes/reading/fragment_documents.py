@@ -75,27 +75,29 @@ class FragmentDocuments:
 
     is_costly = False
 
-    def read(self, position: memoryview, most: int) -> Spans:
+    def read(self, position: memoryview, max_documents: int) -> Spans:
         next_position = copy_of(position)
         if not self._reader.to_next_row(next_position):
             return EMPTY
         epoch, row = next_position[0], next_position[1]
-        spans = self._read_block(epoch, row, most) or self._read_fragments(epoch, row, most)
+        spans = self._read_block(epoch, row, max_documents) or self._read_fragments(epoch, row, max_documents)
         unblocked, moves = self._reader.moves(position, next_position, len(spans))
         return spans.with_moves(moves) if unblocked is None else spans.take(unblocked, moves)
 
-    def _read_fragments(self, epoch: int, row: int, most: int) -> Spans:
+    def _read_fragments(self, epoch: int, row: int, max_documents: int) -> Spans:
         self._share = self._reader.share(epoch)
         rows = self._reader.rows_from(epoch, row)
-        fragments, fragment_index = fragments_of(rows[:most], self._fragments)
+        fragments, fragment_index = fragments_of(rows[:max_documents], self._fragments)
         first_fragment = self._get_fragment(self._fragment_at(int(rows[0])))
         if self._can_stay(epoch, row, fragments, first_fragment):
-            return locate_rows(rows[:most], fragment_index, [self._get_fragment(fragment) for fragment in fragments])
+            return locate_rows(
+                rows[:max_documents], fragment_index, [self._get_fragment(fragment) for fragment in fragments]
+            )
         if self._decoder is not None and self._share is None and (room := room_for_block(self._decoder)):
             return self._take(
-                self._make_block(epoch, row, self._num_rows(first_fragment, room), room), epoch, row, most
+                self._make_block(epoch, row, self._num_rows(first_fragment, room), room), epoch, row, max_documents
             )
-        rows = rows[: min(most, self._num_rows(first_fragment, self._bytes))]
+        rows = rows[: min(max_documents, self._num_rows(first_fragment, self._bytes))]
         return _limit_bytes(self._bytes * _MAX_EXCESS, self._copy(rows, [len(rows)])[0])
 
     def _make_block(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
@@ -110,28 +112,28 @@ class FragmentDocuments:
         ends = np.cumsum([part.nbytes for part in block_parts])
         return Block(epoch, row, block_parts[: max(1, int(ends.searchsorted(_MAX_EXCESS * num_bytes)))])
 
-    def _read_block(self, epoch: int, row: int, most: int) -> Spans:
+    def _read_block(self, epoch: int, row: int, max_documents: int) -> Spans:
         """Return documents from the cached block of copies; no documents if there is no block or it does not hold the row."""
         block: Block | None = None if self._decoder is None else cache().get(self._block_key)
-        return EMPTY if block is None else self._take(block, epoch, row, most)
+        return EMPTY if block is None else self._take(block, epoch, row, max_documents)
 
-    def _take(self, block: Block, epoch: int, row: int, most: int) -> Spans:
-        spans = block.take(epoch, row, min(most, self._reader.rows.order(epoch).span(row)[1] - row))
+    def _take(self, block: Block, epoch: int, row: int, max_documents: int) -> Spans:
+        spans = block.take(epoch, row, min(max_documents, self._reader.rows.order(epoch).span(row)[1] - row))
         if block.nbytes:
             cache().put(self._block_key, block)  # it may take fewer bytes now
         else:
             cache().forget(self._block_key)
         return spans
 
-    def find_ready(self, position: memoryview, most: int, crosses_epochs: bool) -> ReadyDocuments | None:
+    def find_ready(self, position: memoryview, max_documents: int, crosses_epochs: bool) -> ReadyDocuments | None:
         """Return the locations of the next documents in decoded fragments; `None` if the caller has to use `read`.
 
         Args:
             position: The position of the reader.
-            most: Largest number of documents to return.
+            max_documents: Largest number of documents to return.
             crosses_epochs: True if documents of the next epochs follow.
         """
-        epoch, row, num_left = position[0], position[1], most
+        epoch, row, num_left = position[0], position[1], max_documents
         if self._decoder is not None and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
             return None
         self._share = self._reader.share(epoch)

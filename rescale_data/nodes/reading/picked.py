@@ -42,17 +42,17 @@ class PickedDocuments:
 
     is_costly = True
 
-    def read(self, position: memoryview, most: int) -> Spans:
+    def read(self, position: memoryview, max_documents: int) -> Spans:
         self._source_position = np.array(position[_NUM_OWN:]).data
         first_piece, self._num_dropped = (
             self._first_piece(position),
             0,
         )  # dropped before the documents that are returned
         num_empty = 0
-        while len(spans := self._documents.read(self._source_position, most)):
+        while len(spans := self._documents.read(self._source_position, max_documents)):
             picked, num_read = self._cut(spans, position, first_piece)
             if len(picked):
-                return picked[:most]
+                return picked[:max_documents]
             first_piece, self._num_dropped = 0, self._num_dropped + num_read
             spans.move(self._source_position, num_read)
             num_empty = self._draw_limit.count_empty(num_empty, self._source_position, num_read)
@@ -103,7 +103,7 @@ class PickedDocuments:
             end - begin,
             source_updates.combined_with(self._node_updates(values)),
             spans.keeps,
-            None if spans.where is None else tuple(spans.where[number] for number in documents),
+            None if spans.provenance is None else tuple(spans.provenance[number] for number in documents),
         )
         return picked, len(all_pieces)
 

@@ -137,7 +137,7 @@ class Spans:
         array, start, length: ``int64[D]``.
         moves: The moves by each document of the position from which they were read.
         keeps: For each array, the object that owns its memory, and that has to stay; `None` if the array owns it itself.
-        where: Provenance of each document, if requested (`Reader(provenance=True)`).
+        provenance: Provenance of each document, if requested (`Reader(provenance=True)`).
     """
 
     arrays: tuple[TokenArray, ...]
@@ -146,13 +146,13 @@ class Spans:
     length: Ints
     moves: PositionUpdates
     keeps: tuple[Kept | None, ...]
-    where: tuple[str, ...] | None = None
+    provenance: tuple[str, ...] | None = None
 
     @staticmethod
-    def of(array: TokenArray, moves: PositionUpdates, where: str | None = None) -> Spans:
+    def of(array: TokenArray, moves: PositionUpdates, provenance: str | None = None) -> Spans:
         """Return the spans of one document, which is a whole array."""
         zero = np.zeros(1, dtype=np.int64)
-        provenances = None if where is None else (where,)
+        provenances = None if provenance is None else (provenance,)
         return Spans((plain(array),), zero, zero, np.array([len(array)]), moves, (None,), provenances)
 
     @staticmethod
@@ -179,8 +179,8 @@ class Spans:
             np.concatenate([spans.length for spans in all_spans]),
             PositionUpdates.join([spans.moves for spans in all_spans], first_slots),
             tuple([owner for spans in all_spans for owner in spans.keeps]),
-            tuple(name for spans in all_spans for name in spans.where or ("",) * len(spans))
-            if any(spans.where for spans in all_spans)
+            tuple(name for spans in all_spans for name in spans.provenance or ("",) * len(spans))
+            if any(spans.provenance for spans in all_spans)
             else None,
         )
 
@@ -188,14 +188,14 @@ class Spans:
         return len(self.length)
 
     def __getitem__(self, items: slice) -> Spans:
-        lines = None if self.where is None else self.where[items]
+        lines = None if self.provenance is None else self.provenance[items]
         return Spans(
             self.arrays, self.array[items], self.start[items], self.length[items], self.moves[items], self.keeps, lines
         )
 
     def take(self, index: Ints, moves: PositionUpdates | None = None) -> Spans:
         """Return some of the documents in a new order, with their position updates or with given ones."""
-        provenance = None if self.where is None else tuple(self.where[i] for i in index.tolist())
+        provenance = None if self.provenance is None else tuple(self.provenance[i] for i in index.tolist())
         return Spans(
             self.arrays,
             self.array[index],
@@ -208,7 +208,7 @@ class Spans:
 
     def with_moves(self, moves: PositionUpdates) -> Spans:
         """Return the same documents with other position updates, as for the position of another node."""
-        return Spans(self.arrays, self.array, self.start, self.length, moves, self.keeps, self.where)
+        return Spans(self.arrays, self.array, self.start, self.length, moves, self.keeps, self.provenance)
 
     def move(self, position: memoryview, num_documents: int) -> None:
         """Advance the position from which the documents were read past the first ``num_documents`` documents."""
