@@ -38,7 +38,7 @@ def index(paths: Sequence[str], index_dir: str, fmt: str | None, processes: int,
     if fmt not in (None, *FORMATS):
         raise ValueError(f"--format {fmt}: give one of {', '.join(FORMATS)}.")
     kind = FORMATS[fmt] if fmt is not None else _format_of(source_paths)
-    num_files = len(find(source_paths, kind.SUFFIXES).names)
+    num_files = len(kind.find_files(source_paths).names)
     num_rows, arguments, num_parts = 0, (kind, source_paths, index_dir), count_parts(index_dir)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn) as pool, Progress(console=console) as bar:

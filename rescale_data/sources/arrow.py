@@ -62,8 +62,11 @@ class ArrowSource(TableSource):
     def decoding_costs(self) -> bool:
         return self._files.filesystem is not None or any(kind["is_compressed"] for kind in self._index.kinds)
 
-    def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
-        return super()._find(data_files(paths, storage_options, remote), storage_options, remote)
+    @classmethod
+    def find_files(
+        cls, paths: Paths, storage_options: Mapping[str, Any] | None = None, remote: Remote | None = None
+    ) -> Files:
+        return super().find_files(data_files(paths, storage_options, remote), storage_options, remote)
 
     def _footer(self, file: int) -> Footer:
         ranges = self._files.ranges(file)

@@ -104,4 +104,5 @@ def filtered_footer(footer: Footer, matches: dict[int, Ints]) -> Footer:
         {**{name: values[fragments] for name, values in footer.locations.items()}, "base": first_rows[fragments]},
         footer.kind,
         np.concatenate([np.zeros(0, np.int64), *(matches[fragment] for fragment in fragments)]).astype(np.uint32),
+        unfiltered_rows=int(footer.rows.sum()),
     )

@@ -65,7 +65,7 @@ class FragmentedSource(FiledSource):
         if index_dir is not None and not os.fspath(index_dir):
             raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
         self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
-        files = replace(self._find(paths, storage_options, remote), store=store)
+        files = replace(self.find_files(paths, storage_options, remote), store=store)
         self._known_files = KnownFiles(files, NO_FRAGMENTS)  # from which footers are read
         self._folder = self._index_folder(paths)
         if index_dir is not None or self._must_index:
@@ -131,8 +131,12 @@ class FragmentedSource(FiledSource):
         vars(self).update(state)
         self.fragments = self._index.starts
 
-    def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
-        return find(paths, self.SUFFIXES, storage_options, remote)
+    @classmethod
+    def find_files(
+        cls, paths: Paths, storage_options: Mapping[str, Any] | None = None, remote: Remote | None = None
+    ) -> Files:
+        """Return the files that a source of this class reads, given its arguments."""
+        return find(paths, cls.SUFFIXES, storage_options, remote)
 
     @abstractmethod
     def _footer(self, file: int) -> Footer:
@@ -178,17 +182,17 @@ class FragmentedSource(FiledSource):
         return self._known_files.rows_of(self._known_files.file_named(name))
 
     def rows_in_file(self, name: str, rows: Ints) -> Ints:
-        file_rows, is_filtered = self.rows_of_file(name), self._index.chosen is not None
+        file, unfiltered_rows = self._known_files.file_named(name), self._index.unfiltered_rows
+        file_rows = self._known_files.rows_of(file)
+        num_rows = len(file_rows) if unfiltered_rows is None else int(unfiltered_rows[file])
         min_row, max_row = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)
-        if min_row < 0 or (not is_filtered and max_row >= len(file_rows)):
+        if min_row < 0 or max_row >= num_rows:
             raise ValueError(
-                f"{name} of {self.name} has the rows 0 to {len(file_rows) - 1}: there are none from {min_row} to {max_row}."
+                f"{name} of {self.name} has the rows 0 to {num_rows - 1}: there are none from {min_row} to {max_row}."
             )
-        if not is_filtered:
+        if unfiltered_rows is None:
             return file_rows.start + rows
-        return file_rows.start + np.flatnonzero(
-            np.isin(self._known_files.kept_rows(self._known_files.file_named(name)), rows)
-        )
+        return file_rows.start + np.flatnonzero(np.isin(self._known_files.kept_rows(file), rows))
 
     def file_row(self, index: int) -> tuple[str, int]:
         file, row = self._known_files.file_and_row(index)

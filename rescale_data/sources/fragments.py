@@ -15,7 +15,7 @@ from rescale_data.state import Ints
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
-_PLACE, _CHOSEN = "place.", "chosen"
+_PLACE, _CHOSEN, _UNFILTERED_ROWS = "place.", "chosen", "unfiltered_rows"
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Footer:
         kind: Facts of the file that the format needs, as JSON values. Equal facts of many files are kept once.
         chosen: ``uint32[sum of rows]``, for each row that a filter kept its number in the fragment; `None` without a filter.
         arrays: Other arrays that the format keeps of the file, in a part of the index that holds this file alone.
+        unfiltered_rows: The number of rows of the file, the ones that a filter left out included; unused without a filter.
     """
 
     rows: Ints
@@ -37,6 +38,7 @@ class Footer:
     kind: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chosen: npt.NDArray[np.uint32] | None = None
     arrays: Arrays = field(default_factory=dict[str, npt.NDArray[Any]])
+    unfiltered_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Fragments:
         kinds: The different ``Footer.kind`` of the files, each once.
         kind_of: ``int32[files]``, the index of each file's kind in ``kinds``.
         chosen: See `Footer`.
+        unfiltered_rows: ``int64[files]``, see `Footer`; `None` without a filter.
     """
 
     starts: Ints
@@ -60,6 +63,7 @@ class Fragments:
     kinds: Sequence[Mapping[str, Any]]
     kind_of: npt.NDArray[np.int32]
     chosen: npt.NDArray[np.uint32] | None = None
+    unfiltered_rows: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -93,13 +97,15 @@ class Fragments:
             {name: values[fragments] for name, values in self.locations.items()},
             self.kind(file),
             None if self.chosen is None else self.chosen[rows],
+            unfiltered_rows=0 if self.unfiltered_rows is None else int(self.unfiltered_rows[file]),
         )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return all arrays of the fragments, by name, as an index stores them; `load` reads them back."""
         base_arrays = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
-        chosen = {} if self.chosen is None else {_CHOSEN: self.chosen}
-        return {**base_arrays, **chosen, **{_PLACE + name: values for name, values in self.locations.items()}}
+        filtering = {_CHOSEN: self.chosen, _UNFILTERED_ROWS: self.unfiltered_rows}
+        present = {name: values for name, values in filtering.items() if values is not None}
+        return {**base_arrays, **present, **{_PLACE + name: values for name, values in self.locations.items()}}
 
     @staticmethod
     def load(bundle: Bundle, *, copy: bool = False) -> Fragments:
@@ -110,8 +116,8 @@ class Fragments:
 
         base_arrays = {name: load_array(name) for name in ("starts", "nbytes", "files", "kind_of")}
         locations = {name.removeprefix(_PLACE): load_array(name) for name in bundle.names if name.startswith(_PLACE)}
-        chosen = load_array(_CHOSEN) if _CHOSEN in bundle.names else None
-        return Fragments(**base_arrays, locations=locations, kinds=bundle.facts["kinds"], chosen=chosen)
+        filtering = {name: load_array(name) for name in (_CHOSEN, _UNFILTERED_ROWS) if name in bundle.names}
+        return Fragments(**base_arrays, **filtering, locations=locations, kinds=bundle.facts["kinds"])
 
 
 def join_footers(footers: Sequence[Footer]) -> Fragments:
@@ -132,6 +138,7 @@ def join_footers(footers: Sequence[Footer]) -> Fragments:
         distinct_kinds,
         np.array(kind_of, dtype=np.int32),
         None if footers[0].chosen is None else np.concatenate([_or_empty(footer.chosen) for footer in footers]),
+        None if footers[0].chosen is None else np.array([footer.unfiltered_rows for footer in footers], dtype=np.int64),
     )
 
 

@@ -33,7 +33,7 @@ from rescale_data.sources.fragments import Footer, Fragments, join_footers
 
 ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
-_VERSION = 3
+_VERSION = 4
 _OPENING_THREADS = 16
 _SUFFIX, _PART = ".rdindex", ".rdpart"
 _PROBES, _PARTS, _PART_OF, _FORMAT_PREFIX = "probes", "parts", "part_of", "own."
@@ -82,7 +82,7 @@ class IndexFolder:
     def indices(self) -> Iterator[Bundle]:
         """Yield all indices in the folder, the newest first."""
         for path in self._index_paths(""):
-            with suppress(ValueError):
+            with suppress(FileNotFoundError, ValueError):
                 yield Bundle(path)
 
     def _require_own_index(self, bundle: Bundle) -> Bundle:
@@ -107,13 +107,13 @@ class IndexFolder:
         return os.path.join(self.folder, f"{digest(self._identity)}-{_listing_digest(files)}{suffix}")
 
     def _index_paths(self, prefix: str) -> Iterator[str]:
-        try:
-            entries = [entry for entry in os.scandir(self.folder) if entry.name.startswith(prefix)]
-        except OSError:
-            return
-        index_entries = [entry for entry in entries if entry.name.endswith(_SUFFIX)]  # a temporary file may be gone now
-        for entry in sorted(index_entries, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
-            yield entry.path
+        times: dict[str, int] = {}
+        with suppress(OSError):
+            for entry in os.scandir(self.folder):
+                if entry.name.startswith(prefix) and entry.name.endswith(_SUFFIX):
+                    with suppress(FileNotFoundError):  # deleted after it was listed
+                        times[entry.path] = entry.stat().st_mtime_ns
+        yield from sorted(times, key=times.__getitem__, reverse=True)
 
     def _make(self, path: str, files: Files, read: ReadFooters) -> Bundle:
         footers = self._unchanged_footers(files)
@@ -149,7 +149,7 @@ class IndexFolder:
         for path in self._index_paths(f"{digest(self._identity)}-"):
             try:
                 bundle = self._require_own_index(Bundle(path))
-            except ValueError:  # it is damaged
+            except (FileNotFoundError, ValueError):  # it was deleted meanwhile, or is damaged
                 continue
             earlier_files, index, probes = listed_files(bundle, files), Fragments.load(bundle), Strings(bundle, _PROBES)
             ids = {name: file for file, name in enumerate(earlier_files.names)}

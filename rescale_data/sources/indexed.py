@@ -21,12 +21,13 @@ from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.blocks import BlockRanges, codec_of, decompressed, write_blocks
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.once import open_or_create
-from rescale_data.sources.files.paths import Files, Paths
+from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragmented import CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Arrays, Footer, adjacent_locations, group_pieces
 from rescale_data.sources.index import format_array, make_part
+from rescale_data.sources.known_files import KnownFiles
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -95,8 +96,8 @@ class IndexedSource(FileSource):
     def _scan(self, ranges: Ranges) -> Footer:
         """Find the rows of a file by reading all of it; raise ``ValueError`` if the file is damaged."""
 
-    def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
-        files = super()._find(paths, storage_options, remote)
+    def _map_index(self) -> KnownFiles:
+        files = self._files
         compressed_name = next((name for name in files.names if codec_of(name) is not None), None)
         if compressed_name is not None and not self._transcode:
             raise ValueError(
@@ -104,7 +105,7 @@ class IndexedSource(FileSource):
                 f"without "
                 f"all before it. Allow transcode=True, which writes a copy in blocks once beside the index, or decompress it."
             )
-        return files
+        return super()._map_index()
 
     @property
     def _must_index(self) -> bool:

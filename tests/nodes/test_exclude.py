@@ -376,6 +376,16 @@ class TestFiles:
         reader = rd.Reader(source, rd.Shard(), shuffle=False, exclude=exclude)
         assert [row["n"] for row in reader] == [3, 5, 6, 7]
 
+    @pytest.mark.parametrize("name", ["a", "m"])
+    def test_a_row_beyond_the_end_of_a_file_is_an_error_also_behind_a_filter(self, tmp_path: Any, name: str) -> None:
+        self.source(tmp_path, a=2, m=8)
+        num_rows = {"a": 2, "m": 8}[name]
+        for keeps in (compute.field("n") >= 3, compute.field("n") == 4):
+            source = rd.ParquetSource(tmp_path, filter=keeps)
+            rd.Reader(source, rd.Shard(), exclude={f"{name}.parquet": [num_rows - 1]})
+            with pytest.raises(ValueError, match=rf"{name}.parquet of .* has the rows 0 to {num_rows - 1}"):
+                rd.Reader(source, rd.Shard(), exclude={f"{name}.parquet": [0, num_rows]})
+
     def test_a_list_is_the_same_however_it_spells_a_path(self, tmp_path: Any) -> None:
         (tmp_path / "b").mkdir()
         self.source(tmp_path / "b", m=8)

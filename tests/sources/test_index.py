@@ -9,6 +9,7 @@ import pickle
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import Mock
 
@@ -184,6 +185,21 @@ def test_a_copy_with_another_time_is_the_same_file(kind: str, tmp_path: Path, ca
     assert sum("other times than when their index was made" in message for message in caplog.messages) == 1
     assert again.manifest() == made.manifest()
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_an_earlier_index_that_is_deleted_meanwhile_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def list_and_delete(folder: str) -> list[os.DirEntry[str]]:
+        entries = list(os.scandir(folder))
+        [os.unlink(entry.path) for entry in entries if entry.name.endswith(".rdindex")]
+        return entries
+
+    make_source("parquet", tmp_path / "data")
+    rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+    (tmp_path / "data").joinpath("more.parquet").write_bytes(next((tmp_path / "data").glob("*")).read_bytes())
+    monkeypatch.setattr(indexing, "os", SimpleNamespace(**vars(os) | {"scandir": list_and_delete}))
+    assert rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index").num_rows > 200
 
 
 def test_parts_are_shared_out_and_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -422,6 +422,17 @@ class TestLocalStore:
         kept.read("large", lambda: bytes(5000))
         assert not any(path.stat().st_size == 5000 for path in tmp_path.rglob("*"))
 
+    def test_the_largest_bound_holds_for_all_sources_of_a_folder(self, tmp_path: Path) -> None:
+        def kept_bytes() -> int:
+            return sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
+
+        far("parquet", tmp_path, cache_dir=tmp_path / "cache", cache_dir_bytes=100_000)
+        store = local_store.store_in(str(tmp_path / "cache"), 50_000)
+        far("parquet", tmp_path, cache_dir=tmp_path / "cache", cache_dir_bytes=1000)
+        for i in range(60):
+            store.put(str(i), pa.py_buffer(bytes(1000)))
+        assert 50_000 < kept_bytes() <= 100_000
+
     def test_deletes_nothing_of_the_users(self, tmp_path: Path) -> None:
         (tmp_path / "model.pt").write_bytes(bytes(20_000))
         os.utime(tmp_path / "model.pt", (1, 1))

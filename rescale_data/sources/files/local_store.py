@@ -221,9 +221,9 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def store_in(folder: str, max_bytes: int) -> LocalStore:
-    """Return this process's store for a folder, created on first use; its size limit becomes ``max_bytes``."""
+    """Return this process's store for a folder, created on first use; its bound is the largest that was requested."""
     store = _stores.get(folder)
     if store is None:
         store = _stores[folder] = LocalStore(folder, max_bytes)
-    store.max_bytes = max_bytes
+    store.max_bytes = max(store.max_bytes, max_bytes)
     return store
