@@ -2,10 +2,12 @@
 
 import ast
 import doctest
+import importlib
 import inspect
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -69,6 +71,43 @@ def test_a_first_sentence_is_short_and_plain(file: Path) -> None:
     texts = [ast.get_docstring(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
     first = [re.split(r"(?<=[.!?:])\s", re.sub(r"\s+", " ", text.split("\n\n")[0]))[0] for text in texts if text]
     assert [sentence for sentence in first if len(sentence.split()) > LONGEST or NOT_USED.search(sentence)] == []
+
+
+ARGUMENTS = re.compile(r"^Args:\n((?: .*\n|\n)+)", re.MULTILINE)
+
+
+def described(owner: Any) -> list[tuple[str, Any]]:
+    """Return ``owner`` and all functions and classes within it, with their names, if it is of the package."""
+    found = [(owner.__qualname__, owner)] if inspect.isclass(owner) else []
+    for name, value in vars(owner).items():
+        value = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", None) or value))
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        if value.__module__ == (owner.__name__ if inspect.ismodule(owner) else owner.__module__):
+            found += described(value) if inspect.isclass(value) else [(f"{owner.__name__}.{name}", value)]
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_args_are_parameters(file: Path) -> None:
+    """Each name in a section `Args:`, also in a list "a, b: ...", is a parameter of the function or class."""
+    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    try:
+        module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
+    except ImportError as error:
+        pytest.skip(str(error))
+    wrong: list[str] = []
+    for name, value in described(module):
+        section = ARGUMENTS.search(inspect.cleandoc(value.__doc__ or "") + "\n")
+        if section is None:
+            continue
+        listed = re.findall(r"^ {4}(\S[^:\n]*):", section[1], re.MULTILINE)
+        parameters = {*inspect.signature(value).parameters}
+        if inspect.isclass(value):  # `DataLoader` has a `__new__`, a named tuple no `__init__`
+            parameters |= {*inspect.signature(value.__init__).parameters}
+        names = [word.strip().lstrip("*") for words in listed for word in words.split(",")]
+        wrong += [f"{name}: {word}" for word in names if word not in parameters]
+    assert wrong == []
 
 
 PAGES = [*sorted((PACKAGE.parent / "docs").glob("*.md")), *sorted(PACKAGE.parent.rglob("README.md"))]

@@ -131,7 +131,7 @@ def _describe_work(module: str, callee: FrameType | None) -> str:
     """Return the kind of work done in a module as text, with the function outside this package that it has called, if any.
 
     Args:
-        called: The frame of a function, not of this package, that the innermost function of this package has called.
+        callee: The frame of a function, not of this package, that the innermost function of this package has called.
     """
     if counts().file:
         return f"reading {counts().file}"

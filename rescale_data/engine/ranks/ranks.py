@@ -147,7 +147,7 @@ class Ranks:
         Some ranks may have failed to build earlier loaders, so the number is the largest that any rank has reached.
 
         Args:
-            what: The arguments by name, which must be the same on all ranks; otherwise every rank raises ``ValueError``.
+            content: The arguments by name, which must be the same on all ranks; otherwise every rank raises ``ValueError``.
         """
         communicator = self.communicator
         if communicator is None:

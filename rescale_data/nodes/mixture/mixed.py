@@ -46,7 +46,7 @@ class MixedDocuments:
         documents: The documents of each source; they are opened again when they are read.
         repeats: True if a source begins again when it ends.
         by_tokens: True if a source without tokens counts as one that yields nothing.
-        room: Returns about how many bytes may be read at once.
+        byte_limit: Returns about how many bytes may be read at once.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class TokenStream:
         num_tokens: Tokens of a sample.
         num_ahead: Number of tokens behind the sample that are looked at, and not consumed.
         repeat: True to go on with the next epoch after the last document of one.
-        bound: Limits the number of documents without tokens.
+        draw_limit: Limits the number of documents without tokens.
         aligned: Columns alongside the tokens.
         has_provenance: True if documents come with their provenance.
     """
