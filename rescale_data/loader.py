@@ -29,7 +29,7 @@ SLOW_AFTER = 10.0
 
 
 _RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")
-_PEER_ARGUMENTS = ("peers", "receives")
+_PEER_NAMES = ("peers", "receives")
 _ARGUMENTS = frozenset(field.name for field in fields(Options))
 
 
@@ -168,9 +168,7 @@ class DataLoader(Reading):
         """
         refuse_arguments(changed, 1)
         fixed_names = (
-            _PEER_ARGUMENTS
-            if self._shared is None
-            else (*_PEER_ARGUMENTS, "pipeline", "dp_rank", "dp_world_size", "transfer")
+            _PEER_NAMES if self._shared is None else (*_PEER_NAMES, "pipeline", "dp_rank", "dp_world_size", "transfer")
         )
         if names := [name for name in fixed_names if name in changed]:
             raise ValueError(

@@ -147,9 +147,7 @@ def _placeholders(entries: list[Entry], reader: Reader) -> tuple[list[Any], dict
 
 
 def _misfit_message(path: str, misfits: Misfits, saved: Contents) -> str:
-    listed = "\n  ".join(
-        f"{KINDS[kind]}: {name}, {text}" for kind in KINDS for name, text in sorted(misfits[kind].items())
-    )
+    listed = "\n  ".join(f"{KINDS[kind]}: {key}, {msg}" for kind in KINDS for key, msg in sorted(misfits[kind].items()))
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
         f"The checkpoint holds {_summary(saved)}.\n"

@@ -67,13 +67,11 @@ def _next_round(cursor: Cursor, ends: Ends) -> Cursor:
     return _begin_remainder(cursor, table.copy(), num_left, table[:, SAMPLES].copy(), ends, is_known=False)
 
 
-def _begin_remainder(
-    cursor: Cursor, table: Ints, num_left: Ints, samples: Ints, ends: Ends, *, is_known: bool
-) -> Cursor:
+def _begin_remainder(cursor: Cursor, table: Ints, num_left: Ints, drawn: Ints, ends: Ends, *, is_known: bool) -> Cursor:
     """Return the cursor at the start of a remainder, in which `num_left` samples of each shard are redistributed."""
     table[:, REMAINDER] = num_left
     clock = cursor.clock_now(ends.layout).restarted(ends.layout.global_batch_size)
-    segment = _remainder_segment(ends, 0, num_left, samples, is_known=is_known)
+    segment = _remainder_segment(ends, 0, num_left, drawn, is_known=is_known)
     return _moved(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
 
 

@@ -116,9 +116,8 @@ def _check_mesh(sharding: ShardingSpec, num_hosts: int, host: int) -> None:
     if local_devices not in (blocks[host : host + 1] if len(blocks) == num_hosts else blocks):
         raise ValueError(
             f"The ShardingSpec has minibatch=True and cuts rows over the devices {devices}. The rows of this host, dp rank "
-            f"{host} of {num_hosts}, go to its devices {local_devices} in this order, so they would come out in another. "
-            f"Make the mesh of the hosts' devices host after host, in the order of the dp ranks, and name its axes in their "
-            f"order."
+            f"{host} of {num_hosts}, go to its devices {local_devices} in this order, so they would come out in another. Make "
+            "the mesh of the hosts' devices host after host, in the order of the dp ranks, and name its axes in their order."
         )
 
 

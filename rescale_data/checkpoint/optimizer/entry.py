@@ -87,10 +87,9 @@ class OptimizerEntry(Entry):
         if not self._saved_groups:
             return
         live, index = self._live_state["state"], {name: number for number, name in enumerate(self._parameters)}
-        kept_states = {name: entries for name, entries in live.items() if name in self._unmatched}
+        others = {name: entries for name, entries in live.items() if name in self._unmatched}
         states = {
-            index[name]: with_keys_of(live.get(name), loaded_entries)
-            for name, loaded_entries in {**loaded["state"], **kept_states}.items()
+            index[name]: with_keys_of(live.get(name), entry) for name, entry in {**loaded["state"], **others}.items()
         }
         groups = [
             {

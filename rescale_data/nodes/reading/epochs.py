@@ -121,9 +121,7 @@ class ShardEpochs:
         n, size = self.shard.num_logical_shards, self.num_rows(epoch, epoch + 1, shard)
         if not (self.shard.repeat and size):
             return size, self.next_epoch(epoch, shard)
-        starts = [
-            v.since for v, stop in zip(self.views, self._stops(), strict=True) if v.num_rows >= n and stop > epoch
-        ]
+        starts = [v.since for v, end in zip(self.views, self._stops(), strict=True) if v.num_rows >= n and end > epoch]
         stop = min(epoch - epoch % n + n, *(max(epoch, since) + 1 for since in starts), epoch + n)
         return self.num_rows(epoch, stop, shard), self.next_epoch(stop - 1, shard)
 

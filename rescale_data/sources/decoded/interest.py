@@ -160,15 +160,13 @@ def warn_if_thrashing(
         num_workers: Number of worker processes. Each takes an equal part of the shards. Each of them, and the trainer's
             process, has an equal part of the cache.
     """
-    shards_per_process = -(-owned_shards // max(1, num_workers))
+    num_shards = -(-owned_shards // max(1, num_workers))
     fragmented = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
     counts = [
         source.num_rows // max(1, len(bounds) - 1) for source in fragmented if (bounds := source.fragments) is not None
     ]
     decodes_per_epoch = max(counts, default=0)
-    needed = (1 + num_workers) * (
-        sum(_bytes_needed_by(source, shards_per_process) for source in fragmented) + shards_per_process * beside
-    )
+    needed = (1 + num_workers) * (sum(_bytes_needed_by(src, num_shards) for src in fragmented) + num_shards * beside)
     room = max((source.cache_bytes + source.cache_dir_bytes for source in fragmented), default=0)
     owners = {owner_of(source) for source in fragmented}
     if needed <= room or decodes_per_epoch < 2 or owners <= _warned.keys():
