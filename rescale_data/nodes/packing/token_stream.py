@@ -216,11 +216,9 @@ class TokenStream:
         self._documents.begin_next_epoch(next_position)
         return Spans.mark(position, next_position)
 
-    def _set_provenance(self, documents: Spans) -> None:
-        has_tokens = self._special_tokens.lengths(documents) > 0
-        self.provenance = [
-            name for name, counts in zip(documents.provenance or (), has_tokens.tolist(), strict=True) if counts
-        ]
+    def _set_provenance(self, spans: Spans) -> None:
+        used = self._special_tokens.lengths(spans) > 0
+        self.provenance = [name for name, counts in zip(spans.provenance or (), used.tolist(), strict=True) if counts]
 
 
 def _forget(stream_ref: ref[TokenStream]) -> None:

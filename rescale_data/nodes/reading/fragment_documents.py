@@ -87,12 +87,10 @@ class FragmentDocuments:
     def _read_fragments(self, epoch: int, row: int, max_documents: int) -> Spans:
         self._share = self._reader.share(epoch)
         rows = self._reader.rows_from(epoch, row)
-        fragments, fragment_index = fragments_of(rows[:max_documents], self._fragments)
+        fragments, index = fragments_of(rows[:max_documents], self._fragments)
         first_fragment = self._get_fragment(self._fragment_at(int(rows[0])))
         if self._can_stay(epoch, row, fragments, first_fragment):
-            return locate_rows(
-                rows[:max_documents], fragment_index, [self._get_fragment(fragment) for fragment in fragments]
-            )
+            return locate_rows(rows[:max_documents], index, [self._get_fragment(fragment) for fragment in fragments])
         if self._decoder is not None and self._share is None and (room := room_for_block(self._decoder)):
             return self._take(
                 self._make_block(epoch, row, self._num_rows(first_fragment, room), room), epoch, row, max_documents
