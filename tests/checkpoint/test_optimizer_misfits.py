@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, NAdam
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint.optimizer.named import named_state
@@ -70,6 +70,52 @@ def test_another_head(saved: Path) -> None:
     assert not report.unexpected
     assert sorted(by_name(state)) == ["0.bias", "0.weight"]
     step(state["m"], state["opt"])
+
+
+class Scaled(nn.Module):
+    """A layer with one parameter that may be without dimensions."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 2), nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("build", [Adam, NAdam, lambda p: Adam(p, fused=True), lambda p: SGD(p, momentum=0.9)])
+def test_a_parameter_that_was_saved_without_dimensions(
+    tmp_path: Path, build: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], steps: int
+) -> None:
+    """An average without dimensions is not one of a vector: fused kernels would read beyond it."""
+    saved, state = ({"m": Scaled(*shape)} for shape in ((), (2,)))
+    for content, count in ((saved, 2), (state, steps)):
+        content["opt"] = build(content["m"].parameters())
+        for _ in range(count):
+            step(content["m"], content["opt"])
+    before = str(by_name(state).get("scale"))
+    checkpoint.save(tmp_path / "c", saved)
+    report = checkpoint.load(tmp_path / "c", state, strict=False)
+    assert any(name.startswith("opt.state.scale.") for name in report.mismatched)
+    assert str(by_name(state).get("scale")) == before
+    assert "layer.weight" in by_name(state)
+    step(state["m"], state["opt"])
+
+
+def test_an_entry_without_dimensions_is_not_one_of_another_optimizers_vector() -> None:
+    model = net(4, 2)
+    optimizer = Odd(model.parameters())
+    live = {"average": torch.zeros(2, 4), "scalar": torch.zeros(()), "step": torch.zeros(1)}
+    saved = {name: torch.zeros((), device="meta") for name in (*live, "new")}
+    assert [*allocate(optimizer, model[0].weight, live, saved)[1]] == ["average"]
+
+
+class Odd(torch.optim.Optimizer):
+    """An optimizer that is not torch's."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
 
 
 def test_a_misfit_takes_no_memory() -> None:

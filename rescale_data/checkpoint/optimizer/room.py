@@ -25,12 +25,15 @@ def allocate(
         The same with room for each tensor; and why that is not the parameter's, by its place in the entries.
     """
     misfits: dict[str, str] = {}
+    is_of_scalar = has_parameter_shapes(optimizer) and not any(getattr(leaf, "ndim", 0) for leaf in saved.values())
 
     def allocate_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         live_value = live.get(path[0])
-        if text := misfit(optimizer, parameter, live_value, leaf.shape):
+        is_number = leaf.ndim == 0 and (path[0] == "step" or not (is_of_scalar or getattr(live_value, "ndim", 0)))
+        text = "" if is_number else misfit(optimizer, parameter, live_value, leaf.shape)
+        if text:
             misfits[".".join(map(str, path))] = text
         return live_value if text else empty_like_saved(parameter, live_value, leaf)
 
@@ -50,7 +53,7 @@ def misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live: Any, shape
         live: The same entry of the optimizer as it is, or None.
     """
     live_shape = live.shape if isinstance(live, torch.Tensor) else None
-    if len(shape) == 0 or shape in (parameter.shape, live_shape):
+    if shape in (parameter.shape, live_shape):
         return ""
     text = f"has the shape {list(shape)} and its parameter {list(parameter.shape)}"
     if has_parameter_shapes(optimizer) or live_shape == parameter.shape:
