@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from rescale_data.checkpoint.storage.dcp import Contents, Reader
 
+T = TypeVar("T")
+Result = TypeVar("Result")
 Path: TypeAlias = tuple[str, ...]
 Misfits: TypeAlias = dict[str, dict[str, str]]
 """Differences between a state and a checkpoint, in words, by kind and then by flattened name."""
@@ -54,6 +56,20 @@ class Entry:
     def placeholder(self, reader: Reader) -> Any:
         """Return the value whose tensors DCP loads into, for the checkpoint of ``reader``."""
         return self.get_value()
+
+
+def for_each(entries: Iterable[T], work: Callable[[T], Result]) -> list[Result]:
+    """Return ``work(entry)`` of each entry; an error is raised after the last: entries behind it may have collectives."""
+    results: list[Result] = []
+    errors: list[Exception] = []
+    for entry in entries:
+        try:
+            results.append(work(entry))
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
 
 
 def merge_misfits(per_rank: list[Misfits]) -> Misfits:

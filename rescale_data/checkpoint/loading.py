@@ -11,7 +11,16 @@ from typing import Any
 import torch.distributed as dist
 
 from rescale_data.checkpoint.devices import adapt_tensors, synchronize
-from rescale_data.checkpoint.entry import KINDS, Entry, Misfits, compare, merge_misfits, skipped_entries, values_to_load
+from rescale_data.checkpoint.entry import (
+    KINDS,
+    Entry,
+    Misfits,
+    compare,
+    for_each,
+    merge_misfits,
+    skipped_entries,
+    values_to_load,
+)
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, refuse_unsavable
 from rescale_data.checkpoint.storage.dcp import Contents, Reader, ValuesReader, flatten
@@ -130,7 +139,7 @@ def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadRepor
         error.add_note(_HALF_LOADED)
         raise
     to_assign = [(entry, value) for entry, value in zip(entries, live, strict=True) if entry not in not_loaded]
-    ranks.on_each(lambda: [entry.assign(with_loaded(value, loaded, entry.name)) for entry, value in to_assign])
+    ranks.on_all(lambda: for_each(to_assign, lambda pair: pair[0].assign(with_loaded(pair[1], loaded, pair[0].name))))
     synchronize(live)
     return report
 
@@ -140,7 +149,7 @@ _HALF_LOADED = "The state is half loaded: load another checkpoint, over all of i
 
 def _placeholders(entries: list[Entry], reader: Reader) -> tuple[list[Any], dict[str, Any]]:
     """Return the values that DCP loads into, twice: one for each entry, and all of them by flattened name."""
-    live = [entry.placeholder(reader) for entry in entries]
+    live = for_each(entries, lambda entry: entry.placeholder(reader))
     state_dict = nest([(entry.path, value) for entry, value in zip(entries, live, strict=True)])
     refuse_unsavable(state_dict)
     return live, flatten(state_dict)[0]

@@ -116,7 +116,6 @@ class CheckpointManager(RunReader):
         self._store.mkdir(self._folder.path)
         self._owner = Ownership(self._store, self._folder.path)
 
-    @checks_kinds
     def save(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> Saving:
         """Save ``state`` as the checkpoint of ``step``, then delete the checkpoints that no rule keeps.
 
@@ -130,18 +129,18 @@ class CheckpointManager(RunReader):
         if not self._in_background:
             checked = self._ranks.on_all(lambda: _checked_arguments(step, metrics))
             self._wait_until_idle()  # of deletions
-            self._write(savable_state_dict(state, self._ranks), step, checked)
+            self._write(savable_state_dict(state, self._ranks), *checked)
             return Saving(_done_future(), _done_future())
         try:
-            checked = _checked_arguments(step, metrics)
             staged, copies = self._stager.stage(entries_of(state, self._ranks.rank))
+            checked = _checked_arguments(step, metrics)  # after the loader's collective, in which the other ranks wait
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
             failed_copy = Future[Staged]()
             failed_copy.set_exception(error)
-            self._pool.submit(self._write_in_background, failed_copy.result, step, {}).exception()
+            self._pool.submit(self._write_in_background, failed_copy.result, 0, {}).exception()
             raise
-        self._running_save = self._pool.submit(self._write_in_background, copies, step, checked)
+        self._running_save = self._pool.submit(self._write_in_background, copies, *checked)
         return Saving(staged, self._running_save)
 
     def warm_up(self, state: State) -> None:
@@ -234,10 +233,11 @@ class CheckpointManager(RunReader):
                 self._pruning = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._warned)
 
 
-def _checked_arguments(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
-    if type(step) is not int or step < 0:
+@checks_kinds
+def _checked_arguments(step: int, metrics: Mapping[str, float] | None) -> tuple[int, dict[str, float]]:
+    if step < 0:
         raise ValueError(f"step={step!r}: give an integer of at least 0.")
-    return checked_metrics(metrics)
+    return step, checked_metrics(metrics)
 
 
 def _done_future() -> Future[None]:

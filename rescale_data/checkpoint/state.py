@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rescale_data.checkpoint.devices import adapt_tensors, refuse_pickled
-from rescale_data.checkpoint.entry import Entry, Path
+from rescale_data.checkpoint.entry import Entry, Path, for_each
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owning_module
 from rescale_data.checkpoint.rank_values import PerRank, rank_key, source_rank
@@ -62,7 +62,7 @@ def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> li
 
 def state_dict_of(entries: list[Entry]) -> dict[str, Any]:
     """Return the entries as nested dicts of values that DCP can save. Tensors may be the live ones."""
-    state_dict = nest([(entry.path, entry.get_value()) for entry in entries])
+    state_dict = nest(for_each(entries, lambda entry: (entry.path, entry.get_value())))
     refuse_pickled(state_dict)
     refuse_unsavable(state_dict)
     return adapt_tensors(state_dict, "to_save")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -23,7 +23,7 @@ class Squares:
         return index * index
 
 
-def make_loader(num_logical_shards: int = 24) -> rd.DataLoader:
+def make_loader(num_logical_shards: int = 24, **options: Any) -> rd.DataLoader:
     distributed = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     where: dict[str, Any] = {} if distributed else {"dp_rank": rank, "dp_world_size": size}
@@ -35,6 +35,7 @@ def make_loader(num_logical_shards: int = 24) -> rd.DataLoader:
         seed=3,
         repeat=True,
         **where,
+        **options,
     )
 
 
@@ -93,3 +94,54 @@ def test_another_number_of_shards_is_one_error(tmp_path: Path, make: Callable[[i
     shape = r"different: loader\.table, a int64 tensor of shape \[24, \d+\] in the checkpoint"
     with pytest.raises(ValueError, match=shape + r"[\s\S]*num_logical_shards is fixed for a whole run"):
         checkpoint.load(tmp_path / "c", {"loader": make(48)})
+
+
+class FailsOnRankOne:
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no state on this rank")
+        return {"a": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no load on this rank")
+
+
+class FailsToLoad(FailsOnRankOne):
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+
+def fail_beside_the_loader(folder: str) -> list[str]:
+    """What each call says that one rank refuses, in which the others meet in a collective of the loader."""
+    is_odd = dist.get_rank() == 1
+    loader = make_loader(timeout=10)
+    whole = {"value": FailsToLoad(), "loader": loader}
+    unsavable = {"value": FailsOnRankOne(), "loader": loader}
+    manager = checkpoint.CheckpointManager(f"{folder}/run")
+    step, metrics = cast(Any, "one" if is_odd else 1), {"loss": cast(Any, "low" if is_odd else 1)}
+    checkpoint.save(f"{folder}/whole", whole)
+    calls: list[Callable[[], Any]] = [
+        lambda: (manager.save(step, {"loader": loader}), manager.wait()),
+        lambda: (manager.save(1, {"loader": loader}, metrics=metrics), manager.wait()),
+        lambda: (manager.save(1, unsavable), manager.wait()),
+        lambda: checkpoint.save(f"{folder}/c", unsavable),
+        lambda: checkpoint.load(f"{folder}/whole", unsavable),
+        lambda: checkpoint.load(f"{folder}/whole", whole),
+    ]
+    said: list[str] = []
+    for call in calls:
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+            call()
+        said.append(str(caught.value))
+    manager.save(3, {"loader": loader})
+    manager.close()
+    assert manager.steps() == [3]
+    return said
+
+
+def test_nobody_waits_in_the_loaders_collective_for_a_rank_that_refuses(tmp_path: Path) -> None:
+    first, second = run(2, fail_beside_the_loader, str(tmp_path))
+    assert first == second
+    for text, words in zip(first, ("step='one'", "'loss'", *["no state"] * 3, "no load"), strict=True):
+        assert words in text
