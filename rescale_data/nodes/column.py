@@ -1,4 +1,4 @@
-"""`ColumnDocuments`: reads documents one at a time from any node whose samples have a token column."""
+"""`ColumnDocuments`: reads documents one at a time from any node with a token column. `DocumentsUntilError`: blocks first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rescale_data.nodes.base import Node, copy_of, go_to
+from rescale_data.nodes.base import Node, View, copy_of, go_to
 from rescale_data.nodes.below import may_change
 from rescale_data.nodes.changing import pass_blocked
 from rescale_data.nodes.guard import add_place, described
 from rescale_data.nodes.provenance import PROVENANCE
+from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans
 from rescale_data.sources.decoded.sizes import size_of
 
@@ -88,6 +89,34 @@ def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDAr
     except (TypeError, ValueError) as error:
         add_place(error, reader, node.locate())
         raise
+
+
+class DocumentsUntilError:
+    """Reads documents many at a time until a read fails, and from there on one at a time, as samples of the node.
+
+    So a user's function sees samples that cannot be read in a block, and an error comes with its row.
+
+    Args:
+        node: The node.
+        column: The column of its samples that holds tokens.
+        documents: The documents of the node. Each costs a call of a user's function.
+    """
+
+    is_costly = True
+
+    def __init__(self, node: Node[Any], column: str, documents: Documents) -> None:
+        self._node, self._column, self._documents = node, column, documents
+
+    def read(self, position: View, max_documents: int) -> Spans:
+        if not isinstance(self._documents, ColumnDocuments):
+            try:
+                return self._documents.read(position, max_documents)
+            except Exception:
+                self._documents = ColumnDocuments(self._node, self._column, type(self._node).__name__)
+        return self._documents.read(position, max_documents)
+
+    def begin_next_epoch(self, position: View) -> None:
+        self._documents.begin_next_epoch(position)
 
 
 def length_of(sample: Any, column: str, node: Node[Any]) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.nodes.base import BaseNode, Node, View
+from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import dtype_of, open_documents, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit
-from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.column import DocumentsUntilError
 from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import Documents
@@ -31,32 +31,6 @@ _counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
 
 class _SampleModifiedError(Exception):
     """Raised if the predicate has modified a sample; the modified sample has to be yielded."""
-
-
-class FilteredDocuments:
-    """Documents of a `Filter`, read many at a time until the first error or modified sample, then one at a time.
-
-    This ends at the first block that cannot be read, for which the predicate raises, or into which the predicate writes. From
-    there on samples are read one at a time. So the predicate sees nulls, an error names its row, and changed samples are
-    yielded.
-    """
-
-    is_costly = True
-
-    def __init__(self, node: Filter, column: str, blocks: Documents) -> None:
-        self._node, self._column, self._documents = node, column, blocks
-        self._reads_blocks = True
-
-    def read(self, position: View, max_documents: int) -> Spans:
-        if self._reads_blocks:
-            try:
-                return self._documents.read(position, max_documents)
-            except Exception:
-                self._documents, self._reads_blocks = ColumnDocuments(self._node, self._column, "Filter"), False
-        return self._documents.read(position, max_documents)
-
-    def begin_next_epoch(self, position: View) -> None:
-        self._documents.begin_next_epoch(position)
 
 
 class Filter(Node[Any]):
@@ -129,7 +103,7 @@ class Filter(Node[Any]):
         if documents is None or dtype is None:
             return None
         limit = EmptyDrawLimit(self._source, type(self).__name__)
-        return FilteredDocuments(
+        return DocumentsUntilError(
             self, column, PickedDocuments(documents, partial(self._pieces, column, dtype), limit, dropped_slot=0)
         )
 

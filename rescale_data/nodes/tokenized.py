@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rescale_data.nodes.base import View, copy_of, go_to
+from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.reading.documents import Texts
-from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans, TokenArray, plain
+from rescale_data.nodes.reading.spans import EMPTY, Spans, TokenArray, plain
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
@@ -27,42 +27,25 @@ class TokenizedDocuments:
 
     Args:
         node: The node.
-        texts: The texts below it, if they can be read without their rows. If that fails, samples are read one by one, and
-            raise the error.
+        texts: The texts below it.
     """
 
-    def __init__(self, node: Tokenize, texts: Texts | None) -> None:
-        self._node, self._texts, self._ended = node, texts, False
+    def __init__(self, node: Tokenize, texts: Texts) -> None:
+        self._node, self._texts = node, texts
         self._num_texts = FIRST_TEXTS
         self._next_position: View | None = None  # the position behind the texts that were read last
 
     is_costly = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
-        spans = None
-        if self._texts is not None:
-            if self._next_position != position:
-                self._num_texts = FIRST_TEXTS
-            try:
-                spans = self._read_texts(self._texts, position, min(max_documents, self._num_texts))
-            except Exception:
-                spans = None  # the sample then raises the error, and names its row
-        return self._read_samples(position, max_documents) if spans is None else spans
-
-    def begin_next_epoch(self, position: memoryview) -> None:
-        if self._texts is not None:
-            self._texts.begin_next_epoch(position[1:])
-            self._next_position = copy_of(position)
-        else:
-            position[:] = copy_of(self._node.position)
-
-    def _read_texts(self, texts: Texts, position: memoryview, max_documents: int) -> Spans | None:
-        strings, moves = texts.read(position[1:], max_documents)
+        if self._next_position != position:
+            self._num_texts = FIRST_TEXTS
+        strings, moves = self._texts.read(position[1:], min(max_documents, self._num_texts))
         if not strings:
             return EMPTY
         tokens = end_to_end(self._node.tokenizer(strings))
         if tokens is None or len(tokens[1]) != len(strings):
-            return None
+            raise ValueError("The tokenizer did not return one list or array of token ids for each text.")
         values, length = tokens
         spans = Spans((values,), np.zeros_like(length), np.cumsum(length) - length, length, moves.shifted(1), (None,))
         self._next_position = copy_of(position)
@@ -70,17 +53,9 @@ class TokenizedDocuments:
         self._num_texts = min(2 * self._num_texts, self._node.batch_size)
         return spans
 
-    def _read_samples(self, position: memoryview, max_documents: int) -> Spans:
-        if self._ended or self._node.position != position:
-            go_to(self._node, position)
-        samples = self._node.next_texts(max_documents)
-        self._ended = not samples
-        if not samples:
-            return EMPTY
-        arrays = tuple(plain(tokens.copy()) for tokens, _ in samples)
-        index, length = np.arange(len(samples)), np.array([*map(len, arrays)])
-        moves = PositionUpdates.of(np.arange(len(position)), np.array([end for _, end in samples], dtype=np.int64))
-        return Spans(arrays, index, np.zeros_like(index), length, moves, (None,) * len(samples))
+    def begin_next_epoch(self, position: memoryview) -> None:
+        self._texts.begin_next_epoch(position[1:])
+        self._next_position = copy_of(position)
 
 
 def end_to_end(lists: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
