@@ -157,4 +157,4 @@ def _write_files(store: Store, target: str, save: Save, state: dict[str, Any], r
     store.written_files, prefix, folder = {}, f"{save.folder}/", join(target, save.folder)
     dcp.save(state, store, folder, ranks, name=target, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
     file_records = [file for rank_files in ranks.on_each(lambda: store.written_files) for file in rank_files.items()]
-    return {prefix + split(path)[1].removesuffix(dcp.TEMPORARY_SUFFIX): record for path, record in file_records}
+    return {prefix + split(path)[1]: record for path, record in file_records}

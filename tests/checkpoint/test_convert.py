@@ -145,6 +145,15 @@ def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path) 
     assert str(other["optimizer"].state_dict()) == str(given["optimizer"].state_dict())
 
 
+def test_a_checkpoint_of_nothing_but_empty_mappings(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"model": {}})
+    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt")
+    checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st")
+    checkpoint.from_safetensors(tmp_path / "st", tmp_path / "back")
+    checkpoint.to_torch_save(tmp_path / "back", tmp_path / "back.pt")
+    assert torch.load(tmp_path / "f.pt") == torch.load(tmp_path / "back.pt") == {"model": {}}
+
+
 def test_safetensors_and_back(tmp_path: Path) -> None:
     expected = build(3)
     checkpoint.save(tmp_path / "c", expected)

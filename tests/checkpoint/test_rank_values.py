@@ -35,6 +35,7 @@ def disagree(folder: str) -> list[str]:
         "epoch": 3,
         "lr": [0.1, 0.2],
         "norm": norm,
+        "part of a row": (torch.arange(2.0)[::2], "cpu"),
         f"stage-{rank}": torch.full((3,), rank),
     }
     states: dict[str, dict[str, Any]] = {

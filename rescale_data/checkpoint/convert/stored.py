@@ -32,7 +32,7 @@ class StoredCheckpoint:
         root = () if name is None else (name,)
         self._reader, saved_contents = reader, reader.contents.subtree(root)
         self._keys = {".".join(map(str, path)): key for key, path in saved_contents.paths.items()}
-        if not self._keys:
+        if name is not None and not self._keys:
             top_names = sorted({str(path[0]) for path in reader.contents.paths.values()})
             raise ValueError(f"The checkpoint {reader.path} holds nothing named {name!r}. It holds {top_names}.")
         self.paths = {short_name: saved_contents.paths[key] for short_name, key in self._keys.items()}

@@ -41,8 +41,6 @@ from rescale_data.checkpoint.storage.values import Memory, load_safely
 from rescale_data.errors import DamagedCheckpointError
 
 __all__ = ["FileSystemBase", "Metadata", "MetadataIndex", "ReadItem", "WriteItem"]
-TEMPORARY_SUFFIX = ".tmp"
-"""Suffix that DCP adds to the name of the metadata file until it is written."""
 _ALIGNED = 64
 """Records in a file of torch.save begin at multiples of this."""
 

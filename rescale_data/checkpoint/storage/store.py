@@ -202,7 +202,7 @@ class Store(FileSystemBase):
                 if stream.error is None or stream.error is error:
                     raise
                 raise stream.error from error
-        self.written_files[path] = stream.record()
+        self.written_files[path.removesuffix(".tmp")] = stream.record()  # of DCP's metadata, until it is whole
 
     def concat_path(self, path: Any, suffix: str) -> str:
         return join(path, suffix)
