@@ -89,6 +89,20 @@ suffixes = pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 
 
 class TestRows:
+    @suffixes
+    def test_tensors_have_their_shape(self, suffix: str, tmp_path: Path) -> None:
+        values = [[1, 2, 3, 4, 5, 6], None, [7, 8, None, 10, 11, 12], [1, 0, 0, 0, 0, 2]]
+        kind = pa.fixed_shape_tensor(pa.float32(), (2, 3))
+        column = pa.ExtensionArray.from_storage(kind, pa.array(values, pa.list_(pa.float32(), 6)))
+        save(tmp_path / f"a{suffix}", {"image": column}, max_chunksize=3)
+        source = source_of(tmp_path, suffix)
+        first = source.row(0)["image"]
+        assert (first.tolist(), first.dtype, first.flags.writeable) == ([[1, 2, 3], [4, 5, 6]], np.float32, True)
+        assert source.row(1)["image"] is None
+        with pytest.raises(ValueError, match=r"row 2.*null"):
+            source.row(2)
+        assert source.row(3)["image"].tolist() == [[1, 0, 0], [0, 0, 2]]
+
     def test_every_layout_gives_the_same_rows(self, layout: str, tmp_path: Path) -> None:
         docs = documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4])
         source = write(layout, tmp_path, docs)

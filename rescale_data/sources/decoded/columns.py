@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.types as kinds
 
 from rescale_data.errors import require
@@ -62,6 +63,18 @@ class ObjectColumn:
         return self._array[row].as_py()
 
 
+class TensorColumn(ObjectColumn):
+    """Column of Arrow's ``fixed_shape_tensor``; a value is an array of that shape."""
+
+    def value(self, row: int) -> Any:
+        scalar = self._array[row]
+        if not scalar.is_valid:
+            return None
+        if scalar.value.values.null_count:
+            raise NullValueError(row)
+        return np.array(scalar.to_numpy())
+
+
 class Fragment:
     """The decoded columns of one fragment."""
 
@@ -74,6 +87,8 @@ class Fragment:
 
 
 def decode_column(array: ArrowArray) -> Column:
+    if isinstance(array.type, pa.FixedShapeTensorType):
+        return TensorColumn(array)
     if not is_number_list(array.type):
         return ObjectColumn(array)
     lists = flat_lists(array)
