@@ -509,7 +509,7 @@ class Reader(Node[Any]):
 
     def _read(self, plan: Plan, start: int) -> Any:
         if self._chunks is not None:
-            return self._chunks.take(plan.rows, start)
+            return self._chunks.take(plan, start)
         share = self.share(plan.epoch) if self._cuts_fragments else None
         return self.source.row(self._drawn_row) if share is None else self.source.row_of(self._drawn_row, share)
 

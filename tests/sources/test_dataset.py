@@ -13,7 +13,7 @@ import torch
 
 import rescale_data as rd
 from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.reading.chunks import _alive
+from rescale_data.nodes.reading.chunks import _all_chunks
 from rescale_data.shard import Shard
 from rescale_data.sources.dataset import DatasetSource, as_source
 from rescale_data.sources.decoded.cache import cache
@@ -110,7 +110,7 @@ class TestMany:
                 next(reader)
         counts = Counter(i for asked in dataset.asked for i in asked)
         assert sorted(counts) == list(range(400))
-        assert max(map(len, dataset.asked)) == max(1, 20 // len(_alive))
+        assert max(map(len, dataset.asked)) == max(1, 20 // len(_all_chunks))
         assert cache().nbytes <= max(40_000, cache().budget)
 
     def test_a_row_that_raises_is_the_one_that_is_blamed(self) -> None:
@@ -129,6 +129,15 @@ class TestMany:
         reader = Reader(DatasetSource(dataset, batch_rows=64), Shard(), shuffle=False, on_error="skip")
         assert [row["i"] for row in reader] == [i for i in range(200) if i not in (70, 77, 150)]
         assert max(Counter(i for asked in dataset.asked for i in asked).values()) == 2
+
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_blocked_rows_are_not_fetched(self, shuffle: bool) -> None:
+        blocked = {*range(1, 100, 2), 40, 42, 98}
+        dataset = Fetching(100, broken=tuple(blocked))
+        reader = Reader(DatasetSource(dataset, batch_rows=16), Shard(), shuffle=shuffle, exclude=blocked)
+        rows = [row["i"] for row in reader]
+        assert sorted(rows) == sorted({*range(100)} - blocked)
+        assert [i for asked in dataset.asked for i in asked] == rows
 
     def test_of_nothing(self) -> None:
         with pytest.raises(ValueError, match="batch_rows=0"):

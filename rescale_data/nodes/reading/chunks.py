@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet
 
+from rescale_data.nodes.reading.rows import Plan
 from rescale_data.sources.decoded.cache import Derived, cache, owner_of, room_for
 from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.sources.source import Source
-from rescale_data.state import Ints
 
 
 class Chunk(Derived):
@@ -28,12 +28,12 @@ class Chunks:
         self._mean_bytes = 0.0
         _all_chunks.add(self)
 
-    def take(self, rows: Ints, index: int) -> Any:
-        """Return the row ``rows[index]`` and drop it from the cache; if needed, fetch it first, with the rows after it."""
-        row = int(rows[index])
+    def take(self, plan: Plan, index: int) -> Any:
+        """Return the row at an index of a plan and drop it from the cache; if needed, fetch it and the next rows first."""
+        row = int(plan.rows[index])
         chunk: Chunk | None = cache().get(self._key)
         if chunk is None or (row not in chunk.samples and row not in chunk.errors):
-            chunk = self._fetch(rows[index : index + self._num_rows()].tolist())
+            chunk = self._fetch(plan.unblocked_rows(index, self._num_rows()))
             cache().register(self._source)
             cache().put(self._key, chunk)
         if (error := chunk.errors.pop(row, None)) is not None:

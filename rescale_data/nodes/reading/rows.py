@@ -69,6 +69,16 @@ class Plan(OnEvict):
             + _PLAN_OVERHEAD
         )
 
+    def unblocked_rows(self, index: int, num_rows: int) -> list[int]:
+        """Return up to ``num_rows`` row numbers from an index on, without blocked rows."""
+        if self.next_unblocked is None:
+            return self.rows[index : index + num_rows].tolist()
+        rows: list[int] = []
+        while len(rows) < num_rows and (index := self.next_unblocked[index]) < len(self.rows):
+            rows.append(int(self.rows[index]))
+            index += 1
+        return rows
+
     def evicted(self) -> None:
         reader = None if self.reader is None else self.reader()
         if reader is not None:
