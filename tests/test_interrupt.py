@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import rescale_data as rd
+from rescale_data.engine import threads
 from rescale_data.engine.feed import InThread
 from rescale_data.sources.decoded.cache import cache
 
@@ -251,7 +252,7 @@ class Held:
 
     def _main_waits(self) -> bool:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        while frame is not None and frame.f_code.co_filename == threading.__file__:  # `Thread.join`
+        while frame is not None and frame.f_code.co_filename in (threading.__file__, threads.__file__):
             frame = frame.f_back
         return frame is not None and frame.f_code is InThread.stop.__code__
 

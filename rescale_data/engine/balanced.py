@@ -137,7 +137,8 @@ class Balanced(WrappedFeed):
         self.interrupt()
         super().close()
         if self._exchanges is not None:
-            self._exchanges.join()
+            self._exchanges.close()
+            self._exchanges = None
 
     def _make_step(self, segment: Segment, exchanges: Exchanges) -> list[MicroBatch]:
         per_step = segment.layout.gradient_accumulation_steps

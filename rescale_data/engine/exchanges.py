@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty
-from time import monotonic
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,9 +29,9 @@ from rescale_data.engine.agreement import failure_elsewhere
 from rescale_data.engine.message import Bytes, from_bytes, to_bytes
 from rescale_data.engine.options import MAX_SECONDS
 from rescale_data.engine.ranks.communicator import Call, Communicator
-from rescale_data.engine.ranks.meeting import Answer
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Exhausted
+from rescale_data.engine.threads import Answer, TaskThread
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 
@@ -87,10 +86,10 @@ class Exchanges:
         self, ranks: Ranks, sample_group: Group, weight_group: Group, size: int, previous: Exchanges | None
     ) -> None:
         self._ranks, self._sample_group, self._weight_group, self._size = ranks, sample_group, weight_group, size
-        self._is_alone = sample_group.communicator is None and weight_group.communicator is None
+        is_alone = sample_group.communicator is None and weight_group.communicator is None
         if previous is not None:
             previous.stop()
-        self._thread = None if previous is None else previous._thread
+        self._thread = None if is_alone else TaskThread("balance") if previous is None else previous._thread
         self._answer = Answer[Any]()
         self._lock, self._process = threading.Lock(), os.getpid()
         self.is_stopped = self._is_over = False
@@ -105,14 +104,14 @@ class Exchanges:
             Exhausted: `stop` was called, or the last exchange is over.
             RuntimeError: The other ranks did not come within ``timeout``.
         """
-        if self._is_alone:
+        if self._thread is None:
             return work()
         answer = Answer[T]()
         with self._lock:
             if self.is_stopped or self._is_over:
                 raise Exhausted
             self._answer = answer
-            self._start(lambda: answer.set_by(work))
+            self._thread.put(lambda: answer.set_by(work))
         try:
             return answer.get(self._ranks.timeout)
         except Empty:
@@ -129,29 +128,20 @@ class Exchanges:
         with self._lock:
             if self.is_stopped:
                 return
-            self.is_stopped = True
-            if not (self._is_alone or self._is_over):
-                self._start(self._send_stopped)
+            if not (self._thread is None or self._is_over):
+                self._thread.put(self._send_stopped)
+            self.is_stopped = True  # only now, since Ctrl-C may come in between
         self._answer.fail(Exhausted())
 
-    def join(self, seconds: float = _SECONDS_TO_STOP) -> None:
-        """Wait until the last exchange is over, but at most `seconds`."""
-        if self._thread is not None and os.getpid() == self._process:
-            self._thread.join(seconds)
-
-    def _start(self, work: Callable[[], None]) -> None:
-        previous = self._thread
-
-        def run() -> None:
-            if previous is not None:
-                previous.join()
-            work()
-
-        self._thread = threading.Thread(target=run, daemon=True, name="rescale_data-balance")
-        self._thread.start()
+    def close(self) -> None:
+        """Stop, and wait until the last exchange is over, at most 5 seconds."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.end(_SECONDS_TO_STOP)
 
     def _send_stopped(self) -> None:
         if not self._is_over:
+            self._is_over = True
             with suppress(Exception):  # the other ranks are gone, or raise an error of their own
                 self._gather_all(STOPPED, -1, np.zeros((0, 5), dtype=np.int64))
 
@@ -274,12 +264,6 @@ _open_exchanges: weakref.WeakSet[Exchanges] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop all exchanges and inform the other ranks before the interpreter exits.
-
-    A thread that still waits for other ranks at that time would end the process by a signal.
-    """
-    exchanges, deadline = list(_open_exchanges), monotonic() + _SECONDS_TO_STOP
-    for exchange in exchanges:
-        exchange.stop()
-    for exchange in exchanges:
-        exchange.join(max(0.0, deadline - monotonic()))
+    """Stop all exchanges and inform the other ranks before the interpreter exits; their threads end after that."""
+    for exchanges in list(_open_exchanges):
+        exchanges.stop()

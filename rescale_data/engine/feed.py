@@ -19,12 +19,13 @@ from collections.abc import Callable, Container
 from functools import partial
 from math import inf
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 from rescale_data.engine.collate import with_valid
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.segment import Segment
+from rescale_data.engine.threads import TaskThread
 from rescale_data.engine.watch import describe, frames
 from rescale_data.layout.turns import Turn, Turns
 from rescale_data.sources.counts import MAKE_SECONDS, by_name, counts
@@ -178,9 +179,7 @@ class InThread(WrappedFeed):
         super().__init__(feed)
         self.is_ahead, self._num_batches = True, num_batches
         self._thread_id = 0
-        self._thread: threading.Thread | None = None
-        self._thread_lock = threading.Lock()  # held until the thread ends
-        self._tasks: _Tasks = SimpleQueue()
+        self._thread: TaskThread | None = None
         self._lock, self._is_making = threading.Lock(), False
         self._finished: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
         self._num_to_make = self._num_to_take = 0.0
@@ -190,14 +189,8 @@ class InThread(WrappedFeed):
         self.stop()
         self._process = os.getpid()
         self.feed.begin(segment, table, first_u)
-        self._tasks.put(None)  # for a thread that Ctrl-C has kept from being known here
-        self._tasks, self._is_making, self._finished = SimpleQueue(), False, SimpleQueue()
-        self._thread_lock = threading.Lock()
-        self._thread_lock.acquire()
-        args = self._tasks, self._thread_lock
-        thread = threading.Thread(target=_run_tasks, args=args, daemon=True, name="rescale_data-ahead")
-        thread.start()
-        self._thread = thread  # only after the start, which Ctrl-C may prevent
+        self._is_making, self._finished = False, SimpleQueue()
+        self._thread = TaskThread("ahead")
         _threaded_feeds.add(self)
         self._num_to_make = self._num_to_take = inf if segment.stop is None else segment.stop - first_u
         self._request_one()
@@ -230,16 +223,10 @@ class InThread(WrappedFeed):
             self._num_to_make = self._num_to_take = 0
         if self._thread is not None:
             self.feed.interrupt()
-            self._tasks.put(None)
             if wait:  # otherwise, or after Ctrl-C, the thread may still be in a read: a later `stop` waits
-                # Not `join`: after Ctrl-C within it, Python takes a thread that runs for one that has ended.
-                with self._thread_lock:
-                    pass
+                self._thread.end()
                 self._thread = None
         self.feed.stop(wait=wait)  # the feed below may have a thread of its own, which uses the runner
-
-    def __del__(self) -> None:
-        self._tasks.put(None)
 
     def close(self) -> None:
         self.stop()
@@ -256,7 +243,7 @@ class InThread(WrappedFeed):
             ):
                 return
             self._is_making, self._num_to_make = True, self._num_to_make - 1
-            self._tasks.put(self._make)
+            self._thread.put(self._make)
 
     def _make(self) -> None:
         self._thread_id = threading.get_ident()
@@ -269,22 +256,13 @@ class InThread(WrappedFeed):
         self._request_one()
 
 
-_Tasks: TypeAlias = SimpleQueue[Callable[[], None] | None]
 _threaded_feeds: weakref.WeakSet[InThread] = weakref.WeakSet()
-
-
-def _run_tasks(tasks: _Tasks, lock: threading.Lock) -> None:
-    """Run tasks from a queue until one is `None`; hold no reference to the feed between tasks, so that it can be collected."""
-    while (task := tasks.get()) is not None:
-        task()
-        del task
-    lock.release()
 
 
 @atexit.register
 def _stop_threads() -> None:
     for feed in list(_threaded_feeds):
-        feed.stop()
+        feed.stop(wait=False)
 
 
 class Traced(InProcess):

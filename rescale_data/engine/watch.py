@@ -14,9 +14,9 @@ import time
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from queue import Empty, SimpleQueue
 from types import FrameType
 
+from rescale_data.engine.threads import Flag
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import find_shard
 from rescale_data.sources.counts import counts
@@ -25,7 +25,7 @@ _logger = logging.getLogger("rescale_data")
 _PACKAGE, _USER_FUNCTION = "rescale_data.", "in a function of the user's"
 _KINDS = (
     ("rescale_data.sources.", "reading"),
-    *((f"rescale_data.engine.{name}", "waiting for other ranks") for name in ("ranks", "agreement")),
+    *((f"rescale_data.engine.{name}", "waiting for other ranks") for name in ("ranks", "agreement", "threads")),
     *((f"rescale_data.nodes.{name}", _USER_FUNCTION) for name in ("map", "filter", "tokenize", "clean", "foreign")),
     *((f"rescale_data.engine.{name}", _USER_FUNCTION) for name in ("runner", "recipe", "feed")),
 )
@@ -61,14 +61,14 @@ class Watch:
         self.began: float | None = None
         self.seconds, self._report, self._clock = seconds, report, clock
         self.thread, self.reported, self._reported_work = 0, False, -1.0
-        self._stopped: SimpleQueue[None] = SimpleQueue()  # an `Event` that Ctrl-C comes into may be locked for ever
+        self._stopped = Flag()
         self._watcher: threading.Thread | None = None
         self._process = 0  # the process that has the background thread
 
     def start(self) -> None:
         """Start to watch the calling thread, from a background thread that looks at intervals."""
         if not self.thread:
-            self._stopped = SimpleQueue()
+            self._stopped = Flag()
             args = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stopped
             thread = threading.Thread(target=_watch_loop, args=args, daemon=True, name="rescale_data-watch")
             thread.start()
@@ -79,7 +79,7 @@ class Watch:
         """Stop watching, until `start` is called again."""
         self.thread = 0
         if self._watcher is not None and self._process == os.getpid():  # a forked process has no such thread
-            self._stopped.put(None)
+            self._stopped.set()
             self._watcher.join(1.0)  # a report may be under way
 
     def look(self) -> None:
@@ -91,18 +91,11 @@ class Watch:
         self._report(self._clock() - began, frames().get(self.thread))
 
 
-def _watch_loop(watch_ref: weakref.ref[Watch], pause: float, stopped: SimpleQueue[None]) -> None:
-    while _is_empty_after(pause, stopped) and (watch := watch_ref()) is not None:
+def _watch_loop(watch_ref: weakref.ref[Watch], pause: float, stopped: Flag) -> None:
+    while not stopped.wait(pause) and (watch := watch_ref()) is not None:
         with suppress(Exception):  # other threads change what it looks at
             watch.look()
         del watch
-
-
-def _is_empty_after(seconds: float, queue: SimpleQueue[None]) -> bool:
-    with suppress(Empty):
-        queue.get(timeout=seconds)
-        return False
-    return True
 
 
 def frames() -> dict[int, FrameType]:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from rescale_data.engine.ranks.meeting import Missing, arrive, digest, gloo, in_a_thread, meet, within
+from rescale_data.engine.ranks.meeting import Missing, arrive, digest, gloo, meet, within
+from rescale_data.engine.threads import in_a_thread
 from rescale_data.state import Ints
 
 _SECONDS_AFTER_A_FAILURE = 10.0

@@ -6,15 +6,16 @@ import datetime
 import gc
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Hashable, Sequence
-from queue import Empty, SimpleQueue
+from queue import Empty
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+
+from rescale_data.engine.threads import in_a_thread
 
 T = TypeVar("T")
 
@@ -120,45 +121,6 @@ def within(seconds: float, work: Callable[[], T]) -> T:
         raise Missing(None) from None
     except (RuntimeError, dist.DistError) as error:
         raise Missing(None) from error
-
-
-class Answer(Generic[T]):
-    """The result of work that another thread does, or the error to raise in its place."""
-
-    def __init__(self) -> None:
-        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-
-    def set_by(self, work: Callable[[], T]) -> None:
-        """Run `work`, and store its result or its error for `get`."""
-        try:
-            self._results.put((work(), None))
-        except BaseException as error:
-            self._results.put((None, error))
-
-    def fail(self, error: BaseException) -> None:
-        """Make `get` raise an error at once, although the work goes on."""
-        self._results.put((None, error))
-
-    def get(self, seconds: float | None = None) -> T:
-        """Wait for the result and return it, once; signal handlers and Ctrl-C run during the wait.
-
-        Raises:
-            Empty: The work has taken `seconds`. It goes on.
-        """
-        value, error = self._results.get(timeout=seconds)
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame
-        return value
-
-
-def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
-    """Return ``work()``, run in another thread; raise `Empty` after `seconds`, while the thread goes on."""
-    answer = Answer[T]()
-    threading.Thread(target=answer.set_by, args=(work,), daemon=True, name="rescale_data-store").start()
-    return answer.get(seconds)
 
 
 def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:

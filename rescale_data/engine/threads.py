@@ -1,0 +1,126 @@
+"""Background threads, and waits for them that Ctrl-C may interrupt at any moment.
+
+Not `threading.Event`: an interrupted wait may leave its lock held. Not `Thread.join` for a thread that is at work: after Ctrl-C
+within it, Python takes a running thread for one that has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, Generic, TypeAlias, TypeVar
+from weakref import WeakSet, ref
+
+T = TypeVar("T")
+_SECONDS_AT_EXIT = 5.0
+
+
+class Flag:
+    """A flag that one thread sets once, and that one other thread may wait for."""
+
+    def __init__(self) -> None:
+        self.is_set, self._wakes = False, SimpleQueue[None]()
+
+    def set(self) -> None:
+        self.is_set = True
+        self._wakes.put(None)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the flag is set, at most `seconds`; return True if it is set."""
+        if not self.is_set:
+            with suppress(Empty):
+                self._wakes.get(timeout=seconds)
+        return self.is_set
+
+
+class Answer(Generic[T]):
+    """The result of work that another thread does, or the error to raise in its place."""
+
+    def __init__(self) -> None:
+        self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def set_by(self, work: Callable[[], T]) -> None:
+        """Run `work`, and store its result or its error for `get`."""
+        try:
+            self._results.put((work(), None))
+        except BaseException as error:
+            self._results.put((None, error))
+
+    def fail(self, error: BaseException) -> None:
+        """Make `get` raise an error at once, although the work goes on."""
+        self._results.put((None, error))
+
+    def get(self, seconds: float | None = None) -> T:
+        """Wait for the result and return it, once; signal handlers and Ctrl-C run during the wait.
+
+        Raises:
+            Empty: The work has taken `seconds`. It goes on.
+        """
+        value, error = self._results.get(timeout=seconds)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+        return value
+
+
+def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
+    """Return ``work()``, run in another thread; raise `Empty` after `seconds`, while the thread goes on."""
+    answer = Answer[T]()
+    threading.Thread(target=answer.set_by, args=(work,), daemon=True, name="rescale_data-store").start()
+    return answer.get(seconds)
+
+
+class TaskThread:
+    """A background thread that runs tasks in the order in which they are put, until it is ended or collected.
+
+    Args:
+        name: The name of the thread, after "rescale_data-".
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks, self._ended = _Tasks(), Flag()
+        owner = ref(
+            self, self._tasks.put
+        )  # puts itself when self is collected; Ctrl-C within a `__del__` would be lost
+        args = self._tasks, self._ended, owner
+        self._thread = threading.Thread(target=_run_tasks, args=args, daemon=True, name=f"rescale_data-{name}")
+        self._thread.start()
+        self._process = os.getpid()
+        _task_threads.add(self)
+
+    def put(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def end(self, seconds: float | None = None) -> None:
+        """End the thread after the tasks put so far, and wait for its end, at most `seconds`."""
+        if self._process != os.getpid():  # a forked process has no such thread
+            return
+        self._tasks.put(None)
+        if self._ended.wait(seconds):
+            self._thread.join()
+
+
+_Tasks: TypeAlias = SimpleQueue[Callable[[], Any] | None]
+_task_threads: WeakSet[TaskThread] = WeakSet()
+
+
+def _run_tasks(tasks: _Tasks, ended: Flag, owner: ref[TaskThread]) -> None:
+    while (task := tasks.get()) is not None and task is not owner:
+        task()
+        del task  # what it refers to can be collected
+    ended.set()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all threads before the interpreter exits; a thread that waits in C code at that time would end it by a signal."""
+    deadline = monotonic() + _SECONDS_AT_EXIT
+    for thread in list(_task_threads):
+        thread.end(max(0.0, deadline - monotonic()))
