@@ -100,10 +100,6 @@ class MixtureDraws:
     def _bound_node(self, source: int) -> Node[Any]:
         return self.sources.bound_node(source, self._position)
 
-    def bind_all(self) -> None:
-        for source in range(len(self.sources.nodes)):
-            self._bound_node(source)
-
     def choose(self) -> int | None:
         """Return the number of the source of the next draw; `None` at the end of the epoch."""
         arcs = self._arcs or self._get_arcs()
@@ -322,9 +318,6 @@ class MixtureDraws:
             refuse_end(dict(self.weights.rule.max_epochs), self._shard)
 
     # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`
-
-    def slots_of(self, source: int) -> slice:
-        return self.sources.slots[source]
 
     def refuse_silent(self, source: int) -> None:
         refuse_silent(self.row.names[source], self.row.unit, self._shard)

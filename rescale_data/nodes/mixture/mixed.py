@@ -85,7 +85,7 @@ class MixedDocuments:
     def begin_at(self, position: View) -> None:
         """Drop the documents of costly sources that lie before a position, and keep the later ones."""
         for source, documents in self._costly_documents.items():
-            documents.begin_at(position[self._mixture.slots_of(source)])
+            documents.begin_at(position[self._mixture.sources.slots[source]])
 
     def read(self, position: View, max_documents: int, points: Words | None = None) -> Spans:
         """Return up to ``max_documents`` next documents; an outer mixture passes the ``points`` that choose their sources."""
@@ -124,7 +124,9 @@ class MixedDocuments:
             num_silent[ended_source] += 1
             if self._repeats and (ended_source not in self._ending_sources or num_silent[ended_source] > SILENT_EPOCHS):
                 self._mixture.refuse_silent(ended_source)
-            self._documents_of(ended_source).begin_next_epoch(self._next_position[self._mixture.slots_of(ended_source)])
+            self._documents_of(ended_source).begin_next_epoch(
+                self._next_position[self._mixture.sources.slots[ended_source]]
+            )
             self._mixture.weights.end(self._next_position, ended_source, current_weights)
             if not self._repeats and self._mixture.record_end(self._next_position, ended_source):
                 break
@@ -171,7 +173,12 @@ class MixedDocuments:
         requests = [
             (
                 source,
-                (documents, self._mixture.slots_of(source), num, self._repeats and source not in self._ending_sources),
+                (
+                    documents,
+                    self._mixture.sources.slots[source],
+                    num,
+                    self._repeats and source not in self._ending_sources,
+                ),
             )
             for source, num in enumerate(num_wanted)
             if num and isinstance(documents := self._documents_of(source), FragmentDocuments)
@@ -238,7 +245,7 @@ class MixedDocuments:
         """Read up to ``max_documents`` documents of a source until its buffer has ``num``; return false if there are fewer."""
         buffer = self._buffers.get(source)
         if buffer is None:
-            slots = self._mixture.slots_of(source)
+            slots = self._mixture.sources.slots[source]
             batch_slice = self._batch_slice(source)
             batch_slice = batch_slice.with_moves(batch_slice.moves.shifted(-slots.start))
             buffer = SourceBuffer(
@@ -267,7 +274,7 @@ class MixedDocuments:
         counts = np.bincount(sources, minlength=self._num_sources).tolist()
         for source, buffer in self._buffers.items():
             spans += buffer.spans(counts[source])
-            slots += [self._mixture.slots_of(source).start] * (len(spans) - len(slots))
+            slots += [self._mixture.sources.slots[source].start] * (len(spans) - len(slots))
             starts[source], offset = offset, offset + counts[source]
         return interleaved(
             sources, Spans.join(spans, slots), starts, num_drawn, self._mixture.row.counts_at(self._start_position)

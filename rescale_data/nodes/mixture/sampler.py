@@ -140,7 +140,8 @@ class WeightedSampler(Node[Any]):
         self._draws.seek(self.position)
 
     def verify(self) -> None:
-        self._draws.bind_all()
+        for source in range(len(self.names)):
+            self._draws.sources.bound_node(source, self.position)
 
     def next(self) -> Any:
         return self._draws.draw(next)
@@ -212,7 +213,7 @@ class WeightedSampler(Node[Any]):
         own_position, draw_position, draws, is_source_blocked = self.position, copy_of(position), self._draws, False
         self.bind(draw_position)
         while (source := draws.choose()) is not None:  # also past the ends of sources, as a draw does
-            node, source_position = draws.sources.nodes[source], draw_position[draws.slots_of(source)]
+            node, source_position = draws.sources.nodes[source], draw_position[draws.sources.slots[source]]
             stale, is_source_blocked = is_stale(node, source_position), is_blocked(node, source_position)
             if is_source_blocked or not draws.skip_or_end(source):
                 break

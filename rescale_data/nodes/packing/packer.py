@@ -104,8 +104,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
         pad_id: int | None = None,
         columns: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
-        _check_arguments(seq_len, dtype, last)
-        require_pad(pad_id, dtype)
+        _check_arguments(seq_len, last)
+        require_dtype(dtype, pad_id)
         names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
         self._aligned = Aligned(columns, column, {*names, "labels", "doc_ids"}, type(self).__name__)
         self.FIELDS = (self.COUNTS if self._aligned.has_mask else ()) + self.OFFSET
@@ -239,8 +239,10 @@ class TokenPacker(Node[dict[str, Tensor]]):
             doc_ids[0, size:] = -1
 
 
-def require_pad(pad_id: int | None, dtype: torch.dtype) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if samples of ``dtype`` cannot be padded with ``pad_id``."""
+def require_dtype(dtype: torch.dtype, pad_id: int | None) -> None:
+    """Raise ``ValueError`` if a packer has no samples of ``dtype``, or if they cannot be padded with ``pad_id``."""
+    if dtype not in list(DTYPES):
+        raise ValueError(f"dtype={dtype}: give one of {list(DTYPES)}.")
     if pad_id is None:
         return
     limits = torch.iinfo(dtype)
@@ -248,10 +250,8 @@ def require_pad(pad_id: int | None, dtype: torch.dtype) -> None:
         raise ValueError(f"pad_id={pad_id} does not fit {dtype}: give a token from {limits.min} to {limits.max}.")
 
 
-def _check_arguments(seq_len: int, dtype: torch.dtype, last: str) -> None:
+def _check_arguments(seq_len: int, last: str) -> None:
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len}: give the tokens of a sample, at least 1.")
-    if dtype not in list(DTYPES):
-        raise ValueError(f"dtype={dtype}: give one of {list(DTYPES)}.")
     if last not in ("drop", "pad"):
         raise ValueError(f"last={last!r}: give 'drop' or 'pad', for the last, partial sample of an epoch.")

@@ -19,7 +19,7 @@ from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import MOST, STATE_DOES_NOT_FIT, History, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.packing.aligned import MASK, Aligned
 from rescale_data.nodes.packing.fit import LONG_COUNTERS, Long
-from rescale_data.nodes.packing.packer import DTYPES, require_pad
+from rescale_data.nodes.packing.packer import DTYPES, require_dtype
 from rescale_data.nodes.packing.payload import Payload
 from rescale_data.nodes.packing.window import Packing, Window, write
 from rescale_data.nodes.provenance import PROVENANCE
@@ -124,8 +124,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         limits: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.max_documents = max(64, seq_len // 32) if max_documents is None else max_documents
-        _check_arguments(seq_len, window, self.max_documents, long, dtype)
-        require_pad(pad_id, dtype)
+        _check_arguments(seq_len, window, self.max_documents, long)
+        require_dtype(dtype, pad_id)
         if pad_documents_to < 1 or seq_len % pad_documents_to:
             raise ValueError(f"pad_documents_to={pad_documents_to}: give a number that divides seq_len={seq_len}.")
         names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
@@ -263,11 +263,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return Spans.join(batches)
 
 
-def _check_arguments(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:
+def _check_arguments(seq_len: int, window: int, max_documents: int, long: str) -> None:
     for name, value in (("seq_len", seq_len), ("window", window), ("max_documents", max_documents)):
         if value < 1:
             raise ValueError(f"{name}={value}: give at least 1.")
     if long not in list(LONG_COUNTERS):
         raise ValueError(f"long={long!r}: give 'split', 'truncate' or 'drop', for documents longer than seq_len.")
-    if dtype not in list(DTYPES):
-        raise ValueError(f"dtype={dtype}: give one of {list(DTYPES)}.")
