@@ -137,6 +137,8 @@ def write(
         for owner in owners:
             with contextlib.suppress(Exception):
                 owner.abandon(name, save)
+            with contextlib.suppress(OSError):
+                owner.look()  # a newer owner may have removed the files
         raise error_with_cure(error, f"Saving {final_path}") from error
     for owner in owners:
         if run is None:

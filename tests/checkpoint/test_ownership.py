@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import fsspec
 import pytest
@@ -19,7 +20,7 @@ from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import claims, commit
 from rescale_data.checkpoint.storage.claims import SINGLE_STEP, Claims, Owner, Save, valid_save
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
-from rescale_data.checkpoint.storage.manifest import Manifest
+from rescale_data.checkpoint.storage.manifest import METADATA, Manifest
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import Store
 
@@ -262,6 +263,25 @@ def test_an_owner_that_may_live_elsewhere_is_superseded_with_a_warning(
             assert successor.load_latest(state) == 100, "its step never stands above a history that goes on from 100"
             successor.save(105, {"n": 105})
         assert RunReader(folder).load_latest(state) == state["n"] == 105
+
+
+def test_a_save_whose_files_its_successor_removes_names_the_successor(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = type(open_store(folder)[0])
+    open_write = store.open_write
+
+    def superseded(self: Store, path: str) -> BinaryIO:
+        if path.endswith(f"{METADATA}.tmp"):
+            elsewhere(monkeypatch)
+            CheckpointManager(folder).close()
+        return open_write(self, path)
+
+    with CheckpointManager(folder, async_mode="disabled") as zombie:
+        monkeypatch.setattr(store, "open_write", superseded)
+        with pytest.raises(SupersededError, match=f"opened for writing by process {os.getpid()}"):
+            zombie.save(100, STATE)
+    assert RunReader(folder).steps() == []
 
 
 def test_pruning_leaves_a_run_that_saves_to_its_manager(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
