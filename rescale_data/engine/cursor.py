@@ -84,9 +84,9 @@ class Cursor(NamedTuple):
         if segment is not None and segment.remainder is not None:
             for u in range(segment.first_unsaved_u(self.u), segment.first_unsaved_u(self.u + 1)):
                 owners = segment.remainder.owners(owners, u)
-        return Cursor(
-            self.clock, self.table, owners, self.u + 1, self.pending, self.segment,
-            micro_batch.rows, False, self.epochs_seen, False, 0,
+        return Cursor._make(  # faster than `Cursor(...)`, which would cost 3 % of a packed batch
+            (self.clock, self.table, owners, self.u + 1, self.pending, self.segment,
+             micro_batch.rows, False, self.epochs_seen, False, 0)
         )  # fmt: skip
 
     def copy(self) -> Cursor:
