@@ -28,17 +28,20 @@ class Guard:
         kind: Class of the node that called the function.
         on_error: See `OnError`.
         note: Words for the error's note, before the place of the sample. Default: the sample was given to the node's function.
+        faults: Errors that "skip" raises in addition to `BUGS`.
     """
 
-    __slots__ = ("_decide", "_name", "_note", "skips")
+    __slots__ = ("_always_raised", "_decide", "_name", "_note", "skips")
 
-    def __init__(self, kind: type[Node[Any]], on_error: OnError, note: str = "") -> None:
+    def __init__(
+        self, kind: type[Node[Any]], on_error: OnError, note: str = "", faults: tuple[type[Exception], ...] = ()
+    ) -> None:
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(
                 f"on_error={on_error!r}: give 'raise', 'skip' to leave out samples that raise, or a function of the error and "
                 f"the place of the sample, which decides."
             )
-        self._decide = on_error
+        self._decide, self._always_raised = on_error, (*BUGS, *faults)
         self.skips = on_error != "raise"
         self._name = kind.__name__
         self._note = note or f"in the function of {self._name}, given"
@@ -54,7 +57,7 @@ class Guard:
             num_before: Number of samples that this logical shard left out before. The first few are logged, then ever fewer.
         """
         location = location or "a sample whose place is not known"
-        if not self.skips or (self._decide == "skip" and isinstance(error, BUGS)):
+        if not self.skips or (self._decide == "skip" and isinstance(error, self._always_raised)):
             _raise(error, f"{self._note} {location}")
         replacement = self._decide(error, location) if callable(self._decide) else None
         if replacement is not None:
@@ -68,9 +71,9 @@ class Guard:
         return None
 
 
-def guard_of(node: Node[Any], on_error: OnError, note: str = "") -> Guard:
+def guard_of(node: Node[Any], on_error: OnError, note: str = "", faults: tuple[type[Exception], ...] = ()) -> Guard:
     """Return the guard of a node. Nodes of one class share a guard if they have "raise" and the same note."""
-    return _raising_guard(type(node), note) if on_error == "raise" else Guard(type(node), on_error, note)
+    return _raising_guard(type(node), note) if on_error == "raise" else Guard(type(node), on_error, note, faults)
 
 
 @lru_cache(maxsize=64)

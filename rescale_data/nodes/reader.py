@@ -52,7 +52,7 @@ class Reader(Node[Any]):
             shard reads a contiguous range of the source, and a global batch has a row of each range.
         provenance: Add ``"provenance"`` to each sample: a line with its source, file and row. `Map`, `Tokenize` and packers
             pass it on. The order stays the same, but packers read a row at a time.
-        on_error: As in `Map`, for a row that cannot be read.
+        on_error: As in `Map`, for a row that cannot be read. With "skip", errors of a disk or a network are still raised.
         exclude: Rows to leave out: ``{file: rows in it}`` for a source of files, else row numbers. `find_rows` makes the list
             from ids. The rows count as drawn and are counted apart (``blocked_rows``). The list may differ in each segment.
             Give ``()`` when the run begins. Give the same object, made outside of the pipeline, to all logical shards.
@@ -124,7 +124,7 @@ class Reader(Node[Any]):
         self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.LISTED)
         super().__init__()
         self.shuffle, self.provenance, self._adds_provenance = shuffle, provenance or shard.provenance, provenance
-        self._guard = guard_of(self, on_error, "while reading")
+        self._guard = guard_of(self, on_error, "while reading", self.source.faults)
         self._on_error: OnError = on_error
         check_order(shard, shuffle, by_global_batch)
         self._by_global_batch = by_global_batch

@@ -39,6 +39,7 @@ _DAMAGE_ERRORS = (OSError, ValueError, LookupError, OverflowError, struct.error,
 class FragmentedSource(FiledSource):
     """Files that have fragments. A subclass for each format reads footers."""
 
+    faults: ClassVar[tuple[type[Exception], ...]] = (OSError,)
     FORMAT: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, ...]]
     FILES_A_PART: ClassVar[int] = 32

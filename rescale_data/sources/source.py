@@ -90,6 +90,8 @@ class Source(Described):
     """Decoded bytes of a typical fragment; 0 if not known."""
     batch_rows: int = 1
     """Number of rows that are best fetched together."""
+    faults: ClassVar[tuple[type[Exception], ...]] = ()
+    """Errors that come from a disk or a network and not from the row that is read: ``on_error="skip"`` raises them."""
     has_texts: ClassVar[bool] = False
     """True if `texts` reads many strings at a time."""
 

@@ -100,6 +100,28 @@ def test_what_was_brought_is_kept_once(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+def test_a_row_is_not_left_out_because_a_request_failed(kind: str, tmp_path: Path) -> None:
+    source = far(kind, tmp_path, remote=rd.Remote(retries=0, read_ahead=False))
+    reader = rd.Reader(source, rd.Shard(), on_error="skip")
+    for failure, expected in ((ConnectionResetError(), RemoteError), (PermissionError("expired"), PermissionError)):
+        cache().clear()
+        Flaky.failures = [failure] * 9
+        with pytest.raises(expected):
+            next(reader)
+    Flaky.failures = []
+    assert len(list(reader)) == 200
+    assert reader.position[2] == 0
+
+
+def test_an_id_is_not_looked_for_in_vain_because_a_request_failed(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": ["a", "b"]}), tmp_path / "rows.parquet")
+    source = rd.ParquetSource(f"flaky://{tmp_path}", remote=rd.Remote(retries=0))
+    Flaky.failures = [ConnectionResetError()] * 9
+    with pytest.raises(RemoteError):
+        rd.find_rows(source, ["a"])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 def test_requests_that_fail_are_made_again(kind: str, tmp_path: Path) -> None:
     remote = rd.Remote(retries=2, read_ahead=False)
     Flaky.failures = [ConnectionResetError("reset by peer"), TimeoutError()]

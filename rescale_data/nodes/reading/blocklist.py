@@ -87,7 +87,7 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
     """Return the rows whose ``column`` holds one of ``ids``, in a form that JSON can hold, for ``Reader(exclude=)``.
 
     Every row is read once, so give a source that reads that column alone. A row that cannot be read or has no such column is
-    logged with its place, and is not in the list.
+    logged with its place, and is not in the list. Errors of a disk or a network are raised.
 
     Args:
         source: A source or a map-style dataset.
@@ -138,6 +138,8 @@ def _values_by_row(source: Source, column: str) -> Iterator[tuple[int, Any]]:
                 try:
                     value = source.row(row)[column]
                     hash(value)
+                except source.faults:
+                    raise
                 except Exception as error:
                     value = error
                 yield row, value
