@@ -160,7 +160,7 @@ class CheckpointManager(RunReader):
         """Wait until the running save is committed; raise its error if it failed."""
         if self._closed:
             raise ValueError("This CheckpointManager is closed; make another.")
-        running, self._running_save = self._running_save, None
+        running = self._running_save
         if running is None:
             return
         if not running.done():
@@ -168,6 +168,7 @@ class CheckpointManager(RunReader):
             self.num_waits += 1
             running.exception()
             self.wait_seconds += time.perf_counter() - start
+        self._running_save = None  # not before: after Ctrl-C in this wait, the next call waits for it again
         try:
             running.result()
         except BaseException as error:

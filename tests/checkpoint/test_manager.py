@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -177,6 +178,32 @@ def test_hazard_a_stager_is_not_used_again_while_its_upload_runs(tmp_path: Path,
         second.join()
         assert manager.num_waits == 1
         assert manager.wait_seconds > 0
+    for step in (1, 2):
+        loaded = nn.Linear(4, 4, bias=False)
+        checkpoint.load(tmp_path / "run" / f"step-{step}", {"model": loaded})
+        assert loaded.weight.unique().tolist() == [float(step)]
+
+
+def test_hazard_a_save_after_an_interrupted_wait_waits_for_the_copy_that_is_written(
+    tmp_path: Path, gated: type[GatedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a save is waited for, and a last save: the first would be written with the values of the last."""
+    weights = nn.Linear(4, 4, bias=False)
+    with CheckpointManager(tmp_path / "run") as manager:
+        nn.init.constant_(weights.weight, 1.0)
+        committed = manager.save(1, {"model": weights}).committed
+        manager.wait_for_staging()
+        nn.init.constant_(weights.weight, 2.0)
+        assert gated.waiting.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(committed, "exception", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                manager.wait()
+        exception = committed.exception
+        monkeypatch.setattr(committed, "exception", lambda: (gated.gate.set(), exception())[1])
+        manager.save(2, {"model": weights})
+        manager.wait_for_staging()
+        gated.gate.set()
     for step in (1, 2):
         loaded = nn.Linear(4, 4, bias=False)
         checkpoint.load(tmp_path / "run" / f"step-{step}", {"model": loaded})
