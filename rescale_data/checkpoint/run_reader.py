@@ -111,6 +111,8 @@ class RunReader:
             raise DamagedCheckpointError(
                 f"All checkpoints in {self._folder.path} are damaged: steps {sorted(damaged)}.\n{listed}"
             )
+        if skipped and self._ranks.is_first:
+            logger.warning("No step of %s was loaded, all were passed over: %s", self._folder.path, _listed(skipped))
         return None
 
     def _load(self, step: int, state: State, **options: bool) -> LoadReport:
@@ -123,8 +125,9 @@ class RunReader:
     def _warn(self, step: int, report: LoadReport, skipped: Mapping[int, Exception]) -> None:
         """Log the newer steps that were not loaded, with a Python warning if one is damaged, and the state's misfits."""
         if skipped:
-            listed = "; ".join(f"step {newer}: {' '.join(str(reason).split())}" for newer, reason in skipped.items())
-            text = f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {listed}"
+            text = (
+                f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {_listed(skipped)}"
+            )
             logger.warning(text)
             if any(isinstance(reason, DamagedCheckpointError) for reason in skipped.values()):
                 warnings.warn(text, RuntimeWarning, stacklevel=3)
@@ -135,3 +138,7 @@ class RunReader:
                 self._folder.checkpoint(step),
                 *(list(names) or "none" for names in (report.missing, report.unexpected, report.mismatched)),
             )
+
+
+def _listed(skipped: Mapping[int, Exception]) -> str:
+    return "; ".join(f"step {step}: {' '.join(str(reason).split())}" for step, reason in skipped.items())

@@ -108,6 +108,15 @@ def test_a_copy_that_is_not_whole_stays(tmp_path: Path, left_out: str, caplog: p
         assert stock["b"] == 1
 
 
+def test_steps_that_are_all_passed_over_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that would begin anew beside checkpoints of another tool is told."""
+    dcp.save(dict(STATE), checkpoint_id=tmp_path / "run" / "step-5")
+    assert RunReader(tmp_path / "run").load_latest(dict(STATE)) is None
+    assert "step 5: No checkpoint at" in caplog.text
+    assert RunReader(tmp_path / "none").load_latest(dict(STATE)) is None
+    assert caplog.text.count("passed over") == 1
+
+
 def test_a_step_that_somebody_copied_counts(tmp_path: Path) -> None:
     for run, step in (("a", 100), ("b", 50)):
         with CheckpointManager(tmp_path / run, async_mode="disabled") as manager:
