@@ -405,7 +405,7 @@ class Reader(Node[Any]):
             lengths = np.diff(source.fragments)
             subsets = [source.subset(manifest) for _, manifest in history]
             views = [
-                EpochView(epoch, int(lengths[subset].sum()), subset)
+                EpochView(epoch, int(lengths[subset].sum()), subset, hash(subset.tobytes()))
                 for (epoch, _), subset in zip(history, subsets, strict=True)
             ]
         if views is not self._views:

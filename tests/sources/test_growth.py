@@ -108,6 +108,30 @@ def test_added_files_join_at_the_next_epoch(
         assert third == Counter([*range(60), *range(100, 112), *range(200, 212), *range(300, 312)])
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_two_runs_that_began_with_other_files_go_on_over_one_source(kind: str, tmp_path: Path, shuffle: bool) -> None:
+    def begun(source: Any) -> rd.DataLoader:
+        return make_loader(None, 0, 1, BATCH, pipeline=lambda shard: rd.Reader(source, shard, shuffle=shuffle))
+
+    open_source = rd.JsonlSource if kind == "jsonl" else rd.ParquetSource
+    first_rows = {"a": 0, "b": 100, "c": 200}
+    begun_runs: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    for names in ("ab", "ac", "abc"):
+        for name in names:
+            write(tmp_path / names, kind, name, range(first_rows[name], first_rows[name] + 30))
+        loader = begun(open_source(tmp_path / names))
+        served = next(iter(loader))["x"].tolist()
+        begun_runs[names] = loader.state_dict(), served
+    source = open_source(tmp_path / "abc")
+    for names in ("ab", "ac"):
+        state, served = begun_runs[names]
+        loader = begun(source)
+        loader.load_state_dict(state)
+        rest = [row for batch in loader for row in batch["x"].tolist()]
+        expected = [row for name in names for row in range(first_rows[name], first_rows[name] + 30)]
+        assert sorted(served + rest) == expected
+
+
 @pytest.mark.parametrize("top", ["token", "whole", "shuffle"])
 def test_files_join_and_weights_change_at_once(top: str, tmp_path: Path) -> None:
     """Within a document or a window, which the rule before has chosen."""

@@ -23,11 +23,13 @@ class EpochView:
         since: The first epoch.
         num_rows: Number of rows in those fragments.
         fragments: ``int64[G]``, numbers of the fragments, in the order of the source; `None` for all.
+        fragments_hash: Hash of ``fragments``, for keys of the cache: other files may have as many rows.
     """
 
     since: int
     num_rows: int
     fragments: Ints | None = None
+    fragments_hash: int = 0
 
 
 @lru_cache(maxsize=1024)

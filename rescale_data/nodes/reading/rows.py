@@ -240,8 +240,9 @@ class ShardRows(ShardEpochs):
             return None
         shard = self.shard.index if shard < 0 else shard
         range_shift = self.range_number(epoch, shard) - shard
+        order, fragments_hash = self.fragments(epoch), self.view(epoch).fragments_hash
         return ShardShare(
-            self.shard, epoch, self._source.fragments, self.fragments(epoch), self._source_key, shard, range_shift
+            self.shard, epoch, self._source.fragments, order, self._source_key, shard, range_shift, fragments_hash
         )
 
     def fragments(self, epoch: int) -> FragmentOrder | None:
@@ -250,7 +251,7 @@ class ShardRows(ShardEpochs):
         if fragments is None or (not self.window and view.fragments is None):
             return None
         epoch = self.shuffle_key(epoch) if self.window else view.since
-        key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, view.num_rows)
+        key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, view.fragments_hash)
         return cache().make(key, lambda: self._in_order(fragments, view, epoch))
 
     def _in_order(self, fragments: Ints, view: EpochView, epoch: int) -> FragmentOrder:

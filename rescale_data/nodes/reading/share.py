@@ -25,6 +25,7 @@ class ShardShare:
         source: Key of the source, under which the shards of this process are registered.
         index: The logical shard that reads.
         range_shift: Number of places by which the ranges of all shards have moved in this epoch, see `rescale_data.rounds`.
+        fragments_hash: See `EpochView`.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class ShardShare:
         source: int,
         index: int,
         range_shift: int,
+        fragments_hash: int = 0,
     ) -> None:
         self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source
-        self._index, self._range_shift = index, range_shift
+        self._index, self._range_shift, self._fragments_hash = index, range_shift, fragments_hash
         self._num_rows = int(fragments[-1] if order is None else order.virtual[-1])
         self._virtual_starts: dict[int, int] = {}
 
@@ -85,4 +87,4 @@ class ShardShare:
 
     def _key(self, shard: int) -> Hashable:
         n, seed = self._shard.num_logical_shards, self._shard.seed
-        return (self._order is not None, seed, n, self._num_rows, self.epoch, shard)
+        return (self._order is not None, seed, n, self._num_rows, self._fragments_hash, self.epoch, shard)
