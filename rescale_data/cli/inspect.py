@@ -19,7 +19,7 @@ from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.engine.states.codec import Saved, data_states, read
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.nodes.mixture.rules import from_json, weights_at
-from rescale_data.sources.folders import manifest_entries, num_rows
+from rescale_data.sources.folders import num_rows
 
 LEFT_OUT = ("filtered", "skipped", "short", "long", "blocked", "untrained")
 
@@ -145,7 +145,7 @@ def _rows_per_epoch(source: Mapping[str, Any]) -> int:
     """Return a source's number of rows in an epoch, from its entry in a loader's state; 0 if it is not recorded."""
     newest = source["by_epoch"][-1][1] if "by_epoch" in source else source
     try:  # a source of somebody's own may say anything
-        return int(newest.get("rows") or num_rows(manifest_entries(newest)))
+        return int(newest.get("rows") or num_rows(newest))
     except (TypeError, ValueError, LookupError, AttributeError):
         return 0
 

@@ -27,18 +27,15 @@ def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
         by_folder.setdefault(folder if slash else ".", []).append(file)
     if len(by_folder) > _MAX_FOLDERS:
         by_folder = {".": list(manifest[FILES])}
-    folders = [[name, len(files), _digest(files), num_rows(files)] for name, files in sorted(by_folder.items())]
+    folders = [
+        [name, len(files), _digest(files), num_rows({FILES: files})] for name, files in sorted(by_folder.items())
+    ]
     return {**{key: value for key, value in manifest.items() if key != FILES}, FOLDERS: folders}
 
 
-def manifest_entries(manifest: Mapping[str, Any]) -> list[Any]:
-    """Return the entries of a manifest, for files or folders: lists that begin with a name and end with a number of rows."""
-    return list(manifest.get(FILES) or manifest.get(FOLDERS) or ())
-
-
-def num_rows(entries: list[Any]) -> int:
-    """Return the total number of rows in a manifest's entries of files or folders (see `manifest_entries`)."""
-    return sum(int(entry[-1]) for entry in entries)
+def num_rows(manifest: Mapping[str, Any]) -> int:
+    """Return the total number of rows in the files or folders of a manifest."""
+    return sum(int(entry[-1]) for entry in manifest.get(FILES) or manifest.get(FOLDERS) or ())
 
 
 def _digest(files: list[Any]) -> str:

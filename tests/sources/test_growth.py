@@ -266,7 +266,7 @@ class TestDigests:
             files = [[f"{i}/a", 10, 5] for i in range(count)]
             folded = fold({"format": "parquet", "files": files})
             assert len(folded["folders"]) == folders
-            assert num_rows(folded["folders"]) == 5 * count
+            assert num_rows(folded) == 5 * count
 
 
 def packed(shard: rd.Shard, source: Any) -> Any:
