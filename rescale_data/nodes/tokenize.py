@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ import numpy.typing as npt
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, draw, go_to
-from rescale_data.nodes.below import epoch_end_of_source, may_change, skip, texts_of
+from rescale_data.nodes.below import epoch_end_of_source, may_change, names_rows, skip, texts_of
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import DocumentsUntilError
 from rescale_data.nodes.function import require_function
 from rescale_data.nodes.guard import OnError, described, guard_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.room import CacheRoom
-from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments
+from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments, TokenizedSamples
 from rescale_data.sources.decoded.cache import Derived, cache, owner_of
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
@@ -180,21 +181,38 @@ class Tokenize(Node[dict[str, Any]]):
         return batch.entries[self._index - 1]
 
     def open_documents(self, column: str) -> Documents | None:
-        if column != self.into or self._guard.skips or any(may_change(node) for _, node in self.walk()):
+        nodes = [node for _, node in self.walk()]
+        if column != self.into or self._guard.skips or any(names_rows(node) or may_change(node) for node in nodes):
             return None
         texts = texts_of(self._source, self.column)
-        return None if texts is None else DocumentsUntilError(self, column, TokenizedDocuments(self, texts))
+        if texts is None:
+            return TokenizedSamples(self)
+        return DocumentsUntilError(self, column, TokenizedDocuments(self, texts))
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return None
 
-    def _load(self) -> Batch:
-        """Draw and tokenize the samples after the last yielded one."""
+    def next_texts(self, max_texts: int) -> list[tuple[Tokens, View]]:
+        """Return the tokens of the next texts, each with this node's position after it; no texts at the end of the epoch.
+
+        The node moves to the last of these positions.
+        """
+        pairs: list[tuple[Tokens, View]] = []
+        for sample, next_position in self._load(max_texts).entries:
+            if pairs and isinstance(sample, _Mark):
+                break
+            self._bookmark[:] = next_position
+            if not isinstance(sample, _Mark):
+                pairs.append((sample[self.into], copy_of(self.position)))
+        return pairs
+
+    def _load(self, max_texts: int = sys.maxsize) -> Batch:
+        """Draw and tokenize the samples after the last yielded one, up to ``max_texts``."""
         if self._source.position != self._bookmark:
             go_to(self._source, self._bookmark)
         samples, locations = list[Any](), list[str]()
         next_positions: list[View] = []
-        while len(next_positions) < self._num_texts and len(samples) == len(next_positions):
+        while len(next_positions) < min(max_texts, self._num_texts) and len(samples) == len(next_positions):
             with suppress(StopIteration):
                 samples.append(next(self._source))
                 locations.append(self._source.locate())

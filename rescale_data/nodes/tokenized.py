@@ -1,4 +1,4 @@
-"""`TokenizedDocuments`: reads the documents of a `Tokenize` node, as many at a time as it tokenizes together."""
+"""`TokenizedDocuments`, `TokenizedSamples`: read documents of a `Tokenize` node, as many as it tokenizes together."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.base import View, copy_of, go_to
 from rescale_data.nodes.reading.documents import Texts
-from rescale_data.nodes.reading.spans import EMPTY, Spans, TokenArray, plain
+from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans, TokenArray, plain
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
@@ -56,6 +56,32 @@ class TokenizedDocuments:
     def begin_next_epoch(self, position: memoryview) -> None:
         self._texts.begin_next_epoch(position[1:])
         self._next_position = copy_of(position)
+
+
+class TokenizedSamples:
+    """Reads the documents of a `Tokenize` node over any samples: several at a time, where `ColumnDocuments` reads one."""
+
+    is_costly = True
+
+    def __init__(self, node: Tokenize) -> None:
+        self._node, self._ended = node, False
+        for _, inner in node.walk():
+            inner.reread = True
+
+    def read(self, position: memoryview, max_documents: int) -> Spans:
+        if self._ended or self._node.position != position:
+            go_to(self._node, position)
+        samples = self._node.next_texts(max_documents)
+        self._ended = not samples
+        if not samples:
+            return EMPTY
+        arrays = tuple(plain(tokens.copy()) for tokens, _ in samples)
+        index, length = np.arange(len(samples)), np.array([*map(len, arrays)])
+        moves = PositionUpdates.of(np.arange(len(position)), np.array([end for _, end in samples], dtype=np.int64))
+        return Spans(arrays, index, np.zeros_like(index), length, moves, (None,) * len(samples))
+
+    def begin_next_epoch(self, position: memoryview) -> None:
+        position[:] = self._node.position
 
 
 def end_to_end(lists: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
