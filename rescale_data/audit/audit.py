@@ -61,7 +61,7 @@ class Audit:
     Args:
         run: The folder of the run, with its checkpoints, or a URL.
         pipelines: The pipeline that the loader was built with; all pipelines of the run if parameters have changed (weights,
-            sources, blocklists, ``seq_len``). Between two checkpoints, the pipeline of the second one is read.
+            files, sources, blocklists, ``seq_len``). Between two checkpoints, the pipeline of the second one is read.
         name: Name of the loader in the checkpoints; default: the only loader.
         repeat, tail, num_workers: Arguments of the loader; ``num_workers`` matters if the run was not aligned.
 
@@ -127,7 +127,7 @@ class Audit:
         """Find the steps in which a row of a source was served, or the rows of a file.
 
         Only the logical shards are read again that had the row, between the checkpoints where they had it. Below a node of
-        torchdata, whose state does not say it, all are read again.
+        torchdata, whose state does not say it, and in a run to which files or sources were added, all are read again.
 
         Args:
             document: ``"SOURCE:ROW"`` (numbered over all files, from 0), ``"SOURCE:FILE"``, or what messages and
@@ -144,7 +144,7 @@ class Audit:
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
         shards, drawn = defaultdict[int, set[int]](set), 0
         intervals, num_shards = self._intervals(), len(self._states[-1].table)
-        num_windows = [_num_windows(schema, path) for path, _ in readers]
+        num_windows = [None if self._data_changed else _num_windows(schema, path) for path, _ in readers]
         is_known = None not in num_windows
         for (path, reader), num_ahead in zip(readers, num_windows, strict=True):
             if num_ahead is None:
@@ -206,6 +206,11 @@ class Audit:
         raise ValueError(
             f"{document!r}: the pipeline reads the sources {sorted(names)}. Give SOURCE:ROW or SOURCE:FILE."
         )
+
+    @property
+    def _data_changed(self) -> bool:
+        """True if files or sources were added in the run: then no schema shows where each row was in each epoch."""
+        return any(state.header["sources"] != self._states[0].header["sources"] for state in self._states)
 
     @cached_property
     def _schemas(self) -> list[Schema]:

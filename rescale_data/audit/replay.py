@@ -17,6 +17,7 @@ from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import set_up
 from rescale_data.engine.states.codec import Saved, read
 from rescale_data.engine.states.differences import differences, without_all, without_functions
+from rescale_data.engine.states.growth import compare
 from rescale_data.engine.states.statedict import merged_state_dict
 from rescale_data.engine.stream import Stream, stream_of
 from rescale_data.errors import DataStateError
@@ -168,11 +169,16 @@ def skipped_in(state: State) -> list[tuple[int, int]]:
 
 
 def pipeline_differences(pipeline: Pipeline, state: State) -> list[str]:
-    """Return the parameters of a pipeline that differ from the pipeline of a saved state, in words."""
+    """Return the parameters of a pipeline that differ from the pipeline of a saved state, and its other files, in words."""
     num_shards, seed, global_batch_size = len(state.table), state.header["seed"], state.sizes[0]
-    current = Schema(Recipe(pipeline, num_shards, seed, False, global_batch_size=global_batch_size).build(0)).pipeline
-    pipelines = without_functions(state.header["pipeline"], current)
-    return differences(*(without_all(values, EARLIER_KEY) for values in pipelines))
+    schema = Schema(Recipe(pipeline, num_shards, seed, False, global_batch_size=global_batch_size).build(0))
+    pipelines = without_functions(state.header["pipeline"], schema.pipeline)
+    found = differences(*(without_all(values, EARLIER_KEY) for values in pipelines))
+    try:
+        added = {} if found else compare(schema, state.header["sources"]).added_files
+    except DataStateError as error:
+        return [str(error)]
+    return found or [f"{path} did not read {', '.join(names)}" for path, names in added.items()]
 
 
 def _begun_samples(reading: Reading) -> int:

@@ -18,6 +18,7 @@ import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.testing import full_state_dict
 from tests.corpus import write
+from tests.formats import write_jsonl
 
 SIZES = {"web": 70, "code": 31, "few": 3}
 N, LENGTHS = 6, np.random.default_rng(3).integers(1, 40, 200)
@@ -253,6 +254,40 @@ def test_of_files_and_of_shards_that_had_the_row_alone(tmp_path: Path, monkeypat
         (step, place) for step in range(8) for place, row in enumerate(seen[step]) if row in rows_of_it
     ]
     assert found.rows == len(rows_of_it)
+
+
+def test_of_a_run_to_which_files_were_added(tmp_path: Path) -> None:
+    """Each pipeline reads the files of then; the one of now would have read other rows."""
+
+    def pipeline_of(*names: str) -> Any:
+        source = rd.JsonlSource([tmp_path / "corpus" / f"{name}.jsonl" for name in names])
+        return lambda shard: rd.Reader(source, shard)
+
+    def serve(names: str, num_batches: int) -> None:
+        loader = rd.DataLoader(pipeline_of(*names), global_batch_size=3, num_logical_shards=3)
+        if served:
+            loader.load_state_dict(checkpoint.read_data_state(tmp_path / "run" / f"step-{len(served)}"))
+        for batch in (batch for _ in range(9) for batch in loader):
+            served.append(batch["row"])
+            if len(served) % 4 == 0:
+                checkpoint.save(tmp_path / "run" / f"step-{len(served)}", {"loader": loader})
+            if len(served) >= num_batches:
+                return
+
+    served: list[list[str]] = []
+    for name in "adb":
+        write_jsonl(tmp_path / "corpus" / f"{name}.jsonl", [{"row": f"{name}.jsonl, line {i}"} for i in range(1, 13)])
+    serve("ad", 4)
+    serve("abd", 24)
+    then, now = pipeline_of(*"ad"), pipeline_of(*"abd")
+    with pytest.raises(rd.DataStateError, match=r"step 4 the run had another pipeline: .* did not read b.jsonl"):
+        rd.audit.Audit(tmp_path / "run", now).find("corpus:0")
+    audit = rd.audit.Audit(tmp_path / "run", now, then)
+    documents = [(s.step, s.sample, line.rpartition("/")[2]) for s in audit.documents(0, 24) for line in s.documents]
+    assert documents == [(step, i, row) for step, rows in enumerate(served) for i, row in enumerate(rows)]
+    for row in ("a.jsonl, line 3", "b.jsonl, line 12", "d.jsonl, line 1"):
+        found = [(sample.step, sample.sample) for sample in audit.find(f"corpus: {tmp_path}/corpus/{row}").served]
+        assert found == [(step, i) for step, i, other in documents if other == row]
 
 
 def few_left_out(shard: rd.Shard) -> rd.BaseNode[Any]:
