@@ -32,9 +32,9 @@ _REPLACEMENTS["batch_sampler"] = _REPLACEMENTS["sampler"]
 
 def refuse_arguments(arguments: Mapping[str, object], num_unnamed: int) -> None:
     """Raise ``TypeError`` for an argument of torch's ``DataLoader`` that this loader lacks; the message names a replacement."""
-    for name in ["batch_size"] * (num_unnamed > 1) + list(arguments):
-        if name in _REPLACEMENTS:
-            raise TypeError(f"rd.DataLoader has no argument {name}=: {_REPLACEMENTS[name]}.")
+    for argument in ["batch_size"] * (num_unnamed > 1) + list(arguments):
+        if argument in _REPLACEMENTS:
+            raise TypeError(f"rd.DataLoader has no argument {argument}=: {_REPLACEMENTS[argument]}.")
 
 
 def as_pipeline(

@@ -137,8 +137,8 @@ def transformer_cost(
         >>> cost({"tokens": range(57_220)})
         114440
     """
-    sizes = (active_parameters, layers, attention_width)
-    if [value is not None for value in (crossover, *sizes)] not in (
+    model_sizes = (active_parameters, layers, attention_width)
+    if [value is not None for value in (crossover, *model_sizes)] not in (
         [True, False, False, False],
         [False, True, True, True],
     ):
@@ -146,12 +146,12 @@ def transformer_cost(
             "transformer_cost: give crossover=, or all of active_parameters=, layers= and attention_width=."
         )
     if crossover is None:
-        parameters, depth, width = cast("tuple[float, int, int]", sizes)
-        if min(parameters, depth, width) <= 0:
+        num_parameters, num_layers, layer_width = cast("tuple[float, int, int]", model_sizes)
+        if min(num_parameters, num_layers, layer_width) <= 0:
             raise ValueError(
-                f"transformer_cost: active_parameters, layers and attention_width are {sizes}; give more than 0."
+                f"transformer_cost: active_parameters, layers and attention_width are {model_sizes}; give more than 0."
             )
-        crossover = parameters / (depth * width)
+        crossover = num_parameters / (num_layers * layer_width)
     if not crossover >= 1:
         raise ValueError(f"transformer_cost: crossover={crossover:g} tokens; it is at least 1.")
     return TransformerCost(int(min(crossover, _MAX_NUMBER)))
@@ -166,13 +166,13 @@ class TransformerCost:
     def __call__(self, sample: Any) -> int:
         length = _length(sample)
         if length is None:
-            names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+            column_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
             raise ValueError(
-                f"transformer_cost looks for the column 'tokens' or 'input_ids'; a sample is {names}. Give rd.Balance(cost=) a "
-                f"function of the sample."
+                f"transformer_cost looks for the column 'tokens' or 'input_ids'; a sample is {column_names}. "
+                f"Give rd.Balance(cost=) a function of the sample."
             )
-        squares = int(sample["cost"]) if "cost" in sample else length * length
-        return length + squares // self.crossover
+        sum_of_squares = int(sample["cost"]) if "cost" in sample else length * length
+        return length + sum_of_squares // self.crossover
 
 
 def _length(sample: Any) -> int | None:
@@ -183,8 +183,8 @@ def _length(sample: Any) -> int | None:
 
 def _integer(name: str, setting: Number, sample: Any) -> int:
     if isinstance(setting, str) and not (isinstance(sample, Mapping) and setting in sample):
-        names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
-        raise ValueError(f"rd.Balance({name}={setting!r}): there is no such column; a sample is {names}.")
+        column_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise ValueError(f"rd.Balance({name}={setting!r}): there is no such column; a sample is {column_names}.")
     value = sample[setting] if isinstance(setting, str) else setting(sample)
     try:
         number = int(value)

@@ -90,10 +90,10 @@ class Balanced(WrappedFeed):
     def __init__(self, feed: Feed, setup: Setup, balance: Balance, collate: Collate | None) -> None:
         super().__init__(feed)
         self._setup, self._balance, self._collate = setup, balance, collate or stack
-        members, everyone = _members(balance, setup.ranks), list(range(setup.ranks.world_size))
-        self._sample_group = Group.from_members(members, setup.ranks)
-        is_known = balance.weight is None or members == everyone
-        self._weight_group = self._sample_group if is_known else Group.from_members(everyone, setup.ranks)
+        sample_ranks, all_ranks = _members(balance, setup.ranks), list(range(setup.ranks.world_size))
+        self._sample_group = Group.from_members(sample_ranks, setup.ranks)
+        is_known = balance.weight is None or sample_ranks == all_ranks
+        self._weight_group = self._sample_group if is_known else Group.from_members(all_ranks, setup.ranks)
         self._exchanges: Exchanges | None = None  # since the last `begin`
         self._u = self._num_to_skip = 0
         self._segment: Segment | None = None
@@ -157,12 +157,12 @@ class Balanced(WrappedFeed):
                 if exchanges.is_stopped:
                     raise Exhausted
                 step.micro_batches.append(self.feed.next())
-            rows = [
+            sample_numbers = [
                 (*self._balance.measure(sample), shard, index < batch.num_real)
                 for batch in step.micro_batches
                 for index, (sample, shard) in enumerate(zip(batch.batch, batch.shards, strict=True))
             ]
-            step.numbers = np.array(rows, dtype=np.int64)
+            step.numbers = np.array(sample_numbers, dtype=np.int64)
         except Exception as error:
             step.failure = error
 
@@ -217,8 +217,8 @@ class Balanced(WrappedFeed):
         to_send = _grouped(rank[is_own], indices[is_own], me)
         incoming = _grouped(owners[rank == me], indices[rank == me], me)
         lists = exchanges.exchange_lists({i: [samples[n] for n in sent] for i, sent in to_send.items()}, list(incoming))
-        moved = {n: s for i, values in lists.items() for n, s in zip(incoming[i], values, strict=True)}
-        return samples | moved
+        received_samples = {n: s for i, values in lists.items() for n, s in zip(incoming[i], values, strict=True)}
+        return samples | received_samples
 
     def _batch(self, indices: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:
         """Return the micro batch of the samples at the given indices; padding samples of the last global batch come last."""
@@ -243,8 +243,8 @@ def _members(balance: Balance, ranks: Ranks) -> list[int]:
         return [ranks.rank]
     if balance.over == "all":
         return list(range(ranks.world_size))
-    hosts = ranks.gather_ints([digest(socket.gethostname())])[:, 0]
-    return np.flatnonzero(hosts == hosts[ranks.rank]).tolist()
+    host_digests = ranks.gather_ints([digest(socket.gethostname())])[:, 0]
+    return np.flatnonzero(host_digests == host_digests[ranks.rank]).tolist()
 
 
 def _with_weight(batch: Any, weight: int) -> dict[str, Any]:

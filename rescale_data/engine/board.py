@@ -40,8 +40,8 @@ class Board:
 
     def write(self, worker: int, text: str) -> None:
         """Write a text that says what a worker is doing; the text is empty unless the work takes long."""
-        data = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
-        self._texts[worker].numpy()[:] = data
+        text_bytes = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
+        self._texts[worker].numpy()[:] = text_bytes
 
     def read(self, worker: int) -> str:
         return self._texts[worker].numpy().tobytes().rstrip(b"\0").decode(errors="replace")

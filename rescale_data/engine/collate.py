@@ -60,10 +60,10 @@ class PadCollate:
     pad: dict[str, float]
 
     def __call__(self, samples: Samples) -> dict[str, Any]:
-        missing = sorted(set(self.pad) - set(samples[0]))
-        if missing:
+        missing_columns = sorted(set(self.pad) - set(samples[0]))
+        if missing_columns:
             raise ValueError(
-                f"pad_collate was given the columns {missing}, which samples lack; they have {list(samples[0])}."
+                f"pad_collate was given the columns {missing_columns}, which samples lack; they have {list(samples[0])}."
             )
         _require_same_columns(samples)
         return {column: self._column(column, [sample[column] for sample in samples]) for column in samples[0]}
@@ -104,8 +104,8 @@ def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
 def _holds(dtype: torch.dtype, number: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return True
-    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return float(number).is_integer() and low <= number <= high
+    dtype_min, dtype_max = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return float(number).is_integer() and dtype_min <= number <= dtype_max
 
 
 def _require_same_columns(samples: Samples) -> None:
@@ -162,12 +162,12 @@ def map_tensors(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
     """
     if isinstance(batch, Tensor) or hasattr(batch, method):
         return change(batch)
-    inner = partial(map_tensors, method=method, change=change)
+    map_inner = partial(map_tensors, method=method, change=change)
     if isinstance(batch, Mapping):
-        return {key: inner(value) for key, value in batch.items()}
+        return {key: map_inner(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(inner, batch))
-    return type(batch)([inner(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
+        return type(batch)(*map(map_inner, batch))
+    return type(batch)([map_inner(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
 
 
 def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:

@@ -94,8 +94,8 @@ class Cursor(NamedTuple):
         return self._replace(table=self._written(self.table.copy()), pending={}, last_rows=None)
 
     def _written(self, table: Ints) -> Ints:
-        for rows in [*self.pending.values()]:  # a list: another thread may take a batch meanwhile
-            rows.write(table)
+        for pending_rows in [*self.pending.values()]:  # a list: another thread may take a batch meanwhile
+            pending_rows.write(table)
         if self.last_rows is not None:
             self.last_rows.write(table)
         return table

@@ -48,8 +48,8 @@ class Ends:
     def __init__(self, setup: Setup, runner: Runner) -> None:
         self.setup, self.runner = setup, runner
         self.schema, self.layout, self.ranks = setup.schema, setup.layout, setup.ranks
-        size = self.ranks.world_size, self.layout.num_logical_shards
-        self.owned, self.owners = np.array(block_of(self.ranks.rank, *size), dtype=np.int64), owners(*size)
+        topology = self.ranks.world_size, self.layout.num_logical_shards
+        self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owners(*topology)
         self.verify_error = ""
         self._agreement: tuple[Segment | None, Agreement | None] = None, None
         self._epoch = -1  # the epoch that the next three describe
@@ -59,8 +59,8 @@ class Ends:
 
     def num_left(self, table: Ints) -> Ints | None:
         """Return the samples left in the epoch of each shard, ``int64[N]``; `None` if endless, or known only by reading."""
-        end = None if self.setup.recipe.repeat else self.schema.epoch_end(table)
-        return None if end is None else end[0]
+        epoch_end = None if self.setup.recipe.repeat else self.schema.epoch_end(table)
+        return None if epoch_end is None else epoch_end[0]
 
     def is_over(self, cursor: Cursor, make_until: Callable[[int], int]) -> bool:
         """True if no micro batch of the segment is left (collective if only reading can find the end of the segment).
@@ -106,8 +106,8 @@ class Ends:
         min_samples, num_read = STEPS_OF_A_ROUND * self.layout.global_batch_size, 0
         self._num_ahead = self._num_ahead or -(-min_samples // len(table))
         while True:
-            ahead, ends = self._num_ahead, self._read(table[:, SAMPLES], num_read, self._num_ahead)
-            num_left = np.where(ends == _UNKNOWN, ahead, np.minimum(ends - table[:, SAMPLES], ahead))
+            ahead, end_samples = self._num_ahead, self._read(table[:, SAMPLES], num_read, self._num_ahead)
+            num_left = np.where(end_samples == _UNKNOWN, ahead, np.minimum(end_samples - table[:, SAMPLES], ahead))
             num_unfinished = int((num_left == ahead).sum())
             if num_left.sum() >= min_samples or not num_unfinished:
                 self._table, self._num_ahead = None, 0
@@ -116,9 +116,9 @@ class Ends:
 
     def next_epoch(self, cursor: Cursor) -> Ints:
         """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
-        end = self.schema.epoch_end(cursor.positions)
-        if end is not None:
-            return end[1]
+        epoch_end = self.schema.epoch_end(cursor.positions)
+        if epoch_end is not None:
+            return epoch_end[1]
         self._start_epoch_search(cursor)
         if (self._epoch_ends[:, 0] == _UNKNOWN).any():  # these ends were found before a load
             self.plan_round(cursor)
@@ -146,8 +146,8 @@ class Ends:
 
     def _start_epoch_search(self, cursor: Cursor) -> None:
         if self._epoch != cursor.clock.epoch:
-            n, columns = cursor.table.shape
-            self._epoch_ends = np.full((n, 1 + columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
+            n, num_columns = cursor.table.shape
+            self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
             self._table, self._num_ahead, self._epoch = None, 0, cursor.clock.epoch
 
     def _read(self, samples: Ints, samples_read: int, num_ahead: int) -> Ints:
@@ -158,13 +158,13 @@ class Ends:
         """
 
         def find() -> Ints:
-            ends = self._epoch_ends.copy()
+            epoch_ends = self._epoch_ends.copy()
             for shard in self.owned.tolist():
-                if ends[shard, 0] == _UNKNOWN:
-                    count, slots = self.runner.look_ahead(shard, num_ahead - samples_read)
+                if epoch_ends[shard, 0] == _UNKNOWN:
+                    num_drawn, slots = self.runner.look_ahead(shard, num_ahead - samples_read)
                     if slots is not None:
-                        ends[shard] = [samples[shard] + samples_read + count, *slots]
-            return ends
+                        epoch_ends[shard] = [samples[shard] + samples_read + num_drawn, *slots]
+            return epoch_ends
 
         ranks = self.ranks.at_position(int(samples.sum()), num_ahead)
         self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)

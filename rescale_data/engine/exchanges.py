@@ -163,16 +163,16 @@ class Exchanges:
             Exception: Some rank has no samples. That rank raises its own error; the others raise an error that says so.
         """
         all_numbers, summaries = self._gather_all(_status(failure), num_delivered, numbers)
-        statuses, counts = summaries[:, 0], np.unique(summaries[summaries[:, 0] != STOPPED, 1])
-        worst = OUT_OF_STEP if len(counts) > 1 else int(statuses.max())
-        self._is_over = worst != MADE or is_last
-        if worst == OUT_OF_STEP:
+        statuses, sample_counts = summaries[:, 0], np.unique(summaries[summaries[:, 0] != STOPPED, 1])
+        max_status = OUT_OF_STEP if len(sample_counts) > 1 else int(statuses.max())
+        self._is_over = max_status != MADE or is_last
+        if max_status == OUT_OF_STEP:
             raise RuntimeError(
-                f"The dp ranks are at different places of the run, {counts.tolist()} samples from its beginning: an error came "
-                f"on some of them alone, or they made other calls. Load one state on all of them."
+                f"The dp ranks are at different places of the run, {sample_counts.tolist()} samples from its beginning: an "
+                f"error came on some of them alone, or they made other calls. Load one state on all of them."
             )
-        if worst != MADE:
-            raise failure if failure is not None and _status(failure) == worst else _failure_elsewhere(worst)
+        if max_status != MADE:
+            raise failure if failure is not None and _status(failure) == max_status else _failure_elsewhere(max_status)
         return all_numbers[:, : len(numbers)].reshape(-1, 5), int(summaries[:, 2].sum())
 
     def exchange_lists(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
@@ -180,31 +180,31 @@ class Exchanges:
         communicator = self._sample_group.communicator
         if communicator is None or not (outgoing or incoming):
             return {}
-        packed, failure = _packed(outgoing)
-        sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in packed.items()}
-        sizes |= {index: torch.tensor([-1, 0], device="cpu") for index in outgoing if index not in packed}
-        expected = {index: torch.empty(2, dtype=torch.int64, device="cpu") for index in incoming}
-        self._exchange(communicator, "sizes", sizes, expected)
-        bodies = {
+        payloads, failure = _packed(outgoing)
+        sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in payloads.items()}
+        sizes |= {index: torch.tensor([-1, 0], device="cpu") for index in outgoing if index not in payloads}
+        incoming_sizes = {index: torch.empty(2, dtype=torch.int64, device="cpu") for index in incoming}
+        self._exchange(communicator, "sizes", sizes, incoming_sizes)
+        received_bytes = {
             index: torch.empty(int(size[0]), dtype=torch.uint8, device="cpu")
-            for index, size in expected.items()
+            for index, size in incoming_sizes.items()
             if size[0] >= 0
         }
-        self._exchange(communicator, "samples", {index: body for index, (body, _) in packed.items()}, bodies)
-        if failure is not None or len(bodies) < len(expected):
+        self._exchange(communicator, "samples", {index: body for index, (body, _) in payloads.items()}, received_bytes)
+        if failure is not None or len(received_bytes) < len(incoming_sizes):
             raise failure or failure_elsewhere(wrong_rows=False)
-        return {index: from_bytes(body, int(expected[index][1])) for index, body in bodies.items()}
+        return {index: from_bytes(body, int(incoming_sizes[index][1])) for index, body in received_bytes.items()}
 
     def _gather_all(self, status: int, num_delivered: int, numbers: Ints) -> tuple[Ints, Ints]:
         """Gather the sample numbers of each rank in the group, and status, position and weight of each in the weight group."""
         own_numbers = np.zeros((1 + self._size, 5), dtype=np.int64)
         own_numbers[0, :3] = status, num_delivered, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
         own_numbers[1 : 1 + len(numbers)] = numbers
-        gathered = self._gather(self._sample_group, "costs", own_numbers)
-        summaries = gathered[:, 0, :3]
+        gathered_numbers = self._gather(self._sample_group, "costs", own_numbers)
+        summaries = gathered_numbers[:, 0, :3]
         if self._weight_group is not self._sample_group:
             summaries = self._gather(self._weight_group, "weights", own_numbers[0, :3].copy())
-        return gathered[:, 1:], summaries
+        return gathered_numbers[:, 1:], summaries
 
     def _gather(self, group: Group, name: str, numbers: Ints) -> Ints:
         if group.communicator is None:
@@ -233,13 +233,13 @@ class Exchanges:
 
 def _packed(lists: Mapping[int, list[Any]]) -> tuple[dict[int, Bytes], Exception | None]:
     """Return the lists as bytes, up to the first list that does not pickle, and the error of that list, `None` without one."""
-    packed = dict[int, Bytes]()
+    payloads = dict[int, Bytes]()
     try:
-        for index, values in lists.items():
-            packed[index] = to_bytes(values)
+        for index, samples in lists.items():
+            payloads[index] = to_bytes(samples)
     except Exception as error:
-        return packed, error
-    return packed, None
+        return payloads, error
+    return payloads, None
 
 
 def _status(failure: Exception | None) -> int:

@@ -198,16 +198,16 @@ class InThread(WrappedFeed):
     def next(self) -> MicroBatch:
         if not self._num_to_take:
             raise Exhausted
-        result = self._finished.get()
+        micro_batch_or_error = self._finished.get()
         self._num_to_take -= 1
-        if isinstance(result, BaseException):
+        if isinstance(micro_batch_or_error, BaseException):
             self._num_to_take = 0
             try:
-                raise result
+                raise micro_batch_or_error
             finally:
-                del result  # its traceback holds this frame
+                del micro_batch_or_error  # its traceback holds this frame
         self._request_one()
-        return result
+        return micro_batch_or_error
 
     def progress(self) -> dict[str, float]:
         return {**self.feed.progress(), "batches_ready": float(self._finished.qsize())}

@@ -52,10 +52,10 @@ class Slabs:
 
     def pack(self, slab: int, values: Sequence[Packed]) -> Message:
         """Write packed values into a slab (shared buffer), and return the message that says where they lie."""
-        starts = np.cumsum([0, *(_round_up(value.num_bytes) for value in values)]).tolist()
-        memory, is_new = self._memory(slab, starts[-1])
+        start_offsets = np.cumsum([0, *(_round_up(value.num_bytes) for value in values)]).tolist()
+        memory, is_new = self._memory(slab, start_offsets[-1])
         ranges: list[Part] = []
-        for value, start in zip(values, starts, strict=False):
+        for value, start in zip(values, start_offsets, strict=False):
             value.write(memory.numpy()[start:])
             ranges.append(Part(start, start + value.size, start + value.num_bytes))
         return Message(slab, memory if is_new else None, ranges)
@@ -90,9 +90,9 @@ class Inbox:
     def unpack(self, memory: torch.Tensor, byte_range: Part) -> Any:
         """Return one unpacked value; its tensors and arrays are views of a single copy of the bytes."""
         start, pickle_start, stop = byte_range
-        copy = torch.empty(pickle_start - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
-        copy.copy_(memory[start:pickle_start])
-        return _Unpacker(memory[pickle_start:stop].numpy(), copy).load()
+        copied_bytes = torch.empty(pickle_start - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
+        copied_bytes.copy_(memory[start:pickle_start])
+        return _Unpacker(memory[pickle_start:stop].numpy(), copied_bytes).load()
 
 
 def to_bytes(value: Any) -> Bytes:
@@ -117,12 +117,12 @@ class Packed(pickle.Pickler):
     """
 
     def __init__(self, value: Any) -> None:
-        file = io.BytesIO()
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        pickle_file = io.BytesIO()
+        super().__init__(pickle_file, pickle.HIGHEST_PROTOCOL)
         self.size = 0
         self._arrays: list[tuple[int, Any]] = []
         self.dump(value)
-        self._pickle_bytes = np.frombuffer(file.getbuffer(), dtype=np.uint8)
+        self._pickle_bytes = np.frombuffer(pickle_file.getbuffer(), dtype=np.uint8)
         self.num_bytes = self.size + self._pickle_bytes.size
 
     def write(self, buffer: Any) -> None:
@@ -133,8 +133,8 @@ class Packed(pickle.Pickler):
         if type(obj) is torch.Tensor:
             if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.requires_grad or obj.is_quantized:
                 return None
-            dense = obj.contiguous().reshape(-1)
-            return "tensor", obj.dtype, tuple(obj.shape), self._add(dense.view(torch.uint8).numpy())
+            dense_tensor = obj.contiguous().reshape(-1)
+            return "tensor", obj.dtype, tuple(obj.shape), self._add(dense_tensor.view(torch.uint8).numpy())
         if type(obj) is np.ndarray and obj.dtype.kind in "biufc":
             return ("array", obj.dtype.str, obj.shape, self._add(np.ascontiguousarray(obj).reshape(-1).view(np.uint8)))
         return None
@@ -153,11 +153,11 @@ class _Unpacker(pickle.Unpickler):
 
     def persistent_load(self, pid: _Place) -> Any:
         kind, dtype, shape, offset = pid
-        count = int(np.prod(shape, dtype=np.int64))
+        num_elements = int(np.prod(shape, dtype=np.int64))
         if kind == "array":
-            stop = offset + count * np.dtype(dtype).itemsize
+            stop = offset + num_elements * np.dtype(dtype).itemsize
             return self._memory.numpy()[offset:stop].view(dtype).reshape(shape)
-        return self._memory[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+        return self._memory[offset : offset + num_elements * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def _round_up(size: int) -> int:

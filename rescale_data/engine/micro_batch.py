@@ -78,6 +78,6 @@ class MicroBatch(NamedTuple):
         values_before = table[visited].copy()
         self.rows.write(table)
         values_after = table[visited]
-        shards, columns = np.nonzero(values_after != values_before)
-        slots = np.arange(len(table))[visited][shards] * table.shape[1] + columns
-        return self._replace(rows=TableRows(visited, values_after[shards, columns], slots))
+        shards, changed_columns = np.nonzero(values_after != values_before)
+        slots = np.arange(len(table))[visited][shards] * table.shape[1] + changed_columns
+        return self._replace(rows=TableRows(visited, values_after[shards, changed_columns], slots))

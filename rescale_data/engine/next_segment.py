@@ -55,9 +55,9 @@ def _plan(cursor: Cursor, ends: Ends) -> Cursor:
     if num_left is None and not cursor.u:  # a round that has not begun: perhaps planned for another global batch
         return _next_round(cursor, ends)
     planned = table[:, REMAINDER].copy()
-    earlier = samples - Remainder(layout, planned, samples, False).delivered(cursor.u)
+    drawn = samples - Remainder(layout, planned, samples, False).delivered(cursor.u)
     return cursor._replace(
-        segment=_remainder_segment(ends, cursor.u, planned, earlier, is_known=num_left is not None), owners=ends.owners
+        segment=_remainder_segment(ends, cursor.u, planned, drawn, is_known=num_left is not None), owners=ends.owners
     )
 
 
@@ -114,8 +114,8 @@ def _moved(cursor: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
 def _segment(ends: Ends, u: int, stop: int | None, samples: Ints, num_left: Ints | None) -> Segment:
     """Return the segment of the main phase of an epoch, from micro batch ``u`` on."""
     pads, recipe = ends.setup.tail == "pad", ends.setup.recipe
-    endless, whole_steps = sys.maxsize if recipe.repeat else 0, ends.setup.balance is not None
-    checks_from = 0 if recipe.verify else endless if stop is None else stop  # a failed proof stays failed
+    start_without_stop, whole_steps = sys.maxsize if recipe.repeat else 0, ends.setup.balance is not None
+    checks_from = 0 if recipe.verify else start_without_stop if stop is None else stop  # a failed proof stays failed
     return Segment(
         ends.layout,
         ends.ranks.rank,

@@ -62,8 +62,8 @@ def _balanced(setup: Setup, options: Options, balance: Balance, runner: Runner, 
         inner_feed: Feed = _pool(setup, replace(options, collate_fn=as_samples), slow_after, pin_memory=False)
     else:
         inner_feed = InProcess(runner, as_samples)
-        ahead = max(options.ahead, setup.layout.gradient_accumulation_steps)
-        inner_feed = InThread(inner_feed, ahead) if options.ahead else inner_feed
+        batches_ahead = max(options.ahead, setup.layout.gradient_accumulation_steps)
+        inner_feed = InThread(inner_feed, batches_ahead) if options.ahead else inner_feed
     return Balanced(inner_feed, setup, balance, options.collate_fn)
 
 

@@ -69,8 +69,8 @@ class Pool(Feed):
             raise Exhausted
         work, self._work = self._work, None  # after an error or Ctrl-C, `begin` has to be called
         worker = self._num_taken % self._num_workers
-        ranges, inbox = self._ranges[worker], self._inboxes[worker]
-        if not ranges:
+        byte_ranges, inbox = self._ranges[worker], self._inboxes[worker]
+        if not byte_ranges:
             try:
                 message = work.messages[worker].get(timeout=self._timeout)
             except Empty:
@@ -81,9 +81,9 @@ class Pool(Feed):
                 ) from None
             if isinstance(message, Exception):
                 raise message
-            ranges.extend(inbox.open(message))
-        value: MicroBatch | Exception = inbox.unpack(*ranges.popleft())
-        if not ranges:
+            byte_ranges.extend(inbox.open(message))
+        value: MicroBatch | Exception = inbox.unpack(*byte_ranges.popleft())
+        if not byte_ranges:
             self._crew.free_slabs[worker].release()
         if isinstance(value, Exception):
             raise value
@@ -94,14 +94,14 @@ class Pool(Feed):
         if self._crew is None:
             return {"batches_ready": 0.0, **by_name(counts().values)}
         board = self._crew.board
-        ready = max(0, board.num_made - self._num_taken)
-        return {"batches_ready": float(ready), **by_name(board.counts.sum(dim=0).numpy() + counts().values)}
+        num_ready = max(0, board.num_made - self._num_taken)
+        return {"batches_ready": float(num_ready), **by_name(board.counts.sum(dim=0).numpy() + counts().values)}
 
     def activity(self) -> str:
         default_text = "which does not say what it does: it is starting, has ended, or is stopped"
         worker = self._num_taken % self._num_workers
-        text = "" if self._crew is None else self._crew.board.read(worker)
-        return f"waiting for worker {worker}, {text or default_text}"
+        activity_text = "" if self._crew is None else self._crew.board.read(worker)
+        return f"waiting for worker {worker}, {activity_text or default_text}"
 
     def close(self) -> None:
         self._end()
@@ -114,5 +114,5 @@ class Pool(Feed):
             return
         self._finalizer.detach()  # the finalizer holds the crew
         crew.end(*seconds)
-        for field, value in enumerate(crew.board.counts.sum(dim=0).tolist()):
-            counts().add(field, 0 if field == MADE_BATCHES else value)
+        for field_index, value in enumerate(crew.board.counts.sum(dim=0).tolist()):
+            counts().add(field_index, 0 if field_index == MADE_BATCHES else value)

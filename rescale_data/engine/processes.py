@@ -61,8 +61,8 @@ class Work:
         self.number = -1 if begin is None else begin.number
         self.command = None
         if begin is not None:
-            packed, start = to_bytes(begin)
-            self.command = packed.share_memory_(), start
+            packed_begin, start = to_bytes(begin)
+            self.command = packed_begin.share_memory_(), start
         self.messages = [SimpleQueue[Message | Exception]() for _ in range(num_workers)]
 
 
@@ -137,24 +137,24 @@ class Crew:
     # The thread
 
     def _communicate(self) -> None:
-        alive = {process.sentinel: number for number, process in enumerate(self._processes)}
-        pipes = {pipe: number for number, pipe in enumerate(self._pipes)}
-        idle, to_begin, sent_work = set(alive.values()), set[int](), None
-        while alive:
-            ready = wait([self._bell_reader, *pipes, *alive])
-            if self._bell_reader in ready:
+        live_workers = {process.sentinel: number for number, process in enumerate(self._processes)}
+        open_pipes = {pipe: number for number, pipe in enumerate(self._pipes)}
+        idle, to_begin, sent_work = set(live_workers.values()), set[int](), None
+        while live_workers:
+            ready_handles = wait([self._bell_reader, *open_pipes, *live_workers])
+            if self._bell_reader in ready_handles:
                 self._bell_reader.recv_bytes()
-            dead = [alive.pop(sentinel) for sentinel in list(alive) if sentinel in ready]
-            for pipe, number in list(pipes.items()):
-                while (pipe in ready or number in dead) and pipe.poll():
+            dead_workers = [live_workers.pop(sentinel) for sentinel in list(live_workers) if sentinel in ready_handles]
+            for pipe, number in list(open_pipes.items()):
+                while (pipe in ready_handles or number in dead_workers) and pipe.poll():
                     if not self._receive(pipe, number, idle):
-                        del pipes[pipe]
+                        del open_pipes[pipe]
                         break
-            for number in dead:
+            for number in dead_workers:
                 self._processes[number].join()
                 self._fail(number, f"exit code {self._processes[number].exitcode}")
             if self._work is not sent_work:
-                sent_work, to_begin = self._work, set(alive.values())
+                sent_work, to_begin = self._work, set(live_workers.values())
                 for number in to_begin - idle:
                     self.free_slabs[number].release()  # a worker that waits for a slab then looks at the board
             for number in to_begin & idle:
@@ -169,17 +169,17 @@ class Crew:
         A message of earlier work is opened, too, so that its memory is closed; then it is dropped.
         """
         try:
-            data = pipe.recv_bytes()
+            message_bytes = pipe.recv_bytes()
         except (EOFError, OSError):
             return False
         try:
-            work, message = pickle.loads(data)
+            work_number, message = pickle.loads(message_bytes)
         except Exception as error:  # its memory cannot be mapped here: no file descriptor is left, or the worker died
             self._fail(number, f"the memory of its message is lost, {error!r}")
             return True
         if message is None:
             idle.add(number)
-        elif self._work is not None and work == self._work.number:
+        elif self._work is not None and work_number == self._work.number:
             self._work.messages[number].put(message)
         return True
 
@@ -231,8 +231,8 @@ def _run(
                 for message in worker.messages(begin, semaphore.acquire):
                     pipe.send((begin.number, message))
             except Exception:
-                text = traceback.format_exc()[-_TEXT_BYTES:]
-                pipe.send((begin.number, RuntimeError(f"Worker process {number} failed:\n{text}")))
+                traceback_text = traceback.format_exc()[-_TEXT_BYTES:]
+                pipe.send((begin.number, RuntimeError(f"Worker process {number} failed:\n{traceback_text}")))
             pipe.send((begin.number, None))
 
 
@@ -278,8 +278,8 @@ def context_of(argument: str | BaseContext) -> BaseContext:
     if argument not in methods and not isinstance(argument, BaseContext):
         raise ValueError(f"multiprocessing_context={argument!r}: give one of {methods}, or a multiprocessing context.")
     if argument == "forkserver":
-        modules = sorted(name for name in sys.modules if name.startswith(_PIPELINE_MODULES))
-        multiprocessing.set_forkserver_preload([*PRELOAD, *modules, "__main__"])  # no effect if the server runs
+        used_modules = sorted(name for name in sys.modules if name.startswith(_PIPELINE_MODULES))
+        multiprocessing.set_forkserver_preload([*PRELOAD, *used_modules, "__main__"])  # no effect if the server runs
         forkserver.ensure_running()  # the server imports torch while the trainer builds its model
     return multiprocessing.get_context(argument) if isinstance(argument, str) else argument
 

@@ -160,8 +160,8 @@ class Reading:
     @property
     def gradient_accumulation_steps(self) -> int:
         """A, the number of batches of this rank in one optimizer step."""
-        sizes = self._layout if self._sent_numbers is None else self._sent_numbers
-        return sizes.gradient_accumulation_steps
+        layout_or_numbers = self._layout if self._sent_numbers is None else self._sent_numbers
+        return layout_or_numbers.gradient_accumulation_steps
 
     @property
     def last_batch_samples(self) -> int:
@@ -205,17 +205,17 @@ class Reading:
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.
         """
-        unit = self._layout.micro_step_samples
-        if num_samples < 0 or num_samples % unit:
+        micro_step_samples = self._layout.micro_step_samples
+        if num_samples < 0 or num_samples % micro_step_samples:
             raise ValueError(
-                f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {unit}, counted over "
-                f"all ranks."
+                f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = "
+                f"{micro_step_samples}, counted over all ranks."
             )
-        n, stop = self._layout.num_logical_shards, self._stream.clock.samples + num_samples
-        require_countable(f"skip(num_samples={num_samples})", stop, n)
-        self._require_whole_steps(num_samples // unit)
+        n, end_sample = self._layout.num_logical_shards, self._stream.clock.samples + num_samples
+        require_countable(f"skip(num_samples={num_samples})", end_sample, n)
+        self._require_whole_steps(num_samples // micro_step_samples)
         if num_samples:
-            self._stream.skip(num_samples // unit)
+            self._stream.skip(num_samples // micro_step_samples)
 
     def _require_whole_steps(self, num_micro_batches: int) -> None:
         """Raise ``ValueError`` if steps are balanced and a skip would begin or end within a step."""
@@ -295,8 +295,8 @@ class Reading:
         if self._sent_numbers is not None:
             return {"global_step": float(self.step)}
         p50, p99 = np.quantile(self._waits or [0.0], [0.5, 0.99]).tolist()
-        waits = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
-        return {**waits, **self._stream.progress()}
+        wait_counters = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
+        return {**wait_counters, **self._stream.progress()}
 
     @on_first_peer(RESULT)
     def report(self) -> Report:

@@ -24,8 +24,8 @@ def _require_same_ranks(old_stream: Stream, new_stream: Stream) -> None:
 def _require_step_boundary(old_stream: Stream, new_stream: Stream) -> None:
     """Raise ``ValueError`` within a step if the sizes of the micro batches change, or if steps are balanced."""
     old, new, begun = old_stream.layout, new_stream.layout, old_stream.num_in_step
-    sizes = (old.global_batch_size, old.micro_batch_size) != (new.global_batch_size, new.micro_batch_size)
-    if begun and (sizes or old_stream.setup.balance is not None or new_stream.setup.balance is not None):
+    sizes_differ = (old.global_batch_size, old.micro_batch_size) != (new.global_batch_size, new.micro_batch_size)
+    if begun and (sizes_differ or old_stream.setup.balance is not None or new_stream.setup.balance is not None):
         per_step = old.gradient_accumulation_steps
         raise ValueError(
             f"reopen() within a step, with another global batch or micro batch: {begun} of its {per_step} micro batches "

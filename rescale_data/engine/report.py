@@ -54,9 +54,9 @@ def report(names: Sequence[str], values: npt.NDArray[np.float64], first_rank: in
         first_rank: The dp rank of the first row; it may differ from 0 if there is only one row.
     """
     spreads = Report()
-    for name, column in zip(names, values.T, strict=True):
-        worst = column.argmin() if name == READY else column.argmax()
+    for name, rank_values in zip(names, values.T, strict=True):
+        worst = rank_values.argmin() if name == READY else rank_values.argmax()
         spreads[name] = Spread(
-            float(column.min()), float(np.median(column)), float(column.max()), first_rank + int(worst)
+            float(rank_values.min()), float(np.median(rank_values)), float(rank_values.max()), first_rank + int(worst)
         )
     return spreads

@@ -80,12 +80,12 @@ class Runner:
         Args:
             collate: Makes a batch of samples. `None` stacks them; pipelines that can write then write them in place.
         """
-        repeated = self._repeated_turns.get(id(turn))
-        if repeated is not None and collate is None:
-            batch = self._write(repeated.nodes, turn.shards)
-            repeated.num_uncounted += repeated.count
-            rows = TableRows(turn.index, repeated.rows.copy(), None, repeated.num_uncounted)
-            return MicroBatch(batch, rows, turn.shards, len(repeated.nodes))
+        repeated_turn = self._repeated_turns.get(id(turn))
+        if repeated_turn is not None and collate is None:
+            batch = self._write(repeated_turn.nodes, turn.shards)
+            repeated_turn.num_uncounted += repeated_turn.count
+            rows = TableRows(turn.index, repeated_turn.rows.copy(), None, repeated_turn.num_uncounted)
+            return MicroBatch(batch, rows, turn.shards, len(repeated_turn.nodes))
         if turn.numbers is not None:  # `_sample_at` counts each sample
             samples = [self._sample_at(*draw) for draw in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
             return self._as_micro_batch((collate or stack)(samples), turn)
@@ -106,17 +106,17 @@ class Runner:
             shards: The shards whose samples are drawn. Samples of other shards are left out. In an endless stream their
                 pipelines are not even moved, so the positions of these shards are wrong from there on.
         """
-        lines: list[list[str]] = [[] for _ in turn.shards]
-        for index, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
+        sample_lines: list[list[str]] = [[] for _ in turn.shards]
+        for sample_index, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
             if turn.numbers is not None:
-                self.skip(shard, turn.numbers[index] - int(self._samples[shard]))
+                self.skip(shard, turn.numbers[sample_index] - int(self._samples[shard]))
             if shard in shards:
-                lines[index] = _lines(self._draw(shard), self._active[shard])
+                sample_lines[sample_index] = _lines(self._draw(shard), self._active[shard])
             elif not self._recipe.repeat:
                 self.skip(shard, 1)
                 continue
             self._samples[shard] += 1
-        return self._as_micro_batch(lines, turn)
+        return self._as_micro_batch(sample_lines, turn)
 
     def skip(self, shard: int, num_samples: int) -> None:
         """Skip samples of a shard, in constant time if its pipeline knows the number of samples in an epoch."""
@@ -125,18 +125,18 @@ class Runner:
             node = self._active[shard]
             if node is None:
                 node = self._activate(shard)
-            end = epoch_end(node, self._slots(shard)[None], np.array([shard]))
-            if end is None:
+            end_of_epoch = epoch_end(node, self._slots(shard)[None], np.array([shard]))
+            if end_of_epoch is None:
                 num_samples -= skip_ahead(node, num_samples)
                 if num_samples:
                     self._draw(shard)
                     num_samples -= 1
                 continue
-            num_skipped = min(num_samples, int(end[0][0]))
+            num_skipped = min(num_samples, int(end_of_epoch[0][0]))
             skip(node, num_skipped)
             num_samples -= num_skipped
             if num_samples:
-                self._slots(shard)[:] = end[1][0]
+                self._slots(shard)[:] = end_of_epoch[1][0]
                 self._active[shard] = None
                 num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
@@ -146,11 +146,11 @@ class Runner:
         Returns:
             The number of samples drawn. If that is less, also the slots at the beginning of the next epoch, else `None`.
         """
-        for count in range(num_samples):
+        for num_drawn in range(num_samples):
             try:
                 self._draw(shard)
             except Exhausted:
-                return count, self._slots(shard).copy()
+                return num_drawn, self._slots(shard).copy()
         return num_samples, None
 
     def prove(self, shard: int, num_left: int) -> None:
@@ -161,16 +161,16 @@ class Runner:
         """
         node = self._build(shard)
         node.bind(self._slots(shard).copy().data)
-        amount = ""
+        difference = ""
         try:
             skip(node, num_left)
         except StopIteration:
-            amount = "fewer"
+            difference = "fewer"
         else:
-            amount = "" if next(node, self) is self else "more"
-        if amount:
+            difference = "" if next(node, self) is self else "more"
+        if difference:
             raise DataStateError(
-                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {amount} than the {num_left} samples left "
+                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {difference} than the {num_left} samples left "
                 f"that are counted as dropped: rows would be lost. The data, the state or epoch_end() of a node is at fault; "
                 f"go back to a checkpoint from before this epoch and report it."
             )
@@ -187,10 +187,10 @@ class Runner:
 
     def _write(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
         buffer = BatchBuffer(self._columns, len(shards))
-        row = 0
-        while (row := self._write_ready(nodes, buffer, row)) < len(shards):
-            self._draw(shards[row], buffer, row)
-            row += 1
+        buffer_row = 0
+        while (buffer_row := self._write_ready(nodes, buffer, buffer_row)) < len(shards):
+            self._draw(shards[buffer_row], buffer, buffer_row)
+            buffer_row += 1
         return buffer.batch()
 
     def _draw(self, shard: int, buffer: BatchBuffer | None = None, row: int = 0) -> Any:

@@ -36,9 +36,9 @@ def _require_same_provenance(root: Node[Any]) -> None:
     """Raise ``ValueError`` if some readers of the pipeline give the provenance of their rows and others do not."""
     named = {path_name(path): names_rows(node) for path, node in root.walk() if node.reads is not None}
     if len(set(named.values())) > 1:
-        providing, without = ([path for path, is_named in named.items() if is_named is flag] for flag in (True, False))
+        providing, lacking = ([path for path, is_named in named.items() if is_named is flag] for flag in (True, False))
         raise ValueError(
-            f"The rows of {providing} come with their provenance, those of {without} do not. Give provenance=True to every "
+            f"The rows of {providing} come with their provenance, those of {lacking} do not. Give provenance=True to every "
             f"rd.Reader of the pipeline, or to none."
         )
 
@@ -58,8 +58,8 @@ class Schema:
         self._sources_json: str | None = None
         self._pipeline_json: str | None = None
         self.fields = (*LOADER_FIELDS, *root.fields)
-        keys = [field.key for field in (*self.fields, STAMP)]
-        duplicates = sorted({key for key in keys if keys.count(key) > 1})
+        field_keys = [field.key for field in (*self.fields, STAMP)]
+        duplicates = sorted({key for key in field_keys if field_keys.count(key) > 1})
         if duplicates:
             raise TypeError(
                 f"The pipeline's state has the paths {duplicates}, which the table of all logical shards uses itself or which "
@@ -68,8 +68,8 @@ class Schema:
 
     def fresh_table(self, num_logical_shards: int) -> Ints:
         """Return the table of a run that has delivered nothing: ``int64[N, columns]``."""
-        row = np.concatenate([[0, NO_REMAINDER], np.array(initial(self.root), dtype=np.int64)])
-        return np.tile(row, (num_logical_shards, 1))
+        initial_row = np.concatenate([[0, NO_REMAINDER], np.array(initial(self.root), dtype=np.int64)])
+        return np.tile(initial_row, (num_logical_shards, 1))
 
     def require_same_fields(self, node: Node[Any], shard: int) -> None:
         """Raise ``TypeError`` if the pipeline of a shard has other state fields, ``ValueError`` if it has other seeds."""
@@ -102,11 +102,11 @@ class Schema:
 
     def unsized_nodes(self, table: Ints) -> list[str]:
         """Return the class names of the nodes whose number of samples is unknown, although the nodes below them know theirs."""
-        numbers = np.arange(len(table), dtype=np.int64)
+        shard_numbers = np.arange(len(table), dtype=np.int64)
         nodes: list[tuple[tuple[str, ...], Node[Any]]] = []
         for path, node in self.root.walk():
-            rows = self.slots_at(table, path)
-            if rows is not None and epoch_end(node, rows, numbers) is None:
+            positions = self.slots_at(table, path)
+            if positions is not None and epoch_end(node, positions, shard_numbers) is None:
                 nodes = [(prefix, parent) for prefix, parent in nodes if path[: len(prefix)] != prefix] + [(path, node)]
         return sorted({type(node.node if isinstance(node, Foreign) else node).__name__ for _, node in nodes})
 
@@ -117,10 +117,10 @@ class Schema:
 
     def epoch_size(self, table: Ints) -> int | None:
         """Return the number of samples in the current epoch, delivered or not; `None` if only reading can find it."""
-        beginning, columns = table.copy(), self.columns_within
-        beginning[:, columns] = self.fresh_table(len(table))[:, columns]
-        end = self.epoch_end(beginning)
-        return None if end is None else int(end[0].sum())
+        beginning_table, columns = table.copy(), self.columns_within
+        beginning_table[:, columns] = self.fresh_table(len(table))[:, columns]
+        end_of_epoch = self.epoch_end(beginning_table)
+        return None if end_of_epoch is None else int(end_of_epoch[0].sum())
 
     def epochs_are_alike(self, table: Ints) -> bool:
         """True if every epoch advances each position by the same amount: a row is a sample, and shards keep their rows."""
@@ -139,18 +139,18 @@ class Schema:
 
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
         """Return the counters of the given shards, by name; counters of several readers of one source are added up."""
-        total: dict[str, float] = {}
-        shared_names, owned = self._shared_names(), table[shards]
+        counters: dict[str, float] = {}
+        shared_names, owned_table = self._shared_names(), table[shards]
         for path, node in self.root.walk():
-            rows = self.slots_at(owned, path)
-            if rows is None or not isinstance(node, Reports):
+            positions = self.slots_at(owned_table, path)
+            if positions is None or not isinstance(node, Reports):
                 continue
-            for key, value in node.progress(rows, shards, owned[:, SAMPLES]).items():
+            for key, value in node.progress(positions, shards, owned_table[:, SAMPLES]).items():
                 if node.reads is not None and node.reads.name in shared_names and key.endswith(f"/{node.reads.name}"):
                     key += f" ({path_name(path)})"
                 merge = min if key.startswith("epoch_min/") else max if key.startswith("epoch_max/") else float.__add__
-                total[key] = merge(total[key], float(value)) if key in total else float(value)
-        return total
+                counters[key] = merge(counters[key], float(value)) if key in counters else float(value)
+        return counters
 
     def _shared_names(self) -> set[str]:
         """Return the names that several sources of the pipeline share."""
@@ -166,8 +166,8 @@ class Schema:
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """Return the position columns of the node at ``path``, a view of the table; `None` for a node inside a foreign node."""
-        slots = slots_of(self.root, path)
-        return None if slots is None else table[:, FIRST_SLOT:][:, slots]
+        node_slots = slots_of(self.root, path)
+        return None if node_slots is None else table[:, FIRST_SLOT:][:, node_slots]
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
         """Return, for each node that reads ahead, a mask ``bool[N]`` of shards within a partly delivered document or window.
@@ -175,21 +175,21 @@ class Schema:
         For a node that `tells_next`, also true for shards whose position has moved: a sample says something of the next one.
         """
         masks: dict[tuple[str, ...], Ints] = {}
-        fresh = self.fresh_table(len(table))
+        initial_table = self.fresh_table(len(table))
         for path, node in self.root.walk():
-            rows = self.slots_at(table, path)
-            if node.READS_AHEAD and rows is not None:
-                masks[path] = (rows[:, place_slots(node.FIELDS)] != 0).any(axis=1)
+            positions = self.slots_at(table, path)
+            if node.READS_AHEAD and positions is not None:
+                masks[path] = (positions[:, place_slots(node.FIELDS)] != 0).any(axis=1)
                 if isinstance(node, ReadsBegun) and node.tells_next:
-                    masks[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
+                    masks[path] |= (positions != self.slots_at(initial_table, path)).any(axis=1)
         return masks
 
     def prepare(self, table: Ints, shards: Ints) -> None:
         """Begin to fetch the data that the given shards need first."""
         for path, node in self.root.walk():
-            rows = self.slots_at(table[shards], path)
-            if rows is not None and isinstance(node, Prepares):
-                node.prepare(rows, shards)
+            positions = self.slots_at(table[shards], path)
+            if positions is not None and isinstance(node, Prepares):
+                node.prepare(positions, shards)
 
     @cached_property
     def manifests(self) -> Mapping[str, Mapping[str, Any]]:
@@ -207,11 +207,11 @@ class Schema:
     @property
     def pipeline_json(self) -> str:
         if self._pipeline_json is None:
-            nodes = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
+            parameters_by_path = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
             for path, node in self.root.walk():
-                if node.reads is None and (forms := self.histories.get(path_name(path))):
-                    nodes[path_name(path)][EARLIER_KEY] = forms
-            self._pipeline_json = to_json(nodes)
+                if node.reads is None and (earlier_forms := self.histories.get(path_name(path))):
+                    parameters_by_path[path_name(path)][EARLIER_KEY] = earlier_forms
+            self._pipeline_json = to_json(parameters_by_path)
         return self._pipeline_json
 
     @property

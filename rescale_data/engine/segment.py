@@ -61,10 +61,10 @@ class Segment:
         workers = self.layout.workers
         if self.remainder is None:
             return self.layout.served(self.rank, u % workers)
-        soon = range(u, min(u + _LOOKAHEAD * workers, self.remainder.num_micro_batches), workers)
+        upcoming = range(u, min(u + _LOOKAHEAD * workers, self.remainder.num_micro_batches), workers)
         return np.unique(
             np.concatenate(
-                [np.arange(len(self.remainder.num_left))[self.remainder.turn(self.rank, n).index] for n in soon]
+                [np.arange(len(self.remainder.num_left))[self.remainder.turn(self.rank, n).index] for n in upcoming]
             )
         )
 

@@ -63,13 +63,13 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
     _check_epoch(setup)
     _check_steps(setup)
     _check_shards(setup)
-    compared = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
+    compared_options = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
     ranks = ranks.with_new_loader(
         {
             "global_batch_size": o,
             "micro_batch_size": layout.micro_batch_size,
             "num_logical_shards": layout.num_logical_shards,
-            **{name: getattr(options, name) for name in compared},
+            **{name: getattr(options, name) for name in compared_options},
             "pipeline": schema.pipeline_json,
             "sources": schema.sources_json,
             "balance": None if options.balance is None else options.balance.described(),
@@ -133,23 +133,23 @@ def _num_logical_shards(options: Options, ranks: Ranks) -> int:
         return options.num_logical_shards
     if options.shuffle is False:
         return o * max(options.num_workers, 1)
-    default = default_num_logical_shards(o)
+    default_shards = default_num_logical_shards(o)
     ranks.info(
         "num_logical_shards=%d (by default), fixed from here on for the whole run: name it if the global batch "
         "may change.",
-        default,
+        default_shards,
     )
-    return default
+    return default_shards
 
 
 def _check_memory(schema: Schema, layout: Layout) -> None:
     """Raise ``ValueError`` if the table of positions and its copies do not fit into the memory of this machine."""
-    n, memory = layout.num_logical_shards, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    size = n * schema.fresh_table(1).nbytes
-    if 4 * size > memory:
+    n, memory_bytes = layout.num_logical_shards, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    table_bytes = n * schema.fresh_table(1).nbytes
+    if 4 * table_bytes > memory_bytes:
         raise ValueError(
-            f"num_logical_shards={n}: their positions take {size / 1e9:.0f} GB in each rank and checkpoint, and this machine "
-            f"has {memory / 1e9:.0f} GB. Give a small multiple of global_batch_size={layout.global_batch_size}."
+            f"num_logical_shards={n}: their positions take {table_bytes / 1e9:.0f} GB in each rank and checkpoint, and this "
+            f"machine has {memory_bytes / 1e9:.0f} GB. Give a small multiple of global_batch_size={layout.global_batch_size}."
         )
 
 
@@ -157,17 +157,17 @@ def _check_epoch(setup: Setup) -> None:
     """Raise ``ValueError`` if an epoch has less than one global batch, or if ranks could not agree on its end."""
     if setup.recipe.repeat:
         return
-    end = setup.schema.epoch_end(setup.schema.fresh_table(setup.layout.num_logical_shards))
-    if end is None and setup.ranks.simulated:
+    epoch_end = setup.schema.epoch_end(setup.schema.fresh_table(setup.layout.num_logical_shards))
+    if epoch_end is None and setup.ranks.simulated:
         raise ValueError(
             f"repeat=False with a pipeline whose number of samples is not known (it packs or filters) needs a process group, "
             f"in which the ranks agree on the end of the epoch; dp_rank={setup.ranks.rank} and dp_world_size="
             f"{setup.ranks.world_size} were given without one. Start it, use repeat=True, or a single rank."
         )
-    if end is not None and setup.tail == "drop" and int(end[0].sum()) < setup.layout.global_batch_size:
+    if epoch_end is not None and setup.tail == "drop" and int(epoch_end[0].sum()) < setup.layout.global_batch_size:
         raise ValueError(
-            f"An epoch has {int(end[0].sum())} samples, less than one global batch of {setup.layout.global_batch_size}, so "
-            f"tail='drop' would drop them all. Use a smaller global_batch_size, tail='pad', repeat=True or more data."
+            f"An epoch has {int(epoch_end[0].sum())} samples, less than one global batch of {setup.layout.global_batch_size}, "
+            f"so tail='drop' would drop them all. Use a smaller global_batch_size, tail='pad', repeat=True or more data."
         )
 
 
@@ -176,9 +176,9 @@ def _check_shards(setup: Setup) -> None:
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
-    in_sync = [reader.source for reader in readers if reader.rows.steps]
+    in_sync_sources = [reader.source for reader in readers if reader.rows.steps]
     # shards that read a source in step all read the same fragment at the same time
-    unsynchronized = {id(source): source for source in sources.values() if source not in in_sync}
+    unsynchronized = {id(source): source for source in sources.values() if source not in in_sync_sources}
     plan_memory = sum(reader.rows.plan_bytes for reader in readers)
     warn_if_thrashing(
         unsynchronized.values(), len(layout.owned(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers
@@ -210,16 +210,16 @@ def _warn_if_small(readers: Iterable[Reader]) -> None:
         return
     _warned.update((owner_of(node.source), True) for node in small)
     smallest = min(small, key=lambda node: node.source.num_rows)
-    name, rows, num_shards = smallest.source.name, smallest.source.num_rows, smallest.shard.num_logical_shards
+    name, num_rows, num_shards = smallest.source.name, smallest.source.num_rows, smallest.shard.num_logical_shards
     _log.warning(
         "%s has %d rows for %d logical shards, %.2f each: neighbours in a logical shard are few to shuffle, and where a shard "
         "has none in an epoch it goes on to the next. An endless stream (repeat=True) draws as much from a shard with %d rows "
         "as from one with %d. Give num_logical_shards=%d or less, more data, or repeat=False, where each epoch is whole.",
-        name if len(small) == 1 else f"{name}, the smallest of {len(small)} small sources,", rows, num_shards,
-        rows / num_shards, rows // num_shards, -(-rows // num_shards), max(1, rows // _EVEN_ROWS),
+        name if len(small) == 1 else f"{name}, the smallest of {len(small)} small sources,", num_rows, num_shards,
+        num_rows / num_shards, num_rows // num_shards, -(-num_rows // num_shards), max(1, num_rows // _EVEN_ROWS),
     )  # fmt: skip
 
 
 def _is_small(reader: Reader) -> bool:
-    rows, num_shards = reader.source.num_rows, reader.shard.num_logical_shards
-    return rows < (_EVEN_ROWS if rows % num_shards else _FEW_ROWS) * num_shards
+    num_rows, num_shards = reader.source.num_rows, reader.shard.num_logical_shards
+    return num_rows < (_EVEN_ROWS if num_rows % num_shards else _FEW_ROWS) * num_shards

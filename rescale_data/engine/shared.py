@@ -40,7 +40,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def from_loader(cls, loader: Any) -> Numbers:
-        """Return the numbers of a `Reading` that has a stream; zeros if it has none, because its construction failed."""
+        """Return the present counts of a loader (a `Reading`); all are zero if it has no stream, because building it failed."""
         if loader._own_stream is None:
             return cls()
         batches_left = _number_or_reason(lambda: loader.batches_left)
@@ -72,8 +72,8 @@ class Shared:
         self._pin = options.pin_memory and torch.accelerator.is_available()
         self._transfer = function_of(options.transfer)
         arguments = {"pipeline": pipeline, **vars(options)}
-        by_name = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
-        self._peers = Peers(_members(options.peers), options.receives, by_name, options.timeout)
+        settings = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
+        self._peers = Peers(_members(options.peers), options.receives, settings, options.timeout)
         self.numbers = Numbers() if self._peers.me else None
         if options.dp_rank is not None:
             _join_meeting(options.dp_rank, options.dp_world_size, options.timeout)
@@ -93,13 +93,13 @@ class Shared:
         call_digest = self._peers.digest_of(name)
         try:
             value = work()
-            body = to_bytes(value if kind != RESULT else (Numbers.from_loader(loader), value, None))
+            packed_bytes = to_bytes(value if kind != RESULT else (Numbers.from_loader(loader), value, None))
         except Exception as error:
-            body = to_bytes((Numbers.from_loader(loader), None, picklable(error)))
-            self._peers.send(RESULT, [call_digest, 0, 0, 0], body)
+            packed_bytes = to_bytes((Numbers.from_loader(loader), None, picklable(error)))
+            self._peers.send(RESULT, [call_digest, 0, 0, 0], packed_bytes)
             raise
-        counts = (loader.step, loader.epoch, loader.last_batch_samples) if kind != RESULT else (0, 0, 0)
-        self._peers.send(kind, [call_digest, *counts], body)
+        batch_counts = (loader.step, loader.epoch, loader.last_batch_samples) if kind != RESULT else (0, 0, 0)
+        self._peers.send(kind, [call_digest, *batch_counts], packed_bytes)
         return value
 
     def _receive(self, name: str) -> Any:
@@ -115,10 +115,10 @@ class Shared:
             num_left = num_left - 1 if kind == BATCH and isinstance(num_left, int) else num_left
             self.numbers = numbers._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=num_left)
             return value
-        self.numbers, result, error = value
+        self.numbers, call_result, error = value
         if error is not None:
             raise error
-        return result
+        return call_result
 
     def _transferred(self, batch: Any) -> Any:
         try:
@@ -166,17 +166,17 @@ def _members(peers: object) -> list[int]:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("peers= needs a process group: call torch.distributed.init_process_group first.")
     if isinstance(peers, DeviceMesh):
-        members: list[int] = sorted(peers.mesh.flatten().tolist())
+        ranks: list[int] = sorted(peers.mesh.flatten().tolist())
     elif isinstance(peers, ProcessGroup):
-        members = sorted(dist.get_process_group_ranks(peers))
+        ranks = sorted(dist.get_process_group_ranks(peers))
     else:
         raise TypeError(
             f"peers={peers!r} is a {type(peers).__name__}: give the DeviceMesh or the process group of the ranks that share a "
             f"dp rank."
         )
-    if dist.get_rank() not in members:
-        raise ValueError(f"This process has rank {dist.get_rank()}, but peers holds the ranks {members}: pass its own.")
-    return members
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"This process has rank {dist.get_rank()}, but peers holds the ranks {ranks}: pass its own.")
+    return ranks
 
 
 def _join_meeting(dp_rank: Any, dp_world_size: Any, timeout: float) -> None:
@@ -201,5 +201,5 @@ def _setting(value: Any) -> str:
         return f"{{{', '.join(f'{name}: {_setting(item)}' for name, item in value.items())}}}"  # pyright: ignore[reportUnknownVariableType]
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
-    owner = value if hasattr(value, "__qualname__") else type(value)
-    return f"{owner.__module__}.{owner.__qualname__}"
+    named_object = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named_object.__module__}.{named_object.__qualname__}"

@@ -54,16 +54,16 @@ def skip(cursor: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
         segment, u = cursor.segment, cursor.u
         if segment is None:
             continue
-        count = num_micro_batches if segment.stop is None else min(num_micro_batches, segment.stop - u)
+        num_to_skip = num_micro_batches if segment.stop is None else min(num_micro_batches, segment.stop - u)
         if segment.stop is None and not ends.setup.recipe.repeat:
             cursor = _read_until(
-                cursor, segment, ends, u + min(count, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps)
+                cursor, segment, ends, u + min(num_to_skip, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps)
             )
         else:
             num_left = segment.num_left_at(u)
             if num_left is None or num_micro_batches < num_left or verify:  # else no more of this epoch is delivered
-                cursor = _move(cursor, segment, ends, u + count)
-            cursor = cursor._replace(u=u + count)
+                cursor = _move(cursor, segment, ends, u + num_to_skip)
+            cursor = cursor._replace(u=u + num_to_skip)
         num_micro_batches -= cursor.u - u
         cursor = _in_segment(
             cursor._replace(empty_epochs=0 if cursor.u > u else cursor.empty_epochs, resumed=False), ends
@@ -94,20 +94,20 @@ def _read_until(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
         num_left = np.full(len(table), _NOT_ENDED)
         ends.runner.load(table, segment.histories)
         for shard in ends.owned.tolist():
-            count, end = ends.runner.look_ahead(shard, int(until_u[shard] - samples[shard]))
+            num_drawn, next_slots = ends.runner.look_ahead(shard, int(until_u[shard] - samples[shard]))
             table[shard] = ends.runner.table[shard]
-            if end is None:  # it does not end before u; does it end within the next step?
-                num_more, end = ends.runner.look_ahead(shard, int(delivered_at_step_end[shard] - until_u[shard]))
-                count += num_more
-            if end is not None:
-                num_left[shard] = count
+            if next_slots is None:  # it does not end before u; does it end within the next step?
+                num_more, next_slots = ends.runner.look_ahead(shard, int(delivered_at_step_end[shard] - until_u[shard]))
+                num_drawn += num_more
+            if next_slots is not None:
+                num_left[shard] = num_drawn
         return max(cursor.u, layout.main_phase_end(samples, num_left, cursor.u))
 
-    stop = ends.ranks.min_and_max(call_on_all_ranks(ends.ranks, find))[0]
-    if stop > u:
+    stop_u = ends.ranks.min_and_max(call_on_all_ranks(ends.ranks, find))[0]
+    if stop_u > u:
         table[ends.owned, SAMPLES] = until_u[ends.owned]
         return cursor._replace(table=table, u=u)
-    return _move(cursor, segment, ends, stop)._replace(segment=replace(segment, stop=stop))
+    return _move(cursor, segment, ends, stop_u)._replace(segment=replace(segment, stop=stop_u))
 
 
 def _skip_epochs(cursor: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
@@ -123,18 +123,18 @@ def _skip_epochs(cursor: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]
     (_, oldest), (num_left_before, previous), _ = epoch_starts
     if (current - previous != previous - oldest).any():
         return cursor, num_micro_batches
-    size = num_left_before - num_micro_batches
-    epochs = (num_micro_batches - 1) // size  # at least one micro batch is left: an epoch ends with its last one
-    return _from_numbers(cursor, ends, current + epochs * (current - previous)), num_micro_batches - epochs * size
+    epoch_size = num_left_before - num_micro_batches
+    epochs = (num_micro_batches - 1) // epoch_size  # at least one micro batch is left: an epoch ends with its last one
+    return _from_numbers(cursor, ends, current + epochs * (current - previous)), num_micro_batches - epochs * epoch_size
 
 
 def _to_numbers(cursor: Cursor, ends: Ends) -> Ints:
     """Return the table and the counts of a run at the start of an epoch as one array, ``int64[any]``."""
-    counts = [getattr(cursor.clock_now(ends.layout), name) for name in _COUNTS]
-    return np.concatenate([cursor.table.flatten(), np.array(counts, dtype=np.int64)])
+    run_counts = [getattr(cursor.clock_now(ends.layout), name) for name in _COUNTS]
+    return np.concatenate([cursor.table.flatten(), np.array(run_counts, dtype=np.int64)])
 
 
 def _from_numbers(cursor: Cursor, ends: Ends, numbers: Ints) -> Cursor:
-    table, counts = numbers[: cursor.table.size].reshape(cursor.table.shape), numbers[cursor.table.size :].tolist()
-    clock = replace(cursor.clock, **dict(zip(_COUNTS, counts, strict=True)))
+    table, run_counts = numbers[: cursor.table.size].reshape(cursor.table.shape), numbers[cursor.table.size :].tolist()
+    clock = replace(cursor.clock, **dict(zip(_COUNTS, run_counts, strict=True)))
     return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout))

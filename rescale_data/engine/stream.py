@@ -112,7 +112,7 @@ class Stream:
     def counters(self) -> dict[str, float]:
         """Return numbers about the run, and about the rows that the shards of this rank have drawn, by name, for a logger."""
         clock = self.clock
-        counts = {
+        run_counters = {
             "global_samples": float(clock.samples),
             "global_step": float(clock.global_step(self.layout.global_batch_size)),
             "filtered_rows": 0.0,
@@ -120,13 +120,13 @@ class Stream:
             "dropped_samples": float(clock.dropped_samples),
             "padded_samples": float(clock.padded_samples),
         }
-        return {**counts, **self.schema.progress(self.cursor.copy().table, self.ends.owned)}  # for any thread
+        return {**run_counters, **self.schema.progress(self.cursor.copy().table, self.ends.owned)}  # for any thread
 
     def progress(self) -> dict[str, float]:
         """Return numbers for a logger, by name: the counters of the feed and of the run."""
-        counts = self.feed.progress()
-        ready = counts.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.micro_batches)
-        return {**counts, "batches_ready": ready, **self.counters()}
+        feed_counts = self.feed.progress()
+        num_ready = feed_counts.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.micro_batches)
+        return {**feed_counts, "batches_ready": num_ready, **self.counters()}
 
     def has_short_tail(self) -> bool:
         """True if the epoch is known to have less than one global batch left, which will be dropped."""
@@ -140,10 +140,10 @@ class Stream:
 
     def num_micro_batches(self) -> int | None:
         """Return the number of micro batches in the whole epoch; `None` if it is endless or its size is not known."""
-        size = None if self.setup.recipe.repeat else self.schema.epoch_size(self.table)
-        if size is None:
+        epoch_size = None if self.setup.recipe.repeat else self.schema.epoch_size(self.table)
+        if epoch_size is None:
             return None
-        steps, num_leftover = divmod(size, self.layout.global_batch_size)
+        steps, num_leftover = divmod(epoch_size, self.layout.global_batch_size)
         return (steps + (self.setup.tail == "pad" and num_leftover > 0)) * self.layout.gradient_accumulation_steps
 
     # Moving to another place
@@ -225,9 +225,9 @@ class Stream:
         """Return the cursor moved to the end of the epoch if the last micro batch of the epoch was consumed, else unchanged."""
         if cursor.segment is None or not cursor.segment.is_last or cursor.segment.stop != cursor.u:
             return cursor
-        ended = self._next_segment(cursor)
+        ended_cursor = self._next_segment(cursor)
         self.ends.runner.release_cache()
-        return ended
+        return ended_cursor
 
     def _next_segment(self, cursor: Cursor) -> Cursor:
         self.rewind()  # after this, the feed no longer uses the runner

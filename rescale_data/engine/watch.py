@@ -140,11 +140,11 @@ def _describe_shard(own_frame: FrameType) -> str:
         node = frame.f_locals.get("self")
         if not isinstance(node, Node):
             continue
-        shard, row = find_shard(node), ""  # pyright: ignore[reportUnknownArgumentType]
+        shard, row_text = find_shard(node), ""  # pyright: ignore[reportUnknownArgumentType]
         with suppress(Exception):  # the node is at work
-            row = node.locate()
+            row_text = node.locate()
         shard_text = "" if shard is None else f", logical shard {shard.index}"
-        return shard_text + (f", last row drawn: {row}" if row else "")
+        return shard_text + (f", last row drawn: {row_text}" if row_text else "")
     return ""
 
 

@@ -56,8 +56,8 @@ class Begin:
 
     @classmethod
     def from_table(cls, number: int, segment: Segment, table: Ints, first_u: int, num_slabs: int) -> Begin:
-        owned = segment.layout.owned(segment.rank) if segment.remainder is None else range(len(table))
-        shards = slice(owned.start, owned.stop)
+        owned_shards = segment.layout.owned(segment.rank) if segment.remainder is None else range(len(table))
+        shards = slice(owned_shards.start, owned_shards.stop)
         return cls(number, segment.for_a_worker(), first_u, num_slabs, shards, table[shards].copy(), len(table))
 
     @property
@@ -92,18 +92,18 @@ class Worker:
             await_slab: Returns when the next slab is free.
         """
         slabs, slab, max_values = Slabs(), 0, 1
-        values = self._values(begin)
+        packed_values = self._values(begin)
         while True:
             await_slab()
-            started, packed, num_bytes = time.perf_counter(), list[Packed](), 0
-            for value in islice(values, max_values):
-                packed.append(value)
+            started, message_values, num_bytes = time.perf_counter(), list[Packed](), 0
+            for value in islice(packed_values, max_values):
+                message_values.append(value)
                 num_bytes += value.num_bytes
                 if num_bytes >= _MESSAGE_BYTES or time.perf_counter() - started >= _MESSAGE_SECONDS:
                     break
-            if not packed or not self._is_wanted(begin):
+            if not message_values or not self._is_wanted(begin):
                 return
-            message = slabs.pack(slab, packed)
+            message = slabs.pack(slab, message_values)
             counts().add(MAKE_SECONDS, time.perf_counter() - started)
             yield message
             slab, max_values = (slab + 1) % begin.num_slabs, min(2 * max_values, MAX_VALUES)
@@ -112,21 +112,21 @@ class Worker:
         return self._board.wanted_begin == begin.number
 
     def _values(self, begin: Begin) -> Iterator[Packed]:
-        stop = sys.maxsize if begin.segment.stop is None else begin.segment.stop
+        stop_u = sys.maxsize if begin.segment.stop is None else begin.segment.stop
         try:
             feed = self._begin(begin)
-            for u in range(begin.first_u + self._number, stop, begin.segment.layout.workers):
+            for u in range(begin.first_u + self._number, stop_u, begin.segment.layout.workers):
                 if not self._is_wanted(begin):
                     return
-                packed = Packed(self._make(feed, u))
+                packed_micro_batch = Packed(self._make(feed, u))
                 counts().add(MADE_BATCHES, 1)
-                yield packed
+                yield packed_micro_batch
         except Exhausted as error:
             yield Packed(error)
         except Exception as error:
-            sendable = picklable(error)
-            sendable.add_note(f"In worker process {self._number}:\n{traceback.format_exc()}")
-            yield Packed(sendable)
+            sendable_error = picklable(error)
+            sendable_error.add_note(f"In worker process {self._number}:\n{traceback.format_exc()}")
+            yield Packed(sendable_error)
 
     def _begin(self, begin: Begin) -> InProcess:
         self._board.write(self._number, "")

@@ -212,9 +212,9 @@ class _Group:
             exchange.error = RuntimeError("another thread has found the network of this exchange broken")
             return exchange
         self._begun.add(exchange)
-        receive = [partial(group.recv, [tensor], index, call.tag) for index, tensor in receives.items()]
-        send = [partial(group.send, [tensor], index, call.tag) for index, tensor in sends.items()]
-        for start in receive + send:  # also after one that fails: the living processes wait for their tensors
+        recv_calls = [partial(group.recv, [tensor], index, call.tag) for index, tensor in receives.items()]
+        send_calls = [partial(group.send, [tensor], index, call.tag) for index, tensor in sends.items()]
+        for start in recv_calls + send_calls:  # also after one that fails: the living processes wait for their tensors
             try:
                 exchange.works.append(start())
             except (RuntimeError, dist.DistError) as error:

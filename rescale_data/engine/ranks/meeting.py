@@ -75,19 +75,19 @@ def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str
             if store.add("looks", 1) == 1 or is_over:  # the member that looked first may have died since
                 verdict = _write_verdict(store, len(names), is_over=True)
             is_over = True
-    kind, *lines = verdict.splitlines()
-    if kind == "missing":
+    outcome, *lines = verdict.splitlines()
+    if outcome == "missing":
         raise Missing([names[int(index)] for index in lines])
     return [texts for _, texts in sorted(_arrived(lines).items())]
 
 
 def _write_verdict(store: Any, num_members: int, *, is_over: bool) -> str:
     """Write the outcome of a barrier to the store unless it has one; return the outcome, empty if there is none yet."""
-    text = _read(store, "came")
-    missing = sorted({*range(num_members)} - {*_arrived(text.splitlines())})
+    arrived_text = _read(store, "came")
+    missing = sorted({*range(num_members)} - {*_arrived(arrived_text.splitlines())})
     if missing and not is_over:
         return ""
-    verdict = "\n".join(["missing", *map(str, missing)]) if is_over else f"all\n{text}"
+    verdict = "\n".join(["missing", *map(str, missing)]) if is_over else f"all\n{arrived_text}"
     return store.compare_set("verdict", "", verdict).decode()
 
 
@@ -129,35 +129,35 @@ def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
 
 
 def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
-    me, everyone = dist.get_rank(), list(range(dist.get_world_size()))
-    texts, _ = meet_in_job("dp", everyone, timeout, f"{dp_rank} {dp_world_size}")
+    me, all_ranks = dist.get_rank(), list(range(dist.get_world_size()))
+    texts, _ = meet_in_job("dp", all_ranks, timeout, f"{dp_rank} {dp_world_size}")
     pairs = [tuple(map(int, text.split())) for text in texts]
-    sizes = sorted({size for _, size in pairs})
-    if len(sizes) > 1:
-        raise ValueError(f"The ranks built their loaders with different dp_world_size: {sizes}. All need the same.")
-    of_rank = [[rank for rank, (given_rank, _) in enumerate(pairs) if given_rank == n] for n in range(dp_world_size)]
-    missing = [given_rank for given_rank, group in enumerate(of_rank) if not group]
+    dp_sizes = sorted({size for _, size in pairs})
+    if len(dp_sizes) > 1:
+        raise ValueError(f"The ranks built their loaders with different dp_world_size: {dp_sizes}. All need the same.")
+    groups = [[rank for rank, (given_rank, _) in enumerate(pairs) if given_rank == n] for n in range(dp_world_size)]
+    missing = [given_rank for given_rank, group in enumerate(groups) if not group]
     if missing:
         raise ValueError(
             f"dp_world_size={dp_world_size}, but no process of the group was given dp_rank={missing[0]} ({len(missing)} "
             f"of the dp ranks are missing), so their logical shards would never be read. Give each dp rank to a process "
             f"at least, or pass mesh= in place of dp_rank= and dp_world_size=."
         )
-    position = of_rank[dp_rank].index(me)
-    if len({len(group) for group in of_rank}) > 1:
+    position = groups[dp_rank].index(me)
+    if len({len(group) for group in groups}) > 1:
         raise ValueError(
-            f"The dp ranks were given to {sorted({len(group) for group in of_rank})} processes each: give each dp rank to as "
+            f"The dp ranks were given to {sorted({len(group) for group in groups})} processes each: give each dp rank to as "
             f"many (its TP, PP and CP peers), or pass mesh= of the dp ranks."
         )
-    return [group[position] for group in of_rank]
+    return [group[position] for group in groups]
 
 
 def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:
     """Return the value of ``key``, made once by ``make`` and kept as long as the process group (default: the job's) exists."""
-    values = _cached.setdefault(dist.group.WORLD if group is None else group, {})
-    if key not in values:
-        values[key] = make()
-    return values[key]
+    cached_values = _cached.setdefault(dist.group.WORLD if group is None else group, {})
+    if key not in cached_values:
+        cached_values[key] = make()
+    return cached_values[key]
 
 
 _cached: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
@@ -175,8 +175,8 @@ def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> An
 
 def part_of_store(name: str, group: dist.ProcessGroup | None) -> Any:
     """Return a part of the store of a process group (default: the group of the job), under a prefix."""
-    owner: Any = dist.group.WORLD if group is None else group
-    return PrefixStore(f"rescale_data/{name}", owner.get_group_store())
+    store_owner: Any = dist.group.WORLD if group is None else group
+    return PrefixStore(f"rescale_data/{name}", store_owner.get_group_store())
 
 
 def is_file_store() -> bool:
@@ -199,7 +199,7 @@ def meet_in_job(name: str, members: Sequence[int], timeout: float, value: str = 
     """
     store, me = part_of_store(name, None), members.index(dist.get_rank())
     try:
-        texts, number = within(2 * timeout, lambda: meet(store, me, members, timeout, value))
+        texts, meeting_number = within(2 * timeout, lambda: meet(store, me, members, timeout, value))
     except Missing as missing:
         if missing.ranks is None:
             raise RuntimeError(
@@ -210,7 +210,7 @@ def meet_in_job(name: str, members: Sequence[int], timeout: float, value: str = 
             f"The ranks {missing.ranks} did not build the data loader that rank {members[me]} builds, within "
             f"timeout={timeout:g} s. All ranks of mesh= build it (default: all of the job)."
         ) from None
-    return texts, PrefixStore(str(number), store)
+    return texts, PrefixStore(str(meeting_number), store)
 
 
 def digest(value: Any) -> int:

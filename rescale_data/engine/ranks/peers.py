@@ -43,19 +43,19 @@ class Peers:
         self.rank, self._members, self._timeout = dist.get_rank(), list(members), timeout
         self._process = os.getpid()
         self.me = self._members.index(self.rank)
-        mine = [str(int(receives)), str(next(_numbers)), *(f"{digest(setting):x}" for setting in settings.values())]
-        texts, store = meet_in_job(f"peers/{digest(self._members)}", members, timeout, " ".join(mine))
-        words = [text.split() for text in texts]
-        _require_same(settings, [fields[2:] for fields in words], members)
-        self._number = words[0][1]  # as the first peer counts: keeps its loaders for training and validation apart
-        receivers = [rank for rank, mine in zip(members, words, strict=True) if mine[0] == "1" or rank == members[0]]
+        my_words = [str(int(receives)), str(next(_numbers)), *(f"{digest(setting):x}" for setting in settings.values())]
+        texts, store = meet_in_job(f"peers/{digest(self._members)}", members, timeout, " ".join(my_words))
+        messages = [text.split() for text in texts]
+        _require_same(settings, [fields[2:] for fields in messages], members)
+        self._number = messages[0][1]  # as the first peer counts: keeps its loaders for training and validation apart
+        receivers = [rank for rank, mine in zip(members, messages, strict=True) if mine[0] == "1" or rank == members[0]]
         self.receives = self.rank in receivers
         self._all = _group(self._members, store, timeout)
         self._receivers = _group(receivers, store, timeout) if self.receives else None
         self._broken: str | None = None
 
     def digest_of(self, call: str) -> int:
-        """Return a digest of a call that is equal on all peers, and different for the same call of another loader."""
+        """Return a number that names a call: the same on all peers, and another one for the same call of another loader."""
         return digest((self._number, call))
 
     def require_no_fork(self) -> None:
@@ -65,9 +65,9 @@ class Peers:
 
     def send(self, kind: int, counts: Sequence[int], texts: Bytes) -> None:
         """Broadcast a message from the first peer to the others: its kind, ``NUM_COUNTS`` counts and a packed value."""
-        body, start = texts
-        self._exchange(self._all, torch.tensor([kind, body.numel(), start, *counts], device="cpu"))
-        self._exchange(self._receivers if kind != RESULT else self._all, body)
+        value_bytes, start = texts
+        self._exchange(self._all, torch.tensor([kind, value_bytes.numel(), start, *counts], device="cpu"))
+        self._exchange(self._receivers if kind != RESULT else self._all, value_bytes)
 
     def receive(self, pin_memory: bool) -> tuple[int, list[int], Any]:
         """Return the kind, the counts and the value of the first peer's next message.
@@ -76,22 +76,22 @@ class Peers:
         """
         header = torch.zeros(3 + NUM_COUNTS, dtype=torch.int64, device="cpu")
         self._exchange(self._all, header)
-        kind, size, start, *counts = header.tolist()
+        kind, num_bytes, start, *counts = header.tolist()
         if kind != RESULT and not self.receives:
             return kind, counts, None
-        body = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and kind != RESULT)
-        self._exchange(self._receivers if kind != RESULT else self._all, body)
-        return kind, counts, from_bytes(body, start)
+        value_bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and kind != RESULT)
+        self._exchange(self._receivers if kind != RESULT else self._all, value_bytes)
+        return kind, counts, from_bytes(value_bytes, start)
 
     def _exchange(self, group: Any, tensor: torch.Tensor) -> None:
         if group is None or group.size() == 1:
             return
         if self._broken is not None:  # others may wait for the rest of a message, so nothing else may be sent
             raise RuntimeError(self._broken)
-        options = BroadcastOptions()
-        options.timeout = datetime.timedelta(seconds=self._timeout)
+        broadcast_options = BroadcastOptions()
+        broadcast_options.timeout = datetime.timedelta(seconds=self._timeout)
         try:
-            group.broadcast([tensor], options).wait()
+            group.broadcast([tensor], broadcast_options).wait()
         except RuntimeError as error:
             awaited = (
                 f"one of the ranks {self._members[1:]}" if self.me == 0 else f"rank {self._members[0]}, which reads"

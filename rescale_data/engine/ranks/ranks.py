@@ -109,13 +109,13 @@ class Ranks:
         """
         if self.communicator is None:
             return table
-        counts = np.bincount(owner, minlength=self.world_size)
-        own_rows = np.zeros((counts.max(), table.shape[1]), dtype=np.int64)
-        own_rows[: counts[self.rank]] = table[owner == self.rank]
-        blocks = self._gather(torch.from_numpy(own_rows)).numpy()
+        rows_per_rank = np.bincount(owner, minlength=self.world_size)
+        own_rows = np.zeros((rows_per_rank.max(), table.shape[1]), dtype=np.int64)
+        own_rows[: rows_per_rank[self.rank]] = table[owner == self.rank]
+        rank_blocks = self._gather(torch.from_numpy(own_rows)).numpy()
         merged = np.empty_like(table)
         merged[np.argsort(owner, kind="stable")] = np.concatenate(
-            [block[:count] for block, count in zip(blocks, counts, strict=True)]
+            [block[:count] for block, count in zip(rank_blocks, rows_per_rank, strict=True)]
         )
         return merged
 
@@ -134,8 +134,8 @@ class Ranks:
 
     def min_and_max(self, value: int) -> tuple[int, int]:
         """Return the smallest and the largest value of all ranks (collective)."""
-        values = self._agree("extremes", [value])()
-        return int(values.min()), int(values.max())
+        all_values = self._agree("extremes", [value])()
+        return int(all_values.min()), int(all_values.max())
 
     def require_same(self, content: dict[str, Any], action: str = "built their loaders") -> None:
         """Raise ``ValueError`` on every rank if some value differs between ranks; the message names the value (collective)."""
@@ -152,11 +152,11 @@ class Ranks:
         communicator = self.communicator
         if communicator is None:
             return self
-        values = [communicator.num_loaders + 1, *map(digest, content.values())]
+        own_values = [communicator.num_loaders + 1, *map(digest, content.values())]
         call = Call("build", self.timeout, _BUILD_ON_ALL)
-        of_all = communicator.agree(call, values)()
-        communicator.num_loaders = int(of_all[:, 0].max())
-        self._require(content, of_all[:, 1:])
+        all_values = communicator.agree(call, own_values)()
+        communicator.num_loaders = int(all_values[:, 0].max())
+        self._require(content, all_values[:, 1:])
         return replace(self, loader=communicator.num_loaders)
 
     def _require(self, content: dict[str, Any], digests: Ints, action: str = "built their loaders") -> None:

@@ -96,22 +96,22 @@ def fixed_parameters(schema: Schema, pipeline: Nodes) -> Nodes:
 
 def fixed_by_parents(schema: Schema) -> list[str]:
     """Return the parameters that may not change only because of a node above, as ``"path: parameter"``."""
-    nodes = [(path, node) for path, node in schema.root.walk() if not _is_settled(schema.root, path)]
-    return [f"{path_name(path)}: {parameter}" for path, node in nodes for parameter in sorted(may_change(node))]
+    unsettled = [(path, node) for path, node in schema.root.walk() if not _is_settled(schema.root, path)]
+    return [f"{path_name(path)}: {parameter}" for path, node in unsettled for parameter in sorted(may_change(node))]
 
 
 def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
     """Raise ``DataStateError`` if a changed parameter of a node does not fit the samples drawn so far."""
-    for _, node, old, rows in _saved_nodes(schema, saved, table):
+    for _, node, old, positions in _saved_nodes(schema, saved, table):
         if isinstance(node, Mixes):
-            node.check_change(old, rows)
+            node.check_change(old, positions)
 
 
 def earlier_parameters(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
     """Return the saved parameters that nodes of the current pipeline still need, by path (`Mixes.earlier`)."""
     histories = {
-        path: node.earlier(old, rows)
-        for path, node, old, rows in _saved_nodes(schema, saved, table)
+        path: node.earlier(old, positions)
+        for path, node, old, positions in _saved_nodes(schema, saved, table)
         if isinstance(node, Mixes)
     }
     return {path_name(path): list(history) for path, history in histories.items() if history}
@@ -122,9 +122,9 @@ def _saved_nodes(
 ) -> Iterator[tuple[Path, Node[Any], Mapping[str, Any], Ints]]:
     """Yield each node that the state also has, with its path, its saved parameters and its columns of the table."""
     for path, node in schema.root.walk():
-        rows = schema.slots_at(table, path)
-        if rows is not None and path_name(path) in saved:
-            yield path, node, saved[path_name(path)], rows
+        positions = schema.slots_at(table, path)
+        if positions is not None and path_name(path) in saved:
+            yield path, node, saved[path_name(path)], positions
 
 
 def settle(schema: Schema, table: Ints) -> int:
@@ -169,15 +169,15 @@ def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[ChangedChil
 
 
 def _changed(path: Path, node: Node[Any], child: str) -> ChangedChild:
-    parents = {field.path[:-1] for field in node.FIELDS if field.path[-1] in node.children}
-    return ChangedChild((*path, child), frozenset(".".join((*path, *parent, child)) for parent in parents))
+    parent_paths = {field.path[:-1] for field in node.FIELDS if field.path[-1] in node.children}
+    return ChangedChild((*path, child), frozenset(".".join((*path, *parent, child)) for parent in parent_paths))
 
 
 def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
-    prefix = "".join(f"{name}." for name in path)
+    path_prefix = "".join(f"{name}." for name in path)
     for name in saved:
-        child = name.removeprefix(prefix)
-        if name.startswith(prefix) and "." not in child and name != path_name(()):
+        child = name.removeprefix(path_prefix)
+        if name.startswith(path_prefix) and "." not in child and name != path_name(()):
             yield child
 
 
@@ -196,27 +196,27 @@ def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     """
     schema, samples = stream.schema, int(table[:, SAMPLES].sum())
     histories: dict[str, History] = {}
-    lines: list[str] = []
-    for path, node, old, rows in _saved_nodes(schema, saved, table):
+    form_changes: list[str] = []
+    for path, node, old, positions in _saved_nodes(schema, saved, table):
         # samples that are read again keep their form
         if not isinstance(node, HasForm) or not _is_drawn_once(schema.root, path):
             continue
         name, new = path_name(path), schema.pipeline[path_name(path)]
         history: History = [(int(since), form) for since, form in old.get(EARLIER_KEY, ())]
-        changed = [key for key in sorted(node.FORM) if old.get(key) != new.get(key)]
-        lines += [
+        changed_keys = [key for key in sorted(node.FORM) if old.get(key) != new.get(key)]
+        form_changes += [
             f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new.get(key)} from there"
-            for key in changed
+            for key in changed_keys
         ]
-        if not set(WINDOW_PARAMETERS).isdisjoint(changed):
+        if not set(WINDOW_PARAMETERS).isdisjoint(changed_keys):
             history = [*history, (samples, _form(old, history, samples, len(table)))][-_MAX_FORMS:]
-            node.reform(rows)
+            node.reform(positions)
         if history:
             histories[name] = history
-    if lines:
+    if form_changes:
         stream.ranks.warn(
             "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
-            "; ".join(lines),
+            "; ".join(form_changes),
         )  # fmt: skip
     return histories
 

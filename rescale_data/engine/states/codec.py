@@ -76,12 +76,12 @@ class Saved:
     @property
     def clock(self) -> Clock:
         """The counts of samples, steps and epochs of the run at the save."""
-        counts: dict[str, Any] = {field.name: self.header[field.name] for field in dataclasses.fields(Clock)}
-        counts["skipped"] = tuple((start, stop) for start, stop in counts["skipped"])
-        counts["step"] -= (counts["samples"] - counts["origin"]) // self.header["global_batch_size"]
-        if counts["step"] < 0:
+        clock_fields: dict[str, Any] = {field.name: self.header[field.name] for field in dataclasses.fields(Clock)}
+        clock_fields["skipped"] = tuple((start, stop) for start, stop in clock_fields["skipped"])
+        clock_fields["step"] -= (clock_fields["samples"] - clock_fields["origin"]) // self.header["global_batch_size"]
+        if clock_fields["step"] < 0:
             raise DataStateError(f"The state counts {self.header['step']!r} step: {_DAMAGED}")
-        return Clock(**counts)
+        return Clock(**clock_fields)
 
 
 # A state is written
@@ -91,26 +91,26 @@ def header_of(cursor: Cursor, ends: Ends) -> str:
     """Return the header of a state as JSON, the same on every rank; the schema keeps the long parts of it as texts."""
     layout, schema, clock = ends.layout, ends.schema, cursor.clock_now(ends.layout)
     step = clock.global_step(layout.global_batch_size)
-    counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
-    sizes = {name: getattr(layout, name) for name in _SIZES}
-    text = to_json({"version": VERSION, "seed": ends.setup.recipe.seed, **counts, **sizes})[:-1]
-    return text + "".join(f',"{name}":{json_text}' for name, json_text in schema.texts.items()) + "}"
+    run_counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
+    layout_sizes = {name: getattr(layout, name) for name in _SIZES}
+    header_text = to_json({"version": VERSION, "seed": ends.setup.recipe.seed, **run_counts, **layout_sizes})[:-1]
+    return header_text + "".join(f',"{name}":{json_text}' for name, json_text in schema.texts.items()) + "}"
 
 
 def encode(table: Ints, samples: int, header: str) -> dict[str, Any]:
     """Return the state made of a whole table, ``int64[N, slots]``, to which a column of stamps is added, and a header."""
-    stamped = np.concatenate([_stamps(len(table), samples)[:, None], table], axis=1)
-    return {TABLE: torch.from_numpy(stamped), HEADER: header}
+    stamped_table = np.concatenate([_stamps(len(table), samples)[:, None], table], axis=1)
+    return {TABLE: torch.from_numpy(stamped_table), HEADER: header}
 
 
 def at_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state at the end of an epoch moved to the start of the next epoch; any other state unchanged."""
     table, header = state[TABLE], json.loads(state[HEADER])
-    (remainder,) = _slots(fields_in(header))[LOADER_FIELDS[REMAINDER].key]
-    if not bool((table[:, remainder] == ENDED).all()):
+    (remainder_column,) = _slots(fields_in(header))[LOADER_FIELDS[REMAINDER].key]
+    if not bool((table[:, remainder_column] == ENDED).all()):
         return dict(state)
     table = table.clone()
-    table[:, remainder] = NO_REMAINDER
+    table[:, remainder_column] = NO_REMAINDER
     return {**state, TABLE: table, HEADER: json.dumps({**header, "epoch": header["epoch"] + 1})}
 
 
@@ -134,10 +134,10 @@ def read(state: Mapping[str, Any]) -> Saved:
     header, table = read_header(state[HEADER]), state[TABLE]
     if not isinstance(table, torch.Tensor):
         raise DataStateError(f"The table of the state is a {type(table).__name__}, not a tensor. {_GIVE}")
-    expected = (header["num_logical_shards"], offsets(fields_in(header))[-1]), torch.int64
-    if (tuple(table.shape), table.dtype) != expected:
+    declared = (header["num_logical_shards"], offsets(fields_in(header))[-1]), torch.int64
+    if (tuple(table.shape), table.dtype) != declared:
         raise DataStateError(
-            f"The table of the state has shape and dtype {(tuple(table.shape), table.dtype)}; by its header it has {expected}."
+            f"The table of the state has shape and dtype {(tuple(table.shape), table.dtype)}; by its header it has {declared}."
         )
     return Saved(header, table.detach().cpu().numpy().copy())
 
@@ -186,11 +186,11 @@ def table_of(schema: Schema, saved: Saved, added: Sequence[ChangedChild]) -> Int
     _require_stamps(saved.table[:, stamp], saved.header["samples"])
     if [*from_slots] == [STAMP.key, *to_slots]:  # the same columns, as at most loads
         return saved.table[:, 1:].copy()
-    table, keys = schema.fresh_table(len(saved.table)), [key for key in to_slots if key in from_slots]
+    table, kept_keys = schema.fresh_table(len(saved.table)), [key for key in to_slots if key in from_slots]
     added_keys = [key for key in to_slots if key not in from_slots and any(key in child.own_fields for child in added)]
     table[:, [slot for key in added_keys for slot in to_slots[key]]] = 0
-    source, target = ([slot for key in keys for slot in slots[key]] for slots in (from_slots, to_slots))
-    table[:, target] = saved.table[:, source]
+    old_slots, new_slots = ([slot for key in kept_keys for slot in slots[key]] for slots in (from_slots, to_slots))
+    table[:, new_slots] = saved.table[:, old_slots]
     return table
 
 
@@ -204,9 +204,9 @@ def _slots(fields: Sequence[Field]) -> dict[str, range]:
 
 
 def _require_names(values: Any, names: Iterable[str], container: str) -> None:
-    missing = sorted(set(names).difference(values)) if isinstance(values, Mapping) else list(names)
-    if missing:
-        raise DataStateError(f"The {container} lacks {missing}. {_GIVE}")
+    missing_names = sorted(set(names).difference(values)) if isinstance(values, Mapping) else list(names)
+    if missing_names:
+        raise DataStateError(f"The {container} lacks {missing_names}. {_GIVE}")
 
 
 def _require_ranges(saved: Any, num_samples: int) -> None:

@@ -17,8 +17,8 @@ _SHOWN = 5
 
 def differences(saved: Any, current: Any) -> list[str]:
     """Return the first few differences of two JSON values, as ``"source: shuffle: saved 3, now 4"``."""
-    lines = [] if saved == current else _compare("", saved, current)
-    return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
+    diff_lines = [] if saved == current else _compare("", saved, current)
+    return diff_lines[:_SHOWN] + ([f"and {len(diff_lines) - _SHOWN} more"] if len(diff_lines) > _SHOWN else [])
 
 
 def without(nodes: Nodes, ignored: Mapping[str, Set[str]]) -> Nodes:
@@ -32,7 +32,7 @@ def without_all(nodes: Nodes, *parameters: str) -> Nodes:
 
 
 def without_functions(saved: Nodes, current: Nodes) -> tuple[Nodes, Nodes]:
-    """Return the parameters of two pipelines without names and sources of functions, and versions that only one has."""
+    """Return the parameters of two pipelines, without the code of functions, and without versions that only one of them has."""
     versioned = {name for name in saved.keys() & current.keys() if VERSION in saved[name] and VERSION in current[name]}
     ignored = {name: {CODE} if name in versioned else {CODE, VERSION} for name in saved.keys() & current.keys()}
     return without(saved, ignored), without(current, ignored)
@@ -43,29 +43,29 @@ def log_changes(stream: Stream, saved: Nodes) -> None:
     current = stream.schema.pipeline
     functions = _of_parameters(saved, current, {name: {CODE, VERSION} for name in saved.keys() & current.keys()})
     exempt = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
-    settings = _of_parameters(saved, current, exempt)
+    changed_settings = _of_parameters(saved, current, exempt)
     if functions:
         stream.ranks.warn(
             "Functions of the pipeline are not those of the state, by name or source: %s. Give them version=: it is compared.",
             "; ".join(functions),
         )
-    if settings:
-        stream.ranks.info("Changed since the state was saved: %s.", "; ".join(settings))
+    if changed_settings:
+        stream.ranks.info("Changed since the state was saved: %s.", "; ".join(changed_settings))
 
 
 def _compare(path: str, saved: Any, current: Any) -> list[str]:
     saved, current = _by_name(saved), _by_name(current)
     if isinstance(saved, dict) and isinstance(current, dict):
-        lines: list[str] = []
+        diff_lines: list[str] = []
         for key in sorted({*saved, *current}):
             key_path = f"{path}: {key}" if path else key
             if key not in current:
-                lines.append(f"{key_path} was saved and is not there now")
+                diff_lines.append(f"{key_path} was saved and is not there now")
             elif key not in saved:
-                lines.append(f"{key_path} is new")
+                diff_lines.append(f"{key_path} is new")
             else:
-                lines += _compare(key_path, saved[key], current[key])
-        return lines
+                diff_lines += _compare(key_path, saved[key], current[key])
+        return diff_lines
     return [] if saved == current else [f"{path}: saved {_short(saved)}, now {_short(current)}"]
 
 
@@ -78,8 +78,8 @@ def _by_name(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    json_text = json.dumps(value)
+    return json_text if len(json_text) <= 80 else f"{json_text[:77]}..."
 
 
 def _of_parameters(old: Nodes, new: Nodes, keys: Mapping[str, Set[str]]) -> list[str]:

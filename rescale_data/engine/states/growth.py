@@ -44,32 +44,32 @@ def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
     """
     if saved is None:
         return Growth({path: _history(schema, path) for path in schema.manifests}, {})
-    histories, sources, present = {path: parse(value) for path, value in saved.items()}, schema.sources(), {}
-    past, grown = {path: history[-1][1] for path, history in histories.items()}, dict[str, list[str]]()
+    histories, sources, own_manifests = {path: parse(value) for path, value in saved.items()}, schema.sources(), {}
+    old_manifests, added_files = {path: history[-1][1] for path, history in histories.items()}, dict[str, list[str]]()
     for path, manifest in schema.manifests.items():
-        present[path] = manifest
-        if path in past and isinstance(sources[path], FiledSource) and past[path] != manifest:
-            past[path], manifest = _with_files(sources[path], past[path], manifest)
-            added = _added(past[path], manifest)
-            present[path] = _without(manifest, added)
-            grown |= {path: added} if added else {}
-    changed = differences(as_json(past), as_json(present))
-    if any(FOLDERS in past[path] and past[path] != present.get(path) for path in past):
+        own_manifests[path] = manifest
+        if path in old_manifests and isinstance(sources[path], FiledSource) and old_manifests[path] != manifest:
+            old_manifests[path], manifest = _with_files(sources[path], old_manifests[path], manifest)
+            added = _added(old_manifests[path], manifest)
+            own_manifests[path] = _without(manifest, added)
+            added_files |= {path: added} if added else {}
+    changed = differences(as_json(old_manifests), as_json(own_manifests))
+    if any(FOLDERS in old_manifests[path] and old_manifests[path] != own_manifests.get(path) for path in old_manifests):
         changed.append("the index that lists the files of then is no longer in index_dir")
     if changed:
         raise DataStateError(
             f"The sources differ from those of the checkpoint: {'; '.join(changed)}. Positions in other data mean other rows: "
             f"restore the files, or begin a new run."
         )
-    return Growth(histories, grown)
+    return Growth(histories, added_files)
 
 
 def _with_files(source: object, old: Manifest, current: Manifest) -> tuple[Manifest, Manifest]:
     """Return two manifests with full lists of files if both lists can be read, else both with digests of the lists."""
     if old == current or not isinstance(source, FiledSource):
         return old, current
-    full = source.unfold(old), source.unfold(current)
-    return (fold(old), fold(current)) if full[0] is None or full[1] is None else (full[0], full[1])
+    unfolded = source.unfold(old), source.unfold(current)
+    return (fold(old), fold(current)) if unfolded[0] is None or unfolded[1] is None else (unfolded[0], unfolded[1])
 
 
 def with_added_files(
@@ -111,8 +111,8 @@ def _not_passed(history: History, schema: Schema, table: Ints, path: str) -> His
 
 def next_epoch(schema: Schema, table: Ints, path: str) -> int:
     """Return the first epoch of a source in which no logical shard has drawn a row."""
-    rows = _reader_rows(schema, table, path)
-    return int((rows[:, 0] + (rows[:, 1] > 0)).max())
+    epochs_and_rows = _reader_rows(schema, table, path)
+    return int((epochs_and_rows[:, 0] + (epochs_and_rows[:, 1] > 0)).max())
 
 
 def parse(value: Any) -> History:
@@ -134,9 +134,9 @@ def _reader_rows(schema: Schema, table: Ints, path: str) -> Ints:
     """Return the epoch and the row that each shard has reached in a source, a view of the table: ``int64[N, slots]``."""
     for node_path, _ in schema.root.walk():
         if path_name(node_path) == path:
-            rows = schema.slots_at(table, node_path)
-            if rows is not None:
-                return rows
+            reader_rows = schema.slots_at(table, node_path)
+            if reader_rows is not None:
+                return reader_rows
     raise DataStateError(
         f"Files were added to the source {path!r}, which is read inside a torchdata node that keeps its position to itself. "
         f"Use the nodes of rescale_data around it, or go on with the files that there were."
@@ -144,10 +144,10 @@ def _reader_rows(schema: Schema, table: Ints, path: str) -> Ints:
 
 
 def _added(old: Manifest, current: Manifest) -> list[str]:
-    names = {name for name, *_ in old.get(FILES, ())}
-    return [name for name, *_ in current.get(FILES, ()) if name not in names]
+    old_names = {name for name, *_ in old.get(FILES, ())}
+    return [name for name, *_ in current.get(FILES, ()) if name not in old_names]
 
 
 def _without(current: Manifest, added: Sequence[str]) -> Manifest:
-    names = set(added)
-    return {**current, FILES: [file for file in current[FILES] if file[0] not in names]} if added else current
+    added_names = set(added)
+    return {**current, FILES: [file for file in current[FILES] if file[0] not in added_names]} if added else current

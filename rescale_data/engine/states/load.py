@@ -57,7 +57,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     """
     saved = read(whole_state(state))
     translated, clock = require_fit(stream, saved.header), saved.clock
-    changed = saved.header["pipeline"] != stream.schema.pipeline
+    pipeline_changed = saved.header["pipeline"] != stream.schema.pipeline
     table = table_of(stream.schema, saved, translated.added)
     had_remainder = has_remainder(table)
     _require_one_end(table)
@@ -71,25 +71,25 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         _refuse_changes(stream.schema, translated, delivered)
         clock, table = _deliver(stream, saved, clock, table, translated.growth.histories, delivered)
         had_remainder = has_remainder(table)
-    forms = _change(stream, translated.pipeline, table) if changed else {}
-    loaded = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
-    final_clock, histories = loaded, translated.growth.histories
+    forms = _change(stream, translated.pipeline, table) if pipeline_changed else {}
+    loaded_clock = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
+    final_clock, histories = loaded_clock, translated.growth.histories
     if translated.growth.added_files:
         histories = _join(stream, translated.growth, table, forms)
         if had_remainder and not has_remainder(table):
-            final_clock = loaded.restarted(stream.layout.global_batch_size)
+            final_clock = loaded_clock.restarted(stream.layout.global_batch_size)
     stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **forms})  # from here on nothing raises
-    if changed:
+    if pipeline_changed:
         _report(stream, translated, settle(stream.schema, table))
     stream.load(table, final_clock)
     _warn_of_epochs(stream, table)
-    if loaded.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
+    if loaded_clock.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
         stream.ranks.warn(
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
             "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
             *saved.sizes,
-            loaded.samples,
-            loaded.step,
+            loaded_clock.samples,
+            loaded_clock.step,
         )
 
 
@@ -122,23 +122,23 @@ def _deliver(
     setup, schema, n = stream.setup, stream.schema, len(table)
     (o, w, b), k = saved.sizes, saved.header["num_workers"]
     layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
-    unit = layout.micro_step_samples
-    if num_samples < 0 or num_samples % unit:
+    micro_step_samples = layout.micro_step_samples
+    if num_samples < 0 or num_samples % micro_step_samples:
         raise ValueError(
-            f"load_state_dict(state, delivered={num_samples}): give a multiple of {unit}, dp_world_size={w} times "
-            f"micro_batch_size={b} of the state: samples over all ranks that served."
+            f"load_state_dict(state, delivered={num_samples}): give a multiple of {micro_step_samples}, dp_world_size={w} "
+            f"times micro_batch_size={b} of the state: samples over all ranks that served."
         )
     require_countable(f"load_state_dict(state, delivered={num_samples})", clock.samples + num_samples, n)
     clock = _clock_after_load(stream, layout, clock, table, (o, w, b), had_remainder=has_remainder(table))
     ranks = setup.ranks.loading
-    counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
-    ranks.require_same({"delivered": num_samples, **counts}, "loaded states")
+    saved_counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
+    ranks.require_same({"delivered": num_samples, **saved_counts}, "loaded states")
     ends = Ends(replace(setup, layout=layout, ranks=ranks), stream.ends.runner)
     ends.owned = np.arange(n) if ranks.simulated else ends.owned
     histories_before = schema.histories
     schema.adopt(needed_manifests({path: list(history) for path, history in histories.items()}, schema, table))
     try:
-        cursor = skip(Cursor.from_clock(clock, table, ends.owners, layout), ends, num_samples // unit)
+        cursor = skip(Cursor.from_clock(clock, table, ends.owners, layout), ends, num_samples // micro_step_samples)
         return cursor.clock_now(layout), ranks.merge(cursor.table, cursor.owners)
     finally:
         schema.adopt(histories_before)
@@ -148,17 +148,17 @@ def _clock_after_load(
     stream: Stream, layout: Layout, clock: Clock, table: Ints, saved: tuple[int, int, int], *, had_remainder: bool
 ) -> Clock:
     """Return the clock with which the run goes on; remove the remainder from the table if it does not hold there."""
-    loaded = clock.after_load(saved, layout)
+    loaded_clock = clock.after_load(saved, layout)
     if had_remainder and not has_remainder(table):
-        loaded = clock.restarted(saved[0])
-    ended = bool((table[:, REMAINDER] == ENDED).all())
+        loaded_clock = clock.restarted(saved[0])
+    has_ended = bool((table[:, REMAINDER] == ENDED).all())
     if (
         stream.setup.recipe.repeat and (table[:, REMAINDER] != NO_REMAINDER).any()
     ):  # an endless stream is never at the end of an epoch
-        loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
-    if stream.setup.recipe.repeat or (loaded != clock and not ended):
+        loaded_clock = clock.next_epoch(saved[0]) if has_ended else clock.restarted(saved[0])
+    if stream.setup.recipe.repeat or (loaded_clock != clock and not has_ended):
         table[:, REMAINDER] = NO_REMAINDER
-    return loaded
+    return loaded_clock
 
 
 def _require_one_end(table: Ints) -> None:
@@ -174,13 +174,13 @@ def _require_rows(schema: Schema, table: Ints) -> None:
     """Raise ``DataStateError`` if a number in the table is out of range, or a reader is past the last row of its source."""
     require_limits(schema.fields, table, "logical shard {}")
     for reader, slot in readers_of(schema.root, FIRST_SLOT):
-        epoch, row = table[:, slot], table[:, slot + 1]
-        is_past_end = row > reader.source.num_rows
+        epochs, rows = table[:, slot], table[:, slot + 1]
+        is_past_end = rows > reader.source.num_rows
         if is_past_end.any():
             shard, source = int(is_past_end.argmax()), reader.source
             raise DataStateError(
                 f"By the state logical shard {shard} has delivered {table[shard, SAMPLES]} samples and stands at row "
-                f"{row[shard]} of epoch {epoch[shard]} of {source.name}, which has {source.num_rows} rows: it was changed. "
+                f"{rows[shard]} of epoch {epochs[shard]} of {source.name}, which has {source.num_rows} rows: it was changed. "
                 f"Load another one."
             )
 
@@ -191,14 +191,14 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
     if stream.setup.recipe.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
         return
     ((_, slot),) = readers
-    begun = table[table[:, slot + 1] > 0, slot]
-    if len(begun) and begun.min() != begun.max():
+    begun_epochs = table[table[:, slot + 1] > 0, slot]
+    if len(begun_epochs) and begun_epochs.min() != begun_epochs.max():
         stream.ranks.warn(
             "The state is that of an endless stream (repeat=True), whose logical shards are in the epochs %d to %d. With "
             "repeat=False they stay so many apart: an epoch of the loader is one of each shard, in which some rows come twice "
             "and others not at all. Go on with repeat=True, or switch where all are in one epoch.",
-            begun.min(),
-            begun.max(),
+            begun_epochs.min(),
+            begun_epochs.max(),
         )
 
 
@@ -225,17 +225,17 @@ def _last_epochs_read(
 
     Shards read again to go on within windows and documents that were delivered in part.
     """
-    begun, ranks = stream.schema.begun(table), stream.ranks.loading
+    begun_masks, ranks = stream.schema.begun(table), stream.ranks.loading
 
     def on_this_rank() -> list[int]:
         epochs_read = [[-1] * len(paths)]
         for shard in range(len(table)) if ranks.simulated else stream.ends.owned.tolist():
-            if any(rows[shard] for rows in begun.values()):
+            if any(rows[shard] for rows in begun_masks.values()):
                 last_epochs = _last_epochs_of(stream, shard, table[[shard]], {**histories, **forms})
                 epochs_read.append([last_epochs.get(path, -1) for path in paths])
         return np.max(epochs_read, axis=0).tolist()
 
-    if not any(rows.any() for rows in begun.values()):
+    if not any(rows.any() for rows in begun_masks.values()):
         return on_this_rank()
     return ranks.gather_ints(call_on_all_ranks(ranks, on_this_rank)).max(axis=0).tolist()
 
@@ -252,10 +252,10 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories)
     changing.settle(root, row[0, FIRST_SLOT:].data)  # what needs an old list begins again, and is not read
     nodes = dict(root.walk())
     for path, begun in schema.begun(row).items():
-        slots = schema.slots_at(row, path)
-        if begun[0] and slots is not None:
+        positions = schema.slots_at(row, path)
+        if begun[0] and positions is not None:
             node = nodes[path]
-            node.bind(slots[0].copy().data)
+            node.bind(positions[0].copy().data)
             with suppress(StopIteration):
                 if isinstance(node, ReadsBegun):
                     node.read_begun()

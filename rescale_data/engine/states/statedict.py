@@ -127,8 +127,8 @@ def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
     if any(header_of(stream.cursor, stream.ends) != header for stream in streams):
         raise ValueError("The loaders of the dp ranks stand at different batches. Take the same number from each.")
     tables = np.stack([stream.table for stream in streams])
-    newest = tables[:, :, SAMPLES].argmax(axis=0)
-    return encode(tables[newest, np.arange(len(newest))], first_stream.clock.samples, header)
+    newest_stream = tables[:, :, SAMPLES].argmax(axis=0)
+    return encode(tables[newest_stream, np.arange(len(newest_stream))], first_stream.clock.samples, header)
 
 
 class UnsavableHeader(str):
