@@ -27,8 +27,8 @@ class FewestFirst:
         heapq.heapify(self._heap)
 
     def pick(self) -> int:
-        samples, shard = self._heap[0]
-        heapq.heapreplace(self._heap, (samples + 1, shard))
+        num_samples, shard = self._heap[0]
+        heapq.heapreplace(self._heap, (num_samples + 1, shard))
         return shard
 
 
@@ -51,13 +51,13 @@ def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
         fits = num_needed <= num_picks
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
         middle = (low + high + 1) // 2
-    level = np.repeat(low, sizes)
-    counts = np.maximum(level - samples, 0)
-    num_extra = num_picks - np.add.reduceat(counts, starts[:-1])
-    is_ready = samples <= level
+    fill_level = np.repeat(low, sizes)
+    num_served = np.maximum(fill_level - samples, 0)
+    num_extra = num_picks - np.add.reduceat(num_served, starts[:-1])
+    is_ready = samples <= fill_level
     num_before = np.cumsum(is_ready) - is_ready  # ready shards before each, of all blocks
-    counts += is_ready & (num_before - np.repeat(num_before[starts[:-1]], sizes) < np.repeat(num_extra, sizes))
-    return counts
+    num_served += is_ready & (num_before - np.repeat(num_before[starts[:-1]], sizes) < np.repeat(num_extra, sizes))
+    return num_served
 
 
 def feasible_picks(samples: Ints, num_left: Ints, starts: Ints) -> Ints:
@@ -71,9 +71,9 @@ def feasible_picks(samples: Ints, num_left: Ints, starts: Ints) -> Ints:
     Returns:
         ``int64[B]``.
     """
-    end, sizes, shards = samples + num_left, np.diff(starts), np.arange(len(samples))
-    lowest_end = np.repeat(np.minimum.reduceat(end, starts[:-1]), sizes)
-    first_shard = np.minimum.reduceat(np.where(end == lowest_end, shards, len(samples)), starts[:-1])
+    end_samples, sizes, shards = samples + num_left, np.diff(starts), np.arange(len(samples))
+    lowest_end = np.repeat(np.minimum.reduceat(end_samples, starts[:-1]), sizes)
+    first_shard = np.minimum.reduceat(np.where(end_samples == lowest_end, shards, len(samples)), starts[:-1])
     # (least, first) is the first request (s, i) of a block that cannot be served
     num_before = np.maximum(lowest_end - samples + (shards < np.repeat(first_shard, sizes)), 0)
     return np.add.reduceat(num_before, starts[:-1])

@@ -56,10 +56,10 @@ class Clock:
 
     def with_skipped(self, start: int) -> Clock:
         """Return the same counts, with the samples from number ``start`` up to now recorded as skipped."""
-        ranges = self.skipped
-        if ranges and ranges[-1][1] == start:
-            ranges, start = ranges[:-1], ranges[-1][0]
-        return replace(self, skipped=(*ranges, (start, self.samples)))
+        skipped_ranges = self.skipped
+        if skipped_ranges and skipped_ranges[-1][1] == start:
+            skipped_ranges, start = skipped_ranges[:-1], skipped_ranges[-1][0]
+        return replace(self, skipped=(*skipped_ranges, (start, self.samples)))
 
     def after_load(self, saved: tuple[int, int, int], layout: Layout) -> Clock:
         """Return the counts after a load: `origin` stays if the order can be kept, else it is the current sample.
@@ -67,6 +67,6 @@ class Clock:
         Args:
             saved: O, W and b of the save.
         """
-        current = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
-        at_step = not self.begun(saved[0]) and saved[0] == current[0]
-        return self if at_step or saved == current else self.restarted(saved[0])
+        current_sizes = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
+        at_step = not self.begun(saved[0]) and saved[0] == current_sizes[0]
+        return self if at_step or saved == current_sizes else self.restarted(saved[0])

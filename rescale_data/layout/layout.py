@@ -69,14 +69,14 @@ class Layout:
         o, w, b = self.global_batch_size, self.dp_world_size, self.micro_batch_size
         nearest = sorted({max(1, o // (w * b)) * w * b, -(-o // (w * b)) * w * b})
         fitting = [size for size in range(1, o // w + 1) if o % (w * size) == 0] if o % w == 0 else []
-        sizes = (
+        size_advice = (
             f"micro_batch_size is one of {fitting}"
             if fitting
             else f"no micro_batch_size fits, as {w} ranks do not divide it"
         )
         return (
             f"global_batch_size={o} is not a multiple of dp_world_size * micro_batch_size = {w} * {b} = {w * b}. With "
-            f"global_batch_size={o}, {sizes}; with these ranks and this micro batch the nearest global_batch_size are "
+            f"global_batch_size={o}, {size_advice}; with these ranks and this micro batch the nearest global_batch_size are "
             f"{nearest}."
         )
 
@@ -138,23 +138,23 @@ class Layout:
         return f"num_workers={k}: with micro_batch_size={b} < {c} samples of a shard a step, 0 or 1 fit"
 
     def _cure(self, name: str) -> str:
-        sizes = self._sizes()
-        fits = _nearest(sizes[name], lambda size: is_aligned(*{**sizes, name: size}.values()))
+        own_sizes = self._sizes()
+        fits = _nearest(own_sizes[name], lambda size: is_aligned(*{**own_sizes, name: size}.values()))
         return (
             f"the nearest {name} that keep the order are {fits}" if fits else f"no other {name} alone keeps the order"
         )
 
     def _sizes(self) -> dict[str, int]:
-        names = ("num_logical_shards", "global_batch_size", "dp_world_size", "micro_batch_size")
-        return {**{name: getattr(self, name) for name in names}, "num_workers": self.workers}
+        size_names = ("num_logical_shards", "global_batch_size", "dp_world_size", "micro_batch_size")
+        return {**{name: getattr(self, name) for name in size_names}, "num_workers": self.workers}
 
     def owned(self, rank: int, worker: int | None = None) -> range:
         """Return the contiguous block of shards that a rank owns, or the part of it that belongs to one worker."""
         block = block_of(rank, self.dp_world_size, self.num_logical_shards)
         if worker is None:
             return block
-        size, k = len(block), self.workers
-        return range(block.start + worker * size // k, block.start + (worker + 1) * size // k)
+        num_owned, k = len(block), self.workers
+        return range(block.start + worker * num_owned // k, block.start + (worker + 1) * num_owned // k)
 
     def served(self, rank: int, worker: int) -> Ints:
         """Return the shards, ascending, that one worker of a rank serves: in the micro batches u with ``u % K == worker``."""
@@ -162,8 +162,8 @@ class Layout:
             return np.array(self.owned(rank, worker), dtype=np.int64)
         t, m = np.divmod(np.arange(worker, self.period, self.workers), self.gradient_accumulation_steps)
         first_row = rank * self.global_batch_size // self.dp_world_size + m[:, None] * self.micro_batch_size
-        rows = first_row + np.arange(self.micro_batch_size)
-        return np.unique(rows // self.samples_per_visit * self.num_tracks + t[:, None])
+        batch_rows = first_row + np.arange(self.micro_batch_size)
+        return np.unique(batch_rows // self.samples_per_visit * self.num_tracks + t[:, None])
 
     def delivered(self, samples: Ints, first_u: int, stop_u: int) -> Ints:
         """Return the number of samples that each shard delivers in the micro batches ``first_u .. stop_u - 1``.
@@ -176,8 +176,8 @@ class Layout:
         """
         if self.aligned:
             return self._since_origin(stop_u) - self._since_origin(first_u)
-        turns = self._turns(stop_u) - self._turns(first_u)
-        return water_fill(samples, turns * self.micro_batch_size, self._block_starts)
+        num_turns = self._turns(stop_u) - self._turns(first_u)
+        return water_fill(samples, num_turns * self.micro_batch_size, self._block_starts)
 
     def main_phase_end(self, samples: Ints, num_left: Ints, first_u: int) -> int:
         """Return the micro batch at which the main phase of an epoch ends: the last step boundary before a shard runs out.
@@ -192,8 +192,8 @@ class Layout:
         """
         a = self.gradient_accumulation_steps
         if self.aligned:
-            total = num_left + self._since_origin(first_u)
-            steps = self._first_visit() + (total // self.samples_per_visit) * self.num_tracks
+            total_samples = num_left + self._since_origin(first_u)
+            steps = self._first_visit() + (total_samples // self.samples_per_visit) * self.num_tracks
             return int(steps.min()) * a
         turns = self._turns(first_u) + feasible_picks(samples, num_left, self._block_starts) // self.micro_batch_size
         return int((turns * self.workers + np.arange(len(turns)) % self.workers).min()) // a * a
@@ -201,9 +201,9 @@ class Layout:
     @cached_property
     def _block_starts(self) -> Ints:
         """The first shard of each worker of each rank, with N at the end: ``int64[W * K + 1]``."""
-        starts = np.arange(self.dp_world_size + 1, dtype=np.int64) * self.num_logical_shards // self.dp_world_size
-        offsets = np.diff(starts)[:, None] * np.arange(self.workers) // self.workers
-        return np.append(starts[:-1, None] + offsets, self.num_logical_shards)
+        rank_starts = np.arange(self.dp_world_size + 1, dtype=np.int64) * self.num_logical_shards // self.dp_world_size
+        worker_offsets = np.diff(rank_starts)[:, None] * np.arange(self.workers) // self.workers
+        return np.append(rank_starts[:-1, None] + worker_offsets, self.num_logical_shards)
 
     def _turns(self, u: int) -> Ints:
         """Return how many of the micro batches ``0 .. u-1`` each worker of each rank makes: ``int64[W * K]``."""
@@ -217,11 +217,11 @@ class Layout:
         """Return the samples that each shard of an aligned layout delivers before micro batch ``u``: ``int64[N]``."""
         t, m = divmod(u, self.gradient_accumulation_steps)
         g, c, track = self.num_tracks, self.samples_per_visit, self._first_visit()
-        row = (
+        row_in_rank = (
             np.arange(self.num_logical_shards, dtype=np.int64) // g * c % (self.global_batch_size // self.dp_world_size)
         )
-        begun = np.clip(m * self.micro_batch_size - row, 0, c) * (track == t % g)
-        return (t - track + g - 1) // g * c + begun
+        begun_samples = np.clip(m * self.micro_batch_size - row_in_rank, 0, c) * (track == t % g)
+        return (t - track + g - 1) // g * c + begun_samples
 
 
 def block_of(rank: int, world_size: int, num_logical_shards: int) -> range:
@@ -248,9 +248,9 @@ def is_aligned(n: int, o: int, w: int, b: int, k: int) -> bool:
 
 
 def _nearest(value: int, fits: Callable[[int], bool]) -> list[int]:
-    lower = next((size for size in range(value - 1, 0, -1) if fits(size)), None)
-    upper = next((size for size in range(value + 1, 64 * value + 64) if fits(size)), None)
-    return [size for size in (lower, upper) if size is not None]
+    lower_size = next((size for size in range(value - 1, 0, -1) if fits(size)), None)
+    upper_size = next((size for size in range(value + 1, 64 * value + 64) if fits(size)), None)
+    return [size for size in (lower_size, upper_size) if size is not None]
 
 
 def default_num_logical_shards(global_batch_size: int) -> int:

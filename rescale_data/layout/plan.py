@@ -75,9 +75,9 @@ class Plan(Sequence[Option]):
 
     def table(self) -> str:
         """Return a text table of all topologies; its gradient accumulation A is for the first global batch size."""
-        rows = ["  ranks W  micro batch b  accumulation A  workers K"]
-        rows += [f"{w:9}{b:15}{a:16}  {_listed(ks)}" for (w, b, a), ks in self._by_topology().items()]
-        return "\n".join([self._title(), *rows])
+        table_lines = ["  ranks W  micro batch b  accumulation A  workers K"]
+        table_lines += [f"{w:9}{b:15}{a:16}  {_listed(ks)}" for (w, b, a), ks in self._by_topology().items()]
+        return "\n".join([self._title(), *table_lines])
 
     def _title(self) -> str:
         subject = "these" if self._options else "no ranks, micro batch and workers that were asked for"
@@ -88,15 +88,15 @@ class Plan(Sequence[Option]):
 
     def _summary(self) -> str:
         """Return a short text: for each number of workers, the numbers of ranks that fit with at least one micro batch size."""
-        rows = ["  workers K  ranks W"]
+        lines = ["  workers K  ranks W"]
         previous_ranks: list[int] = []
         for k in sorted({option.num_workers for option in self._options}):
             ranks = sorted({option.dp_world_size for option in self._options if option.num_workers == k})
-            shown = "the same" if ranks == previous_ranks else _listed(ranks)
-            rows += textwrap.wrap(shown, 110, initial_indent=f"{k:11}  ", subsequent_indent=" " * 13)
+            shown_ranks = "the same" if ranks == previous_ranks else _listed(ranks)
+            lines += textwrap.wrap(shown_ranks, 110, initial_indent=f"{k:11}  ", subsequent_indent=" " * 13)
             previous_ranks = ranks
-        rows.append(f"  which micro batches with which: the {len(self._by_topology())} rows of print(plan.table())")
-        return "\n".join([self._title(), *rows])
+        lines.append(f"  which micro batches with which: the {len(self._by_topology())} rows of print(plan.table())")
+        return "\n".join([self._title(), *lines])
 
     def _cost_lines(self) -> list[str]:
         """Return lines about the memory and checkpoint size that N logical shards cost, and about the smallest source."""
@@ -106,23 +106,23 @@ class Plan(Sequence[Option]):
         max_ranks = max((option.dp_world_size for option in self._options), default=1)
         sizes = [getattr(source, "fragment_bytes", 0) for source in self.sources]
         smallest = min(self.sources, key=lambda source: source.num_rows)
-        state = 8 * n * (_LOADER_COLUMNS + _READER_COLUMNS * num)
+        table_bytes = 8 * n * (_LOADER_COLUMNS + _READER_COLUMNS * num)
         return [
             f"  {n} logical shards of {num} source(s): each keeps a fragment of each source open",
             *(
                 f"    {w:5} rank(s): {-(-n // w) * num} open fragments a rank, {format_size(-(-n // w) * sum(sizes))} decoded"
                 for w in sorted({1, max_ranks})
             ),
-            f"    the table in a checkpoint: at least {format_size(state)}",
+            f"    the table in a checkpoint: at least {format_size(table_bytes)}",
             f"    the smallest source, {smallest.name}: {smallest.num_rows} rows, {smallest.num_rows / n:.3g} a logical shard",
         ]
 
     def _by_topology(self) -> dict[tuple[int, int, int], list[int]]:
-        workers: dict[tuple[int, int, int], list[int]] = {}
+        workers_by_topology: dict[tuple[int, int, int], list[int]] = {}
         for option in self._options:
-            key = (option.dp_world_size, option.micro_batch_size, option.gradient_accumulation_steps)
-            workers.setdefault(key, []).append(option.num_workers)
-        return workers
+            topology = (option.dp_world_size, option.micro_batch_size, option.gradient_accumulation_steps)
+            workers_by_topology.setdefault(topology, []).append(option.num_workers)
+        return workers_by_topology
 
 
 @checks_kinds
@@ -183,11 +183,11 @@ def _candidates(o_values: Sequence[int]) -> set[int]:
 def _options(o_values: Sequence[int], n: int, b: int | None, workers: Sequence[int]) -> list[Option]:
     """Return the topologies that are aligned with every global batch size in ``o_values``."""
     sizes_gcd = math.gcd(*o_values)
-    sizes = [b] if b is not None else _divisors(sizes_gcd)
+    possible_sizes = [b] if b is not None else _divisors(sizes_gcd)
     return [
         Option(w, size, k, o_values[0] // (w * size))
         for w in _divisors(sizes_gcd)
-        for size in sizes
+        for size in possible_sizes
         if sizes_gcd % (w * size) == 0
         for k in workers
         if all(is_aligned(n, o, w, size, k) for o in o_values)

@@ -61,11 +61,11 @@ class Remainder:
     def delivered(self, u: int) -> Ints:
         """Return the samples that each shard delivers in the first ``u`` micro batches of the remainder: ``int64[N]``."""
         t, m = divmod(u, self.layout.gradient_accumulation_steps)
-        counts = self._num_served(t * self.layout.global_batch_size)
+        served = self._num_served(t * self.layout.global_batch_size)
         if m:
             shards, _, real = self._step(t)
-            counts = counts + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.num_left))
-        return counts
+            served = served + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.num_left))
+        return served
 
     def owners(self, owner: Ints, u: int) -> Ints:
         """Return the rank that has the up-to-date row of each shard after micro batch ``u`` of the remainder: ``int64[N]``.
@@ -75,9 +75,9 @@ class Remainder:
         """
         t, m = divmod(u, self.layout.gradient_accumulation_steps)
         shards, _, real = self._step(t)
-        rows = np.flatnonzero(real & (self._micro_batch_of_row == m))
+        batch_rows = np.flatnonzero(real & (self._micro_batch_of_row == m))
         new_owner = owner.copy()  # of a shard that several ranks serve, the highest has its last sample
-        new_owner[shards[rows]] = rows // (self.layout.global_batch_size // self.layout.dp_world_size)
+        new_owner[shards[batch_rows]] = batch_rows // (self.layout.global_batch_size // self.layout.dp_world_size)
         return new_owner
 
     def turn(self, rank: int, u: int) -> Turn:
@@ -85,9 +85,9 @@ class Remainder:
         layout = self.layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
         first_row = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
-        rows = slice(first_row, first_row + layout.micro_batch_size)
+        own_rows = slice(first_row, first_row + layout.micro_batch_size)
         shards, numbers, real = self._step(t)
-        shards, numbers, real = shards[rows], numbers[rows], real[rows]
+        shards, numbers, real = shards[own_rows], numbers[own_rows], real[own_rows]
         index, counts = np.unique(shards[real], return_counts=True)
         return Turn(shards.tolist(), index, counts, numbers.tolist(), int(real.sum()))
 
@@ -97,16 +97,16 @@ class Remainder:
         while low < high:  # the lowest level down to which all shards can be cut
             mid = (low + high) // 2
             low, high = (low, mid) if np.maximum(self.num_left - mid, 0).sum() <= num_samples else (mid + 1, high)
-        counts = np.maximum(self.num_left - low, 0)
+        num_served = np.maximum(self.num_left - low, 0)
         if low:
-            counts[np.flatnonzero(self.num_left >= low)[: num_samples - int(counts.sum())]] += 1
-        return counts
+            num_served[np.flatnonzero(self.num_left >= low)[: num_samples - int(num_served.sum())]] += 1
+        return num_served
 
     @cached_property
     def _micro_batch_of_row(self) -> Ints:
         layout = self.layout
-        row = np.arange(layout.global_batch_size) % (layout.global_batch_size // layout.dp_world_size)
-        return row // layout.micro_batch_size
+        row_in_rank = np.arange(layout.global_batch_size) % (layout.global_batch_size // layout.dp_world_size)
+        return row_in_rank // layout.micro_batch_size
 
     def _step(self, t: int) -> _Rows:
         """Return the shard and the number of each sample in step ``t`` of the remainder, and a mask of real samples."""
@@ -118,11 +118,11 @@ class Remainder:
     def _make_step(self, t: int) -> _Rows:
         o = self.layout.global_batch_size
         served_before, served_after = self._num_served(t * o), self._num_served(min((t + 1) * o, self.num_samples))
-        picks = np.repeat(np.arange(len(self.num_left)), served_after - served_before)
-        time_order = np.lexsort((self._micro_batch_of_row[: len(picks)], picks))
-        numbers = np.empty(len(picks), dtype=np.int64)
-        numbers[time_order] = np.arange(len(picks)) - np.searchsorted(picks, picks)
-        numbers += (self.samples + served_before)[picks]
-        repeated = np.arange(o) % len(picks)
-        is_real = np.arange(o) < len(picks)
-        return picks[repeated], np.where(is_real, numbers[repeated], 0), is_real
+        picked_shards = np.repeat(np.arange(len(self.num_left)), served_after - served_before)
+        time_order = np.lexsort((self._micro_batch_of_row[: len(picked_shards)], picked_shards))
+        numbers = np.empty(len(picked_shards), dtype=np.int64)
+        numbers[time_order] = np.arange(len(picked_shards)) - np.searchsorted(picked_shards, picked_shards)
+        numbers += (self.samples + served_before)[picked_shards]
+        pick_indices = np.arange(o) % len(picked_shards)
+        is_real = np.arange(o) < len(picked_shards)
+        return picked_shards[pick_indices], np.where(is_real, numbers[pick_indices], 0), is_real

@@ -68,8 +68,8 @@ class StepPlan:
             return rank, _largest_in_middle(loads, group, self.micro_batches)[bin_of]
         level = np.empty(self.num_bins, dtype=np.int64)
         level[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.ranks
-        order = permutation(self.micro_batches, "balance", self.seed, self.step)
-        return self._assign_ranks(bin_of, level), order[level][bin_of]
+        level_order = permutation(self.micro_batches, "balance", self.seed, self.step)
+        return self._assign_ranks(bin_of, level), level_order[level][bin_of]
 
     def num_tokens(self, rank: Ints, micro_batch: Ints) -> Ints:
         """Return the number of tokens in each micro batch of each rank: ``int64[ranks * micro_batches]``."""
@@ -107,35 +107,35 @@ class StepPlan:
             """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
             other_ends = _bin_ends(costs, tokens, limit, most_tokens)
             first_ends = _bin_ends(costs, tokens, max(limit, first_cost), most_tokens)
-            starts, stop, least = [0], 0, len(costs) - self.num_bins
-            for number in range(self.num_bins):
-                stop, least = (first_ends if number < num_first else other_ends)[stop], least + 1
-                stop = min(stop, least)  # one is left for each other bin
-                starts.append(stop)
-            return starts if stop == len(costs) else None
+            bin_starts, bin_end, least = [0], 0, len(costs) - self.num_bins
+            for bin_number in range(self.num_bins):
+                bin_end, least = (first_ends if bin_number < num_first else other_ends)[bin_end], least + 1
+                bin_end = min(bin_end, least)  # one is left for each other bin
+                bin_starts.append(bin_end)
+            return bin_starts if bin_end == len(costs) else None
 
         most_tokens, high = max(self.max_tokens, int(tokens.max())), int(costs[0]) * len(costs)
-        while (starts := cut(high)) is None:
+        while (bin_starts := cut(high)) is None:
             most_tokens += most_tokens // 16 + 1
-        while (bins := cut(2 * low)) is None:
+        while (new_starts := cut(2 * low)) is None:
             low *= 2
-        starts, high = bins, 2 * low
+        bin_starts, high = new_starts, 2 * low
         while high - low > 1 + low // _PRECISION:
             middle = (low + high) // 2
-            bins = cut(middle)
-            low, high, starts = (middle, high, starts) if bins is None else (low, middle, bins)
+            new_starts = cut(middle)
+            low, high, bin_starts = (middle, high, bin_starts) if new_starts is None else (low, middle, new_starts)
         bin_of = np.empty(len(costs), dtype=np.int64)
-        bin_of[order] = np.repeat(np.arange(self.num_bins), np.diff(starts))
+        bin_of[order] = np.repeat(np.arange(self.num_bins), np.diff(bin_starts))
         return bin_of
 
     def _level_costs(self, costs: Ints) -> tuple[int, int]:
         """Return the target cost of the bins of the first level, which hold the costliest samples, and of other bins."""
-        total = int(costs.sum())
-        mean = -(-total // self.num_bins)
+        total_cost = int(costs.sum())
+        mean_cost = -(-total_cost // self.num_bins)
         if self.sync == "step":  # levels do not matter
-            return mean, max(1, mean)
-        first_cost = max(int(costs.max()), mean)
-        return first_cost, max(1, (total - first_cost * self.ranks) // max(self.num_bins - self.ranks, 1))
+            return mean_cost, max(1, mean_cost)
+        first_cost = max(int(costs.max()), mean_cost)
+        return first_cost, max(1, (total_cost - first_cost * self.ranks) // max(self.num_bins - self.ranks, 1))
 
     def _assign_ranks(self, group: Ints, level: Ints) -> Ints:
         """Return the rank of each sample, chosen so that few tokens have to move from the ranks that own them.
@@ -148,16 +148,16 @@ class StepPlan:
             group: ``int64[samples]``.
             level: ``int64[groups]``; each has as many groups as there are ranks.
         """
-        pairs, number = np.unique(group * self.ranks + self.owners, return_inverse=True)
+        pairs, pair_index = np.unique(group * self.ranks + self.owners, return_inverse=True)
         common_tokens = np.zeros(len(pairs), dtype=np.int64)
-        np.add.at(common_tokens, number, self.tokens)
+        np.add.at(common_tokens, pair_index, self.tokens)
         groups, candidate_ranks = np.divmod(pairs[np.argsort(-common_tokens, kind="stable")], self.ranks)
         rank = np.full(len(level), -1, dtype=np.int64)
         is_free = np.ones((len(level) // self.ranks, self.ranks), dtype=np.bool_)
         while len(groups):
-            match = _is_first(groups) & _is_first(level[groups] * self.ranks + candidate_ranks)
-            rank[groups[match]] = candidate_ranks[match]
-            is_free[level[groups[match]], candidate_ranks[match]] = False
+            is_match = _is_first(groups) & _is_first(level[groups] * self.ranks + candidate_ranks)
+            rank[groups[is_match]] = candidate_ranks[is_match]
+            is_free[level[groups[is_match]], candidate_ranks[is_match]] = False
             is_left = (rank[groups] < 0) & is_free[level[groups], candidate_ranks]
             groups, candidate_ranks = groups[is_left], candidate_ranks[is_left]
         unassigned = np.flatnonzero(rank < 0)
@@ -178,27 +178,27 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
         limit: The sizes in a bin with more than ``fewest`` items.
         fewest: Items of each bin at least; there are so many.
     """
-    loads, used, counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
-    bin_of, remaining = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
-    while len(remaining):
-        needs_item = counts < fewest
-        num_spare = len(remaining) - int(np.maximum(fewest - counts, 0).sum())  # items for bins which lack none
-        has_room = needs_item | (used <= limit - sizes[remaining[0]]) if num_spare else needs_item
+    loads, used, item_counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
+    bin_of, unassigned = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
+    while len(unassigned):
+        needs_item = item_counts < fewest
+        num_spare = len(unassigned) - int(np.maximum(fewest - item_counts, 0).sum())  # items for bins which lack none
+        has_room = needs_item | (used <= limit - sizes[unassigned[0]]) if num_spare else needs_item
         open_bins = np.flatnonzero(has_room)
         if not len(open_bins):
             break
-        bins = open_bins[np.argsort(loads[open_bins], kind="stable")][: len(remaining)]
-        items = remaining[: len(bins)]
+        bins = open_bins[np.argsort(loads[open_bins], kind="stable")][: len(unassigned)]
+        items = unassigned[: len(bins)]
         lowest_load = np.minimum.accumulate(loads[bins] + costs[items])  # of the bins that have just taken one
         in_turn = (loads[bins[1:]] <= lowest_load[:-1]) & (np.cumsum(~needs_item[bins])[1:] <= num_spare)
-        turns = 1 + int(np.argmin(np.append(in_turn, False)))
-        items, bins, remaining = items[:turns], bins[:turns], remaining[turns:]
+        num_turns = 1 + int(np.argmin(np.append(in_turn, False)))
+        items, bins, unassigned = items[:num_turns], bins[:num_turns], unassigned[num_turns:]
         fits = needs_item[bins] | (used[bins] <= limit - sizes[items])
-        remaining, items, bins = np.concatenate([items[~fits], remaining]), items[fits], bins[fits]
+        unassigned, items, bins = np.concatenate([items[~fits], unassigned]), items[fits], bins[fits]
         bin_of[items] = bins
         loads[bins] += costs[items]
         used[bins] += sizes[items]
-        counts[bins] += 1
+        item_counts[bins] += 1
     return bin_of
 
 
@@ -211,13 +211,13 @@ def _fill_all(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int 
 
 def _fill_each(costs: Ints, sizes: Ints, rank: Ints, bins_per_rank: int, limit: int) -> Ints:
     """Return the bin of each item within its rank, as `fill` does, for all ranks at once; without room, the least used bin."""
-    order, counts = np.lexsort((-costs, rank)), np.bincount(rank)
-    starts, max_items = np.cumsum(counts) - counts, int(counts.max())
+    item_order, counts = np.lexsort((-costs, rank)), np.bincount(rank)
+    first_items, max_items = np.cumsum(counts) - counts, int(counts.max())
     loads, used = np.zeros((2, len(counts), bins_per_rank), dtype=np.int64)
     bin_of = np.empty(len(costs), dtype=np.int64)
     for turn in range(max_items):
         ranks = np.flatnonzero(counts > turn)
-        items = order[starts[ranks] + turn]
+        items = item_order[first_items[ranks] + turn]
         is_empty = used[ranks] == 0
         must_fill_empty = is_empty.sum(axis=1) >= counts[ranks] - turn  # each item that is left goes to an empty bin
         fits = is_empty | (used[ranks] <= (limit - sizes[items])[:, None])
@@ -238,20 +238,20 @@ def _bin_ends(costs: Ints, tokens: Ints, max_cost: int, max_tokens: int) -> list
 
 def _totals(costs: Ints, bin_of: Ints, num_bins: int, *, padded: bool) -> Ints:
     """Return the cost of each bin, ``int64[num_bins]``; if padded, its number of samples times their largest cost."""
-    totals = np.zeros(num_bins, dtype=np.int64)
+    bin_totals = np.zeros(num_bins, dtype=np.int64)
     if not padded:
-        np.add.at(totals, bin_of, costs)
-        return totals
-    np.maximum.at(totals, bin_of, costs)
-    return totals * np.bincount(bin_of, minlength=num_bins)
+        np.add.at(bin_totals, bin_of, costs)
+        return bin_totals
+    np.maximum.at(bin_totals, bin_of, costs)
+    return bin_totals * np.bincount(bin_of, minlength=num_bins)
 
 
 def _largest_in_middle(loads: Ints, group: Ints, micro_batches: int) -> Ints:
     """Return the micro batch of each bin in its group: the cheapest bins come first and last, the costliest in the middle."""
-    ascending = np.lexsort((loads, group)).reshape(-1, micro_batches)
-    hill = np.concatenate([np.arange(0, micro_batches, 2), np.arange(1, micro_batches, 2)[::-1]])
+    ascending_bins = np.lexsort((loads, group)).reshape(-1, micro_batches)
+    hill_order = np.concatenate([np.arange(0, micro_batches, 2), np.arange(1, micro_batches, 2)[::-1]])
     micro_batch = np.empty(len(loads), dtype=np.int64)
-    micro_batch[ascending[:, hill]] = np.arange(micro_batches)
+    micro_batch[ascending_bins[:, hill_order]] = np.arange(micro_batches)
     return micro_batch
 
 

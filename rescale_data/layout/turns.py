@@ -42,7 +42,7 @@ Turns: TypeAlias = Callable[[int], Turn]
 
 
 class AlignedTurns:
-    """The shards of each micro batch of one rank in an aligned layout, where they follow from u by arithmetic alone.
+    """Computes the shards of each micro batch of one rank in an aligned layout, in which a shard always has the same worker.
 
     Turns are the same object or have no shard in common.
     """
@@ -64,8 +64,8 @@ class AlignedTurns:
         layout = self._layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
         b, g, c = layout.micro_batch_size, layout.num_tracks, layout.samples_per_visit
-        row = self._rank * (layout.global_batch_size // layout.dp_world_size) + m * b
-        shards = [(row + i) // c * g + t for i in range(b)]
+        own_first_row = self._rank * (layout.global_batch_size // layout.dp_world_size) + m * b
+        shards = [(own_first_row + i) // c * g + t for i in range(b)]
         return Turn(shards, slice(shards[0], shards[-1] + 1, g), min(b, c))
 
 
@@ -84,7 +84,7 @@ class BalancedTurns:
         self._fewest = [FewestFirst(samples[block.start : block.stop].tolist(), block.start) for block in blocks]
 
     def turn(self, u: int) -> Turn:
-        fewest = self._fewest[u % len(self._fewest)]
-        shards = [fewest.pick() for _ in range(self._layout.micro_batch_size)]
+        fewest_first = self._fewest[u % len(self._fewest)]
+        shards = [fewest_first.pick() for _ in range(self._layout.micro_batch_size)]
         index, counts = np.unique(np.array(shards, dtype=np.int64), return_counts=True)
         return Turn(shards, index, counts)
