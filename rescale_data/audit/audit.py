@@ -142,28 +142,28 @@ class Audit:
         reader = readers[0][1]
         rows = find_rows(reader.source, document.removeprefix(f"{name}:").strip())
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
-        shards, drawn = defaultdict[int, set[int]](set), 0
+        to_replay, num_drawn = defaultdict[int, set[int]](set), 0
         intervals, num_shards = self._intervals(), len(self._states[-1].table)
         num_windows = [None if self._data_changed else _num_windows(schema, path) for path, _ in readers]
         is_known = None not in num_windows
         for (path, reader), num_ahead in zip(readers, num_windows, strict=True):
             if num_ahead is None:
                 for index in range(len(intervals)):
-                    shards[index].update(range(num_shards))
+                    to_replay[index].update(range(num_shards))
                 continue
             positions = SourcePositions.from_states(self._states, path, num_ahead)
             for shard, position in positions.positions(reader, np.array(rows)):
-                drawn += positions.is_drawn(shard, position)
+                num_drawn += positions.is_drawn(shard, position)
                 for index in positions.intervals_of(shard, position):
-                    shards[index].add(shard)
+                    to_replay[index].add(shard)
             if _MIN_KEPT * reader.source.num_rows < _num_documents(schema, path) * num_shards:  # over several epochs
                 for shard in range(num_shards):
                     for index in positions.intervals_at_the_end(shard):
-                        shards[index].add(shard)
-        served = [sample for index in sorted(shards) for sample in intervals[index].replay(shards[index])]
+                        to_replay[index].add(shard)
+        served = [sample for index in sorted(to_replay) for sample in intervals[index].replay(to_replay[index])]
         trimmed = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
-        matching = [sample for sample in trimmed if sample.documents]
-        return Found(len(rows), drawn if is_known else len(matching), matching, self.steps)
+        matching_samples = [sample for sample in trimmed if sample.documents]
+        return Found(len(rows), num_drawn if is_known else len(matching_samples), matching_samples, self.steps)
 
     def _intervals(self) -> list[Interval]:
         start_states = [None, *self._states[:-1]]
@@ -171,10 +171,10 @@ class Audit:
 
     def _interval(self, start: State | None, end: State) -> Interval:
         differences = [pipeline_differences(pipeline, end) for pipeline in self._pipelines]
-        for pipeline, differs in zip(self._pipelines, differences, strict=True):
-            if not differs:
-                skipped = skipped_in(self._states[-1])
-                return Interval(start, end, pipeline, skipped, self._repeat, self._tail, self._num_workers)
+        for pipeline, own_differences in zip(self._pipelines, differences, strict=True):
+            if not own_differences:
+                skipped_ranges = skipped_in(self._states[-1])
+                return Interval(start, end, pipeline, skipped_ranges, self._repeat, self._tail, self._num_workers)
         raise DataStateError(
             f"Up to its checkpoint of step {end.header['step']} the run had another pipeline: "
             f"{'; '.join(min(differences, key=len))}. "
@@ -183,28 +183,28 @@ class Audit:
 
     def _readers(self, document: str) -> tuple[Schema, Sequence[tuple[Sequence[str], Reader]], str]:
         """Return the newest schema with the source that a text names, the readers of the source, and its name."""
-        names = set[str]()
+        source_names = set[str]()
         for schema in self._schemas:
             readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
             for name in {node.source.name for _, node in readers if document.startswith(f"{node.source.name}:")}:
-                same_name = [(path, node) for path, node in readers if node.source.name == name]
-                first_source = same_name[0][1].source
+                same_name_readers = [(path, node) for path, node in readers if node.source.name == name]
+                first_source = same_name_readers[0][1].source
                 if any(
                     node.source.locate(0) != first_source.locate(0) or node.source.manifest() != first_source.manifest()
-                    for _, node in same_name
+                    for _, node in same_name_readers
                 ):
-                    paths = sorted(path_name(path) for path, _ in same_name)
+                    reader_paths = sorted(path_name(path) for path, _ in same_name_readers)
                     raise ValueError(
                         f"{document!r}: several sources have the name {name!r}. Give the place of one of the readers in its "
-                        f"stead: {paths}."
+                        f"stead: {reader_paths}."
                     )
-                return schema, same_name, name
+                return schema, same_name_readers, name
             for path, node in readers:
                 if document.startswith(f"{path_name(path)}:"):
                     return schema, [(path, node)], path_name(path)
-            names.update(node.source.name for _, node in readers)
+            source_names.update(node.source.name for _, node in readers)
         raise ValueError(
-            f"{document!r}: the pipeline reads the sources {sorted(names)}. Give SOURCE:ROW or SOURCE:FILE."
+            f"{document!r}: the pipeline reads the sources {sorted(source_names)}. Give SOURCE:ROW or SOURCE:FILE."
         )
 
     @property

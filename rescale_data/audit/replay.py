@@ -108,9 +108,9 @@ class Interval:
         if self.start is None or start_header is None or self.start.sizes[0] == sizes[0]:
             return [(sizes, end_sample)]
         old_batch, num_begun = self.start.sizes[0], (end_sample - header["origin"]) % sizes[0]
-        steps, samples = header["step"] - self.first_step, end_sample - start_header["samples"] - num_begun
-        num_old_steps, remainder = divmod(samples - steps * sizes[0], old_batch - sizes[0])
-        if remainder or not 0 <= num_old_steps <= steps:
+        num_steps, num_samples = header["step"] - self.first_step, end_sample - start_header["samples"] - num_begun
+        num_old_steps, remainder = divmod(num_samples - num_steps * sizes[0], old_batch - sizes[0])
+        if remainder or not 0 <= num_old_steps <= num_steps:
             raise DataStateError(
                 f"Between the steps {self.first_step} and {header['step']} the global batch was {old_batch}, is {sizes[0]}, "
                 f"and was something else: no checkpoint in between says what."
@@ -173,12 +173,12 @@ def pipeline_differences(pipeline: Pipeline, state: State) -> list[str]:
     num_shards, seed, global_batch_size = len(state.table), state.header["seed"], state.sizes[0]
     schema = Schema(Recipe(pipeline, num_shards, seed, False, global_batch_size=global_batch_size).build(0))
     pipelines = without_functions(state.header["pipeline"], schema.pipeline)
-    found = differences(*(without_all(values, EARLIER_KEY) for values in pipelines))
+    differences_found = differences(*(without_all(values, EARLIER_KEY) for values in pipelines))
     try:
-        added = {} if found else compare(schema, state.header["sources"]).added_files
+        added_files = {} if differences_found else compare(schema, state.header["sources"]).added_files
     except DataStateError as error:
         return [str(error)]
-    return found or [f"{path} did not read {', '.join(names)}" for path, names in added.items()]
+    return differences_found or [f"{path} did not read {', '.join(names)}" for path, names in added_files.items()]
 
 
 def _begun_samples(reading: Reading) -> int:
@@ -209,20 +209,20 @@ def _replay(readings: Sequence[Reading], end_sample: int, skipped: Sequence[tupl
             while stream.begin() is None:
                 stream.move_on()
         next_sample = first_stream.clock.samples
-        stop = next((stop for start, stop in skipped if start <= next_sample < stop), next_sample)
-        if stop > next_sample:
+        skip_end = next((stop for start, stop in skipped if start <= next_sample < stop), next_sample)
+        if skip_end > next_sample:
             for reading in readings:
-                reading.skip(min(stop, end_sample) - next_sample)
+                reading.skip(min(skip_end, end_sample) - next_sample)
             continue
         for rank, (reading, stream) in enumerate(zip(readings, streams, strict=True)):
             layout, step = stream.layout, stream.step
-            row = (
+            first_row = (
                 rank * layout.global_batch_size // layout.dp_world_size
                 + _begun_samples(reading) // layout.dp_world_size
             )
             batch = stream.take()
             for index, (shard, lines) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
-                yield Served(step, row + index, shard, lines)
+                yield Served(step, first_row + index, shard, lines)
 
 
 def _reaches(state: State, end_state: State, shards: Sequence[int]) -> bool:

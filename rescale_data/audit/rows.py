@@ -67,12 +67,12 @@ class SourcePositions:
 
     def intervals_of(self, shard: int, position: int) -> Iterator[int]:
         """Yield the intervals between checkpoints in which a shard may have served the row at ``position``."""
-        column = self.table[:, shard]
-        known_positions = np.append(np.unique(column), np.full(self.num_windows + 1, _NO_END))
-        read_until = known_positions[np.searchsorted(known_positions, column) + self.num_windows]
+        shard_positions = self.table[:, shard]
+        known_positions = np.append(np.unique(shard_positions), np.full(self.num_windows + 1, _NO_END))
+        read_until = known_positions[np.searchsorted(known_positions, shard_positions) + self.num_windows]
         if not self.num_windows:
             read_until = read_until - 1
-        return iter(np.flatnonzero((column[:-1] <= position) & (position <= read_until[1:])).tolist())
+        return iter(np.flatnonzero((shard_positions[:-1] <= position) & (position <= read_until[1:])).tolist())
 
     def intervals_at_the_end(self, shard: int) -> Iterator[int]:
         """Yield the intervals in which a shard may have read ahead beyond the last position that a checkpoint shows."""
@@ -90,5 +90,5 @@ class SourcePositions:
 
 
 def _field(state: Saved, path: Sequence[str], num_shards: int) -> Ints:
-    rows = state.values.get(".".join(path))
-    return np.zeros(num_shards, dtype=np.int64) if rows is None else rows.numpy()
+    field_values = state.values.get(".".join(path))
+    return np.zeros(num_shards, dtype=np.int64) if field_values is None else field_values.numpy()
