@@ -32,8 +32,8 @@ def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | No
     first_step, colon, stop_step = str(steps).partition(":")
     if not (first_step.isdigit() and (stop_step.isdigit() or not colon)):
         raise ValueError(f"--steps {steps}: give a step, or FIRST:STOP, the first and the one after the last.")
-    bounds = int(first_step), int(stop_step) if colon else int(first_step) + 1
-    return {"served": [asdict(served) for served in audit.documents(*bounds)], "steps": bounds}
+    step_bounds = int(first_step), int(stop_step) if colon else int(first_step) + 1
+    return {"served": [asdict(served) for served in audit.documents(*step_bounds)], "steps": step_bounds}
 
 
 def _imported(name: str) -> Pipeline:

@@ -56,9 +56,9 @@ def index(
     from rescale_data.cli import index as indexing
 
     console = Console(stderr=True)
-    result = _run_or_exit(lambda: indexing.index(paths, index_dir, format_name, processes, console))
-    text = "{files} {format} files with {rows} rows are indexed in {index_dir}".format(**result)
-    _print(as_json, result, lambda console: console.print(text))
+    report = _run_or_exit(lambda: indexing.index(paths, index_dir, format_name, processes, console))
+    text = "{files} {format} files with {rows} rows are indexed in {index_dir}".format(**report)
+    _print(as_json, report, lambda console: console.print(text))
 
 
 @app.command()
@@ -171,9 +171,9 @@ def convert(
     from rescale_data.cli import conversion
     from rescale_data.layout.plan import format_size
 
-    result = _run_or_exit(lambda: conversion.convert(source, target, to=to, name=name, max_shard_size=max_shard_size))
-    text = f"{result['target']}: {result['format']}, {len(result['files'])} files, {format_size(result['bytes'])}"
-    _print(as_json, result, lambda console: console.print(text, markup=False))
+    report = _run_or_exit(lambda: conversion.convert(source, target, to=to, name=name, max_shard_size=max_shard_size))
+    text = f"{report['target']}: {report['format']}, {len(report['files'])} files, {format_size(report['bytes'])}"
+    _print(as_json, report, lambda console: console.print(text, markup=False))
 
 
 @app.command()
@@ -203,18 +203,18 @@ def prune(
     )
     run_folder = _run_or_exit(lambda: RunFolder.open_existing(*open_store(folder)))
     steps_to_delete = _run_or_exit(lambda: _steps_to_delete(run_folder, rules))
-    result = dict.fromkeys(map(str, steps_to_delete), "would be deleted")
+    outcomes = dict.fromkeys(map(str, steps_to_delete), "would be deleted")
     if yes and steps_to_delete:
-        result = _run_or_exit(lambda: delete_steps(run_folder, steps_to_delete, wait=wait))
-    lines = [f"step-{step}: {outcome}" for step, outcome in result.items()] or ["nothing to delete"]
-    _print(as_json, result, lambda console: console.print("\n".join(lines), markup=False))
+        outcomes = _run_or_exit(lambda: delete_steps(run_folder, steps_to_delete, wait=wait))
+    listed_outcomes = [f"step-{step}: {outcome}" for step, outcome in outcomes.items()] or ["nothing to delete"]
+    _print(as_json, outcomes, lambda console: console.print("\n".join(listed_outcomes), markup=False))
 
 
 def _steps_to_delete(run_folder: RunFolder, rules: Retention) -> list[int]:
     metrics = run_folder.metrics()
-    missing = rules.missing_metric(metrics)
-    if missing:
-        raise ValueError(f"Nothing is deleted: in {run_folder.path} {missing}.")
+    missing_text = rules.missing_metric(metrics)
+    if missing_text:
+        raise ValueError(f"Nothing is deleted: in {run_folder.path} {missing_text}.")
     return rules.to_delete(metrics)
 
 

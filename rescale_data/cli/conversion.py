@@ -16,20 +16,20 @@ def convert(source: str, target: str, *, to: str | None, name: str | None, max_s
     Args:
         to: ``"torch"``, ``"safetensors"`` or ``"dcp"``; default by what ``target`` is called.
     """
-    kind = to or _format_of(target)
+    format_name = to or _format_of(target)
     (source_store, source_path), (store, target_path) = open_store(source), open_store(target)
-    if kind != "safetensors" and store.is_file(target_path):
+    if format_name != "safetensors" and store.is_file(target_path):
         raise ValueError(f"{target} exists already. Give another name, or remove it first.")
-    if kind == "torch":
+    if format_name == "torch":
         torch_save.to_torch_save(source, target, name=name)
-    elif kind == "dcp" and source_store.is_file(source_path) and not source.endswith(".safetensors"):
+    elif format_name == "dcp" and source_store.is_file(source_path) and not source.endswith(".safetensors"):
         torch_save.from_torch_save(source, target, name=name)
-    elif kind == "dcp":
+    elif format_name == "dcp":
         safetensors.from_safetensors(source, target, name=name)
     else:
         safetensors.to_safetensors(source, target, name=name, max_shard_size=max_shard_size)
     sizes = _sizes(store, target_path)
-    return {"source": source, "target": target, "format": kind, "files": [*sizes], "bytes": sum(sizes.values())}
+    return {"source": source, "target": target, "format": format_name, "files": [*sizes], "bytes": sum(sizes.values())}
 
 
 def _sizes(store: Store, target_path: str) -> dict[str, int]:

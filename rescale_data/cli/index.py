@@ -43,15 +43,15 @@ def index(paths: Sequence[str], index_dir: str, fmt: str | None, processes: int,
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn) as pool, Progress(console=console) as bar:
         task = bar.add_task(f"{num_files} files", total=num_files)
-        running = {
+        running_tasks = {
             pool.submit(_count_rows, *arguments) for _ in range(min(processes, -(-num_files // kind.FILES_A_PART)))
         }
-        while running:
-            done, running = wait(running, _POLL_SECONDS, "FIRST_COMPLETED")
-            rows = [future.result() for future in done]
+        while running_tasks:
+            done_tasks, running_tasks = wait(running_tasks, _POLL_SECONDS, "FIRST_COMPLETED")
+            row_counts = [future.result() for future in done_tasks]
             bar.update(task, completed=min(num_files, kind.FILES_A_PART * (count_parts(index_dir) - num_parts)))
-            if rows:
-                num_rows = rows[0]
+            if row_counts:
+                num_rows = row_counts[0]
         bar.update(task, completed=num_files)
     return {"format": kind.FORMAT, "files": num_files, "rows": num_rows, "index_dir": os.path.abspath(index_dir)}
 

@@ -95,21 +95,21 @@ def verified(path: StrPath) -> dict[str, Any]:
 
 
 def _entries(contents: Contents) -> dict[str, dict[str, Any]]:
-    entries: dict[str, dict[str, Any]] = {}
+    entries_by_name: dict[str, dict[str, Any]] = {}
     for key, entry_path in contents.paths.items():
-        entry = entries.setdefault(
+        entry_counts = entries_by_name.setdefault(
             str(entry_path[0]), {"tensors": 0, "elements": 0, "bytes": 0, "plain_values": 0, "dtypes": []}
         )
         tensor = contents.values[key]
         if tensor is None:
-            entry["plain_values"] += 1
+            entry_counts["plain_values"] += 1
             continue
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entry["tensors"] += 1
-        entry["elements"] += tensor.numel()
-        entry["bytes"] += tensor.nbytes
-        entry["dtypes"] = sorted({*entry["dtypes"], dtype})
-    return entries
+        entry_counts["tensors"] += 1
+        entry_counts["elements"] += tensor.numel()
+        entry_counts["bytes"] += tensor.nbytes
+        entry_counts["dtypes"] = sorted({*entry_counts["dtypes"], dtype})
+    return entries_by_name
 
 
 def data_summary(state: Saved) -> dict[str, Any]:
@@ -143,9 +143,9 @@ def data_summary(state: Saved) -> dict[str, Any]:
 
 def _rows_per_epoch(source: Mapping[str, Any]) -> int:
     """Return a source's number of rows in an epoch, from its entry in a loader's state; 0 if it is not recorded."""
-    newest = source["by_epoch"][-1][1] if "by_epoch" in source else source
+    newest_entry = source["by_epoch"][-1][1] if "by_epoch" in source else source
     try:  # a source of somebody's own may say anything
-        return int(newest.get("rows") or num_rows(newest))
+        return int(newest_entry.get("rows") or num_rows(newest_entry))
     except (TypeError, ValueError, LookupError, AttributeError):
         return 0
 
@@ -172,9 +172,9 @@ def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) ->
         }
         rule = from_json(node)
         weights = weights_at(rule, int(num_drawn), epochs).values
-        totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in counts.items()}
+        drawn_totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in counts.items()}
         for name, weight in zip(rule.names, weights, strict=True):
-            share = totals[name] / max(1, sum(totals.values()))
+            share = drawn_totals[name] / max(1, sum(drawn_totals.values()))
             shares[f"{prefix}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
     return shares
 

@@ -81,11 +81,11 @@ def _table(column_titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _heatmap(values: Sequence[float], max_value: float, counts: Sequence[int]) -> Markup:
     """Return a heat map: a cell for each logical shard, or a few neighbours, as opaque as its value is near ``max_value``."""
-    columns = min(MAX_CELLS, len(values))
-    bounds = [len(values) * i // columns for i in range(columns + 1)]
+    num_columns = min(MAX_CELLS, len(values))
+    bounds = [len(values) * i // num_columns for i in range(num_columns + 1)]
     cells = [
         f'<rect x="{4 * i}" width="3" height="13" fill-opacity="{fmean(values[start:stop]) / max_value:.2f}">'
         f"<title>shard {start}{'' if stop == start + 1 else f' to {stop - 1}'}: {fmean(counts[start:stop]):,.0f}</title></rect>"
         for i, (start, stop) in enumerate(pairwise(bounds))
     ]
-    return Markup(f'<svg width="{4 * columns}" height="13">{"".join(cells)}</svg>')
+    return Markup(f'<svg width="{4 * num_columns}" height="13">{"".join(cells)}</svg>')

@@ -45,13 +45,13 @@ def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
     show_list(console, [summary["checkpoint"]])
     table = _table("entry", "tensors", "elements", "size", "dtypes", "plain values")
     for name, entry in summary["entries"].items():
-        numbers = [
+        entry_cells = [
             str(entry["tensors"]),
             f"{entry['elements']:,}",
             format_size(entry["bytes"]),
             " ".join(entry["dtypes"]),
         ]
-        table.add_row(escape(name), *numbers, str(entry["plain_values"]))
+        table.add_row(escape(name), *entry_cells, str(entry["plain_values"]))
     console.print(table)
     for name, data in summary["data"].items():
         _show_data(console, name, data)
@@ -78,8 +78,8 @@ def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
 def show_audit(console: Console, answer: Mapping[str, Any], limit: int) -> None:
     table, served = _table("step", "sample", "shard", "documents"), answer["served"]
     for sample in served[:limit]:
-        numbers = (str(sample[key]) for key in ("step", "sample", "shard"))
-        table.add_row(*numbers, escape("\n".join(sample["documents"])))
+        sample_cells = (str(sample[key]) for key in ("step", "sample", "shard"))
+        table.add_row(*sample_cells, escape("\n".join(sample["documents"])))
     if served:
         console.print(table)
     num_hidden, (first_step, stop_step) = len(served) - limit, answer["steps"]

@@ -17,10 +17,10 @@ def write_rows(source: str, ids: str, column: str, out: str) -> dict[str, Any]:
         ValueError: There is no such source or file, or the source has no such column.
         FileNotFoundError: There is no file of ids.
     """
-    lines = Path(ids).read_text().split("\n")
-    id_set = {line.strip() for line in lines if line.strip()}
-    numbers = {int(line) for line in id_set if line.removeprefix("-").isdecimal()}
-    rows = find_rows(imported(source), id_set | numbers, column)
+    id_lines = Path(ids).read_text().split("\n")
+    id_set = {line.strip() for line in id_lines if line.strip()}
+    id_numbers = {int(line) for line in id_set if line.removeprefix("-").isdecimal()}
+    rows = find_rows(imported(source), id_set | id_numbers, column)
     Path(out).write_text(json.dumps(rows))
     num_rows = len(rows) if isinstance(rows, list) else sum(map(len, rows.values()))
     return {"ids": len(id_set), "rows": num_rows, "out": out}
