@@ -81,8 +81,8 @@ def check_checkpoint(
         ...     checkpoint.save(f"{folder}/step-1", {"loader": loader})
         ...     rd.checkpoint.check_checkpoint(f"{folder}/step-1", loader)  # raises if it does not fit
     """
-    saved = read_checkpoint(path, lambda reader: _values(reader, name, HEADER), storage_options=storage_options)
-    check(read_header(saved[HEADER]), loader)
+    header_values = read_checkpoint(path, lambda reader: _values(reader, name, HEADER), storage_options=storage_options)
+    check(read_header(header_values[HEADER]), loader)
 
 
 @checks_kinds
@@ -128,7 +128,7 @@ def load_changed(
 
 def _values(reader: Reader, name: str | None, *part_names: str) -> dict[str, Any]:
     """Return the named parts of a saved data state: its header (a string), its table (``int64[N, columns]``)."""
-    saved = reader.contents
-    inner_paths = saved.subtree(find(saved.paths.values(), name, reader.name)).paths
-    paths = {flat_name: path for flat_name, path in inner_paths.items() if path[0] in part_names}
-    return tree_of(paths, reader.values(paths))
+    saved_contents = reader.contents
+    inner_paths = saved_contents.subtree(find(saved_contents.paths.values(), name, reader.name)).paths
+    part_paths = {flat_name: path for flat_name, path in inner_paths.items() if path[0] in part_names}
+    return tree_of(part_paths, reader.values(part_paths))

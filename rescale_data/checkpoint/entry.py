@@ -109,7 +109,7 @@ def compare(entries: list[Entry], wanted_values: dict[str, Any], saved: Contents
 
 def skipped_entries(entries: list[Entry], misfits: Misfits) -> list[Entry]:
     """Return the entries that do not fit the checkpoint and cannot be loaded in part, so they are left out."""
-    misfit_names = [name for names in misfits.values() for name in names]
+    misfit_names = [name for kind_names in misfits.values() for name in kind_names]
     return [
         entry
         for entry in entries
@@ -130,8 +130,8 @@ def values_to_load(wanted_values: dict[str, Any], misfits: Misfits, skipped_entr
 def _merge_texts(per_rank: list[dict[str, str]]) -> dict[str, str]:
     """Merge texts of all ranks by name; add the rank numbers to a text that only some ranks have."""
     merged: dict[str, str] = {}
-    for key in sorted({key for names in per_rank for key in names}):
-        ranks = [rank for rank, names in enumerate(per_rank) if key in names]
+    for key in sorted({key for rank_texts in per_rank for key in rank_texts}):
+        ranks = [rank for rank, rank_texts in enumerate(per_rank) if key in rank_texts]
         rank_note = "" if len(ranks) == len(per_rank) else f" (on rank {', '.join(map(str, ranks))})"
         merged[key] = per_rank[ranks[0]][key] + rank_note
     return merged

@@ -106,8 +106,8 @@ def load(
     if ranks.on_first(lambda: store.is_file(folder)):
         from rescale_data.checkpoint.convert.torch_save import map_file
 
-        file = mapped_path(path)
-        return _read(ranks.on_all(lambda: ValuesReader(file, map_file(file))), state, ranks, strict)
+        file_path = mapped_path(path)
+        return _read(ranks.on_all(lambda: ValuesReader(file_path, map_file(file_path))), state, ranks, strict)
     return load_folder(path, state, ranks, strict=strict, storage_options=storage_options)
 
 
@@ -120,7 +120,7 @@ def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadRepor
     """Load a state through a reader; return the names that were not loaded."""
     # Twice: sharded modules have collectives in their get_value(), which all ranks must reach or none.
     entries = ranks.on_all(lambda: entries_of(state, ranks.rank, reader.contents))
-    live, wanted_values = ranks.on_all(lambda: _placeholders(entries, reader))
+    live_values, wanted_values = ranks.on_all(lambda: _placeholders(entries, reader))
     own_misfits = compare(entries, wanted_values, reader.contents)
     differences = merge_misfits(ranks.on_each(lambda: own_misfits))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
@@ -138,9 +138,9 @@ def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadRepor
     except Exception as error:
         error.add_note(_HALF_LOADED)
         raise
-    to_assign = [(entry, value) for entry, value in zip(entries, live, strict=True) if entry not in not_loaded]
+    to_assign = [(entry, value) for entry, value in zip(entries, live_values, strict=True) if entry not in not_loaded]
     ranks.on_all(lambda: for_each(to_assign, lambda pair: pair[0].assign(with_loaded(pair[1], loaded, pair[0].name))))
-    synchronize(live)
+    synchronize(live_values)
     return report
 
 
@@ -149,10 +149,10 @@ _HALF_LOADED = "The state is half loaded: load another checkpoint, over all of i
 
 def _placeholders(entries: list[Entry], reader: Reader) -> tuple[list[Any], dict[str, Any]]:
     """Return the values that DCP loads into, twice: one for each entry, and all of them by flattened name."""
-    live = for_each(entries, lambda entry: entry.placeholder(reader))
-    state_dict = nest([(entry.path, value) for entry, value in zip(entries, live, strict=True)])
+    live_values = for_each(entries, lambda entry: entry.placeholder(reader))
+    state_dict = nest([(entry.path, value) for entry, value in zip(entries, live_values, strict=True)])
     refuse_unsavable(state_dict)
-    return live, flatten(state_dict)[0]
+    return live_values, flatten(state_dict)[0]
 
 
 def _misfit_message(path: str, misfits: Misfits, saved: Contents) -> str:
@@ -176,5 +176,5 @@ def _advice(misfits: Misfits, saved: Contents) -> str:
 
 
 def _summary(saved: Contents) -> str:
-    counts = Counter(str(path[0]) for path in saved.paths.values())
-    return ", ".join(f"{name!r} ({count} values)" for name, count in sorted(counts.items())) or "nothing"
+    values_per_name = Counter(str(path[0]) for path in saved.paths.values())
+    return ", ".join(f"{name!r} ({count} values)" for name, count in sorted(values_per_name.items())) or "nothing"

@@ -132,7 +132,7 @@ class CheckpointManager(RunReader):
             self._write(savable_state_dict(state, self._ranks), *checked)
             return Saving(_done_future(), _done_future())
         try:
-            staged, copies = self._stager.stage(entries_of(state, self._ranks.rank))
+            staging_done, copies = self._stager.stage(entries_of(state, self._ranks.rank))
             checked = _checked_arguments(step, metrics)  # after the loader's collective, in which the other ranks wait
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
@@ -141,7 +141,7 @@ class CheckpointManager(RunReader):
             self._pool.submit(self._write_in_background, failed_copy.result, 0, {}).exception()
             raise
         self._running_save = self._pool.submit(self._write_in_background, copies, *checked)
-        return Saving(staged, self._running_save)
+        return Saving(staging_done, self._running_save)
 
     def warm_up(self, state: State) -> None:
         """Allocate the host memory for copies of a state, which the first ``save`` allocates otherwise; save nothing.
@@ -160,17 +160,17 @@ class CheckpointManager(RunReader):
         """Wait until the running save is committed; raise its error if it failed."""
         if self._closed:
             raise ValueError("This CheckpointManager is closed; make another.")
-        running = self._running_save
-        if running is None:
+        running_save = self._running_save
+        if running_save is None:
             return
-        if not running.done():
-            start = time.perf_counter()
+        if not running_save.done():
+            start_time = time.perf_counter()
             self.num_waits += 1
-            running.exception()
-            self.wait_seconds += time.perf_counter() - start
+            running_save.exception()
+            self.wait_seconds += time.perf_counter() - start_time
         self._running_save = None  # not before: after Ctrl-C in this wait, the next call waits for it again
         try:
-            running.result()
+            running_save.result()
         except BaseException as error:
             error.add_note("This save failed in the background. The checkpoints before it are untouched.")
             raise

@@ -49,8 +49,8 @@ def rank_key(rank: int) -> str:
 
 def source_rank(saved: Set[str], rank: int) -> int:
     """Return the saved rank whose `PerRank` value a rank loads: its own number, or modulo the number of saved ranks."""
-    ranks = sorted(int(match[1]) for name in saved if (match := _RANK_KEY.fullmatch(name)))
-    return rank if rank in ranks or not ranks else ranks[rank % len(ranks)]
+    saved_ranks = sorted(int(match[1]) for name in saved if (match := _RANK_KEY.fullmatch(name)))
+    return rank if rank in saved_ranks or not saved_ranks else saved_ranks[rank % len(saved_ranks)]
 
 
 def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
@@ -67,12 +67,12 @@ def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
         if not (isinstance(leaf, torch.Tensor) or any(map(_RANK_KEY.fullmatch, path)))
     }
     digests = {name: digest for name, leaf in compared_values.items() if (digest := _digest(leaf))}
-    total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
-    totals = ranks.on_each(lambda: total)
-    if len(set(totals)) == 1:
+    own_digest = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
+    rank_digests = ranks.on_each(lambda: own_digest)
+    if len(set(rank_digests)) == 1:
         return
     # Stages of a pipeline hold other names: one rank of each kind tells its own.
-    is_first_of_kind = totals.index(total) == ranks.rank
+    is_first_of_kind = rank_digests.index(own_digest) == ranks.rank
     ranks_by_digest: dict[str, dict[bytes, int]] = {}
     for rank, digests_of_rank in enumerate(ranks.on_each(lambda: digests if is_first_of_kind else {})):
         for name, digest in digests_of_rank.items():
@@ -92,17 +92,17 @@ def _digest(value: Any) -> bytes:
     """Return a digest of 8 bytes of a value; no bytes for sharded tensors and unknown classes."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         flat = cast(torch.Tensor, value).detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
-        items = [f"{value.dtype} {value.shape}".encode(), flat.view(torch.uint8).numpy().tobytes()]
+        chunks = [f"{value.dtype} {value.shape}".encode(), flat.view(torch.uint8).numpy().tobytes()]
     elif is_plain(value):
-        items = [repr(value).encode()]
+        chunks = [repr(value).encode()]
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        items = [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
+        chunks = [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
     elif type(value) in (list, tuple):
-        items = [*map(_digest, cast("list[Any]", value))]
+        chunks = [*map(_digest, cast("list[Any]", value))]
     elif type(value) in (set, frozenset):
-        items = sorted(map(_digest, cast("set[Any]", value)))
+        chunks = sorted(map(_digest, cast("set[Any]", value)))
     elif type(value) is dict:
-        items = sorted(repr(key).encode() + _digest(item) for key, item in cast("dict[Any, Any]", value).items())
+        chunks = sorted(repr(key).encode() + _digest(item) for key, item in cast("dict[Any, Any]", value).items())
     else:
         return b""
-    return hashlib.blake2b(b"".join(len(item).to_bytes(8, "little") + item for item in items), digest_size=8).digest()
+    return hashlib.blake2b(b"".join(len(item).to_bytes(8, "little") + item for item in chunks), digest_size=8).digest()

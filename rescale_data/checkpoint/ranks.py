@@ -100,8 +100,8 @@ def error_with_cure(error: BaseException, activity: str) -> BaseException:
         return _from_dcp_error(error, activity)
     if isinstance(error, OSError) and error.errno is not None:
         cure = _CURES.get(error.errno, "The checkpoints before it are untouched.")
-        name = f" ({error.filename})" if error.filename else ""
-        return type(error)(error.errno, f"{activity} failed: {error.strerror}{name}. {cure}")
+        file_text = f" ({error.filename})" if error.filename else ""
+        return type(error)(error.errno, f"{activity} failed: {error.strerror}{file_text}. {cure}")
     return error
 
 
@@ -110,5 +110,5 @@ def _from_dcp_error(error: CheckpointException, activity: str) -> BaseException:
     cause = error.failures[first_rank][0]
     if isinstance(cause, OSError | DataStateError) or type(cause) in (ValueError, TypeError, DamagedCheckpointError):
         return error_with_cure(cause, activity)
-    ranks = ", ".join(map(str, sorted(error.failures)))
-    return RuntimeError(f"{activity} failed on rank {ranks}: {type(cause).__name__}: {cause}")
+    rank_list = ", ".join(map(str, sorted(error.failures)))
+    return RuntimeError(f"{activity} failed on rank {rank_list}: {type(cause).__name__}: {cause}")

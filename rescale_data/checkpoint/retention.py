@@ -44,15 +44,15 @@ class Retention:
         steps = sorted(metrics)
         kept_steps = set(steps[-self.keep_latest :])
         if self.keep_best is not None:
-            name, mode, count = self.keep_best
-            kept_steps |= set(best_first(metrics, name, mode)[:count])
+            metric_name, mode, num_kept = self.keep_best
+            kept_steps |= set(best_first(metrics, metric_name, mode)[:num_kept])
         if self.keep_every is not None:
             kept_steps |= {step for step in steps if step % self.keep_every == 0}
         return [step for step in steps if step not in kept_steps]
 
     def missing_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> str:
         """Return an error message if checkpoints exist and none has the metric of ``keep_best``; else an empty text."""
-        metric_names = {name for values in metrics.values() for name in values}
+        metric_names = {name for step_metrics in metrics.values() for name in step_metrics}
         if self.keep_best is None or not metrics or self.keep_best[0] in metric_names:
             return ""
         return (
@@ -64,7 +64,7 @@ class Retention:
 def best_first(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> list[int]:
     """Return the steps that have the metric, the best first; nan is worse than any number."""
     sign = 1.0 if mode == "min" else -1.0
-    scores = {step: sign * values[name] for step, values in metrics.items() if name in values}
+    scores = {step: sign * step_metrics[name] for step, step_metrics in metrics.items() if name in step_metrics}
     return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))
 
 
@@ -113,8 +113,8 @@ def delete_steps(folder: RunFolder, steps: list[int], *, wait: bool) -> dict[str
             outcomes |= {step: owner.delete(f"step-{step}") for step, state in outcomes.items() if state == "undecided"}
     finally:
         owner.close()
-    words = {"gone": "deleted", "alive": "being read", "undecided": "undecided"}
-    return {str(step): words[state] for step, state in outcomes.items()}
+    state_words = {"gone": "deleted", "alive": "being read", "undecided": "undecided"}
+    return {str(step): state_words[state] for step, state in outcomes.items()}
 
 
 _NOT_DELETED = "%s: what no rule keeps was not deleted; the next save tries again: %s"

@@ -107,17 +107,17 @@ class RunReader:
             steps, steps_before = self._ranks.on_first(self._folder.steps_with_folder), steps
         damaged = {step: str(reason) for step, reason in skipped.items() if isinstance(reason, DamagedCheckpointError)}
         if damaged:
-            listed = "\n".join(damaged.values())
+            damage_text = "\n".join(damaged.values())
             raise DamagedCheckpointError(
-                f"All checkpoints in {self._folder.path} are damaged: steps {sorted(damaged)}.\n{listed}"
+                f"All checkpoints in {self._folder.path} are damaged: steps {sorted(damaged)}.\n{damage_text}"
             )
         if skipped and self._ranks.is_first:
             logger.warning("No step of %s was loaded, all were passed over: %s", self._folder.path, _listed(skipped))
         return None
 
     def _load(self, step: int, state: State, **options: bool) -> LoadReport:
-        path = self._folder.checkpoint(step)
-        return load_folder(path, state, self._ranks, storage_options=self._options, **options)
+        checkpoint_path = self._folder.checkpoint(step)
+        return load_folder(checkpoint_path, state, self._ranks, storage_options=self._options, **options)
 
     def _prepare_load(self) -> None:
         """Do nothing; a subclass may override it to run code before each load."""
@@ -125,12 +125,12 @@ class RunReader:
     def _warn(self, step: int, report: LoadReport, skipped: Mapping[int, Exception]) -> None:
         """Log the newer steps that were not loaded, with a Python warning if one is damaged, and the state's misfits."""
         if skipped:
-            text = (
+            warning_text = (
                 f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {_listed(skipped)}"
             )
-            logger.warning(text)
+            logger.warning(warning_text)
             if any(isinstance(reason, DamagedCheckpointError) for reason in skipped.values()):
-                warnings.warn(text, RuntimeWarning, stacklevel=3)
+                warnings.warn(warning_text, RuntimeWarning, stacklevel=3)
         if report.missing or report.unexpected or report.mismatched:
             logger.warning(
                 "%s does not fit the state, and was loaded in part. "

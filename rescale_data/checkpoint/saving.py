@@ -70,9 +70,9 @@ def save(
     """
     ranks = Ranks(process_group)
     store, final_path = open_store(path, storage_options, to_write=True)
-    checked = ranks.on_all(lambda: checked_metrics(metrics))
+    valid_metrics = ranks.on_all(lambda: checked_metrics(metrics))
     state_dict = savable_state_dict(state, ranks)
-    write(store, final_path, state_dict, ranks, overwrite=overwrite, step=step, metrics=checked)
+    write(store, final_path, state_dict, ranks, overwrite=overwrite, step=step, metrics=valid_metrics)
 
 
 def savable_state_dict(state: State, ranks: Ranks) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def write(
         run: The owner of the run that the checkpoint is a step of, on the first rank; default: it is a run of its own.
     """
     name = SINGLE_STEP if run is None else split(final_path)[1]
-    owners: list[Ownership] = []
+    ownerships: list[Ownership] = []
     save: Save | None = None
 
     def begin() -> Save:
         prepare(store, final_path, overwrite=overwrite)
-        owners.append(run or Ownership(store, final_path, is_single=True))
-        return owners[0].begin(name)
+        ownerships.append(run or Ownership(store, final_path, is_single=True))
+        return ownerships[0].begin(name)
 
     _require_same_target(f"{final_path}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
     refuse_disagreement(state_dict, ranks)
@@ -132,15 +132,15 @@ def write(
             torch=str(torch.__version__),
             lost=lost_in_names(state_dict),
         )
-        ranks.on_first(lambda: owners[0].commit(name, draft, manifest))
+        ranks.on_first(lambda: ownerships[0].commit(name, draft, manifest))
     except BaseException as error:
-        for owner in owners:
+        for owner in ownerships:
             with contextlib.suppress(Exception):
                 owner.abandon(name, save)
             with contextlib.suppress(OSError):
                 owner.look()  # a newer owner may have removed the files
         raise error_with_cure(error, f"Saving {final_path}") from error
-    for owner in owners:
+    for owner in ownerships:
         if run is None:
             owner.clean()
 
@@ -148,15 +148,15 @@ def write(
 def _require_same_target(description: str, ranks: Ranks) -> None:
     descriptions = ranks.on_each(lambda: description)
     if len(set(descriptions)) > 1:
-        names = ", ".join(sorted(set(descriptions))[:4])
+        targets_text = ", ".join(sorted(set(descriptions))[:4])
         raise ValueError(
-            f"All ranks save one checkpoint, and they name {len(set(descriptions))}: {names}. Give all the same."
+            f"All ranks save one checkpoint, and they name {len(set(descriptions))}: {targets_text}. Give all the same."
         )
 
 
 def _write_files(store: Store, target: str, save: Save, state: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
     """Write the data files of all ranks; return the size and checksums of each file, by name."""
-    store.written_files, prefix, folder = {}, f"{save.folder}/", join(target, save.folder)
-    dcp.save(state, store, folder, ranks, name=target, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
+    store.written_files, name_prefix, folder = {}, f"{save.folder}/", join(target, save.folder)
+    dcp.save(state, store, folder, ranks, name=target, save_id=SAVE_ID_PREFIX + save.folder, prefix=name_prefix)
     file_records = [file for rank_files in ranks.on_each(lambda: store.written_files) for file in rank_files.items()]
-    return {prefix + split(path)[1]: record for path, record in file_records}
+    return {name_prefix + split(path)[1]: record for path, record in file_records}

@@ -53,14 +53,14 @@ class Stager:
         }
         deferred: Deferred = {}
         state_dict = map_leaves(state_dict_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))
-        done = self._thread.submit(self._copy, deferred, _queued_work(deferred))
-        self._pending[:] = [done]
+        done_future = self._thread.submit(self._copy, deferred, _queued_work(deferred))
+        self._pending[:] = [done_future]
 
         def copies() -> Staged:
-            done.result()
+            done_future.result()
             return map_leaves(state_dict, lambda path, leaf: deferred.get(path, leaf))
 
-        return done, copies
+        return done_future, copies
 
     def _copy(self, deferred: Deferred, queued_work: list[torch.Event]) -> None:
         """Wait for the accelerator, then replace the live tensors by copies in host memory."""

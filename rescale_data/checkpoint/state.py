@@ -50,13 +50,13 @@ def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> li
     """
     if not isinstance(cast(object, state), Mapping):
         raise TypeError(f'state maps names to values, {{"model": model, ...}}; it is a {type(state).__name__}.')
-    values = _collect_values(state, ())
-    modules = [(path, value) for path, value, _ in values if isinstance(value, nn.Module)]
+    state_values = _collect_values(state, ())
+    modules = [(path, value) for path, value, _ in state_values if isinstance(value, nn.Module)]
     return [
         _per_rank_entry(path, value, rank, saved)
         if isinstance(value, PerRank)
         else _entry(path, value, container, modules)
-        for path, value, container in values
+        for path, value, container in state_values
     ]
 
 
@@ -69,7 +69,7 @@ def state_dict_of(entries: list[Entry]) -> dict[str, Any]:
 
 
 def _collect_values(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
-    entries: list[tuple[Path, Any, Mapping[str, Any]]] = []
+    collected_values: list[tuple[Path, Any, Mapping[str, Any]]] = []
     for key, value in state.items():
         if not isinstance(key, str):
             raise TypeError(
@@ -77,10 +77,10 @@ def _collect_values(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, An
             )
         inner_path = (*path, key)
         if isinstance(value, Mapping) and value and not isinstance(value, Stateful) and _has_string_keys(value):
-            entries.extend(_collect_values(cast(Mapping[Any, Any], value), inner_path))
+            collected_values.extend(_collect_values(cast(Mapping[Any, Any], value), inner_path))
         else:
-            entries.append((inner_path, value, state))
-    return entries
+            collected_values.append((inner_path, value, state))
+    return collected_values
 
 
 def _has_string_keys(value: Mapping[Any, Any]) -> bool:
@@ -89,10 +89,10 @@ def _has_string_keys(value: Mapping[Any, Any]) -> bool:
 
 def _per_rank_entry(path: Path, per_rank: PerRank, rank: int, saved: Contents | None) -> Entry:
     """Return the entry of a `PerRank` value, saved under the rank's key; saved values of other ranks are ignored."""
-    names = {str(inner[0]) for inner in saved.subtree(path).paths.values()} if saved else set[str]()
-    key = rank_key(source_rank(names, rank))
+    rank_keys = {str(inner_path[0]) for inner_path in saved.subtree(path).paths.values()} if saved else set[str]()
+    key = rank_key(source_rank(rank_keys, rank))
     entry = _entry((*path, key), per_rank.value, vars(per_rank), [], key="value")
-    entry.left_out = {".".join((*path, name)) for name in names - {key}}
+    entry.left_out = {".".join((*path, name)) for name in rank_keys - {key}}
     return entry
 
 
@@ -155,8 +155,8 @@ def refuse_unsavable(state_dict: Mapping[str, Any]) -> None:
     tensors = {".".join(path): leaf for path, leaf in leaves(state_dict) if isinstance(leaf, torch.Tensor)}
     refusals = [f"{name} {reason}" for name, tensor in tensors.items() if (reason := _refusal_reason(tensor))]
     if refusals:
-        listed = "\n  ".join(refusals)
-        raise ValueError(f"These tensors can be neither saved nor loaded; nothing was done:\n  {listed}")
+        refusal_text = "\n  ".join(refusals)
+        raise ValueError(f"These tensors can be neither saved nor loaded; nothing was done:\n  {refusal_text}")
 
 
 def _refusal_reason(tensor: torch.Tensor) -> str:
@@ -166,6 +166,6 @@ def _refusal_reason(tensor: torch.Tensor) -> str:
     if str(tensor.dtype).startswith(("torch.qint", "torch.quint")):
         return "is quantized: put int_repr(), scale and zero point into the state instead."
     if tensor.layout != torch.strided:
-        layout = str(tensor.layout).removeprefix("torch.")
-        return f"is {layout}: put the dense tensors that it is made of into the state instead."
+        layout_name = str(tensor.layout).removeprefix("torch.")
+        return f"is {layout_name}: put the dense tensors that it is made of into the state instead."
     return ""

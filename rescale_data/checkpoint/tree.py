@@ -37,14 +37,14 @@ def tree_of(
 def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
     """Return the structure that flattened names lose: keys that are not strings, and empty mappings."""
     if isinstance(tree, Mapping):
-        entries: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
+        lost_entries: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
         for key, inner in cast(Mapping[Any, Any], tree).items():
             inner_path = (*path, str(key))
-            entries += [([*inner_path], key)] if isinstance(key, int | float | None) else []
-            entries += lost_in_names(inner, inner_path)
-        return entries
-    items = cast("list[Any]", tree) if isinstance(tree, list) else []
-    return [lost for index, inner in enumerate(items) for lost in lost_in_names(inner, (*path, index))]
+            lost_entries += [([*inner_path], key)] if isinstance(key, int | float | None) else []
+            lost_entries += lost_in_names(inner, inner_path)
+        return lost_entries
+    list_items = cast("list[Any]", tree) if isinstance(tree, list) else []
+    return [lost for index, inner in enumerate(list_items) for lost in lost_in_names(inner, (*path, index))]
 
 
 def map_leaves(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
@@ -109,10 +109,10 @@ def _of_same_type(live: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[A
     """Return ``content`` in a mapping of the same type as ``live``."""
     if type(live) is dict or not isinstance(live, MutableMapping):
         return content
-    result = copy.copy(live)
-    result.clear()
-    result.update(content)
-    return result
+    copied_mapping = copy.copy(live)
+    copied_mapping.clear()
+    copied_mapping.update(content)
+    return copied_mapping
 
 
 def _put(root: dict[str, Any], path: tuple[Any, ...], leaf: Any) -> None:

@@ -92,8 +92,8 @@ def to_safetensors(
             key for key, value in values.items() if any(isinstance(leaf, torch.Tensor) for leaf in nested_values(value))
         ]
         if keys_with_tensors:
-            names = ", ".join(keys_with_tensors)
-            logger.warning("Tensors within tuples are in %s, and in no safetensors: %s.", NON_TENSORS, names)
+            key_list = ", ".join(keys_with_tensors)
+            logger.warning("Tensors within tuples are in %s, and in no safetensors: %s.", NON_TENSORS, key_list)
         return [*([NON_TENSORS] if keys_with_tensors else []), *files]
 
     return read_checkpoint(path, write, storage_options=storage_options)
@@ -153,15 +153,15 @@ def _map_by_index(source: Path) -> dict[str, Any]:
     if len(indices) > 1:
         raise ValueError(f"{source} holds {len(indices)} indices, {indices[0].name} and others. Give a folder of each.")
     weight_map = _weight_map(indices[0]) if indices else None
-    files = {file.name for file in source.glob("*.safetensors")}
-    file_names = files if weight_map is None else set(weight_map.values())
+    found_names = {file.name for file in source.glob("*.safetensors")}
+    file_names = found_names if weight_map is None else set(weight_map.values())
     file_names = file_names | {name for file in file_names for name in _files_of_set(file)}
     if not file_names:
         raise FileNotFoundError(f"No *.safetensors in {source}.{_contents_hint(source)}")
-    if missing := sorted(name for name in file_names if not (source / name).is_file()):
+    if missing_files := sorted(name for name in file_names if not (source / name).is_file()):
         raise FileNotFoundError(
-            f"{source} holds only a part of a conversion: {missing[:3]}{' ...' if len(missing) > 3 else ''} "
-            f"{'is' if len(missing) == 1 else 'are'} missing. Copy all files, or convert again into another folder."
+            f"{source} holds only a part of a conversion: {missing_files[:3]}{' ...' if len(missing_files) > 3 else ''} "
+            f"{'is' if len(missing_files) == 1 else 'are'} missing. Copy all files, or convert again into another folder."
         )
     leaves = _map_files([source / name for name in sorted(file_names)])
     if missing_tensors := sorted((weight_map or {}).keys() - leaves.keys()):
@@ -193,8 +193,8 @@ def _map_files(files: list[Path]) -> dict[str, Any]:
             mapped_tensors = _safetensors().torch.load_file(file)
         except (_safetensors().SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error
-        if duplicates := leaves.keys() & mapped_tensors.keys():
-            raise ValueError(f"{file}: {sorted(duplicates)[:3]} are in another file of {file.parent}, too.")
+        if duplicate_names := leaves.keys() & mapped_tensors.keys():
+            raise ValueError(f"{file}: {sorted(duplicate_names)[:3]} are in another file of {file.parent}, too.")
         leaves |= mapped_tensors
     return leaves
 
@@ -218,10 +218,10 @@ def _require_empty(store: Store, folder: str) -> None:
 
 def _tensors_by_file(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
     """Return the names of the safetensors files to write, each with the names of its tensors."""
-    shards = list(stored.batches(stored.tensors, limit))
-    if len(shards) < 2:
+    batches = list(stored.batches(stored.tensors, limit))
+    if len(batches) < 2:
         return {"model.safetensors": [*stored.tensors]}
-    return {f"model-{number:05}-of-{len(shards):05}.safetensors": names for number, names in enumerate(shards, 1)}
+    return {f"model-{number:05}-of-{len(batches):05}.safetensors": names for number, names in enumerate(batches, 1)}
 
 
 def _write_files(
@@ -234,16 +234,16 @@ def _write_files(
 ) -> None:
     """Write the other values, then the safetensors files, and last the index, if there are several files."""
     headers = {file: _header(stored, names) for file, names in files.items()}
-    content = {"values": values, "paths": stored.paths, "lost": stored.lost}
-    store.put(join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
+    other_content = {"values": values, "paths": stored.paths, "lost": stored.lost}
+    store.put(join(folder, NON_TENSORS), lambda stream: torch.save(other_content, stream))
     for file, names in files.items():
         tensors = stored.stream(names, budget)
         store.put(join(folder, file), functools.partial(_write, headers[file], tensors))
     if len(files) == 1:
         return
     weight_map = {key: file for file, names in files.items() for key in names}
-    index = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
-    store.put(join(folder, INDEX), json.dumps(index, indent=2).encode())
+    index_content = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
+    store.put(join(folder, INDEX), json.dumps(index_content, indent=2).encode())
 
 
 def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
@@ -253,16 +253,16 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
     for key in names:
         if key == _FILE_METADATA:
             raise ValueError(f"safetensors keeps the name {key} for itself. Use to_torch_save.")
-        meta, end = stored.tensors[key], offset + stored.num_bytes(key)
+        meta, end_offset = stored.tensors[key], offset + stored.num_bytes(key)
         header[key] = {
             "dtype": _dtype_name(key, meta.dtype),
             "shape": list(meta.shape),
-            "data_offsets": [offset, end],
+            "data_offsets": [offset, end_offset],
         }
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        offset = end_offset
+    header_text = json.dumps(header).encode()
+    header_text += b" " * (-len(header_text) % 8)
+    return len(header_text).to_bytes(8, "little") + header_text
 
 
 def _dtype_name(key: str, dtype: torch.dtype) -> str:

@@ -36,8 +36,8 @@ class StoredCheckpoint:
             top_names = sorted({str(path[0]) for path in reader.contents.paths.values()})
             raise ValueError(f"The checkpoint {reader.path} holds nothing named {name!r}. It holds {top_names}.")
         self.paths = {short_name: saved_contents.paths[key] for short_name, key in self._keys.items()}
-        values = {short_name: saved_contents.values[key] for short_name, key in self._keys.items()}
-        self.tensors = {short_name: tensor for short_name, tensor in values.items() if tensor is not None}
+        saved_values = {short_name: saved_contents.values[key] for short_name, key in self._keys.items()}
+        self.tensors = {short_name: tensor for short_name, tensor in saved_values.items() if tensor is not None}
         lost = reader.manifest.lost if reader.manifest else ()
         self.lost: LostStructure = [
             (path[len(root) :], key) for path, key in lost if (*path[:-1][: len(root)],) == root
@@ -50,9 +50,9 @@ class StoredCheckpoint:
     def stream(self, names: list[str], budget: int = DEFAULT_BUDGET) -> Iterator[torch.Tensor]:
         """Yield the named tensors in order, read in batches of at most ``budget`` bytes (or one larger tensor)."""
         for batch in self.batches(names, budget):
-            read = self._read(batch)
+            batch_values = self._read(batch)
             for name in batch:
-                yield read.pop(name)
+                yield batch_values.pop(name)
 
     def num_bytes(self, name: str) -> int:
         return self.tensors[name].nbytes
@@ -60,13 +60,13 @@ class StoredCheckpoint:
     def batches(self, names: Iterable[str], budget: int) -> Iterator[list[str]]:
         """Yield ``names`` in order, in batches of tensors with at most ``budget`` bytes (or one larger tensor)."""
         batch: list[str] = []
-        size = 0
+        batch_bytes = 0
         for name in names:
-            if batch and size + self.num_bytes(name) > budget:
+            if batch and batch_bytes + self.num_bytes(name) > budget:
                 yield batch
-                batch, size = [], 0
+                batch, batch_bytes = [], 0
             batch.append(name)
-            size += self.num_bytes(name)
+            batch_bytes += self.num_bytes(name)
         if batch:
             yield batch
 

@@ -73,9 +73,9 @@ def to_torch_save(
 
     def write(reader: CheckpointReader) -> None:
         stored = StoredCheckpoint(reader, name)
-        content = TorchFileWriter({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
-        tree = tree_of(stored.paths, stored.values() | content.tensors, stored.lost)
-        store.put(final_path, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
+        new_file = TorchFileWriter({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
+        tree = tree_of(stored.paths, stored.values() | new_file.tensors, stored.lost)
+        store.put(final_path, lambda stream: new_file.write(stream, tree, lambda names: stored.stream(names, budget)))
 
     read_checkpoint(path, write, storage_options=storage_options)
 
@@ -107,8 +107,8 @@ def from_torch_save(
         >>> state["weight"]
         tensor([1., 1.])
     """
-    content = map_file(mapped_path(file))
-    save_alone(path, content if name is None else {name: content}, storage_options)
+    mapped_state = map_file(mapped_path(file))
+    save_alone(path, mapped_state if name is None else {name: mapped_state}, storage_options)
 
 
 def map_file(file: str) -> dict[str, Any]:
@@ -118,17 +118,17 @@ def map_file(file: str) -> dict[str, Any]:
         ValueError: it is no such file, holds code, or is not a dict.
     """
     try:
-        content = load_safely(Memory.from_file(file))
+        file_content = load_safely(Memory.from_file(file))
     except ValueError as error:
         raise ValueError(
             f"{file} cannot be read: {error}. It must be a file of torch.save in its zip format (the default since 1.6) that "
             f"holds tensors and plain values only."
         ) from error
-    if not isinstance(content, Mapping):
+    if not isinstance(file_content, Mapping):
         raise ValueError(
-            f"{file} holds a {type(cast(object, content)).__name__}; a checkpoint is a dict of names to values."
+            f"{file} holds a {type(cast(object, file_content)).__name__}; a checkpoint is a dict of names to values."
         )
-    return dict(cast(Mapping[str, Any], content))
+    return dict(cast(Mapping[str, Any], file_content))
 
 
 class TorchFileWriter:
@@ -154,18 +154,18 @@ class TorchFileWriter:
         Args:
             read: Gives the tensors for these names, in their order.
         """
-        names = {id(tensor): name for name, tensor in self.tensors.items()}
-        tensors = _TensorCollector.collect(tree, set(names))
-        new_tensors = iter(read([names[id(tensor)] for tensor in tensors if id(tensor) in names]))
-        contents = (next(new_tensors) if id(tensor) in names else _storage(tensor) for tensor in tensors)
+        names_by_id = {id(tensor): name for name, tensor in self.tensors.items()}
+        tensors = _TensorCollector.collect(tree, set(names_by_id))
+        new_tensors = iter(read([names_by_id[id(tensor)] for tensor in tensors if id(tensor) in names_by_id]))
+        contents = (next(new_tensors) if id(tensor) in names_by_id else _storage(tensor) for tensor in tensors)
         with tempfile.TemporaryFile() as skeleton:
             with skip_data():
                 torch.save(tree, skeleton)
             with zipfile.ZipFile(skeleton) as records, zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
-                for info in records.infolist():
-                    is_data = "/data/" in info.filename
-                    content = as_buffer(next(contents)) if is_data else records.read(info)
-                    _write_record(archive, stream, info, content)
+                for record_info in records.infolist():
+                    is_data = "/data/" in record_info.filename
+                    record_bytes = as_buffer(next(contents)) if is_data else records.read(record_info)
+                    _write_record(archive, stream, record_info, record_bytes)
 
 
 def as_buffer(tensor: torch.Tensor) -> memoryview:
@@ -211,9 +211,9 @@ def _storage(tensor: torch.Tensor) -> torch.Tensor:
 def _write_record(archive: zipfile.ZipFile, stream: BinaryIO, torch_info: zipfile.ZipInfo, content: Any) -> None:
     if len(content) != torch_info.file_size:
         raise ValueError(f"{len(content)} bytes for the record {torch_info.filename}, which has {torch_info.file_size}")
-    info = zipfile.ZipInfo(torch_info.filename, date_time=(1980, 1, 1, 0, 0, 0))
-    header = stream.tell() + _LOCAL_HEADER + len(info.filename) + _ZIP64 + 4
-    padding = -header % _ALIGNMENT
-    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-    with archive.open(info, "w", force_zip64=True) as record:
+    zip_info = zipfile.ZipInfo(torch_info.filename, date_time=(1980, 1, 1, 0, 0, 0))
+    data_start = stream.tell() + _LOCAL_HEADER + len(zip_info.filename) + _ZIP64 + 4
+    padding = -data_start % _ALIGNMENT
+    zip_info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    with archive.open(zip_info, "w", force_zip64=True) as record:
         record.write(content)

@@ -74,8 +74,8 @@ class OptimizerEntry(Entry):
         first_states, tensors = first_state(self.optimizer, [*self._parameters.values()]), dict[str, Any]()
         for name in (name for name in states if name in self._parameters and name not in self._unmatched):
             parameter = self._parameters[name]
-            live = self.optimizer.state.get(parameter) or first_states.get(parameter, {})
-            tensors[name], misfits = allocate(self.optimizer, parameter, live, states[name])
+            live_entry = self.optimizer.state.get(parameter) or first_states.get(parameter, {})
+            tensors[name], misfits = allocate(self.optimizer, parameter, live_entry, states[name])
             if misfits:
                 del tensors[name]
                 self._unmatched.add(name)
@@ -104,8 +104,8 @@ class OptimizerEntry(Entry):
             return
         for number, parameter in enumerate(self._parameters.values()):
             if saved := states.get(number):  # torch knows the dtype of a step
-                values = {key: value for key, value in saved.items() if key != "step"}
-                self.optimizer.state[parameter] = as_saved(self.optimizer.state[parameter], values)
+                saved_entries = {key: value for key, value in saved.items() if key != "step"}
+                self.optimizer.state[parameter] = as_saved(self.optimizer.state[parameter], saved_entries)
 
 
 def match_groups(groups: Sequence[Names], saved: Sequence[Names]) -> tuple[list[int | None], str]:
@@ -116,8 +116,8 @@ def match_groups(groups: Sequence[Names], saved: Sequence[Names]) -> tuple[list[
     numbers_by_names: defaultdict[frozenset[str], deque[int]] = defaultdict(deque)
     for number, names in enumerate(saved):
         numbers_by_names[frozenset(names)].append(number)
-    queues = [numbers_by_names[frozenset(names)] for names in groups]
-    numbers = [queue.popleft() if queue else None for queue in queues]
+    number_queues = [numbers_by_names[frozenset(names)] for names in groups]
+    numbers = [queue.popleft() if queue else None for queue in number_queues]
     unmatched = [f"group {i} of the state, {_first_few(names)}" for i, names in enumerate(groups) if numbers[i] is None]
     unmatched += [f"group {i} of the checkpoint, {_first_few(saved[i])}" for i in set(range(len(saved))) - {*numbers}]
     difference = (
@@ -154,8 +154,8 @@ def _first_few(names: Names) -> str:
 
 def _tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     """Return the tensors of an optimizer's state that have at least one dimension."""
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+    state_values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in state_values if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
 def _layout(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -37,11 +37,11 @@ def owning_module(
 
 def _combine_modules(modules: dict[str, nn.Module]) -> nn.Module:
     """Combine modules into one, by name. A character that a module name cannot have becomes a slash."""
-    root = nn.Module()
+    combined_module = nn.Module()
     for name, module in modules.items():
         module_name = name.replace(".", "/")
-        root.add_module(f"{module_name}/" if module_name in dir(root) else module_name, module)
-    return root
+        combined_module.add_module(f"{module_name}/" if module_name in dir(combined_module) else module_name, module)
+    return combined_module
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -71,5 +71,5 @@ def _no_first_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
 
 def named_parameters(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return an optimizer's parameters by name, in the order of its groups, from its ``named_state``."""
-    names = [name for group in state[GROUPS] for name in group["params"]]
-    return dict(zip(names, parameters_of(optimizer), strict=True))
+    parameter_names = [name for group in state[GROUPS] for name in group["params"]]
+    return dict(zip(parameter_names, parameters_of(optimizer), strict=True))

@@ -32,10 +32,10 @@ def allocate(
             return leaf
         live_value = live.get(path[0])
         is_number = leaf.ndim == 0 and (path[0] == "step" or not (is_of_scalar or getattr(live_value, "ndim", 0)))
-        text = "" if is_number else misfit(optimizer, parameter, live_value, leaf.shape)
-        if text:
-            misfits[".".join(map(str, path))] = text
-        return live_value if text else empty_like_saved(parameter, live_value, leaf)
+        misfit_text = "" if is_number else misfit(optimizer, parameter, live_value, leaf.shape)
+        if misfit_text:
+            misfits[".".join(map(str, path))] = misfit_text
+        return live_value if misfit_text else empty_like_saved(parameter, live_value, leaf)
 
     return map_leaves(saved, allocate_leaf), misfits
 
@@ -55,13 +55,13 @@ def misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live: Any, shape
     live_shape = live.shape if isinstance(live, torch.Tensor) else None
     if shape in (parameter.shape, live_shape):
         return ""
-    text = f"has the shape {list(shape)} and its parameter {list(parameter.shape)}"
+    shapes_text = f"has the shape {list(shape)} and its parameter {list(parameter.shape)}"
     if has_parameter_shapes(optimizer) or live_shape == parameter.shape:
-        return f"{text}; they are to be the same"
+        return f"{shapes_text}; they are to be the same"
     if isinstance(parameter, DTensor):
         return (
-            f"{text}: how to shard it cannot be known. Run one optimizer step before the load, so that the state exists in "
-            f"its sharding, or load without a mesh"
+            f"{shapes_text}: how to shard it cannot be known. Run one optimizer step before the load, so that the state exists "
+            f"in its sharding, or load without a mesh"
         )
     return ""
 
@@ -80,8 +80,8 @@ def as_saved(current: Any, saved: Any) -> Any:
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
         return current if current.dtype == saved.dtype else saved.to(current.device)
     if isinstance(current, dict) and isinstance(saved, Mapping):
-        pairs = cast(Mapping[Any, Any], saved)
-        return {key: as_saved(value, pairs.get(key)) for key, value in cast(dict[Any, Any], current).items()}
+        saved_entries = cast(Mapping[Any, Any], saved)
+        return {key: as_saved(value, saved_entries.get(key)) for key, value in cast(dict[Any, Any], current).items()}
     if isinstance(current, list) and isinstance(saved, list):
         return [as_saved(*pair) for pair in zip(cast("list[Any]", current), cast("list[Any]", saved), strict=False)]
     return current

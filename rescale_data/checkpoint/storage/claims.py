@@ -117,13 +117,13 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
         ``holder``, ``url``, ``closed``, the last save that was told as ``saved``, and ``accepts``: None until it is finished.
     """
     path = _path(folder, owner)
-    text = store.read(path)
+    claim_bytes = store.read(path)
     try:
-        envelope = json.loads(text)
+        envelope = json.loads(claim_bytes)
         if zlib.crc32(envelope["claim"].encode()) != envelope["crc32"]:
             raise ValueError("its content does not match its checksum")
-        content = json.loads(envelope["claim"])
-        return {key: content[key] for key in ("holder", "url", "closed", "accepts", "saved")}
+        claim_fields = json.loads(envelope["claim"])
+        return {key: claim_fields[key] for key in ("holder", "url", "closed", "accepts", "saved")}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(
             f"{path}, which says what counts in this folder, is damaged: {error}. Delete it to go by the claim before it."

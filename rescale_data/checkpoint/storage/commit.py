@@ -72,17 +72,17 @@ class Ownership:
         self._committing: Save | None = None
         self._claims_read: dict[Owner, dict[str, Any]] = {}
         self._metrics: dict[Save, dict[str, float]] = {}
-        saves = [save for save in map(Save.from_manifest, store.names(path)) if save]
-        if saves and not is_single:
+        own_saves = [save for save in map(Save.from_manifest, store.names(path)) if save]
+        if own_saves and not is_single:
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
-        if saves and run_and_step(path)[1] != SINGLE_STEP:
-            newest = Claims.read(store, run_and_step(path)[0]).newest
-            if any(save.owner == newest for save in saves):
+        if own_saves and run_and_step(path)[1] != SINGLE_STEP:
+            newest_owner = Claims.read(store, run_and_step(path)[0]).newest
+            if any(save.owner == newest_owner for save in own_saves):
                 raise _manager_error(path)
         earlier_owners = owners(store, path)
         self._supersede(earlier_owners, wait)
-        numbers = [owner.number for owner in earlier_owners] + [save.owner.number for save in saves]
-        self.owner = Owner(1 + max(numbers, default=0), uuid.uuid4().hex[:8])
+        owner_numbers = [owner.number for owner in earlier_owners] + [save.owner.number for save in own_saves]
+        self.owner = Owner(1 + max(owner_numbers, default=0), uuid.uuid4().hex[:8])
         self._claim: dict[str, Any] = {
             "holder": this_process(),
             "url": path,
@@ -123,11 +123,11 @@ class Ownership:
 
     def look(self) -> None:
         """Raise `SupersededError` if another process has opened the folder for writing since (a newer claim)."""
-        newest = max(owners(self.store, self.path), default=self.owner)
-        if newest > self.owner:
-            holder = _holder_name(read_claim(self.store, self.path, newest)["holder"])
+        newest_owner = max(owners(self.store, self.path), default=self.owner)
+        if newest_owner > self.owner:
+            holder = _holder_name(read_claim(self.store, self.path, newest_owner)["holder"])
             raise SupersededError(
-                f"{self.path} was opened for writing by {holder} after this process had opened it (claim {newest} after "
+                f"{self.path} was opened for writing by {holder} after this process had opened it (claim {newest_owner} after "
                 f"{self.owner}): this process may not save there any more. End the job that should not run, or give it "
                 f"another folder."
             )
@@ -153,9 +153,9 @@ class Ownership:
         store, final_path = self.store, self._step_folder(name)
         if size_errors := wrong_sizes(store, final_path, manifest.files):
             self.look()  # a newer owner has removed them
-            listed = "\n  ".join(size_errors.values())
+            error_lines = "\n  ".join(size_errors.values())
             raise ValueError(
-                f"The files that all ranks wrote are not in {join(final_path, save.folder)}:\n  {listed}\n"
+                f"The files that all ranks wrote are not in {join(final_path, save.folder)}:\n  {error_lines}\n"
                 f"Give a folder that all ranks share."
             )
         for folder in (join(final_path, save.folder), final_path, split(final_path)[0]):
@@ -194,8 +194,8 @@ class Ownership:
             self.store.rm_file(final_path)
             self.saves.pop(name, None)
             return "gone"
-        if (lease := lease_state(self._readers.look(), self._leased_step(name))) != "gone":
-            return lease
+        if (lease_status := lease_state(self._readers.look(), self._leased_step(name))) != "gone":
+            return lease_status
         save = self._new_save()._replace(is_deletion=True)
         _put_twice(self.store, join(final_path, save.manifest), Manifest(save_id=save.folder).to_json())
         self._claim["accepts"].pop(name, None)
@@ -330,14 +330,14 @@ class Ownership:
             )
 
     def _is_owner_alive(self, owner: Owner, *, wait: bool) -> bool:
-        while (state := self._readers.watch.look(self._lease_of(owner))[0]) == "undecided":
+        while (holder_state := self._readers.watch.look(self._lease_of(owner))[0]) == "undecided":
             if not wait:
                 raise ValueError(
                     f"One look does not tell if the owner {owner} of {self.path} still runs. Try again with --wait, which "
                     f"looks twice, about a minute apart."
                 )
             time.sleep(RENEW_SECONDS)
-        return state == "alive"
+        return holder_state == "alive"
 
     def _put_claim(self) -> None:
         put_claim(self.store, self.path, self.owner, self._claim)
@@ -391,13 +391,13 @@ def metrics_of(store: Store, path: str, save: Save) -> dict[str, float]:
 
 
 def _link_files(store: Store, link: str) -> None:
-    target, temporary = os.path.realpath(link), f"{link}.{uuid.uuid4().hex[:12]}.tmp"
-    store.mkdir(temporary)
-    for name in store.names(target):
+    target_folder, temporary_folder = os.path.realpath(link), f"{link}.{uuid.uuid4().hex[:12]}.tmp"
+    store.mkdir(temporary_folder)
+    for name in store.names(target_folder):
         if name not in (CLAIMS, LEASES):
-            os.symlink(join(target, name), join(temporary, name))
+            os.symlink(join(target_folder, name), join(temporary_folder, name))
     store.rm_file(link)
-    store.rename(temporary, link)
+    store.rename(temporary_folder, link)
 
 
 def _put_twice(store: Store, path: str, content: bytes) -> None:

@@ -67,9 +67,9 @@ class Contents:
 
     def subtree(self, root: tuple[str, ...]) -> Contents:
         """Return the contents below a path in the nested state; their paths are relative to it."""
-        start = len(root)
-        inner_paths = {name: path for name, path in self.paths.items() if (*map(str, path[:start]),) == root}
-        paths = {name: path[start:] for name, path in inner_paths.items() if len(path) > start}
+        root_length = len(root)
+        inner_paths = {name: path for name, path in self.paths.items() if (*map(str, path[:root_length]),) == root}
+        paths = {name: path[root_length:] for name, path in inner_paths.items() if len(path) > root_length}
         return Contents({name: self.values[name] for name in paths}, paths, self.without_path)
 
 
@@ -205,15 +205,15 @@ class Reader(ABC):
 
 def _copy(item: ReadItem, stored_tensor: torch.Tensor, target: torch.Tensor) -> None:
     """Copy the part that a read item requests from a stored tensor (or piece) into a tensor."""
-    requested = stored_tensor[
+    requested_part = stored_tensor[
         tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths, strict=True))
     ]
-    if (requested.shape, requested.dtype) != (target.shape, target.dtype):
-        stored, declared = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (requested, target))
+    if (requested_part.shape, requested_part.dtype) != (target.shape, target.dtype):
+        stored, declared = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (requested_part, target))
         raise DamagedCheckpointError(
             f"{item.storage_index.fqn} is {stored} in its file, and {declared} in the metadata"
         )
-    target.copy_(requested)
+    target.copy_(requested_part)
 
 
 class FilesReader(Reader):
@@ -253,13 +253,13 @@ class FilesReader(Reader):
             self.check()
             with self._files.create_stream(self._files.concat_path(self.path, name), "rb") as stream:
                 for (start, size), same_piece in itertools.groupby(in_file, operator.itemgetter(1, 2)):
-                    requests = [items[index] for *_, index in same_piece]
-                    is_kept = requests[0].type is LoadItemType.BYTE_IO
+                    piece_items = [items[index] for *_, index in same_piece]
+                    is_kept = piece_items[0].type is LoadItemType.BYTE_IO
                     memory = Memory.empty(size) if is_kept else _buffer_for(buffer, size)
                     buffer = buffer if is_kept else memory
                     read_piece(stream, name, start, size, self.pieces[name][start, size], memory)
-                    value = _value_in(memory, requests[0].storage_index.fqn)
-                    yield from ((item, value) for item in requests)
+                    value = _value_in(memory, piece_items[0].storage_index.fqn)
+                    yield from ((item, value) for item in piece_items)
 
 
 def _value_in(memory: Memory, name: str) -> Any:

@@ -84,9 +84,9 @@ def refuse_outside_path(name: str) -> None:
 def read_manifest(store: Store, path: str, save: Save) -> Manifest:
     """Return the manifest of a save in the checkpoint at ``path``; raise ``ValueError`` if it is damaged or too new."""
     name = join(path, save.manifest)
-    text = store.read(name)
+    manifest_bytes = store.read(name)
     try:
-        return Manifest.from_json(text)
+        return Manifest.from_json(manifest_bytes)
     except NewerError as error:
         raise NewerError(f"{name} was {error}. Install that rescale_data, or load an earlier checkpoint.") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -103,13 +103,13 @@ def manifest_at(store: Store, path: str) -> Manifest | None:
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Return metrics as floats; raise ``TypeError`` for a value that is no number. nan is allowed."""
-    checked: dict[str, float] = {}
+    checked_values: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         try:
-            checked[str(name)] = float(value)
+            checked_values[str(name)] = float(value)
         except (TypeError, ValueError) as error:
             raise TypeError(f"metrics[{name!r}] is {value!r}; a metric is one number, such as loss.item().") from error
-    return checked
+    return checked_values
 
 
 def _checksum(content: Mapping[str, Any]) -> int:

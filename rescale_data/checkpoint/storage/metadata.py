@@ -78,14 +78,14 @@ _FREQUENT: dict[str, Any] = {
 
 def _metadata(metadata_record: Any) -> dcp.Metadata:
     fields = _fields(metadata_record)
-    meta = _fields(fields.get("storage_meta"))
+    storage_fields = _fields(fields.get("storage_meta"))
     return dcp.Metadata(
         {checked(name, str): _value_metadata(value) for name, value in fields["state_dict_metadata"].items()},
         planner_data=_paths(fields.get("planner_data")),
         storage_data={
             _index(vars(key)): _location(vars(location)) for key, location in (fields["storage_data"] or {}).items()
         },
-        storage_meta=dcp.StorageMeta(save_id=meta.get("save_id")),
+        storage_meta=dcp.StorageMeta(save_id=storage_fields.get("save_id")),
     )
 
 
@@ -119,11 +119,11 @@ def _index(key: Mapping[str, Any]) -> dcp.MetadataIndex:
 
 def _location(location: Mapping[str, Any]) -> SimpleNamespace:
     """Return the file, offset and length of a saved value, with checked types."""
-    name = checked(location["relative_path"], str)
-    refuse_outside_path(name)
+    file_name = checked(location["relative_path"], str)
+    refuse_outside_path(file_name)
     transforms = location.get("transform_descriptors")
     return SimpleNamespace(
-        relative_path=name,
+        relative_path=file_name,
         offset=int(location["offset"]),
         length=int(location["length"]),
         transform_descriptors=None if transforms is None else tuple(checked(text, str) for text in transforms),

@@ -23,21 +23,21 @@ Build = Callable[[Any], Any]
 
 
 def _dtype(build: Build, record: Record) -> np.dtype[Any]:
-    code, state = record.args[0], (*(record.state or ()), *(None,) * 9)[:9]
-    _, order, base, names, fields, size, _, _, unit = state
-    if not (isinstance(code, str) and _CODE.fullmatch(code)):
-        raise ValueError(f"a dtype of {code!r}")
-    if base is not None:
-        dtype = np.dtype((build(base[0]), checked_sizes(base[1])))
+    dtype_code, dtype_state = record.args[0], (*(record.state or ()), *(None,) * 9)[:9]
+    _, order, base_dtype, names, fields, item_size, _, _, unit = dtype_state
+    if not (isinstance(dtype_code, str) and _CODE.fullmatch(dtype_code)):
+        raise ValueError(f"a dtype of {dtype_code!r}")
+    if base_dtype is not None:
+        dtype = np.dtype((build(base_dtype[0]), checked_sizes(base_dtype[1])))
     elif names is not None:
         field_specs: list[Any] = [(*cast(Any, fields)[name], None)[:3] for name in names]
         formats, offsets, titles = zip(*field_specs, strict=True)
-        spec = {"names": names, "formats": [*map(build, formats)], "offsets": offsets, "titles": titles}
-        dtype = np.dtype(cast(Any, {**spec, "itemsize": size}))
-    elif code[0] in "mM" and unit is not None:
-        dtype = np.dtype(f"{code}{_unit(build(unit[1]))}")
+        field_layout = {"names": names, "formats": [*map(build, formats)], "offsets": offsets, "titles": titles}
+        dtype = np.dtype(cast(Any, {**field_layout, "itemsize": item_size}))
+    elif dtype_code[0] in "mM" and unit is not None:
+        dtype = np.dtype(f"{dtype_code}{_unit(build(unit[1]))}")
     else:
-        dtype = np.dtype(code)
+        dtype = np.dtype(dtype_code)
     if dtype.hasobject and dtype != np.dtype(object):
         raise ValueError("objects within a structure")
     return dtype.newbyteorder(order) if order in ("<", ">") else dtype
@@ -45,11 +45,11 @@ def _dtype(build: Build, record: Record) -> np.dtype[Any]:
 
 def _unit(unit: Any) -> str:
     """Return the unit of a time dtype as text, ``[25s]`` for ``(b"s", 25, 1, 1)``."""
-    name, count, *_ = unit
-    text = name.decode() if isinstance(name, bytes) else name
-    if not (_UNIT.fullmatch(text) and type(count) is int):
+    name, multiple, *_ = unit
+    unit_name = name.decode() if isinstance(name, bytes) else name
+    if not (_UNIT.fullmatch(unit_name) and type(multiple) is int):
         raise ValueError(f"the unit {unit!r}")
-    return "" if text == "generic" else f"[{count}{text}]"
+    return "" if unit_name == "generic" else f"[{multiple}{unit_name}]"
 
 
 def _array(build: Build, record: Record) -> np.ndarray[Any, Any]:
@@ -77,9 +77,9 @@ def _array_from_bytes(
     shape: tuple[int, ...], kind: np.dtype[Any], data: Any, order: Literal["C", "F"] = "C"
 ) -> np.ndarray[Any, Any]:
     """Return an array with exactly the given bytes; raise ``ValueError`` if their number is wrong."""
-    content, size = data.encode("latin1") if isinstance(data, str) else data, math.prod(shape) * kind.itemsize
-    if not isinstance(content, bytes) or len(content) != size:
-        raise ValueError(f"{size} bytes for an array, and other data")
+    content, num_bytes = data.encode("latin1") if isinstance(data, str) else data, math.prod(shape) * kind.itemsize
+    if not isinstance(content, bytes) or len(content) != num_bytes:
+        raise ValueError(f"{num_bytes} bytes for an array, and other data")
     array: np.ndarray[Any, Any] = np.ndarray(shape, kind, bytearray(content), order=order)
     _refuse_invalid_text(array)
     return array

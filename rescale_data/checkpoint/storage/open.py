@@ -47,18 +47,18 @@ class CheckpointReader(dcp.FilesReader):
         self.manifest: Manifest | None = None
 
     def read_metadata(self) -> dcp.Metadata:
-        name = self.manifest.metadata if self.manifest else METADATA
-        content = self.store.read(join(self.path, name))
-        if (saved_crc32 := self.crc32s(name)) and saved_crc32 != f"{zlib.crc32(content):08x}":
-            raise damaged_error(self.path, [f"{name} is not what was saved: it has another checksum"])
+        metadata_name = self.manifest.metadata if self.manifest else METADATA
+        metadata_bytes = self.store.read(join(self.path, metadata_name))
+        if (saved_crc32 := self.crc32s(metadata_name)) and saved_crc32 != f"{zlib.crc32(metadata_bytes):08x}":
+            raise damaged_error(self.path, [f"{metadata_name} is not what was saved: it has another checksum"])
         try:
-            return read_metadata(content)
+            return read_metadata(metadata_bytes)
         except ValueError as error:
             raise type(error)(f"{self.path} cannot be read: {error}") from error
 
     def crc32s(self, name: str) -> str:
-        record = self.manifest.files.get(name) if self.manifest else None
-        return record.crc32s if record else ""
+        file_record = self.manifest.files.get(name) if self.manifest else None
+        return file_record.crc32s if file_record else ""
 
     def is_replaced(self) -> bool:
         """True if the checkpoint was replaced by another save or deleted since it was opened."""
@@ -81,27 +81,27 @@ def open_store(
             f"A checkpoint's path is a str or os.PathLike, not a {type(path).__name__}. It is the first argument: "
             f"save(path, state), load(path, state)."
         )
-    text = os.fspath(path)
-    if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
-        raise ValueError(f"{text!r} was a URL: pathlib has taken one of its slashes. Give a URL as a str.")
-    protocol, _, local_path = text.rpartition("://")
+    path_text = os.fspath(path)
+    if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path_text):
+        raise ValueError(f"{path_text!r} was a URL: pathlib has taken one of its slashes. Give a URL as a str.")
+    protocol, _, local_path = path_text.rpartition("://")
     if protocol not in ("", "file", "local"):
-        return ObjectStore(text, storage_options), text.rstrip("/")
-    absolute = os.path.abspath(local_path)
+        return ObjectStore(path_text, storage_options), path_text.rstrip("/")
+    absolute_path = os.path.abspath(local_path)
     if to_write:
-        folder, name = split(absolute)
+        folder, name = split(absolute_path)
         return DiskStore(), join(os.path.realpath(folder), name)
-    return DiskStore(), os.path.realpath(absolute)
+    return DiskStore(), os.path.realpath(absolute_path)
 
 
 def mapped_path(path: StrPath) -> str:
     """Return a path on this machine, whose file can be memory-mapped; ``ValueError`` for an object store."""
-    store, text = open_store(path)
+    store, path_text = open_store(path)
     if not store.can_rename:
         raise ValueError(
-            f"{text} is in an object store, and its files are mapped to be read. Copy it to a local disk first."
+            f"{path_text} is in an object store, and its files are mapped to be read. Copy it to a local disk first."
         )
-    return text
+    return path_text
 
 
 def read_checkpoint(
@@ -125,9 +125,9 @@ def read_checkpoint(
     """
     ranks = ranks or Ranks(alone=True)
     store, folder = open_store(path, storage_options)
-    attempt = 0
+    num_attempts = 0
     while True:
-        attempt += 1
+        num_attempts += 1
         reader = CheckpointReader(store, folder)
         with ExitStack() as stack:
             reader.save = ranks.on_first(partial(_hold_lease, stack, reader))
@@ -139,7 +139,7 @@ def read_checkpoint(
                     raise damaged_error(folder, defects)
                 return work(reader)
             except Exception:
-                if attempt == _MAX_ATTEMPTS or not ranks.on_first(reader.is_replaced):
+                if num_attempts == _MAX_ATTEMPTS or not ranks.on_first(reader.is_replaced):
                     raise
 
 
@@ -179,8 +179,8 @@ def damaged_error(
     path: str, problems: list[str], consequence: str = "Nothing was loaded. Load an earlier checkpoint."
 ) -> Exception:
     """Return the error that lists the defects of a checkpoint."""
-    listed = "\n  ".join(problems)
-    return DamagedCheckpointError(f"The checkpoint {path} is damaged:\n  {listed}\n{consequence}", problems)
+    problem_lines = "\n  ".join(problems)
+    return DamagedCheckpointError(f"The checkpoint {path} is damaged:\n  {problem_lines}\n{consequence}", problems)
 
 
 def _manifest_and_defects(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
@@ -191,12 +191,12 @@ def _manifest_and_defects(reader: CheckpointReader) -> tuple[Manifest | None, li
     store, path = reader.store, reader.path
     try:
         manifest = None if reader.save is None else read_manifest(store, path, reader.save)
-        files = manifest.files if manifest else _files_of_another_tool(reader)
+        file_records = manifest.files if manifest else _files_of_another_tool(reader)
     except (NewerError, UnknownClassError):
         raise
     except ValueError as error:
         return None, [str(error)]
-    return manifest, list(wrong_sizes(store, path, files, exact=manifest is not None).values())
+    return manifest, list(wrong_sizes(store, path, file_records, exact=manifest is not None).values())
 
 
 def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
@@ -231,26 +231,26 @@ def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exa
         exact: False where files may be longer than what is known of them.
     """
     folders = {split(join(path, name))[0] for name in files}
-    sizes = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
+    found_sizes = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
     size_errors: dict[str, str] = {}
     for name, record in files.items():
-        file_path, prefix = join(path, name), "" if exact else "at least "
-        if (size := sizes.get(file_path)) is None:
-            size_errors[name] = f"{file_path} is missing; {prefix}{record.size} bytes were saved"
+        file_path, bound_text = join(path, name), "" if exact else "at least "
+        if (size := found_sizes.get(file_path)) is None:
+            size_errors[name] = f"{file_path} is missing; {bound_text}{record.size} bytes were saved"
         elif size < record.size or (exact and size > record.size):
-            size_errors[name] = f"{file_path} has {size} bytes; {prefix}{record.size} were saved"
+            size_errors[name] = f"{file_path} has {size} bytes; {bound_text}{record.size} were saved"
     return size_errors
 
 
 def _damaged_files(reader: CheckpointReader) -> list[str]:
     """Return a message for each file whose content is damaged, after reading all of them."""
-    files = reader.pieces
+    pieces_by_file = reader.pieces
 
     def find_defect(name: str) -> str | None:
-        buffer = dcp.Memory.empty(max(size for _, size in files[name]))
+        buffer = dcp.Memory.empty(max(size for _, size in pieces_by_file[name]))
         try:
             with reader.store.open_read(join(reader.path, name)) as stream:
-                for (start, size), crc32 in files[name].items():
+                for (start, size), crc32 in pieces_by_file[name].items():
                     dcp.read_piece(stream, name, start, size, crc32, buffer)
         except OSError as error:
             return f"{name} cannot be read: {error}"
@@ -259,4 +259,4 @@ def _damaged_files(reader: CheckpointReader) -> list[str]:
         return None
 
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return [*filter(None, pool.map(find_defect, files))]
+        return [*filter(None, pool.map(find_defect, pieces_by_file))]

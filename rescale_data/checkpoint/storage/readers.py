@@ -52,11 +52,11 @@ class ReaderLeases:
         """Return the leases of readers that are or may be alive, and remove the others."""
         leases: list[tuple[HolderState, Mapping[str, Any]]] = []
         for name in self._store.names(self._folder):
-            state, content = self.watch.look(path := join(self._folder, name))
-            if state == "gone":
-                self._store.rm_file(path)
+            holder_state, lease_content = self.watch.look(lease_path := join(self._folder, name))
+            if holder_state == "gone":
+                self._store.rm_file(lease_path)
             else:
-                leases.append((state, content))
+                leases.append((holder_state, lease_content))
         return leases
 
 
@@ -64,11 +64,11 @@ def lease_state(
     leases: list[tuple[HolderState, Mapping[str, Any]]], step: str, save: Save | None = None
 ) -> HolderState:
     """Return "alive" if a lease covers a step (or one save of it), "undecided" if one may, else "gone"."""
-    states = {
+    holder_states = {
         state
         for state, content in leases
         if "owner" not in content
         and content.get("step", step) == step
         and (save is None or content.get("save", save.folder) == save.folder)
     }
-    return "alive" if "alive" in states else "undecided" if states else "gone"
+    return "alive" if "alive" in holder_states else "undecided" if holder_states else "gone"

@@ -71,10 +71,10 @@ class RecordUnpickler(pickle.Unpickler):
         self._is_known, self._storage = is_known, storage
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        name = f"{'builtins' if module_name == '__builtin__' else module_name}.{global_name}"
-        if not self._is_known(name):
-            raise UnknownClassError(name)
-        return _record_class(name)
+        qualified_name = f"{'builtins' if module_name == '__builtin__' else module_name}.{global_name}"
+        if not self._is_known(qualified_name):
+            raise UnknownClassError(qualified_name)
+        return _record_class(qualified_name)
 
     def persistent_load(self, pid: Any) -> Any:
         if self._storage is None:
@@ -89,8 +89,8 @@ def _record_class(name: str) -> Any:
 
 def allowed_by_user() -> dict[str, Any]:
     """Return the classes and functions given to ``torch.serialization.add_safe_globals``, by name."""
-    entries = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
-    return {name or f"{entry.__module__}.{entry.__qualname__}": entry for entry, name in entries}
+    allowed = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
+    return {name or f"{entry.__module__}.{entry.__qualname__}": entry for entry, name in allowed}
 
 
 def checked_sizes(values: Any) -> tuple[int, ...]:

@@ -38,9 +38,9 @@ class RunFolder:
     def saves(self) -> Iterator[tuple[int, Save]]:
         """Yield ``(step, save)`` for each step that has a checkpoint, the newest first."""
         steps = self.steps_with_folder()
-        claims = Claims.read(self.store, self.path) if steps else Claims()
+        run_claims = Claims.read(self.store, self.path) if steps else Claims()
         for step in reversed(steps):
-            if save := find(self.store, self.checkpoint(step), claims):
+            if save := find(self.store, self.checkpoint(step), run_claims):
                 yield step, save
 
     def steps(self) -> list[int]:

@@ -116,18 +116,18 @@ class Store(FileSystemBase):
     def sizes(self, path: str) -> dict[str, int]:
         """Return the size in bytes of each file directly in a folder, by name; empty if there is no folder."""
         with contextlib.suppress(*_NOT_FOUND):
-            listed = cast("list[dict[str, Any]]", self._files.ls(path, detail=True))
-            return {split(entry["name"])[1]: int(entry["size"]) for entry in listed if entry["type"] == "file"}
+            listing = cast("list[dict[str, Any]]", self._files.ls(path, detail=True))
+            return {split(entry["name"])[1]: int(entry["size"]) for entry in listing if entry["type"] == "file"}
         return {}
 
     def names(self, path: str) -> list[str]:
         """Return the names directly in a folder, sorted; empty if there is no folder."""
         try:
-            listed = cast(list[str], self._files.ls(path, detail=False))
+            listing = cast(list[str], self._files.ls(path, detail=False))
         except _NOT_FOUND:
             return []
         folder_name = split(path)[1]
-        return sorted({name for name in (split(entry)[1] for entry in listed) if name and name != folder_name})
+        return sorted({name for name in (split(entry)[1] for entry in listing) if name and name != folder_name})
 
     def mkdir(self, path: Any) -> None:
         """Make a folder. Do nothing in an object store, where a folder begins with its first object."""
@@ -174,14 +174,14 @@ class Store(FileSystemBase):
 
     @contextmanager
     def _new_file(self, path: str) -> Generator[BinaryIO]:
-        raw = self.open_write(path)
+        raw_stream = self.open_write(path)
         try:
-            yield raw
-            raw.flush()
-            self.sync_file(raw)
-            raw.close()
+            yield raw_stream
+            raw_stream.flush()
+            self.sync_file(raw_stream)
+            raw_stream.close()
         except BaseException as error:
-            self.discard(raw, path)
+            self.discard(raw_stream, path)
             if isinstance(error, OSError) and error.errno is not None and error.filename is None:
                 error.filename = path
             raise
@@ -191,11 +191,11 @@ class Store(FileSystemBase):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase]:
         if "w" not in mode:
-            with self.open_read(path) as raw:
-                yield cast(io.IOBase, raw)
+            with self.open_read(path) as raw_stream:
+                yield cast(io.IOBase, raw_stream)
             return
-        with self._new_file(path) as raw:
-            stream = CheckedStream(raw)
+        with self._new_file(path) as raw_stream:
+            stream = CheckedStream(raw_stream)
             try:
                 yield stream
             except BaseException as error:
@@ -227,13 +227,13 @@ class ObjectStore(Store):
     can_rename = False
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        options = {"use_listings_cache": False, **(storage_options or {})}
-        if options["use_listings_cache"]:
+        fs_options = {"use_listings_cache": False, **(storage_options or {})}
+        if fs_options["use_listings_cache"]:
             raise ValueError(
                 "use_listings_cache=True would hide what other jobs save. Leave it out of storage_options."
             )
         try:
-            super().__init__(fsspec.core.url_to_fs(url, **options)[0])
+            super().__init__(fsspec.core.url_to_fs(url, **fs_options)[0])
         except (ValueError, ImportError) as error:
             raise ValueError(
                 f"{url!r} cannot be opened: {error}. "
@@ -289,12 +289,12 @@ class DiskStore(Store):
     def put(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, "It is a folder; give the path of a file", path)
-        temporary = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
-        super().put(temporary, content)
+        temporary_path = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+        super().put(temporary_path, content)
         try:
-            self.rename(temporary, path)
+            self.rename(temporary_path, path)
         except BaseException:
-            self.rm_file(temporary)
+            self.rm_file(temporary_path)
             raise
         self.sync_folder(split(path)[0])
 
@@ -318,11 +318,11 @@ class DiskStore(Store):
         os.fsync(stream.fileno())
 
     def sync_folder(self, path: str) -> None:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        folder_descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:
-            os.fsync(descriptor)
+            os.fsync(folder_descriptor)
         finally:
-            os.close(descriptor)
+            os.close(folder_descriptor)
 
 
 @contextmanager

@@ -72,10 +72,10 @@ def load_safely(memory: Memory) -> Any:
     try:
         return _Archive(memory).value()
     except UnknownClassError as error:
-        name = str(error)
+        class_name = str(error)
         raise ValueError(
-            f"it holds {name}, which could run code; if it is a class of yours, allow it by "
-            f"torch.serialization.add_safe_globals([{name.rpartition('.')[2]}])"
+            f"it holds {class_name}, which could run code; if it is a class of yours, allow it by "
+            f"torch.serialization.add_safe_globals([{class_name.rpartition('.')[2]}])"
         ) from error
     except Exception as error:  # what a changed byte makes of a pickle is not to be foreseen
         raise ValueError(f"it is damaged, or no file of torch.save: {type(error).__name__}: {error}") from error
@@ -94,9 +94,9 @@ class _Archive:
     def __init__(self, memory: Memory) -> None:
         with zipfile.ZipFile(cast("IO[bytes]", memory)) as archive:
             self._records = {info.filename: info for info in archive.infolist()}
-            name = next(name for name in self._records if name.split("/")[1:] == ["data.pkl"])
-            self._folder = name.removesuffix("data.pkl")
-            self._pickle = archive.read(self._stored(name))
+            data_name = next(data_name for data_name in self._records if data_name.split("/")[1:] == ["data.pkl"])
+            self._folder = data_name.removesuffix("data.pkl")
+            self._pickle = archive.read(self._stored(data_name))
             if (order := f"{self._folder}byteorder") in self._records and archive.read(self._stored(order)) == b"big":
                 raise ValueError("it was written on a machine with big-endian numbers")
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
@@ -119,22 +119,22 @@ class _Archive:
 
     def _storage(self, pid: Any) -> _Storage:
         """Return the storage for a reference ``("storage", class, key, device, number of elements)``."""
-        kind, cls, key, _, count = pid
+        reference_kind, cls, key, _, num_elements = pid
         dtype = _STORAGES[cls.stands_for]
-        if kind != "storage" or type(count) is not int or count < 0:
+        if reference_kind != "storage" or type(num_elements) is not int or num_elements < 0:
             raise ValueError(f"{pid!r} is no storage")
         if (storage := self._storages.get((key, cls.stands_for))) is not None:
             return storage
         info = self._stored(f"{self._folder}data/{key}")
-        size = count * (dtype or torch.uint8).itemsize
-        if size != info.file_size:
-            raise ValueError(f"{size} bytes of a storage, and its record has {info.file_size}")
+        nbytes = num_elements * (dtype or torch.uint8).itemsize
+        if nbytes != info.file_size:
+            raise ValueError(f"{nbytes} bytes of a storage, and its record has {info.file_size}")
         start = info.header_offset + 30  # a local header without the name and the extra field, whose lengths end it
-        lengths = self._bytes[start - 4 : start].tolist()
-        start += lengths[0] + 256 * lengths[1] + lengths[2] + 256 * lengths[3]
-        if start + size > len(self._bytes):
+        length_bytes = self._bytes[start - 4 : start].tolist()
+        start += length_bytes[0] + 256 * length_bytes[1] + length_bytes[2] + 256 * length_bytes[3]
+        if start + nbytes > len(self._bytes):
             raise ValueError(f"its record {info.filename} is cut")
-        content: Any = self._bytes.untyped_storage()[start : start + size] if size else torch.UntypedStorage(0)
+        content: Any = self._bytes.untyped_storage()[start : start + nbytes] if nbytes else torch.UntypedStorage(0)
         return self._storages.setdefault((key, cls.stands_for), _Storage(content, dtype))
 
 
@@ -173,9 +173,9 @@ class _Builder:
         if type(value) is list:
             value[:] = self.build_all(value)
         elif type(value) is dict:
-            items = [(self(key), self(inner)) for key, inner in value.items()]
+            built_items = [(self(key), self(inner)) for key, inner in value.items()]
             value.clear()
-            value.update(items)
+            value.update(built_items)
         else:
             raise ValueError(f"a {type(value).__name__} is no value")
         return value
@@ -331,10 +331,10 @@ def warn_of_unloadable(state_dict: Mapping[str, Any]) -> None:
 def _is_loadable(value: Any) -> bool:
     if is_plain(value) or (type(value) is np.ndarray and value.dtype.kind in "biufc"):
         return True
-    content = io.BytesIO()
+    file_buffer = io.BytesIO()
     try:
-        torch.save(value, content)
-        load_safely(Memory.from_bytes(content.getvalue()))
+        torch.save(value, file_buffer)
+        load_safely(Memory.from_bytes(file_buffer.getvalue()))
     except Exception:
         return False
     return True
