@@ -41,10 +41,10 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
         >>> from rescale_data import testing
         >>> testing.assert_source(rd.SyntheticSource(100, length=4), columns=["tokens"])  # raises if it breaks its contract
     """
-    missing = [name for name in ("name", "num_rows") if not hasattr(source, name)]
-    if missing or not isinstance(source, Source):  # pyright: ignore[reportUnnecessaryIsInstance]
+    missing_attributes = [name for name in ("name", "num_rows") if not hasattr(source, name)]
+    if missing_attributes or not isinstance(source, Source):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise AssertionError(
-            f"A {type(source).__name__} is no source: it is no subclass of rd.Source, or lacks {missing}"
+            f"A {type(source).__name__} is no source: it is no subclass of rd.Source, or lacks {missing_attributes}"
         )
     _check_attributes(source)
     rows = sorted({int(i) for i in np.linspace(0, source.num_rows - 1, num_rows)})
@@ -70,13 +70,13 @@ def _check_attributes(source: Source) -> None:
     if fragments is not None:
         is_offsets = isinstance(fragments, np.ndarray) and fragments.dtype == np.int64 and len(fragments) >= 2  # pyright: ignore[reportUnnecessaryIsInstance]
         _require(is_offsets, "fragments is None, or int64[F + 1]")
-        ends = int(fragments[0]) == 0 and int(fragments[-1]) == source.num_rows
-        _require(ends and bool((np.diff(fragments) >= 0).all()), "fragments go up from 0 to num_rows")
+        spans_all_rows = int(fragments[0]) == 0 and int(fragments[-1]) == source.num_rows
+        _require(spans_all_rows and bool((np.diff(fragments) >= 0).all()), "fragments go up from 0 to num_rows")
     try:
-        text = json.dumps(dict(source.manifest()), sort_keys=True)
+        json_text = json.dumps(dict(source.manifest()), sort_keys=True)
     except TypeError as error:
         raise AssertionError(f"manifest() holds JSON values: {error}") from error
-    _require(text == json.dumps(dict(source.manifest()), sort_keys=True), "manifest() is the same at every call")
+    _require(json_text == json.dumps(dict(source.manifest()), sort_keys=True), "manifest() is the same at every call")
 
 
 def _check_repeated_reads(source: Source, first_reads: Mapping[int, Any]) -> None:
@@ -114,8 +114,8 @@ def _check_tokens(source: Source, column: str, first_reads: Mapping[int, Any]) -
         fragment = int(np.searchsorted(source.fragments, index, side="right")) - 1
         tokens, row_in_fragment = source.tokens(column, fragment), index - int(source.fragments[fragment])
         row_tokens = tokens.values[tokens.offsets[row_in_fragment] : tokens.offsets[row_in_fragment + 1]]
-        same = row_tokens.tolist() == row[column].tolist()
-        _require(same, f"tokens({column!r}, {fragment}) are not those of row({index})")
+        is_same = row_tokens.tolist() == row[column].tolist()
+        _require(is_same, f"tokens({column!r}, {fragment}) are not those of row({index})")
         _require(
             row[column].dtype == dtype, f"token_dtype({column!r}) is {dtype}, row({index}) has {row[column].dtype}"
         )
