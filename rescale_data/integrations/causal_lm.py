@@ -43,10 +43,10 @@ def causal_lm_batch(samples: Samples) -> dict[str, Any]:
         )
     unlearned = torch.full_like(batch["labels"][:, :1], -100)
     labels = torch.cat([unlearned, batch["labels"][:, :-1]], dim=1)
-    result = {"input_ids": batch["tokens"], "labels": labels}
+    model_inputs = {"input_ids": batch["tokens"], "labels": labels}
     if "doc_ids" in batch:
-        result["position_ids"] = positions(batch["doc_ids"])
-    return result
+        model_inputs["position_ids"] = positions(batch["doc_ids"])
+    return model_inputs
 
 
 def positions(doc_ids: Tensor) -> Tensor:
@@ -54,6 +54,6 @@ def positions(doc_ids: Tensor) -> Tensor:
 
     A document begins where ``doc_ids`` change.
     """
-    index = torch.arange(doc_ids.shape[1]).expand_as(doc_ids)
+    token_index = torch.arange(doc_ids.shape[1]).expand_as(doc_ids)
     is_first = doc_ids.diff(dim=1, prepend=doc_ids[:, :1]) != 0
-    return index - (index * is_first).cummax(dim=1).values
+    return token_index - (token_index * is_first).cummax(dim=1).values

@@ -82,9 +82,9 @@ class _SaveDataState(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         data_state = self._loader.state_dict()  # collective: this hook runs on all ranks
         if args.should_save:
-            folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            torch.save(data_state, folder / f"{FILE}.tmp")
-            os.replace(folder / f"{FILE}.tmp", folder / FILE)
+            checkpoint_folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            torch.save(data_state, checkpoint_folder / f"{FILE}.tmp")
+            os.replace(checkpoint_folder / f"{FILE}.tmp", checkpoint_folder / FILE)
 
 
 def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int) -> None:
@@ -94,14 +94,14 @@ def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int
             f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}), but the loader makes a global "
             f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that, or another micro_batch_size."
         )
-    allowed: dict[str, tuple[tuple[Any, ...], str]] = {  # values, and the argument of the loader that says it
+    allowed_values: dict[str, tuple[tuple[Any, ...], str]] = {  # values, and the argument of the loader that says it
         "per_device_train_batch_size": ((from_stream(loader, _micro_batch_size),), "micro_batch_size"),
         "dataloader_num_workers": ((0, loader.options.num_workers), "num_workers"),
         "data_seed": ((None, loader.options.seed), "seed"),
         "train_sampling_strategy": (("random",), "shuffle"),
         "auto_find_batch_size": ((False,), "micro_batch_size"),
     }
-    for name, (values, loader_argument) in allowed.items():
+    for name, (values, loader_argument) in allowed_values.items():
         value = getattr(args, name)
         if value not in values:
             raise ValueError(
@@ -134,12 +134,12 @@ def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
 
 
 def _load_data_state(checkpoint: Path) -> dict[str, Any]:
-    file = checkpoint / FILE
-    if not file.exists():
+    state_file = checkpoint / FILE
+    if not state_file.exists():
         pattern = f"{PREFIX_CHECKPOINT_DIR}-*/{FILE}"
         checkpoints = [str(path.parent) for folder in (checkpoint.parent, checkpoint) for path in folder.glob(pattern)]
         raise FileNotFoundError(
             f"{checkpoint} holds no {FILE}: there is no such folder, it was saved without DataStateMixin, or the job was "
             f"killed at it. Resume from another checkpoint; there are {sorted(checkpoints)}."
         )
-    return torch.load(file, weights_only=True)
+    return torch.load(state_file, weights_only=True)

@@ -152,9 +152,9 @@ def _undo_partial_step(loop: dict[str, Any], state: Saved) -> None:
     num_begun = progress["current"]["ready"] % (global_batch_size // (dp_world_size * micro_batch_size))
     if num_begun and not state.clock.begun(global_batch_size):
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it again
-        for counts in (progress["current"], progress["total"]):
+        for lightning_counts in (progress["current"], progress["total"]):
             for name in _COUNTERS:
-                counts[name] -= num_begun
+                lightning_counts[name] -= num_begun
 
 
 def _recount(current: Any, state: Saved, num_new: int) -> None:
@@ -171,6 +171,6 @@ def _recount(current: Any, state: Saved, num_new: int) -> None:
             f"{num_new}. Lightning counts micro batches: resume it once with {num_old}, or from a checkpoint at the end of "
             f"a step."
         )
-    difference = steps * num_new + num_begun - current.ready
+    count_change = steps * num_new + num_begun - current.ready
     for name in _COUNTERS:
-        setattr(current, name, getattr(current, name) + difference)
+        setattr(current, name, getattr(current, name) + count_change)

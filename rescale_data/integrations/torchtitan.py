@@ -54,11 +54,11 @@ class RescaleDataLoader(BaseDataLoader):
         snapshot_every_n_steps: int | None = None, **others: Any,
     ) -> None:  # fmt: skip
         self._is_flat = bool(max_context_length)
-        length = seq_len or max_context_length
+        sequence_length = seq_len or max_context_length
         self.loader = DataLoader(
-            functools.partial(config.pipeline, tokenizer, length),
+            functools.partial(config.pipeline, tokenizer, sequence_length),
             global_batch_size=config.global_batch_size,
-            micro_batch_size=local_batch_size or num_tokens_per_batch // length,
+            micro_batch_size=local_batch_size or num_tokens_per_batch // sequence_length,
             num_logical_shards=config.num_logical_shards,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
@@ -67,11 +67,11 @@ class RescaleDataLoader(BaseDataLoader):
             repeat=config.repeat,
         )
 
-        steps = self.loader.gradient_accumulation_steps
-        if (snapshot_every_n_steps or 0) % steps:
+        micro_batches = self.loader.gradient_accumulation_steps
+        if (snapshot_every_n_steps or 0) % micro_batches:
             raise ValueError(
                 f"torchtitan saves every {snapshot_every_n_steps} batches, but with global_batch_size="
-                f"{config.global_batch_size} the loader takes {steps} a step: a checkpoint would lie within one. Give "
+                f"{config.global_batch_size} the loader takes {micro_batches} a step: a checkpoint would lie within one. Give "
                 f"RescaleDataLoader.Config the global_batch_size of training."
             )
 
