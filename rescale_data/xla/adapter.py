@@ -71,10 +71,10 @@ class XlaAdapter:
         try:
             prime_optimizer(primed_copy)
         except TypeError as error:
-            name = type(optimizer).__name__
+            class_name = type(optimizer).__name__
             raise TypeError(
-                f"{name}.step() cannot be called by itself to make the state that a checkpoint is loaded into: {error}. Run "
-                f"one step of your own before the load, and load the model together with it."
+                f"{class_name}.step() cannot be called by itself to make the state that a checkpoint is loaded into: {error}. "
+                f"Run one step of your own before the load, and load the model together with it."
             ) from error
         return {parameter: primed_copy.state[copied] for parameter, copied in copies.items()}
 

@@ -87,11 +87,11 @@ def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, n
             f"{name} has the shape {shape}, input_sharding is for {num_dims} dims: it would be replicated, although each "
             f"host has other rows. Give input_sharding by column, with a ShardingSpec for {value.dim()} dims."
         )
-    devices = xr.addressable_runtime_device_count()
-    if value.dim() and value.shape[0] % devices:
+    num_devices = xr.addressable_runtime_device_count()
+    if value.dim() and value.shape[0] % num_devices:
         raise ValueError(
-            f"{name} has {value.shape[0]} rows, which do not divide over the {devices} devices of this host, and "
-            f"minibatch=True pads nothing. Use a micro_batch_size that is a multiple of {devices}."
+            f"{name} has {value.shape[0]} rows, which do not divide over the {num_devices} devices of this host, and "
+            f"minibatch=True pads nothing. Use a micro_batch_size that is a multiple of {num_devices}."
         )
 
 
