@@ -87,11 +87,11 @@ def checks_kinds(function: F) -> F:
         return cls
     hints: dict[str, str] = function.__annotations__
     accepted_types = {name: kind for name, annotation in hints.items() if (kind := _accepted_types(str(annotation)))}
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    parameter_names = function.__code__.co_varnames[: function.__code__.co_argcount]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        positional = [_checked(accepted_types, name, value) for name, value in zip(names, args, strict=False)]
+        positional = [_checked(accepted_types, name, value) for name, value in zip(parameter_names, args, strict=False)]
         keywords = {name: _checked(accepted_types, name, value) for name, value in kwargs.items()}
         return function(*positional, *args[len(positional) :], **keywords)
 
@@ -100,21 +100,21 @@ def checks_kinds(function: F) -> F:
 
 def _accepted_types(annotation: str) -> AcceptedTypes | None:
     """Return the accepted types of an annotation, given as text; `None` if the annotation is not simple."""
-    base, previous = annotation, ""
-    while previous != base:
-        previous, base = base, re.sub(r"\[[^][]*\]", "", base)
-    without_none = base.removesuffix(" | None")
-    classes, words = _TYPES_OF_ANNOTATIONS.get(base) or _TYPES_OF_ANNOTATIONS.get(without_none) or ((), "")
-    none_type = (type(None),) if without_none != base else ()
+    stripped, previous_text = annotation, ""
+    while previous_text != stripped:
+        previous_text, stripped = stripped, re.sub(r"\[[^][]*\]", "", stripped)
+    without_none = stripped.removesuffix(" | None")
+    classes, words = _TYPES_OF_ANNOTATIONS.get(stripped) or _TYPES_OF_ANNOTATIONS.get(without_none) or ((), "")
+    none_type = (type(None),) if without_none != stripped else ()
     return AcceptedTypes(frozenset({classes[0], *none_type}), (*classes, *none_type), words) if classes else None
 
 
 def _checked(accepted_types: Mapping[str, AcceptedTypes], name: str, value: Any) -> Any:
-    kind = accepted_types.get(name)
-    if kind is None or type(value) in kind.exact:
+    accepted = accepted_types.get(name)
+    if accepted is None or type(value) in accepted.exact:
         return value
-    is_bool = isinstance(value, bool | np.bool_) and bool not in kind.exact
-    require(() if is_bool else kind.classes, kind.words, **{name: value})
+    is_bool = isinstance(value, bool | np.bool_) and bool not in accepted.exact
+    require(() if is_bool else accepted.classes, accepted.words, **{name: value})
     return value.item() if isinstance(value, np.generic) else value
 
 

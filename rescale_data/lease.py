@@ -59,18 +59,18 @@ def is_running(process: Mapping[str, Any]) -> bool | None:
             os.kill(pid, 0)
         except ProcessLookupError:
             return False
-    start = _start_of(pid)
-    return not start or start == process.get("start")
+    start_time = _start_of(pid)
+    return not start_time or start_time == process.get("start")
 
 
 def _start_of(pid: int) -> str:
     """Return the start time of a process; "ended" for a zombie, an empty string if it is not known."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+            stat_fields = file.read().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "ended" if fields[0] in "ZX" else fields[19]
+    return "ended" if stat_fields[0] in "ZX" else stat_fields[19]
 
 
 class Lease:
@@ -167,9 +167,9 @@ class LeaseObserver:
             self._last_looks.pop(path, None)
             return "gone", {}
         about = _parse_lease(content)
-        running = is_running(about.get("holder", {}))
-        if running is not None:
-            return ("alive" if running else "gone"), about
+        holder_runs = is_running(about.get("holder", {}))
+        if holder_runs is not None:
+            return ("alive" if holder_runs else "gone"), about
         last_content, last_change = self._last_looks.setdefault(path, (content, time.monotonic()))
         if last_content != content:
             self._last_looks[path] = content, time.monotonic()

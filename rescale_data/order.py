@@ -47,8 +47,8 @@ def _philox(label: str, numbers: Sequence[int]) -> np.random.Philox:
 
 
 def _digest(label: str, numbers: Sequence[int]) -> bytes:
-    text = "/".join((label, *(str(int(number)) for number in numbers)))
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    label_text = "/".join((label, *(str(int(number)) for number in numbers)))
+    return hashlib.blake2b(label_text.encode(), digest_size=16).digest()
 
 
 class _PhiloxKey(ISeedSequence):
@@ -73,12 +73,12 @@ def encipher(index: Ints, size: int, label: str, *numbers: int) -> Ints:
     A Feistel network over the next power of two, walked until it falls below ``size`` again (Black and Rogaway, "Ciphers
     with arbitrary finite domains", 2002): fewer than two steps on average. ``size`` is at most 2**62.
     """
-    keys = random_words(_FEISTEL_ROUNDS, label, *numbers)
+    round_keys = random_words(_FEISTEL_ROUNDS, label, *numbers)
     bits = max(2, (size - 1).bit_length())
-    image = _feistel(index.astype(np.uint64), bits, keys)
+    image = _feistel(index.astype(np.uint64), bits, round_keys)
     outside = np.flatnonzero(image >= size)
     while len(outside):
-        image[outside] = _feistel(image[outside], bits, keys)
+        image[outside] = _feistel(image[outside], bits, round_keys)
         outside = outside[image[outside] >= size]
     return image.astype(np.int64)
 
@@ -130,8 +130,8 @@ class FragmentOrder:
 
 def permuted_fragments(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
     """Return fragments, given by their first rows and numbers of rows, in the random order of an epoch."""
-    order = permutation(len(starts), "fragments", seed, epoch)
-    return unpermuted_fragments(starts[order], lengths[order])
+    fragment_order = permutation(len(starts), "fragments", seed, epoch)
+    return unpermuted_fragments(starts[fragment_order], lengths[fragment_order])
 
 
 def unpermuted_fragments(starts: Ints, lengths: Ints) -> FragmentOrder:

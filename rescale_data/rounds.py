@@ -34,11 +34,11 @@ def range_numbers(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards:
     if num_rows >= num_logical_shards:
         return shards
     rounds, round_epochs = np.divmod(epochs, num_logical_shards)
-    shifts = np.zeros_like(shards)
+    range_shifts = np.zeros_like(shards)
     for number in np.unique(rounds).tolist():
         begin, step = _round_params(num_logical_shards, seed, number)
-        shifts += np.where(rounds == number, begin + step * round_epochs, 0)
-    return (shards + shifts) % num_logical_shards
+        range_shifts += np.where(rounds == number, begin + step * round_epochs, 0)
+    return (shards + range_shifts) % num_logical_shards
 
 
 def range_number(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
@@ -68,9 +68,9 @@ def _first_index_within(factor: int, modulus: int, low: int, high: int) -> int:
     """Return the smallest i with ``low <= factor * i % modulus <= high``, where 0 < low; -1 if there is none."""
     if not factor:
         return -1
-    index = -(-low // factor)
-    if index * factor <= high:
-        return index
+    first_index = -(-low // factor)
+    if first_index * factor <= high:
+        return first_index
     num_wraps = _first_index_within(modulus % factor, factor, -high % factor, -low % factor)
     return -1 if num_wraps < 0 else -(-(low + modulus * num_wraps) // factor)
 
@@ -100,13 +100,13 @@ def _round_params(num_logical_shards: int, seed: int, number: int) -> tuple[int,
 
 def floor_sum(count: Ints, modulus: int | Ints, factor: Ints, offset: Ints) -> Ints:
     """Return the sum of ``(factor * i + offset) // modulus`` over ``0 <= i < count``, in logarithmic time."""
-    total = np.zeros_like(count)
+    total_sums = np.zeros_like(count)
     while True:
-        total += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
+        total_sums += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
         factor, offset = factor % modulus, offset % modulus
         final = factor * count + offset
         is_unfinished = final >= modulus
         if not is_unfinished.any():
-            return total
+            return total_sums
         count, offset = np.where(is_unfinished, final // modulus, 0), np.where(is_unfinished, final % modulus, 0)
         modulus, factor = np.where(is_unfinished, factor, 1), np.where(is_unfinished, modulus, 0)

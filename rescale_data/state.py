@@ -183,22 +183,22 @@ def state_of(fields: Sequence[Field], row: memoryview) -> dict[str, Any]:
 
 def row_of(fields: Sequence[Field], state: Mapping[str, Any], node: str) -> memoryview:
     """Return a nested state as a row of int64 numbers; ``ValueError`` if its paths differ from the fields of the node."""
-    values = dict(flatten(state))
-    if values.keys() != {field.path for field in fields}:
-        keys = sorted(".".join(path) for path in values)
+    path_values = dict(flatten(state))
+    if path_values.keys() != {field.path for field in fields}:
+        keys = sorted(".".join(path) for path in path_values)
         raise ValueError(
             f"{node} was given a state with the fields {keys}; its own are {sorted(f.key for f in fields)}. Load a state that "
             f"the same pipeline saved."
         )
-    return np.array([slot for field in fields for slot in encode(field, values[field.path])], dtype=np.int64).data
+    return np.array([slot for field in fields for slot in encode(field, path_values[field.path])], dtype=np.int64).data
 
 
 def offsets(fields: Sequence[Field]) -> list[int]:
     """Return the index, in a row, of the first number of each field, and the length of the row."""
-    starts = [0]
+    field_starts = [0]
     for field in fields:
-        starts.append(starts[-1] + field.num_slots)
-    return starts
+        field_starts.append(field_starts[-1] + field.num_slots)
+    return field_starts
 
 
 def join_fields(
@@ -215,10 +215,10 @@ def _join_fields(
     own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...], counts: tuple[bool, ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
     del counts  # which are not compared with the fields
-    widths = [offsets(fields)[-1] for fields in (own_fields, *(fields for _, fields in child_fields))]
-    ranges = zip(child_fields, pairwise(accumulate(widths)), strict=True)
+    slot_counts = [offsets(fields)[-1] for fields in (own_fields, *(fields for _, fields in child_fields))]
+    child_slices = zip(child_fields, pairwise(accumulate(slot_counts)), strict=True)
     fields = own_fields + tuple(field.with_parents(name) for name, fields in child_fields for field in fields)
-    return fields, {name: slice(*ends) for (name, _), ends in ranges}
+    return fields, {name: slice(*ends) for (name, _), ends in child_slices}
 
 
 def place_slots(fields: Sequence[Field], *, epochs: bool = True) -> list[int]:
