@@ -144,14 +144,14 @@ def require_limits(fields: Sequence[Field], rows: Ints, label: str) -> None:
     """
     for field, slot in zip(fields, offsets(fields), strict=False):
         if field.limits is not None:
-            values = rows[:, slot].view(np.float64) if field.dtype is torch.float64 else rows[:, slot]
-            low, high = field.limits
-            is_within = (values >= low) & (values <= high)  # which no NaN is
+            field_values = rows[:, slot].view(np.float64) if field.dtype is torch.float64 else rows[:, slot]
+            minimum, maximum = field.limits
+            is_within = (field_values >= minimum) & (field_values <= maximum)  # which no NaN is
             if not is_within.all():
                 row = int(is_within.argmin())
                 raise DataStateError(
-                    f"By the state {field.key!r} of {label.format(row)} is {values[row]}, and a run comes to {low} to {high} "
-                    f"there: the state was changed or damaged. Load another checkpoint."
+                    f"By the state {field.key!r} of {label.format(row)} is {field_values[row]}, and a run comes to "
+                    f"{minimum} to {maximum} there: the state was changed or damaged. Load another checkpoint."
                 )
 
 
@@ -185,10 +185,10 @@ def row_of(fields: Sequence[Field], state: Mapping[str, Any], node: str) -> memo
     """Return a nested state as a row of int64 numbers; ``ValueError`` if its paths differ from the fields of the node."""
     path_values = dict(flatten(state))
     if path_values.keys() != {field.path for field in fields}:
-        keys = sorted(".".join(path) for path in path_values)
+        given_paths = sorted(".".join(path) for path in path_values)
         raise ValueError(
-            f"{node} was given a state with the fields {keys}; its own are {sorted(f.key for f in fields)}. Load a state that "
-            f"the same pipeline saved."
+            f"{node} was given a state with the fields {given_paths}; its own are {sorted(f.key for f in fields)}. "
+            f"Load a state that the same pipeline saved."
         )
     return np.array([slot for field in fields for slot in encode(field, path_values[field.path])], dtype=np.int64).data
 

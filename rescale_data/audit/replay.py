@@ -119,9 +119,9 @@ class Interval:
 
     def _fits_one_rank(self, sizes: tuple[int, int, int]) -> bool:
         """True if one rank can replay all ranks: the run was aligned, and saved and skipped between whole steps."""
-        states = [state for state in (self.start, self.end) if state is not None]
-        whole_steps = not any(state.clock.begun(state.sizes[0]) for state in states) and all(
-            any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in states)
+        end_states = [state for state in (self.start, self.end) if state is not None]
+        whole_steps = not any(state.clock.begun(state.sizes[0]) for state in end_states) and all(
+            any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in end_states)
             for bounds in self.skipped
             for bound in bounds
         )

@@ -121,10 +121,10 @@ def write(
         warn_of_unloadable(state_dict)
     try:
         save = draft = ranks.on_first(begin)
-        files = _write_files(store, final_path, draft, state_dict, ranks)
+        file_records = _write_files(store, final_path, draft, state_dict, ranks)
         manifest = Manifest(
             save_id=draft.folder,
-            files=files,
+            files=file_records,
             world_size=ranks.size,
             step=step,
             metrics=metrics or {},

@@ -221,10 +221,10 @@ def _steps_to_delete(run_folder: RunFolder, rules: Retention) -> list[int]:
 def _parse_best(text: str | None) -> tuple[str, str, int] | None:
     if text is None:
         return None
-    metric, mode, count = [*text.rsplit(":", 2), "", ""][:3]
-    if not count.isdigit():
+    metric, mode, count_text = [*text.rsplit(":", 2), "", ""][:3]
+    if not count_text.isdigit():
         raise ValueError(f"--keep-best {text}: give METRIC:min:COUNT or METRIC:max:COUNT, such as val_loss:min:2.")
-    return metric, mode, int(count)
+    return metric, mode, int(count_text)
 
 
 def _run_or_exit(work: Callable[[], T]) -> T:

@@ -126,7 +126,7 @@ def data_summary(state: Saved) -> dict[str, Any]:
     }
     row_keys = {name: f"{name}.row" if name else "row" for name in epochs}
     sources = {path.removeprefix("root"): source for path, source in header["sources"].items()}
-    counts = {name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))}
+    of_rows = {name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))}
     left_out = {key: int(rows.sum()) for key, rows in shards.items() if key.rpartition(".")[2] in LEFT_OUT}
     return {
         **{key: value for key, value in header.items() if isinstance(value, int)},
@@ -134,7 +134,7 @@ def data_summary(state: Saved) -> dict[str, Any]:
         "epochs": {name: [int(rows.min()), int(rows.max())] for name, rows in epochs.items() if rows.numel()},
         "shards": shards["samples"].tolist(),
         "rows": {name: shards[key].tolist() for name, key in row_keys.items() if key in shards},
-        "of_rows": {name: rows / max(1, shards["samples"].numel()) for name, rows in counts.items()},
+        "of_rows": {name: rows / max(1, shards["samples"].numel()) for name, rows in of_rows.items()},
         "epoch_of": {name: rows.flatten().tolist() for name, rows in epochs.items()},
         "mixture": _mixture(shards, header["pipeline"]),
         "left_out": {key: count for key, count in left_out.items() if count},
@@ -158,21 +158,21 @@ def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) ->
             continue
         prefix = "".join(f"{name}." for name in path.split(".")[1:])
         unit = "tokens" if node["unit"] == "tokens" else "drawn"
-        counts = {
+        drawn = {
             key.removeprefix(f"{prefix}{unit}."): rows.long()
             for key, rows in shards.items()
             if key.startswith(f"{prefix}{unit}.")
         }
-        num_drawn = sum(rows.sum() for rows in counts.values()) if unit == "tokens" else shards[f"{prefix}draws"].sum()
+        num_drawn = sum(rows.sum() for rows in drawn.values()) if unit == "tokens" else shards[f"{prefix}draws"].sum()
         epochs = {
             name: int(rows.min())
-            for name in counts
+            for name in drawn
             for key, rows in shards.items()
             if key.startswith(f"{prefix}{name}.") and key.endswith("epoch")
         }
         rule = from_json(node)
         weights = weights_at(rule, int(num_drawn), epochs).values
-        drawn_totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in counts.items()}
+        drawn_totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in drawn.items()}
         for name, weight in zip(rule.names, weights, strict=True):
             share = drawn_totals[name] / max(1, sum(drawn_totals.values()))
             shares[f"{prefix}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
@@ -185,8 +185,8 @@ def _describe(store: Store, path: str) -> dict[str, Any] | None:
     try:
         manifest = manifest_at(store, path)
     except ValueError as error:
-        state = "damaged" if isinstance(error, DamagedCheckpointError) else "too new"
-        return {"name": name, "state": state, "detail": str(error)}
+        state_word = "damaged" if isinstance(error, DamagedCheckpointError) else "too new"
+        return {"name": name, "state": state_word, "detail": str(error)}
     if manifest is None:
         if not store.is_file(join(path, METADATA)):
             return None

@@ -60,19 +60,19 @@ def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
 def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
     table = _table("ranks", "allowed", "same global batches", "micro batches", "workers, with any of these")
     for entry in answer["ranks"]:
-        sizes = entry["micro_batches"]
-        text = ", ".join(map(str, sizes if len(sizes) <= 8 else [*sizes[:6], "...", sizes[-1]]))
+        b_values = entry["micro_batches"]
+        shown_text = ", ".join(map(str, b_values if len(b_values) <= 8 else [*b_values[:6], "...", b_values[-1]]))
         nearest = " and ".join(map(str, entry["nearest"]))
         keeps_order = "yes" if entry["keeps_order"] else f"no; {nearest} would" if nearest else "no"
         allowed = "yes" if entry["allowed"] else "no"
-        table.add_row(str(entry["ranks"]), allowed, keeps_order, text, ", ".join(map(str, entry["workers"])))
+        table.add_row(str(entry["ranks"]), allowed, keeps_order, shown_text, ", ".join(map(str, entry["workers"])))
     console.print(f"global batch {answer['global_batch_size']}, {answer['num_logical_shards']} logical shards")
     console.print(table)
     if answer["largest"]:
-        text = (
+        shown_text = (
             "{gpus} GPUs, {model_parallel} a data-parallel rank: at most {ranks} ranks keep the order, on {used} GPUs"
         )
-        console.print(text.format(**answer["largest"]))
+        console.print(shown_text.format(**answer["largest"]))
 
 
 def show_audit(console: Console, answer: Mapping[str, Any], limit: int) -> None:

@@ -101,8 +101,8 @@ class Balanced(WrappedFeed):
         self._has_warned = False
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
-        size = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
-        self._exchanges = Exchanges(self._setup.ranks, self._sample_group, self._weight_group, size, self._exchanges)
+        num_own = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
+        self._exchanges = Exchanges(self._setup.ranks, self._sample_group, self._weight_group, num_own, self._exchanges)
         self._segment, self._u, self._ready = segment, segment.step_of(first_u), deque()
         self._num_to_skip = first_u - self._u  # micro batches of the step that were consumed before
         self.feed.begin(segment, table, self._u)
@@ -158,9 +158,9 @@ class Balanced(WrappedFeed):
                     raise Exhausted
                 step.micro_batches.append(self.feed.next())
             sample_numbers = [
-                (*self._balance.measure(sample), shard, index < batch.num_real)
+                (*self._balance.measure(sample), shard, sample_index < batch.num_real)
                 for batch in step.micro_batches
-                for index, (sample, shard) in enumerate(zip(batch.batch, batch.shards, strict=True))
+                for sample_index, (sample, shard) in enumerate(zip(batch.batch, batch.shards, strict=True))
             ]
             step.numbers = np.array(sample_numbers, dtype=np.int64)
         except Exception as error:
@@ -234,7 +234,7 @@ class Balanced(WrappedFeed):
 
 def _grouped(indices: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
     """Return the values of ``numbers`` grouped by their value in ``indices``, as a dict of lists, without the index ``me``."""
-    return {index: numbers[indices == index].tolist() for index in np.unique(indices).tolist() if index != me}
+    return {rank: numbers[indices == rank].tolist() for rank in np.unique(indices).tolist() if rank != me}
 
 
 def _members(balance: Balance, ranks: Ranks) -> list[int]:

@@ -161,9 +161,9 @@ class Ends:
             epoch_ends = self._epoch_ends.copy()
             for shard in self.owned.tolist():
                 if epoch_ends[shard, 0] == _UNKNOWN:
-                    num_drawn, slots = self.runner.look_ahead(shard, num_ahead - samples_read)
-                    if slots is not None:
-                        epoch_ends[shard] = [samples[shard] + samples_read + num_drawn, *slots]
+                    num_drawn, next_slots = self.runner.look_ahead(shard, num_ahead - samples_read)
+                    if next_slots is not None:
+                        epoch_ends[shard] = [samples[shard] + samples_read + num_drawn, *next_slots]
             return epoch_ends
 
         ranks = self.ranks.at_position(int(samples.sum()), num_ahead)

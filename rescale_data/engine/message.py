@@ -97,10 +97,10 @@ class Inbox:
 
 def to_bytes(value: Any) -> Bytes:
     """Return a picklable value packed as bytes, and the offset of its pickle."""
-    packed = Packed(value)
-    packed_bytes = torch.empty(packed.num_bytes, dtype=torch.uint8, device="cpu")
-    packed.write(packed_bytes.numpy())
-    return packed_bytes, packed.size
+    packed_value = Packed(value)
+    packed_bytes = torch.empty(packed_value.num_bytes, dtype=torch.uint8, device="cpu")
+    packed_value.write(packed_bytes.numpy())
+    return packed_bytes, packed_value.size
 
 
 def from_bytes(packed_bytes: torch.Tensor, start: int) -> Any:

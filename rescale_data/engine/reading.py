@@ -149,8 +149,8 @@ class Reading:
         if num_batches is None:
             reason = "repeat=True has no end"
             if not self._setup.recipe.repeat:
-                nodes = self._setup.schema.unsized_nodes(self._stream.table)
-                reason = f"only reading tells how many samples come out of {' and '.join(nodes)}"
+                unsized_nodes = self._setup.schema.unsized_nodes(self._stream.table)
+                reason = f"only reading tells how many samples come out of {' and '.join(unsized_nodes)}"
             raise TypeError(
                 f"The loader has no number of batches: {reason}. Give it steps_per_epoch=, or iterate without len(). A torch "
                 f"DataLoader over it asks for len(): leave that out, rd.DataLoader makes the batches itself."

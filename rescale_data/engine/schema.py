@@ -87,8 +87,8 @@ class Schema:
     def require_same_state(self, node: Node[Any], shard: int) -> None:
         """Raise ``TypeError`` if the pipeline of a shard begins in another state, or as `require_same_fields` does."""
         self.require_same_fields(node, shard)
-        first_values, values = (flatten(state_of(root.fields, initial(root))) for root in (self.root, node))
-        for (path, first_value), (_, value) in zip(first_values, values, strict=True):
+        first_values, shard_values = (flatten(state_of(root.fields, initial(root))) for root in (self.root, node))
+        for (path, first_value), (_, value) in zip(first_values, shard_values, strict=True):
             if encode(field_of(path, first_value), first_value) != encode(field_of(path, value), value):
                 raise TypeError(
                     f"The state {'.'.join(path)!r} begins as {value} in logical shard {shard} and as {first_value} in shard "

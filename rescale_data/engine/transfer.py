@@ -83,5 +83,5 @@ def is_accelerator(device: Transfer | None) -> bool:
     """True if `device` is a torch device of the current accelerator type, which copies from page-locked memory."""
     if not isinstance(device, torch.device | str) or not torch.accelerator.is_available():
         return False
-    current = torch.accelerator.current_accelerator()
-    return current is not None and torch.device(device).type == current.type
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and torch.device(device).type == accelerator.type

@@ -86,10 +86,10 @@ class Remainder:
         t, m = divmod(u, layout.gradient_accumulation_steps)
         first_row = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
         own_rows = slice(first_row, first_row + layout.micro_batch_size)
-        shards, numbers, real = self._step(t)
-        shards, numbers, real = shards[own_rows], numbers[own_rows], real[own_rows]
-        index, counts = np.unique(shards[real], return_counts=True)
-        return Turn(shards.tolist(), index, counts, numbers.tolist(), int(real.sum()))
+        shards, sample_numbers, real = self._step(t)
+        shards, sample_numbers, real = shards[own_rows], sample_numbers[own_rows], real[own_rows]
+        shard_index, shard_counts = np.unique(shards[real], return_counts=True)
+        return Turn(shards.tolist(), shard_index, shard_counts, sample_numbers.tolist(), int(real.sum()))
 
     def _num_served(self, num_samples: int) -> Ints:
         """Return how many of the first ``num_samples`` samples of the remainder each shard serves: ``int64[N]``."""
@@ -120,9 +120,9 @@ class Remainder:
         served_before, served_after = self._num_served(t * o), self._num_served(min((t + 1) * o, self.num_samples))
         picked_shards = np.repeat(np.arange(len(self.num_left)), served_after - served_before)
         time_order = np.lexsort((self._micro_batch_of_row[: len(picked_shards)], picked_shards))
-        numbers = np.empty(len(picked_shards), dtype=np.int64)
-        numbers[time_order] = np.arange(len(picked_shards)) - np.searchsorted(picked_shards, picked_shards)
-        numbers += (self.samples + served_before)[picked_shards]
+        sample_numbers = np.empty(len(picked_shards), dtype=np.int64)
+        sample_numbers[time_order] = np.arange(len(picked_shards)) - np.searchsorted(picked_shards, picked_shards)
+        sample_numbers += (self.samples + served_before)[picked_shards]
         pick_indices = np.arange(o) % len(picked_shards)
         is_real = np.arange(o) < len(picked_shards)
-        return picked_shards[pick_indices], np.where(is_real, numbers[pick_indices], 0), is_real
+        return picked_shards[pick_indices], np.where(is_real, sample_numbers[pick_indices], 0), is_real

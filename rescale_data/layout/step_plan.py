@@ -98,8 +98,8 @@ class StepPlan:
 
         Source: the length-grouped sampler of transformers finds a limit of the cost by bisection, too.
         """
-        order = np.lexsort((-self.tokens, -self.costs))
-        costs, tokens = np.maximum(self.costs[order], 1), self.tokens[order]
+        cost_order = np.lexsort((-self.tokens, -self.costs))
+        costs, tokens = np.maximum(self.costs[cost_order], 1), self.tokens[cost_order]
         first_cost, low = self._level_costs(costs)
         num_first = self.ranks if self.sync == "micro" else 0
 
@@ -125,7 +125,7 @@ class StepPlan:
             new_starts = cut(middle)
             low, high, bin_starts = (middle, high, bin_starts) if new_starts is None else (low, middle, new_starts)
         bin_of = np.empty(len(costs), dtype=np.int64)
-        bin_of[order] = np.repeat(np.arange(self.num_bins), np.diff(bin_starts))
+        bin_of[cost_order] = np.repeat(np.arange(self.num_bins), np.diff(bin_starts))
         return bin_of
 
     def _level_costs(self, costs: Ints) -> tuple[int, int]:
@@ -148,10 +148,10 @@ class StepPlan:
             group: ``int64[samples]``.
             level: ``int64[groups]``; each has as many groups as there are ranks.
         """
-        pairs, pair_index = np.unique(group * self.ranks + self.owners, return_inverse=True)
-        common_tokens = np.zeros(len(pairs), dtype=np.int64)
+        owner_pairs, pair_index = np.unique(group * self.ranks + self.owners, return_inverse=True)
+        common_tokens = np.zeros(len(owner_pairs), dtype=np.int64)
         np.add.at(common_tokens, pair_index, self.tokens)
-        groups, candidate_ranks = np.divmod(pairs[np.argsort(-common_tokens, kind="stable")], self.ranks)
+        groups, candidate_ranks = np.divmod(owner_pairs[np.argsort(-common_tokens, kind="stable")], self.ranks)
         rank = np.full(len(level), -1, dtype=np.int64)
         is_free = np.ones((len(level) // self.ranks, self.ranks), dtype=np.bool_)
         while len(groups):
@@ -178,12 +178,12 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
         limit: The sizes in a bin with more than ``fewest`` items.
         fewest: Items of each bin at least; there are so many.
     """
-    loads, used, item_counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
+    loads, used_sizes, item_counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
     bin_of, unassigned = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
     while len(unassigned):
         needs_item = item_counts < fewest
         num_spare = len(unassigned) - int(np.maximum(fewest - item_counts, 0).sum())  # items for bins which lack none
-        has_room = needs_item | (used <= limit - sizes[unassigned[0]]) if num_spare else needs_item
+        has_room = needs_item | (used_sizes <= limit - sizes[unassigned[0]]) if num_spare else needs_item
         open_bins = np.flatnonzero(has_room)
         if not len(open_bins):
             break
@@ -193,11 +193,11 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
         in_turn = (loads[bins[1:]] <= lowest_load[:-1]) & (np.cumsum(~needs_item[bins])[1:] <= num_spare)
         num_turns = 1 + int(np.argmin(np.append(in_turn, False)))
         items, bins, unassigned = items[:num_turns], bins[:num_turns], unassigned[num_turns:]
-        fits = needs_item[bins] | (used[bins] <= limit - sizes[items])
+        fits = needs_item[bins] | (used_sizes[bins] <= limit - sizes[items])
         unassigned, items, bins = np.concatenate([items[~fits], unassigned]), items[fits], bins[fits]
         bin_of[items] = bins
         loads[bins] += costs[items]
-        used[bins] += sizes[items]
+        used_sizes[bins] += sizes[items]
         item_counts[bins] += 1
     return bin_of
 
@@ -213,20 +213,20 @@ def _fill_each(costs: Ints, sizes: Ints, rank: Ints, bins_per_rank: int, limit: 
     """Return the bin of each item within its rank, as `fill` does, for all ranks at once; without room, the least used bin."""
     item_order, counts = np.lexsort((-costs, rank)), np.bincount(rank)
     first_items, max_items = np.cumsum(counts) - counts, int(counts.max())
-    loads, used = np.zeros((2, len(counts), bins_per_rank), dtype=np.int64)
+    loads, used_sizes = np.zeros((2, len(counts), bins_per_rank), dtype=np.int64)
     bin_of = np.empty(len(costs), dtype=np.int64)
     for turn in range(max_items):
         ranks = np.flatnonzero(counts > turn)
         items = item_order[first_items[ranks] + turn]
-        is_empty = used[ranks] == 0
+        is_empty = used_sizes[ranks] == 0
         must_fill_empty = is_empty.sum(axis=1) >= counts[ranks] - turn  # each item that is left goes to an empty bin
-        fits = is_empty | (used[ranks] <= (limit - sizes[items])[:, None])
+        fits = is_empty | (used_sizes[ranks] <= (limit - sizes[items])[:, None])
         fits = np.where(must_fill_empty[:, None], is_empty, fits)
-        full_cost = loads.max() + 1 + used[ranks]
+        full_cost = loads.max() + 1 + used_sizes[ranks]
         bin_index = np.argmin(np.where(fits, loads[ranks], full_cost), axis=1)
         bin_of[items] = bin_index
         loads[ranks, bin_index] += costs[items]
-        used[ranks, bin_index] += sizes[items]
+        used_sizes[ranks, bin_index] += sizes[items]
     return bin_of
 
 

@@ -60,9 +60,9 @@ class OptimizerEntry(Entry):
         self._unmatched = {*chain(*unmatched)}  # parameters whose state is not taken
         matched = dict(zip(self._saved_indices, self._live_state[GROUPS], strict=True))
         groups = [_allocate_group(saved, matched.get(number, {})) for number, saved in enumerate(self._saved_groups)]
-        content = {"state": self._allocate_state(states), GROUPS: groups}
+        placeholders = {"state": self._allocate_state(states), GROUPS: groups}
         self.left_out = {*self.refusals, *(f"{self.name}.state.{name}" for name in self._unmatched)}
-        return content
+        return placeholders
 
     def _saved_names(self, reader: Reader) -> list[Names]:
         """Read the parameter names of each saved group from the checkpoint, where they are plain values."""

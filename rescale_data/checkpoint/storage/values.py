@@ -254,8 +254,8 @@ def _tensor(build: _Builder, record: Record) -> torch.Tensor:
 
 
 def _parameter(build: _Builder, record: Record) -> torch.nn.Parameter:
-    data, grad, _ = record.args
-    return torch.nn.Parameter(checked(build(data), torch.Tensor), requires_grad=grad is True)
+    tensor_record, grad, _ = record.args
+    return torch.nn.Parameter(checked(build(tensor_record), torch.Tensor), requires_grad=grad is True)
 
 
 def _with_attributes(build: _Builder, record: Record) -> torch.Tensor:
@@ -274,10 +274,10 @@ def _cpu_tensor(build: _Builder, record: Record) -> torch.Tensor:
 
 def _enum_member(build: _Builder, record: Record) -> Any:
     """Return the member of an enum that the user has allowed, from (class, name), as Python 3.11.0 to 3.11.3 write it."""
-    enum, name = build.build_all(record.args)
-    if not isinstance(enum, EnumType) or name not in enum.__members__:
+    enum_class, member_name = build.build_all(record.args)
+    if not isinstance(enum_class, EnumType) or member_name not in enum_class.__members__:
         raise UnknownClassError(record.stands_for)
-    return enum.__members__[name]
+    return enum_class.__members__[member_name]
 
 
 _STORAGES: dict[str, torch.dtype | None] = {

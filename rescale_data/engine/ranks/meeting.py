@@ -48,11 +48,11 @@ def meet(store: Any, me: int, names: Sequence[int], seconds: float, value: str =
     Raises:
         Missing: Some member did not come. All members that came raise it, with the same ranks.
     """
-    number = 1 + max(map(int, store.compare_set("left", "", "-1\n").decode().split()))
+    attempt_number = 1 + max(map(int, store.compare_set("left", "", "-1\n").decode().split()))
     try:
-        return arrive(PrefixStore(str(number), store), me, names, seconds, value), number
+        return arrive(PrefixStore(str(attempt_number), store), me, names, seconds, value), attempt_number
     finally:
-        store.append("left", f"{number}\n")  # no answer is waited for, and members may write in any order
+        store.append("left", f"{attempt_number}\n")  # no answer is waited for, and members may write in any order
 
 
 def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> list[str]:
@@ -131,11 +131,11 @@ def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
 def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
     me, all_ranks = dist.get_rank(), list(range(dist.get_world_size()))
     texts, _ = meet_in_job("dp", all_ranks, timeout, f"{dp_rank} {dp_world_size}")
-    pairs = [tuple(map(int, text.split())) for text in texts]
-    dp_sizes = sorted({size for _, size in pairs})
+    answers = [tuple(map(int, text.split())) for text in texts]
+    dp_sizes = sorted({size for _, size in answers})
     if len(dp_sizes) > 1:
         raise ValueError(f"The ranks built their loaders with different dp_world_size: {dp_sizes}. All need the same.")
-    groups = [[rank for rank, (given_rank, _) in enumerate(pairs) if given_rank == n] for n in range(dp_world_size)]
+    groups = [[rank for rank, (given_rank, _) in enumerate(answers) if given_rank == n] for n in range(dp_world_size)]
     missing = [given_rank for given_rank, group in enumerate(groups) if not group]
     if missing:
         raise ValueError(
@@ -143,13 +143,13 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
             f"of the dp ranks are missing), so their logical shards would never be read. Give each dp rank to a process "
             f"at least, or pass mesh= in place of dp_rank= and dp_world_size=."
         )
-    position = groups[dp_rank].index(me)
+    own_position = groups[dp_rank].index(me)
     if len({len(group) for group in groups}) > 1:
         raise ValueError(
             f"The dp ranks were given to {sorted({len(group) for group in groups})} processes each: give each dp rank to as "
             f"many (its TP, PP and CP peers), or pass mesh= of the dp ranks."
         )
-    return [group[position] for group in groups]
+    return [group[own_position] for group in groups]
 
 
 def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:

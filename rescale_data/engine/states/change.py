@@ -201,11 +201,11 @@ def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
         # samples that are read again keep their form
         if not isinstance(node, HasForm) or not _is_drawn_once(schema.root, path):
             continue
-        name, new = path_name(path), schema.pipeline[path_name(path)]
+        name, new_parameters = path_name(path), schema.pipeline[path_name(path)]
         history: History = [(int(since), form) for since, form in old.get(EARLIER_KEY, ())]
-        changed_keys = [key for key in sorted(node.FORM) if old.get(key) != new.get(key)]
+        changed_keys = [key for key in sorted(node.FORM) if old.get(key) != new_parameters.get(key)]
         form_changes += [
-            f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new.get(key)} from there"
+            f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new_parameters.get(key)} from there"
             for key in changed_keys
         ]
         if not set(WINDOW_PARAMETERS).isdisjoint(changed_keys):

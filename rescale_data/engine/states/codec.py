@@ -211,9 +211,9 @@ def _require_names(values: Any, names: Iterable[str], container: str) -> None:
 
 def _require_ranges(saved: Any, num_samples: int) -> None:
     """Raise ``DataStateError`` unless the skipped samples are ascending ranges within the samples of the state."""
-    ranges = saved if isinstance(saved, list) else [saved]
-    bounds = [value for item in ranges for value in (item if isinstance(item, list) else [item])]
-    are_pairs = all(isinstance(item, list) and len(item) == 2 for item in ranges)
+    saved_ranges = saved if isinstance(saved, list) else [saved]
+    bounds = [value for item in saved_ranges for value in (item if isinstance(item, list) else [item])]
+    are_pairs = all(isinstance(item, list) and len(item) == 2 for item in saved_ranges)
     are_ints = all(type(value) is int for value in bounds)
     if not are_pairs or not are_ints or [0, *bounds, num_samples] != sorted([0, *bounds, num_samples]):
         raise DataStateError(f"The state leaves out the samples {saved!r:.200}: {_DAMAGED}")
