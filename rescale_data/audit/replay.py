@@ -47,7 +47,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Interval:
-    """A part of a run, between two checkpoints.
+    """A part of a run between two checkpoints, whose samples `replay` reads again.
 
     Args:
         start: The state at its beginning; `None` at the beginning of the run.

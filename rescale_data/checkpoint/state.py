@@ -35,7 +35,7 @@ State: TypeAlias = Mapping[str, Any]
 
 
 class _StatefulEntry(Entry):
-    """Entry of a ``Stateful`` object. A loader's state also loads if the columns of its table have changed."""
+    """Saves and loads a ``Stateful`` object; a loader's state also loads if the columns of its table have changed."""
 
     def placeholder(self, reader: Reader) -> Any:
         return with_columns_of(self.get_value(), reader.contents.values.get(f"{self.name}.{TABLE}"))

@@ -72,7 +72,7 @@ class Group:
 
 
 class Exchanges:
-    """The exchanges after one `begin` of a feed, one at a time. The exchanges of the `begin` before stop first.
+    """Exchanges costs and samples with other ranks after one `begin` of a feed; the exchanges of the `begin` before stop first.
 
     Args:
         ranks: All data-parallel ranks.

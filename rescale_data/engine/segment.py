@@ -49,7 +49,7 @@ class Segment:
     whole_steps: bool = False
 
     def turns(self, table: Ints) -> Turns:
-        """Return the logical shards that this rank serves in each micro batch of the segment, as `Turns`."""
+        """Return a function (`Turns`) that names the logical shards that this rank serves in a micro batch of the segment."""
         if self.remainder is not None:
             return partial(self.remainder.turn, self.rank)
         if self.layout.aligned:

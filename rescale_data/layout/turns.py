@@ -38,7 +38,7 @@ class Turn:
 
 
 Turns: TypeAlias = Callable[[int], Turn]
-"""The turn of micro batch u of one rank, for u in their order, or in the order of one worker's part of them."""
+"""Returns the turn of micro batch ``u`` of one rank. Calls come in ascending order of all u, or of those of one worker."""
 
 
 class AlignedTurns:
@@ -70,7 +70,7 @@ class AlignedTurns:
 
 
 class BalancedTurns:
-    """The shards of each micro batch of one rank if the layout is not aligned.
+    """Picks the shards of each micro batch of one rank in a layout that is not aligned, whose order depends on the topology.
 
     Each worker serves, of its block of shards, the one that has delivered the fewest samples.
 

@@ -22,7 +22,7 @@ Names = Sequence[str]
 
 
 class OptimizerEntry(Entry):
-    """Entry of an optimizer, by parameter name. The parts of a checkpoint that do not fit are not loaded.
+    """Saves and loads an optimizer by parameter name; parts of a checkpoint that do not fit are not loaded.
 
     another optimizer's state, or one by number   ──► nothing is taken
     a group with other parameters                 ──► it keeps its values, and its parameters their state

@@ -49,7 +49,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``{"state": {name: {entry: value}}, "param_groups": [{"params": [name, ...], ...}]}`` with live tensors."""
+    """Return the state of an optimizer by parameter name, with its live tensors.
+
+    ``{"state": {name: {entry: value}}, "param_groups": [{"params": [name, ...], ...}]}``.
+    """
     with _no_first_step(optimizer):
         state = cast(dict[str, Any], get_optimizer_state_dict(model, optimizer))
     state["state"] = {name: entries for name, entries in state["state"].items() if entries}

@@ -148,7 +148,7 @@ def _is_drawn_once(root: Node[Any], path: Path) -> bool:
 
 
 def _is_below(root: Node[Any], path: Path, condition: Callable[[Node[Any]], bool]) -> bool:
-    """True if ``holds(node)`` for a node above the one at ``path``, or if the path leads into a torchdata node."""
+    """True if ``condition(node)`` holds for a node above the one at ``path``, or if the path leads into a torchdata node."""
     node = root
     for name in path:
         if condition(node) or name not in node.children:
