@@ -66,7 +66,7 @@ class SkipsAhead(Ability):
 
     @abstractmethod
     def skip_ahead(self, num_samples: int) -> int:
-        """Leave out up to ``num_samples`` samples as the function `skip_ahead` does, and return their number."""
+        """Skip up to ``num_samples`` samples without drawing them, and return the number of samples that were skipped."""
 
 
 # To hand over blocks
@@ -217,7 +217,7 @@ class MayChange(Ability):
 
     @abstractmethod
     def begin(self, row: View) -> None:
-        """Write the parameter values in use into a position of this node, when a run begins; its other own slots are 0."""
+        """Write this node's present parameter values into its initial position ``row``, whose other own slots are 0."""
 
     @abstractmethod
     def settle(self, position: View) -> None:

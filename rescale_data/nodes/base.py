@@ -196,10 +196,10 @@ class Node(BaseNode[T]):
         """Drop everything that was derived from the old position. The position is new, and the children are bound already."""
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
-        values = dict(initial_state or {})
-        ended = bool(values.pop(_ENDED, False))
+        state_values = dict(initial_state or {})
+        ended = bool(state_values.pop(_ENDED, False))
         if initial_state is not None:
-            position = row_of(self.fields, values, type(self).__name__)
+            position = row_of(self.fields, state_values, type(self).__name__)
             require_limits(self.fields, np.asarray(position)[None], f"a {type(self).__name__}")
             self.position[:] = position
         elif not self._ended:
@@ -266,22 +266,22 @@ def _definer(cls: type, name: str) -> int:
 
 def initial(node: Node[Any]) -> View:
     """Return the initial position of a node, before its first sample, as a new row."""
-    row = np.zeros(offsets(node.fields)[-1], dtype=np.int64)
+    initial_row = np.zeros(offsets(node.fields)[-1], dtype=np.int64)
     for name, child in node.children.items():
-        row[node._slots(name)] = initial(child)
+        initial_row[node._slots(name)] = initial(child)
     if isinstance(node, MayChange):
-        node.begin(row.data)
-    return row.data
+        node.begin(initial_row.data)
+    return initial_row.data
 
 
 def slots_of(node: Node[Any], path: tuple[str, ...]) -> slice | None:
     """Return the slots of the node at ``path`` in the position of a node above it; `None` inside a torchdata node."""
-    start = 0
+    first_slot = 0
     for name in path:
         if name not in node.children:
             return None
-        node, start = node.children[name], start + node._slots(name).start
-    return slice(start, start + offsets(node.fields)[-1])
+        node, first_slot = node.children[name], first_slot + node._slots(name).start
+    return slice(first_slot, first_slot + offsets(node.fields)[-1])
 
 
 def changing_children(node: Node[Any]) -> Sequence[tuple[Node[Any], slice]]:

@@ -80,10 +80,10 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, num_to_skip: int) -> int
     if end is None or not all(map(repeats_itself, nodes)):
         return 0
     if not any(reader.rows.is_small or reader.rows.is_growing for reader, _ in readers):  # each epoch is like the next
-        size = int(end[0][0])
-        num = (num_to_skip - 1) // size if size else 0
+        epoch_size = int(end[0][0])
+        num = (num_to_skip - 1) // epoch_size if epoch_size else 0
         row += num * (end[1][0] - row)
-        return num * size
+        return num * epoch_size
     reader, slot = readers[0]
     if not all(inner is reader or inner.one_for_one for inner in nodes):  # a window spans several epochs of a round
         return 0
@@ -164,7 +164,7 @@ def skip(node: Node[Any], num_samples: int) -> None:
 
 
 def skip_ahead(node: Node[Any], num_samples: int) -> int:
-    """Leave out up to ``num_samples`` samples without drawing them, where `epoch_end` is not known.
+    """Skip up to ``num_samples`` samples of a node without drawing them, though its epoch's number of samples is not known.
 
     Returns:
         The number of samples left out. There are fewer if the epoch ends (an endless stream may go on), or if the samples have
@@ -176,17 +176,17 @@ def skip_ahead(node: Node[Any], num_samples: int) -> int:
 
 
 def open_documents(node: Node[Any], column: str) -> Documents | None:
-    """Open a column of any node as `HasDocuments.open_documents` does; `None` if it cannot be read in blocks."""
+    """Return a reader of a node's token column, many documents at a time; `None` if that is not possible (`HasDocuments`)."""
     return node.open_documents(column) if isinstance(node, HasDocuments) else None
 
 
 def dtype_of(node: Node[Any], column: str) -> np.dtype[Any] | None:
-    """Return `HasDocuments.dtype_of` of any node; `None` if it is not known."""
+    """Return the dtype of a node's only column, which holds tokens; `None` as in `HasDocuments.dtype_of`."""
     return node.dtype_of(column) if isinstance(node, HasDocuments) else None
 
 
 def texts_of(node: Node[Any], column: str) -> Texts | None:
-    """Return `HasTexts.texts` of any node; `None` if they cannot be read in blocks."""
+    """Return a reader of a node's string column, many rows at a time (`HasTexts.texts`); `None` if that is not possible."""
     return node.texts(column) if isinstance(node, HasTexts) else None
 
 
@@ -212,10 +212,10 @@ def place(node: Node[Any]) -> list[int]:
     """
     if isinstance(node, Mixes):
         return node.place()
-    slots, offset = place_slots(node.FIELDS), offsets(node.FIELDS)[-1]
+    slots, first_slot = place_slots(node.FIELDS), offsets(node.FIELDS)[-1]
     for child in node.children.values():
-        slots += [offset + slot for slot in place(child)]
-        offset += offsets(child.fields)[-1]
+        slots += [first_slot + slot for slot in place(child)]
+        first_slot += offsets(child.fields)[-1]
     return slots
 
 

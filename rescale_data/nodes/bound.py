@@ -49,8 +49,8 @@ class EmptyDrawLimit:
         """
         num_after = num_before + num
         if num_after // _DRAWS_PER_CHECK > num_before // _DRAWS_PER_CHECK:
-            current = self._node.position if position is None else position
-            self._check_progress(num_after, current, is_first=num_before < _DRAWS_PER_CHECK)
+            current_position = self._node.position if position is None else position
+            self._check_progress(num_after, current_position, is_first=num_before < _DRAWS_PER_CHECK)
         return num_after
 
     def _check_progress(self, num_empty: int, position: View, *, is_first: bool) -> None:

@@ -70,8 +70,8 @@ class CleanDocuments(Node[dict[str, Any]]):
         require(Iterable, "a list of token ids", strip=strip)
         super().__init__(source=source)
         self.column = column
-        tokens = require_int(**{f"strip[{i}]": token for i, token in enumerate(strip)})
-        self.strip, self.min_length, self.max_length = frozenset(tokens), min_length, max_length
+        strip_tokens = require_int(**{f"strip[{i}]": token for i, token in enumerate(strip)})
+        self.strip, self.min_length, self.max_length = frozenset(strip_tokens), min_length, max_length
         self._source, self._draw_limit = self.children["source"], EmptyDrawLimit(self)
 
     def seek(self) -> None:
@@ -83,13 +83,13 @@ class CleanDocuments(Node[dict[str, Any]]):
         num_empty = 0
         while not self._is_epoch_over:
             pieces = self._current_pieces()
-            piece = self.position[_PIECE]
-            if piece + 1 >= len(pieces):
+            piece_number = self.position[_PIECE]
+            if piece_number + 1 >= len(pieces):
                 self._to_next_document()
             else:
-                self.position[_PIECE] = piece + 1
-            if piece < len(pieces):
-                return {**self._sample, self.column: self._tokens[pieces[piece]]}
+                self.position[_PIECE] = piece_number + 1
+            if piece_number < len(pieces):
+                return {**self._sample, self.column: self._tokens[pieces[piece_number]]}
             num_empty = self._draw_limit.count_empty(num_empty)
         raise StopIteration
 

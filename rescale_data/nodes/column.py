@@ -63,11 +63,11 @@ class ColumnDocuments:
             self._ended = True
             return EMPTY
         provenance = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
-        values = DocumentValues()
+        document_values = DocumentValues()
         try:
             tokens = _integers(sample, self._column, self._reader)
             for extract in self._extractors:
-                values.update(extract(sample, len(tokens)))
+                document_values.update(extract(sample, len(tokens)))
         except (TypeError, ValueError) as error:
             add_place(error, self._reader, self._node.locate())
             raise
@@ -75,7 +75,7 @@ class ColumnDocuments:
         if self._leaves_out:
             pass_blocked(self._node, next_position)
         spans = Spans.of(tokens.copy(), PositionUpdates.between(position, next_position), provenance)
-        return replace(spans, keeps=(values,)) if self._extractors else spans
+        return replace(spans, keeps=(document_values,)) if self._extractors else spans
 
     def begin_next_epoch(self, position: memoryview) -> None:
         position[:] = self._node.position

@@ -113,9 +113,9 @@ class Filter(Node[Any]):
     def _pieces(self, column: str, dtype: np.dtype[Any], spans: Spans) -> list[list[slice]]:
         """Return the parts to keep of each document (all or nothing), by calling the predicate until it raises an error."""
         tokens, ends = joined(spans, SpecialTokens(None, None, dtype))
-        copies, kept_parts = tokens.astype(dtype), list[list[slice]]()
-        for start, stop in pairwise(ends.tolist()):
-            sample = {column: copies[start:stop]}
+        token_copies, kept_parts = tokens.astype(dtype), list[list[slice]]()
+        for first_token, stop_token in pairwise(ends.tolist()):
+            sample = {column: token_copies[first_token:stop_token]}
             column_tokens = sample[column]
             try:
                 stays = bool(self.predicate(sample))
@@ -125,8 +125,8 @@ class Filter(Node[Any]):
                 break
             if sample.get(column) is not column_tokens:
                 raise _SampleModifiedError
-            kept_parts.append([slice(0, stop - start)] if stays else [])
-        if not np.array_equal(copies, tokens):
+            kept_parts.append([slice(0, stop_token - first_token)] if stays else [])
+        if not np.array_equal(token_copies, tokens):
             raise _SampleModifiedError
         for pieces in kept_parts:
             self._counts[0] += len(pieces)

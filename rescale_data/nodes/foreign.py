@@ -268,9 +268,9 @@ def _children(node: BaseNode[Any]) -> Iterator[tuple[str, BaseNode[Any]]]:
     for name, value in vars(node).items():
         if name.startswith("_") or (isinstance(node, Node) and name != "children"):
             continue
-        members: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+        nested_values: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
         if isinstance(value, list | tuple):
-            members = {str(i): member for i, member in enumerate(value)}
+            nested_values = {str(i): member for i, member in enumerate(value)}
         if isinstance(value, BaseNode):
             yield name, value
-        yield from ((f"{name}.{k}", v) for k, v in members.items() if isinstance(v, BaseNode))
+        yield from ((f"{name}.{k}", v) for k, v in nested_values.items() if isinstance(v, BaseNode))

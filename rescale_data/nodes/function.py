@@ -34,7 +34,7 @@ def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
 def _digest(definition: Any) -> str:
     """Return a digest of an object's source code that ignores whitespace; an empty string if there is no source code."""
     try:
-        lines = inspect.getsource(definition).split()
+        source_words = inspect.getsource(definition).split()
     except (OSError, TypeError):
         return ""
-    return hashlib.blake2b(" ".join(lines).encode(), digest_size=6).hexdigest()
+    return hashlib.blake2b(" ".join(source_words).encode(), digest_size=6).hexdigest()

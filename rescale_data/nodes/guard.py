@@ -62,17 +62,17 @@ class Guard:
         replacement = self._decide(error, location) if callable(self._decide) else None
         if replacement is not None:
             return replacement
-        number = num_before + 1
-        if number <= _LOGGED_IN_FULL or not number & num_before:
+        skip_number = num_before + 1
+        if skip_number <= _LOGGED_IN_FULL or not skip_number & num_before:
             _log.warning(
                 "%s left out %s (number %d of its logical shard): %s: %s",
-                self._name, location, number, type(error).__name__, error,
+                self._name, location, skip_number, type(error).__name__, error,
             )  # fmt: skip
         return None
 
 
 def guard_of(node: Node[Any], on_error: OnError, note: str = "", faults: tuple[type[Exception], ...] = ()) -> Guard:
-    """Return the guard of a node. Nodes of one class share a guard if they have "raise" and the same note."""
+    """Return the `Guard` for errors of a node's samples. Nodes of a class that raise all errors, with one note, share it."""
     return _raising_guard(type(node), note) if on_error == "raise" else Guard(type(node), on_error, note, faults)
 
 

@@ -233,22 +233,22 @@ class Reader(Node[Any]):
                 self._end_epoch()
             epoch, row = position[0], position[1]
             plan = self.rows.cached_plan(epoch, row) or self.plan(epoch, row)
-            index = row - plan.first_row
-            self._drawn_row = int(plan.rows[index])
+            plan_index = row - plan.first_row
+            self._drawn_row = int(plan.rows[plan_index])
             try:
-                value = self._read(plan, index)
+                sample = self._read(plan, plan_index)
             except Exception as error:
-                value = self._guard.handle(error, self.locate(), position[2])
-                if value is None:
+                sample = self._guard.handle(error, self.locate(), position[2])
+                if sample is None:
                     self.advance(position, 1)
                     position[2] += 1
                     continue
-            if self._is_plain and index + 1 < len(plan.rows):
+            if self._is_plain and plan_index + 1 < len(plan.rows):
                 position[1] = row + 1  # equals `advance` if the epoch goes on after this row
             else:
                 self.advance(position, 1)
-            has_provenance = self.provenance and (self._adds_provenance or isinstance(value, Mapping))
-            return with_provenance(value, self.locate()) if has_provenance else value
+            has_provenance = self.provenance and (self._adds_provenance or isinstance(sample, Mapping))
+            return with_provenance(sample, self.locate()) if has_provenance else sample
 
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:  # only reading shows which rows are samples
@@ -264,12 +264,12 @@ class Reader(Node[Any]):
         if self._is_epoch_over or not self.to_next_row(self.position):
             self._end_epoch()
         epoch, row = self.position[0], self.position[1]
-        stop = row + num_samples
-        if stop > self.rows.size(epoch) and stop > self.rows.epoch_end(epoch, self.shard.index)[0]:
+        stop_row = row + num_samples
+        if stop_row > self.rows.size(epoch) and stop_row > self.rows.epoch_end(epoch, self.shard.index)[0]:
             self._end_epoch()
-        if stop > self.rows.size(epoch):  # it goes on at once to other epochs
-            self.position[0], num_before = self.rows.epoch_after(epoch, stop, self.shard.index)
-            self.position[1], num_samples = 0, stop - num_before
+        if stop_row > self.rows.size(epoch):  # it goes on at once to other epochs
+            self.position[0], num_before = self.rows.epoch_after(epoch, stop_row, self.shard.index)
+            self.position[1], num_samples = 0, stop_row - num_before
             if self._proof is not None:
                 self.position[3] = 0
         return self.advance(self.position, num_samples)
@@ -282,14 +282,14 @@ class Reader(Node[Any]):
 
     def to_next_row(self, position: View) -> bool:
         """Advance a position past rows on the blocklist; return true if another row follows in the epoch."""
-        size = self.rows.size
+        size_of_epoch = self.rows.size
         if self._blocklist is None:
-            return position[1] < size(position[0])
-        while position[1] < size(position[0]) and (num := self._num_blocked(position)):
-            self.advance(position, num)
-            position[_BLOCKED] += num
+            return position[1] < size_of_epoch(position[0])
+        while position[1] < size_of_epoch(position[0]) and (num_blocked := self._num_blocked(position)):
+            self.advance(position, num_blocked)
+            position[_BLOCKED] += num_blocked
         position[_LIST_DIGEST] = self._blocklist.digest
-        return position[1] < size(position[0])
+        return position[1] < size_of_epoch(position[0])
 
     def advance(self, position: View, num_rows: int) -> None:
         """Advance a position by ``num_rows`` rows."""
@@ -347,12 +347,12 @@ class Reader(Node[Any]):
         )
         unblocked = np.flatnonzero(next_unblocked[:-1] == np.arange(first_index, first_index + num_rows))
         ends = np.append(unblocked[1:], num_rows)  # behind each sample and the rows left out after it
-        values = {1: start[1] + ends}
+        values_by_slot = {1: start[1] + ends}
         if self._proof is not None:
-            values[3] = self._proof.digests_after_each(start[3], start[0], start[1], num_rows)[ends - 1]
+            values_by_slot[3] = self._proof.digests_after_each(start[3], start[0], start[1], num_rows)[ends - 1]
         if self._blocklist is not None:
-            values[len(start) + _BLOCKED] = start[_BLOCKED] + ends - np.arange(1, len(unblocked) + 1)
-        moves = PositionUpdates.of([*values], np.stack([*values.values()], axis=1))
+            values_by_slot[len(start) + _BLOCKED] = start[_BLOCKED] + ends - np.arange(1, len(unblocked) + 1)
+        moves = PositionUpdates.of([*values_by_slot], np.stack([*values_by_slot.values()], axis=1))
         last_position = copy_of(start)
         moves.apply(last_position, len(unblocked))
         next_position = copy_of(last_position)
@@ -365,8 +365,8 @@ class Reader(Node[Any]):
     def _num_blocked(self, position: View) -> int:
         """Return the number of blocked rows between a position and the next sample of its window."""
         plan = self.plan(position[0], position[1])
-        index = position[1] - plan.first_row
-        return 0 if plan.next_unblocked is None else plan.next_unblocked[index] - index
+        plan_index = position[1] - plan.first_row
+        return 0 if plan.next_unblocked is None else plan.next_unblocked[plan_index] - plan_index
 
     def settle(self, position: View) -> None:
         """Do nothing: `pass_blocked` writes the digest of the present blocklist."""
@@ -402,10 +402,10 @@ class Reader(Node[Any]):
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         source, views = self.source, None
         if len(history) > 1 and isinstance(source, FiledSource) and source.fragments is not None:
-            lengths = np.diff(source.fragments)
+            fragment_lengths = np.diff(source.fragments)
             subsets = [source.subset(manifest) for _, manifest in history]
             views = [
-                EpochView(epoch, int(lengths[subset].sum()), subset, hash(subset.tobytes()))
+                EpochView(epoch, int(fragment_lengths[subset].sum()), subset, hash(subset.tobytes()))
                 for (epoch, _), subset in zip(history, subsets, strict=True)
             ]
         if views is not self._views:
@@ -464,12 +464,12 @@ class Reader(Node[Any]):
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         if self._guard.skips or self._leaves_out:
             return None
-        end = rows.copy()
-        num_left, end[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
-        end[:, 1] = 0
+        next_rows = rows.copy()
+        num_left, next_rows[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
+        next_rows[:, 1] = 0
         if self._proof is not None:
-            end[:, 3] = 0
-        return num_left - rows[:, 1], end
+            next_rows[:, 3] = 0
+        return num_left - rows[:, 1], next_rows
 
     def locate(self) -> str:
         return f"{self.source.name}: {self.source.locate(self._drawn_row)}" if self._drawn_row >= 0 else ""

@@ -51,22 +51,22 @@ class CacheRoom:
     def _num_shards(self) -> int:
         """Return the largest number of logical shards of this process that read one source of the node."""
         sources = [(node.reads, node.of_shard) for _, node in self._node.walk() if node.reads is not None]
-        counts = [
+        shard_counts = [
             len(served_shards(owner_of(source), 1 if shard is None else shard.num_logical_shards))
             for source, shard in sources
         ]
-        return max(counts, default=1)
+        return max(shard_counts, default=1)
 
     def _warn(self, num_bytes: int, num_shards: int) -> None:
         key, budget = (type(self._node).__name__, self._num_samples), cache().budget
         if key in _warned:
             return
         _warned.add(key)
-        fits = max(1, self._num_samples * (budget // 2) // max(num_bytes, budget // 2 + 1))
+        num_fitting = max(1, self._num_samples * (budget // 2) // max(num_bytes, budget // 2 + 1))
         _log.warning(
             "%s(%s=%d): what is made ahead does not fit the cache, and is made again at each draw. For the %d logical shards "
             "of this process it takes about %d bytes, and half of its part of cache_bytes, %d, is for all such nodes. "
             "Give %s=%d, a source with cache_bytes=%d, or run fewer shards in a rank (more ranks).",
-            *key[:1], self._argument, self._num_samples, num_shards, num_bytes, budget, self._argument, fits,
+            *key[:1], self._argument, self._num_samples, num_shards, num_bytes, budget, self._argument, num_fitting,
             2 * max(num_bytes, budget) * num_processes(),
         )  # fmt: skip

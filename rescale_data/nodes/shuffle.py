@@ -131,12 +131,12 @@ class Shuffle(Node[Any]):
                 num_samples -= 1
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        end = epoch_end(self._source, rows[:, 1:], shards)
-        if end is None:
+        source_end = epoch_end(self._source, rows[:, 1:], shards)
+        if source_end is None:
             return None
         next_rows = rows.copy()
-        next_rows[:, _EMITTED], next_rows[:, 1:] = 0, end[1]
-        return end[0] - rows[:, _EMITTED], next_rows
+        next_rows[:, _EMITTED], next_rows[:, 1:] = 0, source_end[1]
+        return source_end[0] - rows[:, _EMITTED], next_rows
 
     def locate(self) -> str:
         return self._location
@@ -154,11 +154,11 @@ class Shuffle(Node[Any]):
                 raise DataStateError(STATE_DOES_NOT_FIT)
             cache().put(self._key, window)
             self._is_cached = True
-        index = self.position[_EMITTED]
-        chosen = window.order[index]
+        order_index = self.position[_EMITTED]
+        chosen = window.order[order_index]
         sample, window.samples[chosen], self._location = window.samples[chosen], None, window.locations[chosen]
-        if index + 1 < len(window):
-            self.position[_EMITTED] = index + 1
+        if order_index + 1 < len(window):
+            self.position[_EMITTED] = order_index + 1
         else:
             self._bookmark[:] = window.next_position
             self.position[_EMITTED], self._is_cached = 0, False
@@ -171,7 +171,7 @@ class Shuffle(Node[Any]):
             raise StopIteration
         take_effect(self)
         unpermuted = self._is_pending()
-        values = [self._bookmark[slot] for slot in self._place_slots]
+        key_values = [self._bookmark[slot] for slot in self._place_slots]
         self._seek_source(unpermuted=unpermuted)
         samples: list[Any] = []
         locations: list[str] = []
@@ -187,7 +187,7 @@ class Shuffle(Node[Any]):
                 self._is_epoch_over = True
                 self._bookmark[:] = self._source.position
                 raise
-        return Window(samples, locations, permutation(len(samples), "shuffle", *self._order_key, *values), position)
+        return Window(samples, locations, permutation(len(samples), "shuffle", *self._order_key, *key_values), position)
 
     def _draw_from_source(self) -> Any:
         if not (self.writes and isinstance(self._source, Writes)):
@@ -198,8 +198,8 @@ class Shuffle(Node[Any]):
 
     def _num_left(self) -> int:
         """Return the number of samples from the beginning of the window to the end of the epoch; 0 if unknown."""
-        end = epoch_end(self._source, np.array(self._bookmark)[None], np.array([self._shard]))
-        return 0 if end is None else int(end[0][0])
+        source_end = epoch_end(self._source, np.array(self._bookmark)[None], np.array([self._shard]))
+        return 0 if source_end is None else int(source_end[0][0])
 
     # Weights that change below
 

@@ -54,8 +54,8 @@ class StreamReader(Node[Any]):
         require_shard(shard, self)
         require(IterableSource, "an rd.IterableSource", source=source)
         self.source = source
-        state = Field(("length",), limits=COUNT_LIMITS), Field(("state",), torch.uint8, (source.state_bytes,))
-        self.FIELDS = self.ROW + (state if source.keeps == "state" else ())
+        state_fields = Field(("length",), limits=COUNT_LIMITS), Field(("state",), torch.uint8, (source.state_bytes,))
+        self.FIELDS = self.ROW + (state_fields if source.keeps == "state" else ())
         super().__init__()
         self.reads, self.of_shard, self.provenance = source, shard, shard.provenance
         self._streams = range(shard.index, source.num_streams, shard.num_logical_shards)
@@ -130,8 +130,8 @@ class StreamReader(Node[Any]):
         return rows
 
     def _restore(self, stream: Any) -> Iterator[Any]:
-        length = self.position[_LENGTH]
-        state = json.loads(bytes(_bytes(self.position)[:length])) if length else None
+        state_length = self.position[_LENGTH]
+        state = json.loads(bytes(_bytes(self.position)[:state_length])) if state_length else None
         if isinstance(stream, Stateful):  # the state is loaded before the stream is read
             if state is not None:
                 stream.load_state_dict(state)
@@ -145,23 +145,23 @@ class StreamReader(Node[Any]):
 
     def _save_state(self, stream: Stateful) -> None:
         try:
-            data = json.dumps(stream.state_dict(), separators=(",", ":")).encode()
+            state = json.dumps(stream.state_dict(), separators=(",", ":")).encode()
         except TypeError as error:
             raise DataStateError(
                 f"{self.source.name}: the state of a stream is not made of JSON values: {error}. Let its state_dict() return "
                 f"numbers, strings, lists and dicts, or give state_bytes=0 to count rows instead."
             ) from error
         limit = self.source.state_bytes
-        if len(data) > limit:
+        if len(state) > limit:
             raise DataStateError(
-                f"{self.source.name}: the state of a stream takes {len(data)} bytes, {len(data) - limit} more than "
-                f"state_bytes={limit}, which is fixed for a whole run. Give IterableSource(state_bytes={2 * len(data)}), or "
+                f"{self.source.name}: the state of a stream takes {len(state)} bytes, {len(state) - limit} more than "
+                f"state_bytes={limit}, which is fixed for a whole run. Give IterableSource(state_bytes={2 * len(state)}), or "
                 f"state_bytes=0 to count rows instead."
             )
-        view = _bytes(self.position)
-        view[: len(data)] = data
-        view[len(data) : self.position[_LENGTH]] = bytes(max(0, self.position[_LENGTH] - len(data)))
-        self.position[_LENGTH] = len(data)
+        state_view = _bytes(self.position)
+        state_view[: len(state)] = state
+        state_view[len(state) : self.position[_LENGTH]] = bytes(max(0, self.position[_LENGTH] - len(state)))
+        self.position[_LENGTH] = len(state)
 
 
 def _bytes(position: View) -> memoryview:

@@ -197,14 +197,14 @@ class Tokenize(Node[dict[str, Any]]):
 
         The node moves to the last of these positions.
         """
-        pairs: list[tuple[Tokens, View]] = []
+        tokens_and_positions: list[tuple[Tokens, View]] = []
         for sample, next_position in self._load(max_texts).entries:
-            if pairs and isinstance(sample, _Mark):
+            if tokens_and_positions and isinstance(sample, _Mark):
                 break
             self._bookmark[:] = next_position
             if not isinstance(sample, _Mark):
-                pairs.append((sample[self.into], copy_of(self.position)))
-        return pairs
+                tokens_and_positions.append((sample[self.into], copy_of(self.position)))
+        return tokens_and_positions
 
     def _load(self, max_texts: int = sys.maxsize) -> Batch:
         """Draw and tokenize the samples after the last yielded one, up to ``max_texts``."""

@@ -48,12 +48,12 @@ def check_mixture(
 def check_max_epochs(max_epochs: Mapping[str, int], names: list[str]) -> None:
     """Raise ``ValueError`` if a limit on epochs is below 1, or if its source does not exist."""
     require(Mapping, "a dict", max_epochs=max_epochs)
-    for name, num in max_epochs.items():
+    for name, num_epochs in max_epochs.items():
         if name not in names:
             raise ValueError(f"max_epochs has {name!r}, and the sources are {names}: give the epochs of one of them.")
-        require_int(**{f"max_epochs[{name!r}]": num})
-        if num < 1:
-            raise ValueError(f"max_epochs[{name!r}]={num}: give at least 1; for a source that rests, weight 0.")
+        require_int(**{f"max_epochs[{name!r}]": num_epochs})
+        if num_epochs < 1:
+            raise ValueError(f"max_epochs[{name!r}]={num_epochs}: give at least 1; for a source that rests, weight 0.")
 
 
 def epoch_slot(name: str, node: Node[Any], slots: slice) -> int:

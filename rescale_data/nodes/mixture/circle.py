@@ -64,8 +64,8 @@ class Circle:
         stop = 1
         while self.count(first_draw, first_draw + stop, arc) <= number:
             stop *= 2
-        counts = bisect_left(range(stop + 1), number + 1, key=lambda n: self.count(first_draw, first_draw + n, arc))
-        return first_draw + counts - 1
+        num_draws = bisect_left(range(stop + 1), number + 1, key=lambda n: self.count(first_draw, first_draw + n, arc))
+        return first_draw + num_draws - 1
 
 
 Arc = tuple[int, int]
@@ -159,8 +159,8 @@ def shares(weights: tuple[float, ...], whole_amount: int) -> list[int]:
     """Divide the integer ``whole_amount`` into integers in proportion to the weights."""
     exponent = 60 - math.frexp(max(weights))[1]
     integer_weights = [int(math.ldexp(weight, exponent)) for weight in weights]
-    total = sum(integer_weights)
-    ends = [end * whole_amount // total for end in accumulate(integer_weights)]
+    total_weight = sum(integer_weights)
+    ends = [end * whole_amount // total_weight for end in accumulate(integer_weights)]
     return [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
 
 
@@ -170,18 +170,18 @@ def scale_to_circle(point: int, arc: Arc) -> int:
 
 def nested_arc(inner: Arc, outer: Arc) -> Arc:
     """Return the arc inside ``outer`` that becomes ``inner`` if ``outer`` is scaled to the whole circle."""
-    length = outer[1] - outer[0]
-    return (outer[0] - -inner[0] * length // CIRCLE, outer[0] - -inner[1] * length // CIRCLE)
+    outer_length = outer[1] - outer[0]
+    return (outer[0] - -inner[0] * outer_length // CIRCLE, outer[0] - -inner[1] * outer_length // CIRCLE)
 
 
 def floor_sum(num: int, step: int, start: int) -> int:
     """Return the sum of ``floor((start + i * step) / CIRCLE)`` for i in ``range(num)``, in logarithmic time."""
-    total, modulus = 0, CIRCLE
+    sum_of_floors, modulus = 0, CIRCLE
     while num > 0:
-        total += (num - 1) * num // 2 * (step // modulus) + num * (start // modulus)
+        sum_of_floors += (num - 1) * num // 2 * (step // modulus) + num * (start // modulus)
         step, start = step % modulus, start % modulus
         stop = step * num + start
         if stop < modulus:
             break
         num, start, step, modulus = stop // modulus, stop % modulus, modulus, step
-    return total
+    return sum_of_floors

@@ -125,10 +125,10 @@ class MixtureDraws:
 
         If the epoch has ended, return `None` and write the beginning of the next epoch into the position.
         """
-        drawn = position[self.row.drawn].tolist()
-        counts = [max(count, ~count) for count in drawn]
+        drawn_counts = position[self.row.drawn].tolist()
+        counts = [max(count, ~count) for count in drawn_counts]
         active_weights = tuple(
-            weight if count >= 0 else 0.0 for weight, count in zip(current_weights.values, drawn, strict=True)
+            weight if count >= 0 else 0.0 for weight, count in zip(current_weights.values, drawn_counts, strict=True)
         )
         if not any(active_weights):
             self._require_endless(current_weights)
@@ -155,8 +155,8 @@ class MixtureDraws:
         current_weights = self._current_weights
         if current_weights is None or current_weights.change_at is None:
             return
-        drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[NUM_DRAWS]
-        if drawn >= current_weights.change_at:
+        amount_drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[NUM_DRAWS]
+        if amount_drawn >= current_weights.change_at:
             self.weights.record_change(self._position, current_weights)
             self._arcs = None
 
@@ -175,11 +175,11 @@ class MixtureDraws:
             across_epochs: True in an endless stream: go on over ends of epochs that make no difference there.
         """
         first_draw = self._position[NUM_DRAWS]
-        stop = (self.skip_across_epochs if across_epochs else self.skip_draws)(
+        stop_draw = (self.skip_across_epochs if across_epochs else self.skip_draws)(
             self.circle, first_draw, first_draw + num_samples, WHOLE_CIRCLE
         )
         self._outer_point = None
-        return stop - first_draw
+        return stop_draw - first_draw
 
     def skip_across_epochs(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Skip draws as `skip_draws` does, for a caller that continues with the next epoch.
@@ -252,7 +252,7 @@ class MixtureDraws:
 
     def _skip_source(self, source: int, circle: Circle, first_draw: int, stop: int, source_arc: Arc) -> None:
         """Skip draws of one source, over as many of its epochs as they need."""
-        inner, shard = self._inner_draws.get(source), self._shard[0]
+        inner, shard_index = self._inner_draws.get(source), self._shard[0]
         num_left = num_draws = circle.count(first_draw, stop, source_arc)
         if not num_draws:
             return
@@ -260,16 +260,16 @@ class MixtureDraws:
         while num_left:
             num_before = num_left
             if inner is not None:
-                skip = inner.skip_across_epochs if self._stop == "never" else inner.skip_draws
-                first_draw = skip(circle, first_draw, stop, source_arc)
+                skip_inner = inner.skip_across_epochs if self._stop == "never" else inner.skip_draws
+                first_draw = skip_inner(circle, first_draw, stop, source_arc)
                 num_left = circle.count(first_draw, stop, source_arc)
             else:
-                num_left -= skip_within_epoch(node, shard, num_left)
+                num_left -= skip_within_epoch(node, shard_index, num_left)
             if num_left < num_before:
                 self._silent_epochs.pop(source, None)
             if num_left:
                 self._pass_source_end(source)
-                num_passed = pass_epochs(node, np.asarray(node.position), shard, num_left)
+                num_passed = pass_epochs(node, np.asarray(node.position), shard_index, num_left)
                 node.bind(node.position)
                 first_draw = circle.find(first_draw, source_arc, num_passed)
                 num_left -= num_passed

@@ -32,17 +32,17 @@ def mixture_epoch_end(
         rows, shards: As in `rescale_data.nodes.below.epoch_end`.
     """
     num_left, end_positions = np.zeros(len(rows), dtype=np.int64), rows.copy()
-    drawn = end_positions[:, row.drawn]
-    is_active = (drawn >= 0) & (np.array(weights) != 0)
-    drawn[:] = np.maximum(drawn, ~drawn)
+    drawn_counts = end_positions[:, row.drawn]
+    is_active = (drawn_counts >= 0) & (np.array(weights) != 0)
+    drawn_counts[:] = np.maximum(drawn_counts, ~drawn_counts)
     for i, (node, slots) in enumerate(sources.values()):
-        end = epoch_end(node, rows[:, slots], shards)
-        if end is None:
+        source_end = epoch_end(node, rows[:, slots], shards)
+        if source_end is None:
             return None
-        num_drawn = np.where(is_active[:, i], end[0], 0)
+        num_drawn = np.where(is_active[:, i], source_end[0], 0)
         num_left += num_drawn
-        drawn[:, i] += num_drawn
-        end_positions[:, slots] = np.where(is_active[:, i, None], end[1], rows[:, slots])
+        drawn_counts[:, i] += num_drawn
+        end_positions[:, slots] = np.where(is_active[:, i, None], source_end[1], rows[:, slots])
     end_positions[:, NUM_DRAWS] += num_left
     return num_left, end_positions
 
@@ -64,19 +64,19 @@ def samples_left(
         final_epochs: By number of the source, the epoch at which the mixture stops drawing from it.
         endless: True if sources begin their next epoch at once, up to ``final_epochs``; else each epoch is an end.
     """
-    row, shards = np.array(position)[None], np.array([shard[0]])
+    position_row, shards = np.array(position)[None], np.array([shard[0]])
     num_left: list[int] = []
     for source, (node, slots) in enumerate(sources):
         if endless and source not in final_epochs:
             num_left.append(ENDLESS)
             continue
-        end = epoch_end(node, row[:, slots], shards)
-        if end is None:
+        source_end = epoch_end(node, position_row[:, slots], shards)
+        if source_end is None:
             return None
-        num_left.append(int(end[0][0]))
+        num_left.append(int(source_end[0][0]))
         if endless and source in final_epochs:
             reader, slot = readers_of(node, 0)[0]
-            num_left[-1] += reader.rows.num_rows(int(end[1][0, slot]), final_epochs[source], shard[0])
+            num_left[-1] += reader.rows.num_rows(int(source_end[1][0, slot]), final_epochs[source], shard[0])
     return num_left
 
 
@@ -92,9 +92,9 @@ def first_end(circle: Circle, first_draw: int, stop_draw: int, arcs: list[Arc], 
 def skip_within_epoch(node: Node[Any], shard: int, max_samples: int) -> int:
     """Skip up to ``max_samples`` samples of a source, and return how many: fewer if its epoch ends."""
     num_skipped = 0
-    end = epoch_end(node, np.array(node.position)[None], np.array([shard]))
-    if end is not None:
-        num_skipped = min(max_samples, int(end[0][0]))
+    source_end = epoch_end(node, np.array(node.position)[None], np.array([shard]))
+    if source_end is not None:
+        num_skipped = min(max_samples, int(source_end[0][0]))
         skip(node, num_skipped)
     else:
         with suppress(StopIteration):

@@ -24,16 +24,16 @@ def interleaved(
         counts_by_slot: The result of `MixtureRow.counts_at`: first slot and values of the numbers of documents, and by tokens
             also of the numbers of tokens.
     """
-    moves, num = spans.moves, len(sources)
+    moves, num_draws = spans.moves, len(sources)
     slots, counts = np.array([slot for slot, _ in counts_by_slot]), np.array([count for _, count in counts_by_slot])
     if kernel is None:
-        index, moves = _interleave_numpy(sources, spans, first_indices, num_drawn, slots, counts)
-        return spans.take(index, moves)
-    index, ends = np.empty(num, dtype=np.int64), np.empty(num + 1, dtype=np.int64)
-    slot, value = np.empty((2, len(moves.slot) + num * (1 + len(slots))), dtype=np.int64)
+        document_index, moves = _interleave_numpy(sources, spans, first_indices, num_drawn, slots, counts)
+        return spans.take(document_index, moves)
+    document_index, ends = np.empty(num_draws, dtype=np.int64), np.empty(num_draws + 1, dtype=np.int64)
+    new_slots, new_values = np.empty((2, len(moves.slot) + num_draws * (1 + len(slots))), dtype=np.int64)
     arrays = (sources, first_indices.copy(), spans.length, moves.ends, moves.slot, moves.value, slots, counts)
-    kernel.interleave(num_drawn, *map(np.ascontiguousarray, arrays), index, ends, slot, value)
-    return spans.take(index, PositionUpdates(ends, slot[: ends[-1]], value[: ends[-1]]))
+    kernel.interleave(num_drawn, *map(np.ascontiguousarray, arrays), document_index, ends, new_slots, new_values)
+    return spans.take(document_index, PositionUpdates(ends, new_slots[: ends[-1]], new_values[: ends[-1]]))
 
 
 def _interleave_numpy(
@@ -42,12 +42,12 @@ def _interleave_numpy(
     """Return the index of each draw's document, and the position updates, computed in NumPy."""
     order, num_per_source = (np.argsort(sources, kind="stable"), np.bincount(sources, minlength=len(first_indices)))
     num_before = np.cumsum(num_per_source) - num_per_source
-    index, number = np.empty_like(sources), np.arange(len(sources))
-    index[order] = number + np.repeat(first_indices - num_before, num_per_source)
-    slot, value = np.zeros((2, len(sources), 1 + len(slots)), dtype=np.int64)
-    value[:, 0] = num_drawn + 1 + number
-    for counter, amounts in enumerate([np.ones_like(sources), spans.length[index]][: len(slots)]):
+    document_index, draw_number = np.empty_like(sources), np.arange(len(sources))
+    document_index[order] = draw_number + np.repeat(first_indices - num_before, num_per_source)
+    new_slots, new_values = np.zeros((2, len(sources), 1 + len(slots)), dtype=np.int64)
+    new_values[:, 0] = num_drawn + 1 + draw_number
+    for counter, amounts in enumerate([np.ones_like(sources), spans.length[document_index]][: len(slots)]):
         totals = np.cumsum([0, *amounts[order]])
-        slot[:, 1 + counter] = slots[counter] + sources
-        value[order, 1 + counter] = totals[1:] + np.repeat(counts[counter] - totals[num_before], num_per_source)
-    return index, spans.moves.take(index).combined_with(PositionUpdates.of(slot, value))
+        new_slots[:, 1 + counter] = slots[counter] + sources
+        new_values[order, 1 + counter] = totals[1:] + np.repeat(counts[counter] - totals[num_before], num_per_source)
+    return document_index, spans.moves.take(document_index).combined_with(PositionUpdates.of(new_slots, new_values))

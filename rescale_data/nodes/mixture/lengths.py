@@ -128,8 +128,8 @@ class TokenArcs:
         rates = [
             share * (docs + _PRIOR_DOCS) / max(1, tokens + _PRIOR_DOCS * self._mean) for share, docs, tokens in sources
         ]
-        total = sum(rates)
-        return [rate / total for rate in rates]
+        total_rate = sum(rates)
+        return [rate / total_rate for rate in rates]
 
     def add_document(self, source: int, length: int) -> None:
         """Count a document of ``length`` tokens that was drawn from a source, and update the arcs."""
@@ -150,11 +150,11 @@ class TokenArcs:
 
         They are the mean length of all documents, to within an eighth, and the tokens that count, to whole steps.
         """
-        mean = max(1, self._all_tokens // max(1, self._all_documents))
-        num_dropped_bits = max(0, mean.bit_length() - 4)
-        mean = mean >> num_dropped_bits << num_dropped_bits
-        step = mean * self._documents_per_step
-        return mean, self._counted_tokens // step * step
+        mean_length = max(1, self._all_tokens // max(1, self._all_documents))
+        num_dropped_bits = max(0, mean_length.bit_length() - 4)
+        mean_length = mean_length >> num_dropped_bits << num_dropped_bits
+        token_step = mean_length * self._documents_per_step
+        return mean_length, self._counted_tokens // token_step * token_step
 
     def _rebuild(self) -> None:
         self._mean, self._due_tokens = self._shared_values()
@@ -167,10 +167,10 @@ class TokenArcs:
         if not share:
             return 0
         tokens = self.tokens[source]
-        mean = (tokens + _PRIOR_DOCS * self._mean << _MEAN_BITS) // (self.documents[source] + _PRIOR_DOCS)
+        mean_length = (tokens + _PRIOR_DOCS * self._mean << _MEAN_BITS) // (self.documents[source] + _PRIOR_DOCS)
         counted_tokens, slack = (
             tokens - self._uncounted_tokens[source] << _SHARE_BITS,
-            _SLACK_DOCUMENTS * mean << _SHARE_BITS - _MEAN_BITS,
+            _SLACK_DOCUMENTS * mean_length << _SHARE_BITS - _MEAN_BITS,
         )
         deficit, surplus = (
             share * self._due_tokens - counted_tokens - slack,
@@ -182,4 +182,4 @@ class TokenArcs:
             * max(share, int(_MIN_SHARE * (1 << _SHARE_BITS)))
         )
         behind, ahead = (min(max(deficit, 0), _MAX_DEFICIT * unit), min(max(surplus, 0), _MAX_DEFICIT * unit))
-        return max(1, (share * (unit + behind) << 16) // (max(1, mean) * (unit + ahead)))
+        return max(1, (share * (unit + behind) << 16) // (max(1, mean_length) * (unit + ahead)))

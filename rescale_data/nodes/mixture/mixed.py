@@ -192,8 +192,8 @@ class MixedDocuments:
 
     def _batch_slice(self, source: int) -> Spans:
         """Return the documents of a source that the last batched read has read."""
-        first_document, num = self._ranges[:, source].tolist()
-        return self._batch[first_document : first_document + num]
+        first_document, num_documents = self._ranges[:, source].tolist()
+        return self._batch[first_document : first_document + num_documents]
 
     def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
         """Choose the sources of the next draws by tokens; return them, and a source that has ended, or -1."""
@@ -270,12 +270,12 @@ class MixedDocuments:
     def _in_draw_order(self, num_drawn: int, sources: Ints) -> Spans:
         """Return the documents in the order of their draws, with position updates that also count the draws."""
         spans, slots = [self._batch], [0]
-        starts, offset = self._ranges[0].copy(), len(self._batch)
+        starts, next_index = self._ranges[0].copy(), len(self._batch)
         counts = np.bincount(sources, minlength=self._num_sources).tolist()
         for source, buffer in self._buffers.items():
             spans += buffer.spans(counts[source])
             slots += [self._mixture.sources.slots[source].start] * (len(spans) - len(slots))
-            starts[source], offset = offset, offset + counts[source]
+            starts[source], next_index = next_index, next_index + counts[source]
         return interleaved(
             sources, Spans.join(spans, slots), starts, num_drawn, self._mixture.row.counts_at(self._start_position)
         )

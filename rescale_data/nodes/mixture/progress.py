@@ -29,8 +29,8 @@ def mixture_progress(
         rows: ``int64[M, slots]`` of the mixture.
         shards: ``int64[M]`` indices.
     """
-    drawn = rows[:, row.drawn]
-    counts = {"samples": np.maximum(drawn, ~drawn).sum(axis=0)}
+    drawn_counts = rows[:, row.drawn]
+    counts = {"samples": np.maximum(drawn_counts, ~drawn_counts).sum(axis=0)}
     if row.unit == "tokens":
         counts["tokens"] = rows[:, row.tokens].sum(axis=0)
     shown = {f"drawn_{unit}": count for unit, count in counts.items()}

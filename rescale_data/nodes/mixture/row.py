@@ -36,9 +36,9 @@ class MixtureRow:
 
     def __init__(self, names: Sequence[str], unit: Unit) -> None:
         self.names, self.unit = names, unit
-        size = len(names)
-        kinds = [slice(_FIRST + i * size, _FIRST + (i + 1) * size) for i in range(3)]
-        self.drawn, self.tokens, self.uncounted_tokens = kinds
+        num_sources = len(names)
+        count_slices = [slice(_FIRST + i * num_sources, _FIRST + (i + 1) * num_sources) for i in range(3)]
+        self.drawn, self.tokens, self.uncounted_tokens = count_slices
 
     def fields(self) -> tuple[Field, ...]:
         return _fields(tuple(self.names), self.unit)
@@ -54,15 +54,15 @@ class MixtureRow:
 
     def counts_at(self, position: View) -> list[tuple[int, list[int]]]:
         """Return the counts at a position, each as its first index and its values: documents, and by tokens also tokens."""
-        kinds = [self.drawn, self.tokens] if self.unit == "tokens" else [self.drawn]
-        return [(kind.start, position[kind].tolist()) for kind in kinds]
+        count_slices = [self.drawn, self.tokens] if self.unit == "tokens" else [self.drawn]
+        return [(kind.start, position[kind].tolist()) for kind in count_slices]
 
 
 @lru_cache(maxsize=64)
 def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
-    drawn = ~COUNT_LIMITS[1], COUNT_LIMITS[1]  # the complement if a source has ended
-    kinds = [Field((_DRAWN,), counts=True, limits=drawn)]
+    drawn_limits = ~COUNT_LIMITS[1], COUNT_LIMITS[1]  # the complement if a source has ended
+    kind_fields = [Field((_DRAWN,), counts=True, limits=drawn_limits)]
     if unit == "tokens":
-        kinds += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _SINCE)]
+        kind_fields += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _SINCE)]
     own_fields = (Field((_DRAWS,), counts=True, limits=COUNT_LIMITS), Field((_RULE,)))
-    return (*own_fields, *(replace(kind, path=(*kind.path, name)) for kind in kinds for name in names))
+    return (*own_fields, *(replace(kind, path=(*kind.path, name)) for kind in kind_fields for name in names))

@@ -37,8 +37,8 @@ class Rule:
     @cached_property
     def digest(self) -> int:
         """Hash of the rule, a number of 64 bits by which positions refer to it."""
-        text = json.dumps(as_json(self), sort_keys=True)
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+        rule_json = json.dumps(as_json(self), sort_keys=True)
+        return int.from_bytes(hashlib.blake2b(rule_json.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class Weights(NamedTuple):
@@ -64,8 +64,8 @@ def weights_at(rule: Rule, progress: int, epochs: Mapping[str, int]) -> Weights:
         epochs: Number of whole epochs drawn from each source with a limit in `Rule.max_epochs`, by name.
     """
     begins, weights = rule.pieces
-    piece = bisect_right(begins, progress)
-    values, change_at = weights[piece - 1], begins[piece] if piece < len(begins) else None
+    piece_number = bisect_right(begins, progress)
+    values, change_at = weights[piece_number - 1], begins[piece_number] if piece_number < len(begins) else None
     if not rule.max_epochs:
         return Weights(values, change_at, frozenset())
     ending = frozenset(name for name, limit in rule.max_epochs if epochs.get(name, 0) < limit)

@@ -115,8 +115,8 @@ class WeightedSampler(Node[Any]):
 
     def _epoch_slots(self, rules: Iterable[Rule]) -> dict[str, int]:
         """Return, by source name, the index in a position of each epoch counter that the rules use."""
-        sources, counted = self._sources, {name for rule in rules for name, _ in rule.max_epochs}
-        return {name: epoch_slot(name, *sources[name]) for name in sorted(counted) if name in sources}
+        sources, counted_names = self._sources, {name for rule in rules for name, _ in rule.max_epochs}
+        return {name: epoch_slot(name, *sources[name]) for name in sorted(counted_names) if name in sources}
 
     def _bind_children(self) -> None:
         self._draws.sources.close()  # opened again when drawn from: there may be hundreds
@@ -172,8 +172,8 @@ class WeightedSampler(Node[Any]):
         row[RULE_DIGEST] = self._weights.rule.digest
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        earlier = [from_json(rule) for _, rule in history]
-        self._weights.adopt(earlier, self._epoch_slots(earlier))
+        earlier_rules = [from_json(rule) for _, rule in history]
+        self._weights.adopt(earlier_rules, self._epoch_slots(earlier_rules))
 
     def place(self) -> list[int]:
         """Return the index of the number of draws: it alone identifies the next sample, since sources come and go."""

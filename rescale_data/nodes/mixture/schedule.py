@@ -76,11 +76,11 @@ def pieces_of(
     keys: Sequence[tuple[int, tuple[float, ...]]], *, is_linear: bool
 ) -> tuple[list[int], list[tuple[float, ...]]]:
     """Return the progress at which each piece of constant weights begins, the first at 0, and the weights of each piece."""
-    begins, values = [begin for begin, _ in keys], [value for _, value in keys]
+    begins, key_weights = [begin for begin, _ in keys], [value for _, value in keys]
     return (
-        _linear_steps(begins, [_normalize(value) for value in values])
+        _linear_steps(begins, [_normalize(value) for value in key_weights])
         if is_linear and len(keys) > 1
-        else (begins, values)
+        else (begins, key_weights)
     )
 
 
@@ -89,8 +89,8 @@ def require_weights(weights: Mapping[str, float], context: str = "") -> None:
     for name, weight in weights.items():
         if isinstance(weight, bool | np.bool_ | str) or not hasattr(weight, "__float__"):
             raise TypeError(f"weights[{name!r}]={weight!r}{context} is a {type(weight).__name__}; give a number.")
-    numbers = [*map(float, weights.values())]
-    if not any(numbers) or not math.isfinite(sum(numbers)) or min(numbers) < 0:
+    float_weights = [*map(float, weights.values())]
+    if not any(float_weights) or not math.isfinite(sum(float_weights)) or min(float_weights) < 0:
         raise ValueError(
             f"weights={dict(weights)}{context}: give finite numbers, of a finite sum, none negative and not all 0."
         )
@@ -105,18 +105,18 @@ def _is_key_list(keys: object) -> bool:
 def _linear_steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[list[int], list[tuple[float, ...]]]:
     """Return constant steps in place of linear changes; each step has the weights of the line at its middle."""
     step_begins: list[int] = []
-    values: list[tuple[float, ...]] = []
+    step_weights: list[tuple[float, ...]] = []
     for (begin, old_weights), (end, new_weights) in pairwise(zip(begins, keys, strict=True)):
-        steps = min(STEPS, end - begin)
-        for step in range(steps):
-            fraction = (2 * step + 1) / (2 * steps)
-            step_begins.append(begin + (end - begin) * step // steps)
-            values.append(
+        num_steps = min(STEPS, end - begin)
+        for step in range(num_steps):
+            fraction = (2 * step + 1) / (2 * num_steps)
+            step_begins.append(begin + (end - begin) * step // num_steps)
+            step_weights.append(
                 tuple(old * (1 - fraction) + new * fraction for old, new in zip(old_weights, new_weights, strict=True))
             )
-    return [*step_begins, begins[-1]], [*values, keys[-1]]
+    return [*step_begins, begins[-1]], [*step_weights, keys[-1]]
 
 
 def _normalize(weights: tuple[float, ...]) -> tuple[float, ...]:
-    total = math.fsum(weights)
-    return tuple(weight / total for weight in weights)
+    total_weight = math.fsum(weights)
+    return tuple(weight / total_weight for weight in weights)

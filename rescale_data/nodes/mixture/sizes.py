@@ -43,17 +43,17 @@ def weights_by_size(
             f"weights_by_size(by={by!r}, temperature={temperature}): give 'rows' or 'tokens', and a number above 0; 1 for "
             f"weights in proportion."
         )
-    sizes = {name: _size(source, by, column) for name, source in sources.items()}
-    largest = max(1, *sizes.values(), 0)
+    source_sizes = {name: _size(source, by, column) for name, source in sources.items()}
+    largest_size = max(1, *source_sizes.values(), 0)
     # rounded, so that the weights are the same on every processor
-    return {name: float(f"{(size / largest) ** (1 / temperature):.9g}") for name, size in sizes.items()}
+    return {name: float(f"{(size / largest_size) ** (1 / temperature):.9g}") for name, size in source_sizes.items()}
 
 
 def _size(source: Source, by: str, column: str | None) -> int:
-    size = source.num_rows if by == "rows" else source.num_tokens(column)
-    if size is None:
+    source_size = source.num_rows if by == "rows" else source.num_tokens(column)
+    if source_size is None:
         raise ValueError(
             f"weights_by_size(by='tokens'): {source.name} does not know how many tokens it has without reading them all. Give "
             f"the weights as numbers, or by='rows'."
         )
-    return size
+    return source_size

@@ -93,8 +93,8 @@ class Sources:
         if not token_sources:
             return lambda: DEFAULT_BYTES // 8 // num_shards
         min_source = min(token_sources, key=lambda source: source.cache_bytes)
-        owner = owner_of(min_source)
-        return lambda: room_for(min_source) // 8 // max(1, len(served_shards(owner, num_shards)))
+        source_key = owner_of(min_source)
+        return lambda: room_for(min_source) // 8 // max(1, len(served_shards(source_key, num_shards)))
 
     def close(self) -> None:
         """Unbind the readers of this shard and close the opened ones, because their positions are no longer valid."""

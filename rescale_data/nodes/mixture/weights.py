@@ -162,20 +162,20 @@ class MixtureWeights:
         if rule.names != tuple(names):
             known_weights = dict(zip(rule.names, values, strict=True))
             values = tuple(known_weights.get(name, 0.0) for name in names)
-        limits = {names.index(name): limit for name, limit in rule.max_epochs if name in ending and name in names}
-        return CurrentWeights(values, None if change_at is None else -(-change_at // self._shard[1]), limits)
+        end_epochs = {names.index(name): limit for name, limit in rule.max_epochs if name in ending and name in names}
+        return CurrentWeights(values, None if change_at is None else -(-change_at // self._shard[1]), end_epochs)
 
     def _progress(self, position: View) -> int:
         row = self._row
-        drawn: int = sum(position[row.tokens]) if row.unit == "tokens" else position[NUM_DRAWS]
-        return drawn * self._shard[1]
+        amount_drawn: int = sum(position[row.tokens]) if row.unit == "tokens" else position[NUM_DRAWS]
+        return amount_drawn * self._shard[1]
 
     def _epochs_at(self, position: View) -> dict[str, int]:
         return {name: position[slot] for name, slot in self._epochs.items()}
 
 
 def _shares_until(rule: Rule, progress: int) -> list[tuple[int, dict[str, float]]]:
-    """Return the periods of constant weights that have begun at a progress: begin, and shares of sources to 9 decimals.
+    """Return when each period of constant weights up to ``progress`` begins, and the sources' shares in it (9 decimals).
 
     Successive pieces with the same shares are one piece.
     """
@@ -190,5 +190,5 @@ def _shares_until(rule: Rule, progress: int) -> list[tuple[int, dict[str, float]
 
 def _describe_pieces(pieces: Iterable[Any], other_pieces: Sequence[Any]) -> str:
     """Describe, for messages, up to three pieces that are in the first list of (progress, shares) and not in the other."""
-    lines = [f"{shares} from {begin} on" for begin, shares in pieces if (begin, shares) not in other_pieces]
-    return ", ".join(lines[:3]) or "nothing there"
+    descriptions = [f"{shares} from {begin} on" for begin, shares in pieces if (begin, shares) not in other_pieces]
+    return ", ".join(descriptions[:3]) or "nothing there"

@@ -99,8 +99,8 @@ class Aligned:
 
     def values_in_range(self, spans: Spans, offset: int, num: int, special_tokens: SpecialTokens) -> Values:
         """Return the columns for ``num`` successive tokens of documents, from ``offset`` in the first document on."""
-        ends = np.cumsum(special_tokens.lengths(spans))
-        values = self.concatenate(spans[: int(ends.searchsorted(offset + num)) + 1], special_tokens)
+        document_ends = np.cumsum(special_tokens.lengths(spans))
+        values = self.concatenate(spans[: int(document_ends.searchsorted(offset + num)) + 1], special_tokens)
         return {name: array[offset : offset + num] for name, array in values.items()}
 
     @staticmethod
@@ -109,7 +109,7 @@ class Aligned:
 
     def _add_special_tokens(self, values: Values, special_tokens: SpecialTokens) -> Values:
         num_before, num_after = int(special_tokens.bos_id is not None), int(special_tokens.eos_id is not None)
-        padded = {name: np.pad(values[name], (num_before, num_after)) for name in self.dtypes}
-        if num_after and MASK in padded and len(values[MASK]):
-            padded[MASK][-1] = values[MASK][-1]
-        return padded
+        padded_values = {name: np.pad(values[name], (num_before, num_after)) for name in self.dtypes}
+        if num_after and MASK in padded_values and len(values[MASK]):
+            padded_values[MASK][-1] = values[MASK][-1]
+        return padded_values

@@ -87,8 +87,8 @@ def num_untrained(
         learned: For each token of all documents, true if it is learned. The first token of a piece has no token before it, and
             so is no label.
     """
-    dropped = fitted.long if long == "drop" else ()
-    packed = [doc for doc in documents if doc[0] < doc[1] and doc[2] not in dropped]
+    dropped_numbers = fitted.long if long == "drop" else ()
+    packed = [doc for doc in documents if doc[0] < doc[1] and doc[2] not in dropped_numbers]
     return sum(not any(learned[start + 1 : end].any() for start, end, _ in _cut(doc, seq_len, long)) for doc in packed)
 
 
@@ -110,8 +110,8 @@ def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
 
 def _payload_size(sizes: Sequence[int], piece: Piece, documents: Sequence[Piece]) -> int:
     """Return the payload size of a piece: the size of the document for its first piece, 0 for the other pieces."""
-    start, _, number = piece
-    return sizes[number] if start == documents[number][0] else 0
+    first_token, _, document_number = piece
+    return sizes[document_number] if first_token == documents[document_number][0] else 0
 
 
 def best_fit(

@@ -106,8 +106,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
     ) -> None:
         _check_arguments(seq_len, last)
         require_dtype(dtype, pad_id)
-        names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
-        self._aligned = Aligned(columns, column, {*names, "labels", "doc_ids"}, type(self).__name__)
+        output_names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
+        self._aligned = Aligned(columns, column, {*output_names, "labels", "doc_ids"}, type(self).__name__)
         self.FIELDS = (self.COUNTS if self._aligned.has_mask else ()) + self.OFFSET
         super().__init__(source=source)
         log_if_no_kernel()
@@ -117,7 +117,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
         self.writes = {
-            **dict.fromkeys(names, (seq_len, DTYPES[dtype])),
+            **dict.fromkeys(output_names, (seq_len, DTYPES[dtype])),
             **{name: (seq_len, kind) for name, kind in self._aligned.dtypes.items()},
         }
         self.tells_next = labels or self._aligned.has_mask
@@ -183,15 +183,15 @@ class TokenPacker(Node[dict[str, Tensor]]):
                 return
 
     def parameters(self) -> dict[str, Any]:
-        names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")
+        arguments = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")
         columns = {"columns": self._aligned.as_json} if self._aligned else {}
-        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **columns}
+        return {**{name: getattr(self, name) for name in arguments}, "dtype": str(self.dtype), **columns}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         counters = {f"tokens/{'+'.join(source_names(self))}": num_tokens(self._history, samples, self.seq_len)}
         if self._offset:
-            counts = rows[:, [_UNTRAINED, _CUT]].sum(0).tolist()
-            counters |= {"untrained_documents": float(counts[0]), "cut_documents": float(counts[1])}
+            mask_counts = rows[:, [_UNTRAINED, _CUT]].sum(0).tolist()
+            counters |= {"untrained_documents": float(mask_counts[0]), "cut_documents": float(mask_counts[1])}
         return counters
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:

@@ -90,13 +90,13 @@ class TokenStream:
         """
         queue = self._queue()
         num_ready, offset = min(queue.left, self._num_needed), self._position[0]
-        size, remaining = min(num_ready, self._num_tokens), queue.rest() if self.one_by_one else None
+        num_drawn, remaining = min(num_ready, self._num_tokens), queue.rest() if self.one_by_one else None
         if self._aligned and remaining is not None:
             self.values = self._aligned.values_in_range(remaining, offset, num_ready, self._special_tokens)
         if num_ready == self._num_needed:
             fill([queue], 0, tokens, labels, doc_ids)
-        elif size:
-            fill([queue], 0, tokens[:, :size], None, None if doc_ids is None else doc_ids[:, :size])
+        elif num_drawn:
+            fill([queue], 0, tokens[:, :num_drawn], None, None if doc_ids is None else doc_ids[:, :num_drawn])
         if remaining is not None:
             self._record_sample(remaining, len(remaining) - len(queue.rest()), begins_document=not offset)
         return num_ready
@@ -198,8 +198,8 @@ class TokenStream:
         """Return the number of documents to request for ``num_tokens`` tokens; a low estimate if documents are costly."""
         if not self._documents.is_costly:
             return UNLIMITED
-        needed = num_tokens * self._num_documents_read // max(1, self._num_tokens_read)
-        return max(1, self._num_documents_read // _READ_AHEAD_PART + min(needed, self._num_documents_read))
+        num_needed = num_tokens * self._num_documents_read // max(1, self._num_tokens_read)
+        return max(1, self._num_documents_read // _READ_AHEAD_PART + min(num_needed, self._num_documents_read))
 
     def _apply_changes(self, queue: TokenQueue) -> bool:
         """Apply changes between segments (weights, blocklist) at the end of the queue; true if one must wait for a document."""

@@ -30,5 +30,5 @@ def flat_cu_seqlens(cu_seqlens: Tensor) -> tuple[Tensor, int]:
     require(Tensor, 'the batch["cu_seqlens"] of rd.WholeDocumentPacker', cu_seqlens=cu_seqlens)
     seq_len = int(cu_seqlens[0, -1])
     sample_begins = torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device) * seq_len
-    flat = torch.unique_consecutive((cu_seqlens + sample_begins[:, None]).flatten())
-    return flat, int(flat.diff().max())
+    sequence_bounds = torch.unique_consecutive((cu_seqlens + sample_begins[:, None]).flatten())
+    return sequence_bounds, int(sequence_bounds.diff().max())

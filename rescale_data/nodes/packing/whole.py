@@ -177,20 +177,20 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             self._to_next_sample(self._window())
 
     def parameters(self) -> dict[str, Any]:
-        names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
+        arguments = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
         used_options = self._payload.as_json  # only those in use
         if self._aligned:
             used_options["columns"] = self._aligned.as_json
         if self.pad_documents_to > 1:
             used_options["pad_documents_to"] = self.pad_documents_to
-        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **used_options}
+        return {**{name: getattr(self, name) for name in arguments}, "dtype": str(self.dtype), **used_options}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        names = "+".join(source_names(self))
-        total, padding = num_tokens(self._history, samples, self.seq_len), float(rows[:, _PADDING].sum())
+        source_label = "+".join(source_names(self))
+        total_tokens, num_padding = num_tokens(self._history, samples, self.seq_len), float(rows[:, _PADDING].sum())
         return {
-            f"tokens/{names}": total - padding,
-            f"padding_share/{names}": padding / total if total else 0.0,
+            f"tokens/{source_label}": total_tokens - num_padding,
+            f"padding_share/{source_label}": num_padding / total_tokens if total_tokens else 0.0,
             LONG_COUNTERS[self.long]: float(rows[:, _LONG].sum()),
             **({"untrained_documents": float(rows[:, _UNTRAINED].sum())} if self._aligned.has_mask else {}),
         }

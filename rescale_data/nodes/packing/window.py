@@ -97,8 +97,8 @@ class Packing:
         ends = starts[1:].tolist()
         documents = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
         payload = self.payload.collect(spans)
-        sizes = {name: [size(value) for value in values] for name, values in payload.items()}
-        fitted = fit(documents, forms, self.long, self.multiple, sizes)
+        payload_sizes = {name: [size(value) for value in values] for name, values in payload.items()}
+        fitted = fit(documents, forms, self.long, self.multiple, payload_sizes)
         values = self.aligned.concatenate(spans, self.special_tokens) if self.aligned else {}
         mask = values.get(MASK)
         untrained = 0 if mask is None else num_untrained(documents, fitted, forms[-1].seq_len, self.long, mask)
@@ -144,7 +144,7 @@ def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, 
 
 def _padded(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
     """Return the values of pieces, concatenated, each padded with ``fill`` to a multiple of ``multiple`` values."""
-    padded = [values[start:stop] for start, stop, _ in pieces]
+    padded_pieces = [values[start:stop] for start, stop, _ in pieces]
     if multiple > 1:
-        padded = [np.pad(array, (0, -len(array) % multiple), constant_values=fill) for array in padded]
-    return np.concatenate(padded)
+        padded_pieces = [np.pad(array, (0, -len(array) % multiple), constant_values=fill) for array in padded_pieces]
+    return np.concatenate(padded_pieces)

@@ -33,9 +33,9 @@ def read_batched(
             unready[reader_index] = documents.read(position[slots], max_documents)
         else:
             ready[reader_index] = ready_documents
-    sizes = [len(docs.rows) for docs in ready.values()] + [len(docs) for docs in unready.values()]
+    document_counts = [len(docs.rows) for docs in ready.values()] + [len(docs) for docs in unready.values()]
     ranges = np.zeros((2, len(requests)), dtype=np.int64)
-    ranges[:, [*ready, *unready]] = np.cumsum(sizes) - sizes, sizes
+    ranges[:, [*ready, *unready]] = np.cumsum(document_counts) - document_counts, document_counts
     all_spans, first_slots = list(unready.values()), [requests[reader_index][1].start for reader_index in unready]
     if ready:
         all_spans.insert(0, _join_ready([*ready.values()], [requests[reader_index][1].start for reader_index in ready]))
@@ -50,16 +50,16 @@ def _join_ready(ready: Sequence[ReadyDocuments], first_slots: Sequence[int]) -> 
     fragments = [fragment for docs in ready for fragment in docs.fragments]
     spans = locate_rows(np.concatenate([docs.rows for docs in ready]), np.concatenate(indices), fragments)
     runs = [(slot, *run) for docs, slot in zip(ready, first_slots, strict=True) for run in docs.runs]
-    slot, epoch, start, num = np.array(runs).T
-    row = np.arange(1, len(spans) + 1) + np.repeat(start - np.cumsum(num) + num, num)
-    slots_written, ends = np.repeat(slot + 1, num), np.arange(len(spans) + 1)
+    slot, epoch, start, run_lengths = np.array(runs).T
+    rows_written = np.arange(1, len(spans) + 1) + np.repeat(start - np.cumsum(run_lengths) + run_lengths, run_lengths)
+    slots_written, ends = np.repeat(slot + 1, run_lengths), np.arange(len(spans) + 1)
     if (
-        epoch_starts := np.flatnonzero(num == 0)
+        epoch_starts := np.flatnonzero(run_lengths == 0)
     ).size:  # the document behind an epoch's end also moves to the next epoch
-        next_documents = (np.cumsum(num) - num)[epoch_starts]
-        slots_written, row = (
+        next_documents = (np.cumsum(run_lengths) - run_lengths)[epoch_starts]
+        slots_written, rows_written = (
             np.insert(slots_written, next_documents, slot[epoch_starts]),
-            np.insert(row, next_documents, epoch[epoch_starts]),
+            np.insert(rows_written, next_documents, epoch[epoch_starts]),
         )
         ends[1:] += np.cumsum(np.bincount(next_documents, minlength=len(spans)))
-    return spans.with_moves(PositionUpdates(ends, slots_written, row))
+    return spans.with_moves(PositionUpdates(ends, slots_written, rows_written))

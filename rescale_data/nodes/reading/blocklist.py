@@ -197,12 +197,12 @@ def _to_source_rows(source: Source, file: str, numbers: Ints) -> Ints:
 
 
 def _numbers(file: str, rows: Any) -> Ints:
-    values = np.asarray([*_require_collection("exclude", rows)])
-    if values.size and (values.ndim != 1 or values.dtype.kind not in "iu"):
+    row_numbers = np.asarray([*_require_collection("exclude", rows)])
+    if row_numbers.size and (row_numbers.ndim != 1 or row_numbers.dtype.kind not in "iu"):
         raise TypeError(
-            f"exclude= holds values of {values.dtype}{f' for {file}' * bool(file)}: give row numbers, ints."
+            f"exclude= holds values of {row_numbers.dtype}{f' for {file}' * bool(file)}: give row numbers, ints."
         )
-    return np.unique(values.astype(np.int64))
+    return np.unique(row_numbers.astype(np.int64))
 
 
 def _require_collection(name: str, value: Any) -> Any:

@@ -42,16 +42,16 @@ class Chunks:
 
     def _fetch(self, indices: list[int]) -> Chunk:
         try:
-            rows, errors = dict(zip(indices, self._source.rows(indices), strict=True)), dict[int, Exception]()
+            samples, errors = dict(zip(indices, self._source.rows(indices), strict=True)), dict[int, Exception]()
         except Exception:  # of one row or several: each is fetched once more, and its error is raised in its turn
-            rows, errors = {}, {}
+            samples, errors = {}, {}
             for index in indices:
                 try:
-                    (rows[index],) = self._source.rows([index])
+                    (samples[index],) = self._source.rows([index])
                 except Exception as error:
                     errors[index] = error
-        chunk = Chunk(rows, errors)
-        self._mean_bytes = chunk.nbytes / max(1, len(rows))
+        chunk = Chunk(samples, errors)
+        self._mean_bytes = chunk.nbytes / max(1, len(samples))
         return chunk
 
     def _num_rows(self) -> int:

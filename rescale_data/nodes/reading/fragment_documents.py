@@ -107,8 +107,8 @@ class FragmentDocuments:
         block_parts = self._copy(
             rows, [len(rows) * part // BLOCK_PARTS for part in range(1, BLOCK_PARTS + 1)], self._decoder
         )
-        ends = np.cumsum([part.nbytes for part in block_parts])
-        return Block(epoch, row, block_parts[: max(1, int(ends.searchsorted(_MAX_EXCESS * num_bytes)))])
+        byte_ends = np.cumsum([part.nbytes for part in block_parts])
+        return Block(epoch, row, block_parts[: max(1, int(byte_ends.searchsorted(_MAX_EXCESS * num_bytes)))])
 
     def _read_block(self, epoch: int, row: int, max_documents: int) -> Spans:
         """Return documents from the cached block of copies; no documents if there is no block or it does not hold the row."""
@@ -209,8 +209,8 @@ class FragmentDocuments:
 
     def _have_room(self, num_fragments: int, shared_fragment: SharedFragment) -> bool:
         """True if the cache has room for ``num_fragments`` such fragments for each logical shard and each source."""
-        sources, shards = beside(self._owner)
-        return sources * shards * num_fragments * shared_fragment.nbytes <= room_for(self._source)
+        num_sources, num_shards = beside(self._owner)
+        return num_sources * num_shards * num_fragments * shared_fragment.nbytes <= room_for(self._source)
 
     def _get_fragment(self, fragment: int) -> SharedFragment:
         tokens, sharers = None, 1
@@ -231,8 +231,8 @@ class FragmentDocuments:
 
 def _limit_bytes(num_bytes: int, spans: Spans) -> Spans:
     """Return the first documents, up to about ``num_bytes`` bytes; an estimate of their number may have been too large."""
-    ends = np.cumsum(spans.length * spans.arrays[0].itemsize)
-    return spans if ends[-1] <= num_bytes else spans[: int(ends.searchsorted(num_bytes)) + 1]
+    byte_ends = np.cumsum(spans.length * spans.arrays[0].itemsize)
+    return spans if byte_ends[-1] <= num_bytes else spans[: int(byte_ends.searchsorted(num_bytes)) + 1]
 
 
 @lru_cache(maxsize=64)

@@ -175,11 +175,11 @@ def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
         starts: ``int64[F + 1]``, the first row of each fragment.
     """
     if kernel is None:
-        fragment = np.searchsorted(starts, rows, side="right") - 1
-        fragments = np.unique(fragment)
-        return fragments.tolist(), np.searchsorted(fragments, fragment)
-    index = np.empty_like(rows)
-    return kernel.find(rows, starts, index), index
+        fragment_of_row = np.searchsorted(starts, rows, side="right") - 1
+        fragments = np.unique(fragment_of_row)
+        return fragments.tolist(), np.searchsorted(fragments, fragment_of_row)
+    fragment_index = np.empty_like(rows)
+    return kernel.find(rows, starts, fragment_index), fragment_index
 
 
 def offsets_and_lengths(rows: Ints, index: Ints, first_row: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
@@ -242,7 +242,7 @@ def _log_no_kernel() -> None:
 
 @once
 def _native(base: Any) -> Any:
-    """Return a subclass of the C token queue ``base`` with the attributes that the cache needs."""
+    """Return a subclass of ``base``, the token queue class of the C extension, whose objects the cache can hold."""
 
     class Native(base, Pinned):
         __slots__ = ("dropped", "nbytes", "reach")
@@ -315,17 +315,17 @@ class _NumpyQueue(Pinned):
 
 
 def _draw(queue: Any, row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> bool:
-    size = tokens.shape[1]
-    if not isinstance(queue, _NumpyQueue) or queue.left < size + (labels is not None) or not size:
+    sample_length = tokens.shape[1]
+    if not isinstance(queue, _NumpyQueue) or queue.left < sample_length + (labels is not None) or not sample_length:
         return False
-    start = len(queue.tokens) - queue.left
-    tokens[row], ends = queue.next(size)
+    first_token = len(queue.tokens) - queue.left
+    tokens[row], ends = queue.next(sample_length)
     if labels is not None:
-        labels[row] = queue.tokens[start + 1 : start + size + 1]
+        labels[row] = queue.tokens[first_token + 1 : first_token + sample_length + 1]
     if doc_ids is not None:
-        begins = np.zeros(size + 1, dtype=np.int64)
-        begins[ends[ends > 0]] = 1  # a document that ends before the first token has no token here
-        doc_ids[row] = np.cumsum(begins[:size])
+        begins_document = np.zeros(sample_length + 1, dtype=np.int64)
+        begins_document[ends[ends > 0]] = 1  # a document that ends before the first token has no token here
+        doc_ids[row] = np.cumsum(begins_document[:sample_length])
     return True
 
 

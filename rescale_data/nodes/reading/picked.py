@@ -59,9 +59,9 @@ class PickedDocuments:
         return EMPTY
 
     def begin_next_epoch(self, position: memoryview) -> None:
-        source = position[_NUM_OWN:]
-        source[:] = self._source_position
-        self._documents.begin_next_epoch(source)
+        source_position = position[_NUM_OWN:]
+        source_position[:] = self._source_position
+        self._documents.begin_next_epoch(source_position)
         if self._piece_slot is not None:
             position[self._piece_slot] = 0
         position[self._dropped_slot] += self._num_dropped
@@ -78,29 +78,29 @@ class PickedDocuments:
         num_dropped = position[self._dropped_slot] + self._num_dropped
         documents: list[int] = []  # document of each piece
         node_values: list[tuple[int, int]] = []  # after each piece: documents dropped so far, number of the next piece
-        slices: list[slice] = []
+        piece_slices: list[slice] = []
         all_pieces = self._pieces(spans)
         for number, pieces in enumerate(all_pieces):
             num_dropped += not pieces
             for piece in range(0 if number else first_piece, len(pieces)):
                 documents.append(number)
                 node_values.append((num_dropped, 0 if piece + 1 == len(pieces) else piece + 1))
-                slices.append(pieces[piece])
-        values, index = np.array(node_values, dtype=np.int64).reshape(-1, 2), np.array(documents, dtype=np.int64)
-        begin, end = (
-            np.array([getattr(piece, name) for piece in slices], dtype=np.int64) for name in ("start", "stop")
+                piece_slices.append(pieces[piece])
+        values, doc_index = np.array(node_values, dtype=np.int64).reshape(-1, 2), np.array(documents, dtype=np.int64)
+        piece_begins, piece_ends = (
+            np.array([getattr(piece, name) for piece in piece_slices], dtype=np.int64) for name in ("start", "stop")
         )
         skipped_updates = PositionUpdates.between(position[_NUM_OWN:], self._source_position)
         source_updates = (
             PositionUpdates.join([skipped_updates, spans.moves])
-            .merge_groups(1 + index + (values[:, 1] == 0))
+            .merge_groups(1 + doc_index + (values[:, 1] == 0))
             .shifted(_NUM_OWN)
         )
         picked = Spans(
             spans.arrays,
-            spans.array[index],
-            spans.start[index] + begin,
-            end - begin,
+            spans.array[doc_index],
+            spans.start[doc_index] + piece_begins,
+            piece_ends - piece_begins,
             source_updates.combined_with(self._node_updates(values)),
             spans.keeps,
             None if spans.provenance is None else tuple(spans.provenance[number] for number in documents),

@@ -50,9 +50,9 @@ class Proof:
         source, shard, rows = self._reader.source, self._reader.shard, self._reader.rows
         size = rows.size(epoch)
         stop = row - row % rows.width if row < size else size  # rows of whole windows, whose order does not matter
-        chunks = (rows.unshuffled_rows(epoch, start, min(start + _CHUNK, stop)) for start in range(0, stop, _CHUNK))
-        expected = sum(_sum(rows.to_epoch_rows(epoch, chunk)) for chunk in chunks)
-        if self.read(expected & _MASK, epoch, stop, row - stop) != digest:
+        row_chunks = (rows.unshuffled_rows(epoch, start, min(start + _CHUNK, stop)) for start in range(0, stop, _CHUNK))
+        expected_digest = sum(_sum(rows.to_epoch_rows(epoch, chunk)) for chunk in row_chunks)
+        if self.read(expected_digest & _MASK, epoch, stop, row - stop) != digest:
             raise DataStateError(
                 f"{source.name}, logical shard {shard.index} of {shard.num_logical_shards}: the rows that were delivered in "
                 f"epoch {epoch} are not the first {row} of the {size} that it owns: some were lost or repeated since the epoch "

@@ -190,20 +190,20 @@ class ShardRows(ShardEpochs):
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Return the fragments of the source that hold the rows of the window around ``row`` of a shard."""
         fragments, order = self._source.fragments, self.order(epoch, shard)
-        virtual = order.virtual(*order.span(row))
-        if fragments is None or not len(virtual):
+        virtual_rows = order.virtual(*order.span(row))
+        if fragments is None or not len(virtual_rows):
             return []
-        start, stop = int(virtual[0]), int(virtual[-1]) + 1
-        permuted = self.fragments(epoch)
-        if permuted is not None:
-            return (np.searchsorted(fragments, permuted.between(start, stop), side="right") - 1).tolist()
-        ends = np.searchsorted(fragments, [start, stop - 1], side="right")
-        return list(range(int(ends[0]) - 1, int(ends[1])))
+        start, stop = int(virtual_rows[0]), int(virtual_rows[-1]) + 1
+        fragment_order = self.fragments(epoch)
+        if fragment_order is not None:
+            return (np.searchsorted(fragments, fragment_order.between(start, stop), side="right") - 1).tolist()
+        stop_fragments = np.searchsorted(fragments, [start, stop - 1], side="right")
+        return list(range(int(stop_fragments[0]) - 1, int(stop_fragments[1])))
 
     def next_window(self, epoch: int, row: int) -> tuple[int, int]:
         """Return the epoch and row at which the window after the window of ``row`` begins."""
-        stop = self.order(epoch).span(row)[1]
-        return (epoch, stop) if stop < self.size(epoch) else (self.next_epoch(epoch), 0)
+        stop_row = self.order(epoch).span(row)[1]
+        return (epoch, stop_row) if stop_row < self.size(epoch) else (self.next_epoch(epoch), 0)
 
     def ends(self, epoch: int, row: int) -> list[int]:
         """Return the first and last row of the source in the window after ``row``'s window; none at the end of the epoch."""
@@ -220,8 +220,8 @@ class ShardRows(ShardEpochs):
         if fragments is None or view.fragments is None:
             return rows
         starts, lengths = fragments[:-1][view.fragments], np.diff(fragments)[view.fragments]
-        index = np.searchsorted(starts, rows, side="right") - 1
-        return rows - starts[index] + (np.cumsum(lengths) - lengths)[index]
+        fragment_index = np.searchsorted(starts, rows, side="right") - 1
+        return rows - starts[fragment_index] + (np.cumsum(lengths) - lengths)[fragment_index]
 
     def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
         """Return sorted pairs ``(shard, row of the shard)`` that read given rows of the source in an epoch."""

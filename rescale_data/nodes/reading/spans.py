@@ -45,16 +45,16 @@ class PositionUpdates:
 
     @staticmethod
     def of(slot: Ints | Sequence[int], value: Ints) -> PositionUpdates:
-        """Return position updates in which all documents write the same slots.
+        """Return position updates in which every document writes the same slots of the position, each with values of its own.
 
         Args:
             slot: ``int64[k]``.
             value: ``int64[D, k]``.
         """
-        num, width = value.shape
-        slots = np.empty((num, width), dtype=np.int64)
+        num_documents, num_slots = value.shape
+        slots = np.empty((num_documents, num_slots), dtype=np.int64)
         slots[:] = slot
-        ends = np.arange(0, (num + 1) * width, width, dtype=np.int64)
+        ends = np.arange(0, (num_documents + 1) * num_slots, num_slots, dtype=np.int64)
         return PositionUpdates(ends, slots.reshape(-1), np.ascontiguousarray(value).reshape(-1))
 
     @staticmethod
@@ -70,14 +70,14 @@ class PositionUpdates:
     def __getitem__(self, items: slice) -> PositionUpdates:
         start, stop, _ = items.indices(len(self))
         ends = self.ends[start : max(start, stop) + 1]
-        inside = slice(int(ends[0]), int(ends[-1]))
-        return PositionUpdates(ends - ends[0], self.slot[inside], self.value[inside])
+        update_range = slice(int(ends[0]), int(ends[-1]))
+        return PositionUpdates(ends - ends[0], self.slot[update_range], self.value[update_range])
 
     def take(self, index: Ints) -> PositionUpdates:
         """Return the position updates of some documents, in a new order."""
-        counts = np.diff(self.ends)[index]
-        ends = np.concatenate([[0], np.cumsum(counts)])
-        update_index = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], counts)
+        update_counts = np.diff(self.ends)[index]
+        ends = np.concatenate([[0], np.cumsum(update_counts)])
+        update_index = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], update_counts)
         return PositionUpdates(ends, self.slot[update_index], self.value[update_index])
 
     def merge_groups(self, stops: Ints) -> PositionUpdates:
@@ -96,7 +96,7 @@ class PositionUpdates:
         return PositionUpdates(ends, slot, value)
 
     def preceded_by(self, earlier: PositionUpdates) -> PositionUpdates:
-        """Return the same position updates; the first document additionally does the updates ``earlier``, before its own."""
+        """Return these position updates, in which the first document also makes the updates ``earlier``, before its own."""
         ends = self.ends + len(earlier.slot)
         ends[0] = 0
         return PositionUpdates(
@@ -110,15 +110,15 @@ class PositionUpdates:
     @staticmethod
     def join(all_updates: Sequence[PositionUpdates], first_slots: Sequence[int] = ()) -> PositionUpdates:
         """Concatenate position updates of successive documents; each item is shifted by its first slot if these are given."""
-        sizes = [len(updates.slot) for updates in all_updates]
+        update_counts = [len(updates.slot) for updates in all_updates]
         slot = np.concatenate([updates.slot for updates in all_updates])
         value = np.concatenate([updates.value for updates in all_updates])
         ends = np.concatenate([[0], *[updates.ends[1:] for updates in all_updates]])
-        ends[1:] += np.repeat(np.cumsum([0, *sizes[:-1]]), [len(updates) for updates in all_updates])
-        return PositionUpdates(ends, slot + np.repeat(first_slots, sizes) if len(first_slots) else slot, value)
+        ends[1:] += np.repeat(np.cumsum([0, *update_counts[:-1]]), [len(updates) for updates in all_updates])
+        return PositionUpdates(ends, slot + np.repeat(first_slots, update_counts) if len(first_slots) else slot, value)
 
     def apply(self, position: memoryview, num_documents: int) -> None:
-        """Advance a position past the first ``num_documents`` documents."""
+        """Write the updates of the first ``num_documents`` documents into ``position``, which is then behind them."""
         stop = int(self.ends[num_documents])
         np.asarray(position)[self.slot[:stop]] = self.value[
             :stop
@@ -150,14 +150,14 @@ class Spans:
 
     @staticmethod
     def of(array: TokenArray, moves: PositionUpdates, provenance: str | None = None) -> Spans:
-        """Return the spans of one document, which is a whole array."""
+        """Return a `Spans` that holds a single document, whose tokens are the whole of ``array``."""
         zero = np.zeros(1, dtype=np.int64)
         provenances = None if provenance is None else (provenance,)
         return Spans((plain(array),), zero, zero, np.array([len(array)]), moves, (None,), provenances)
 
     @staticmethod
     def mark(earlier: memoryview, later: memoryview) -> Spans:
-        """Return the spans of one mark: a position update from ``earlier`` to ``later`` without a document."""
+        """Return a `Spans` without a document, which only updates the position, from ``earlier`` to ``later``."""
         zero = np.zeros(1, dtype=np.int64)
         return Spans((), zero - 1, zero, zero, PositionUpdates.between(earlier, later), ())
 
@@ -169,9 +169,9 @@ class Spans:
         """
         if len(all_spans) <= 1 and not any(first_slots):
             return all_spans[0] if all_spans else EMPTY
-        sizes = [len(spans.length) for spans in all_spans]
+        document_counts = [len(spans.length) for spans in all_spans]
         array = np.concatenate([spans.array for spans in all_spans])
-        first_array = np.repeat(np.cumsum([0, *[len(spans.arrays) for spans in all_spans[:-1]]]), sizes)
+        first_array = np.repeat(np.cumsum([0, *[len(spans.arrays) for spans in all_spans[:-1]]]), document_counts)
         return Spans(
             tuple([array for spans in all_spans for array in spans.arrays]),
             np.where(array < 0, -1, array + first_array),
@@ -223,9 +223,9 @@ class Spans:
 
     def require_within(self) -> None:
         """Raise ``IndexError`` if a document reaches beyond its array."""
-        size = np.array([*map(len, self.arrays), 0], dtype=np.int64)  # the last size is for marks
+        array_sizes = np.array([*map(len, self.arrays), 0], dtype=np.int64)  # the last size is for marks
         index, last_index = self.array, len(self.arrays) - 1
-        room = size[np.clip(index, -1, last_index)] - self.length - self.start
+        room = array_sizes[np.clip(index, -1, last_index)] - self.length - self.start
         if len(index) and ((index + 1) | (last_index - index) | self.start | self.length | room).min() < 0:
             raise IndexError("a document reaches beyond its array, or lies in none")
 
