@@ -74,9 +74,9 @@ class ArrowSource(TableSource):
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
         rows = ipc.read_rows(ranges, blocks)
-        breaks = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
+        forced_starts = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
         bounds = group_pieces(
-            cumulative_sums(rows), cumulative_sums(blocks.body_size), FRAGMENT_ROWS, FRAGMENT_BYTES, breaks
+            cumulative_sums(rows), cumulative_sums(blocks.body_size), FRAGMENT_ROWS, FRAGMENT_BYTES, forced_starts
         )
         starts, last_batches = bounds[:-1], bounds[1:] - 1
         locations = {"batch": starts, "batches": np.diff(bounds), "offset": blocks.offset[starts]}
@@ -187,8 +187,8 @@ def _as_bytes(column: ArrowArray) -> ArrowArray:
 
     Such a string makes only its own row bad, when that row is read.
     """
-    kind = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(column.type)
-    return column if kind is None else column.cast(kind)
+    bytes_type = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(column.type)
+    return column if bytes_type is None else column.cast(bytes_type)
 
 
 def _batches_after_gaps(blocks: ipc.Blocks) -> Ints:

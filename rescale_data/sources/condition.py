@@ -52,7 +52,7 @@ class Condition:
     def columns(self, schema: ArrowSchema) -> list[str]:
         """Return the names of the columns that the expression uses; ``ValueError`` if one is missing or of the wrong type."""
         try:
-            kind = self._evaluate(schema.empty_table()).type
+            result_type = self._evaluate(schema.empty_table()).type
         except pa.ArrowException as error:
             reason = str(error).partition("\n")[0]
             reason = reason.rpartition(" in ")[0] if reason.startswith("No match") else reason  # columns follow
@@ -60,8 +60,8 @@ class Condition:
                 f"filter={self} cannot be asked of the columns {schema.names}: {reason}. Ask for columns that are there, and "
                 f"compare each with values of its type."
             ) from None
-        if kind != pa.bool_():
-            raise ValueError(f"filter={self} is of type {kind}, not true or false: compare it with something.")
+        if result_type != pa.bool_():
+            raise ValueError(f"filter={self} is of type {result_type}, not true or false: compare it with something.")
         return [name for name in schema.names if self._uses_column(name, schema)]
 
     def matches(self, table: ArrowTable) -> Ints:
@@ -96,11 +96,11 @@ def filtered_footer(footer: Footer, matches: dict[int, Ints]) -> Footer:
         matches: Rows of each fragment that match, by fragment; a fragment that is missing here has none.
     """
     fragments = [fragment for fragment, rows in sorted(matches.items()) if len(rows)]
-    counts = np.array([len(matches[fragment]) for fragment in fragments], dtype=np.int64)
+    match_counts = np.array([len(matches[fragment]) for fragment in fragments], dtype=np.int64)
     first_rows = np.cumsum(footer.rows) - footer.rows
     return Footer(
-        counts,
-        footer.nbytes[fragments] * counts // np.maximum(1, footer.rows[fragments]),
+        match_counts,
+        footer.nbytes[fragments] * match_counts // np.maximum(1, footer.rows[fragments]),
         {**{name: values[fragments] for name, values in footer.locations.items()}, "base": first_rows[fragments]},
         footer.kind,
         np.concatenate([np.zeros(0, np.int64), *(matches[fragment] for fragment in fragments)]).astype(np.uint32),

@@ -88,8 +88,8 @@ class DatasetSource(Source):
     def manifest(self) -> Mapping[str, Any]:
         """Return the dataset's class and length and, for a Hugging Face dataset, the fingerprint of its contents."""
         fingerprint = getattr(self.dataset, "_fingerprint", None)
-        extra = {"fingerprint": fingerprint} if isinstance(fingerprint, str) else {}
-        return {"format": "dataset", "class": type(self.dataset).__qualname__, "rows": self.num_rows, **extra}
+        extra_facts = {"fingerprint": fingerprint} if isinstance(fingerprint, str) else {}
+        return {"format": "dataset", "class": type(self.dataset).__qualname__, "rows": self.num_rows, **extra_facts}
 
     def row(self, index: int) -> Any:
         return self.dataset[index]

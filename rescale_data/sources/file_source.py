@@ -135,11 +135,11 @@ class FileSource(FragmentedSource):
         key = (owner_of(self), section, file)
         with cache().lock_for(key):
             cached: FileIndex | None = cache().get(key)
-            value = FileIndex(fetch()) if cached is None else cached
-            if read_soon or value.nbytes * len(self._files.names) <= room_for(self) // 16:
+            file_index = FileIndex(fetch()) if cached is None else cached
+            if read_soon or file_index.nbytes * len(self._files.names) <= room_for(self) // 16:
                 cache().register(self)
-                cache().put(key, value)
-        return value.data
+                cache().put(key, file_index)
+        return file_index.data
 
     def _bytes_key(self, fragment: int) -> tuple[Any, ...]:
         return (owner_of(self), "bytes", fragment)
@@ -180,10 +180,10 @@ class FileSource(FragmentedSource):
         evicted before they are read again. So some fragments stay, always the same ones: as many as the cache holds in addition
         to the fragments that are being read.
         """
-        sources, shards = beside(owner_of(self))
+        num_sources, num_shards = beside(owner_of(self))
         room = room_for(self)
-        spare_bytes = room - 2 * sources * shards * self.fragment_bytes
-        total_bytes = sources * len(self._index) * self.fragment_bytes
+        spare_bytes = room - 2 * num_sources * num_shards * self.fragment_bytes
+        total_bytes = num_sources * len(self._index) * self.fragment_bytes
         if self._files.filesystem is not None or total_bytes <= room or 2 * spare_bytes < room:
             return True
         return fragment * _GOLDEN_FACTOR % 2**32 * total_bytes < spare_bytes * 2**32

@@ -21,14 +21,14 @@ def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a manifest with a digest of each folder in place of its list of files; unchanged if it has no such list."""
     if FILES not in manifest:
         return manifest
-    by_folder: dict[str, list[Any]] = {}
+    files_by_folder: dict[str, list[Any]] = {}
     for file in manifest[FILES]:
         folder, slash, _ = file[0].partition("/")
-        by_folder.setdefault(folder if slash else ".", []).append(file)
-    if len(by_folder) > _MAX_FOLDERS:
-        by_folder = {".": list(manifest[FILES])}
+        files_by_folder.setdefault(folder if slash else ".", []).append(file)
+    if len(files_by_folder) > _MAX_FOLDERS:
+        files_by_folder = {".": list(manifest[FILES])}
     folders = [
-        [name, len(files), _digest(files), num_rows({FILES: files})] for name, files in sorted(by_folder.items())
+        [name, len(files), _digest(files), num_rows({FILES: files})] for name, files in sorted(files_by_folder.items())
     ]
     return {**{key: value for key, value in manifest.items() if key != FILES}, FOLDERS: folders}
 

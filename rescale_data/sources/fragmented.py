@@ -176,8 +176,8 @@ class FragmentedSource(FiledSource):
                 f"those is no longer in index_dir={self._index_dir!r}: bring it back."
             )
         listed_names = {name for name, *_ in full_manifest[FILES]}
-        files = np.array([name in listed_names for name in self._files.names])
-        return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
+        is_listed = np.array([name in listed_names for name in self._files.names])
+        return np.flatnonzero(np.repeat(is_listed, np.diff(self._index.files)))
 
     def rows_of_file(self, name: str) -> range:
         return self._known_files.rows_of(self._known_files.file_named(name))

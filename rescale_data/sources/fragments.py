@@ -89,14 +89,14 @@ class Fragments:
 
     def footer(self, file: int) -> Footer:
         """Return the fragments of one file as a `Footer`."""
-        fragments = slice(*self.files[file : file + 2].tolist())
-        rows = slice(*self.starts[[fragments.start, fragments.stop]].tolist())
+        fragment_range = slice(*self.files[file : file + 2].tolist())
+        row_range = slice(*self.starts[[fragment_range.start, fragment_range.stop]].tolist())
         return Footer(
-            np.diff(self.starts[fragments.start : fragments.stop + 1]),
-            self.nbytes[fragments],
-            {name: values[fragments] for name, values in self.locations.items()},
+            np.diff(self.starts[fragment_range.start : fragment_range.stop + 1]),
+            self.nbytes[fragment_range],
+            {name: values[fragment_range] for name, values in self.locations.items()},
             self.kind(file),
-            None if self.chosen is None else self.chosen[rows],
+            None if self.chosen is None else self.chosen[row_range],
             unfiltered_rows=0 if self.unfiltered_rows is None else int(self.unfiltered_rows[file]),
         )
 
@@ -104,8 +104,8 @@ class Fragments:
         """Return all arrays of the fragments, by name, as an index stores them; `load` reads them back."""
         base_arrays = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
         filtering = {_CHOSEN: self.chosen, _UNFILTERED_ROWS: self.unfiltered_rows}
-        present = {name: values for name, values in filtering.items() if values is not None}
-        return {**base_arrays, **present, **{_PLACE + name: values for name, values in self.locations.items()}}
+        filter_arrays = {name: values for name, values in filtering.items() if values is not None}
+        return {**base_arrays, **filter_arrays, **{_PLACE + name: values for name, values in self.locations.items()}}
 
     @staticmethod
     def load(bundle: Bundle, *, copy: bool = False) -> Fragments:
@@ -122,11 +122,11 @@ class Fragments:
 
 def join_footers(footers: Sequence[Footer]) -> Fragments:
     """Join the fragments of several files, in the order of the files."""
-    kinds: dict[str, int] = {}
+    kind_indices: dict[str, int] = {}
     distinct_kinds: list[Mapping[str, Any]] = []
     kind_of: list[int] = []
     for footer in footers:
-        kind_index = kinds.setdefault(repr(footer.kind), len(kinds))
+        kind_index = kind_indices.setdefault(repr(footer.kind), len(kind_indices))
         if kind_index == len(distinct_kinds):
             distinct_kinds.append(footer.kind)
         kind_of.append(kind_index)

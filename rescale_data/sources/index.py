@@ -107,13 +107,13 @@ class IndexFolder:
         return os.path.join(self.folder, f"{digest(self._identity)}-{_listing_digest(files)}{suffix}")
 
     def _index_paths(self, prefix: str) -> Iterator[str]:
-        times: dict[str, int] = {}
+        write_times: dict[str, int] = {}
         with suppress(OSError):
             for entry in os.scandir(self.folder):
                 if entry.name.startswith(prefix) and entry.name.endswith(_SUFFIX):
                     with suppress(FileNotFoundError):  # deleted after it was listed
-                        times[entry.path] = entry.stat().st_mtime_ns
-        yield from sorted(times, key=times.__getitem__, reverse=True)
+                        write_times[entry.path] = entry.stat().st_mtime_ns
+        yield from sorted(write_times, key=write_times.__getitem__, reverse=True)
 
     def _make(self, path: str, files: Files, read: ReadFooters) -> Bundle:
         footers = self._unchanged_footers(files)
@@ -175,13 +175,13 @@ class IndexFolder:
         return footers
 
     def _write(self, path: str, files: Files, footers: Mapping[str, tuple[Footer, str]]) -> None:
-        index = join_footers([footers[name][0] for name in files.names])
+        fragments = join_footers([footers[name][0] for name in files.names])
         numbers = {part_name: i for i, part_name in enumerate(dict.fromkeys(footers[name][1] for name in files.names))}
         part_ids = np.array([numbers[footers[name][1]] for name in files.names], dtype=np.int32)
         facts: dict[str, Any] = {"about": self._identity, "given": self.paths_digest}
-        facts |= {"listing": _listing_digest(files), "kinds": list(index.kinds)}
+        facts |= {"listing": _listing_digest(files), "kinds": list(fragments.kinds)}
         extra = {**string_arrays(_PROBES, files.probes()), **string_arrays(_PARTS, [*numbers]), _PART_OF: part_ids}
-        write_bundle(path, facts, {**index.arrays(), **_listing_arrays(files), **extra})
+        write_bundle(path, facts, {**fragments.arrays(), **_listing_arrays(files), **extra})
 
 
 def make_part(index_part: str, files: Sequence[int], read: ReadFooters, *, wait: bool = True) -> Bundle | None:
@@ -196,15 +196,15 @@ def make_part(index_part: str, files: Sequence[int], read: ReadFooters, *, wait:
 
     def write(temporary: str) -> None:
         footers = read(files)
-        index = join_footers(footers)
+        fragments = join_footers(footers)
         format_arrays = {_FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
-        write_bundle(temporary, {"kinds": list(index.kinds)}, {**index.arrays(), **format_arrays})
+        write_bundle(temporary, {"kinds": list(fragments.kinds)}, {**fragments.arrays(), **format_arrays})
 
     return open_or_create(index_part, Bundle, write, wait=wait)
 
 
 def format_array(index_part: Bundle, name: str) -> Any:
-    """Return an array that a format stores for the only file in a part, memory-mapped. See `Footer.arrays`."""
+    """Return the array ``name`` of `Footer.arrays` that a part of an index stores for its only file, memory-mapped."""
     return index_part.array(_FORMAT_PREFIX + name)
 
 

@@ -55,7 +55,7 @@ class Opened:
     index_part: Bundle
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return an array that the format stores for this file, memory-mapped."""
+        """Return the array ``name`` that was stored when this file was scanned, such as the bytes at which its rows begin."""
         return format_array(self.index_part, name)
 
 

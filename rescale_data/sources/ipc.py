@@ -95,15 +95,15 @@ def record_batch_positions(data: Bytes, starts: Ints) -> Ints:
 
 def _footer_blocks(file: Ranges) -> Blocks:
     """Return the record batches as the footer of the file format lists them."""
-    size = file.size
-    length, magic = struct.unpack("<i6s", file.read(max(0, size - 10), 10).to_pybytes().rjust(10, b"\0"))
-    if magic != MAGIC or not 0 < length < size:
+    file_size = file.size
+    footer_length, magic = struct.unpack("<i6s", file.read(max(0, file_size - 10), 10).to_pybytes().rjust(10, b"\0"))
+    if magic != MAGIC or not 0 < footer_length < file_size:
         raise ValueError("it has no footer at its end")
-    data = np.frombuffer(file.read(size - 10 - length, length), dtype=np.uint8)
-    footer = _read_numbers(data, np.zeros(1, np.int64), "<i4")
-    vector = _dereference(data, _field_positions(data, footer, _FOOTER_RECORD_BATCHES))
-    blocks_offset, count = int(vector[0]) + 4, int(_read_numbers(data, vector, "<i4")[0])
-    table = np.frombuffer(data, dtype=_BLOCK, count=count, offset=blocks_offset)
+    footer_bytes = np.frombuffer(file.read(file_size - 10 - footer_length, footer_length), dtype=np.uint8)
+    footer = _read_numbers(footer_bytes, np.zeros(1, np.int64), "<i4")
+    vector = _dereference(footer_bytes, _field_positions(footer_bytes, footer, _FOOTER_RECORD_BATCHES))
+    blocks_offset, count = int(vector[0]) + 4, int(_read_numbers(footer_bytes, vector, "<i4")[0])
+    table = np.frombuffer(footer_bytes, dtype=_BLOCK, count=count, offset=blocks_offset)
     return Blocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
 
 
@@ -112,28 +112,28 @@ def read_messages(data: ArrowBuffer) -> Blocks:
     view, offset = memoryview(data), 0
     blocks: list[tuple[int, int, int]] = []
     while offset < len(view):
-        prefix, length = _message_lengths(*_TWO_INT32.unpack_from(view, offset))
-        kind, body = _message(view, offset + prefix)
-        if kind == _RECORD_BATCH:
-            blocks.append((offset, prefix + length, body))
-        offset += prefix + length + body
+        prefix_length, metadata_length = _message_lengths(*_TWO_INT32.unpack_from(view, offset))
+        message_type, body_length = _message(view, offset + prefix_length)
+        if message_type == _RECORD_BATCH:
+            blocks.append((offset, prefix_length + metadata_length, body_length))
+        offset += prefix_length + metadata_length + body_length
     return Blocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
 
 
 def _stream_blocks(file: Ranges) -> Blocks:
-    offset, size = 0, file.size
+    offset, file_size = 0, file.size
     blocks: list[tuple[int, int, int]] = []
-    while offset + 8 <= size:
-        prefix, length = _message_lengths(*_TWO_INT32.unpack(file.read(offset, 8)))
-        if length == 0:
+    while offset + 8 <= file_size:
+        prefix_length, metadata_length = _message_lengths(*_TWO_INT32.unpack(file.read(offset, 8)))
+        if metadata_length == 0:
             break
-        data = memoryview(file.read(offset + prefix, max(0, length)))
-        if not 0 < length <= len(data):
+        metadata = memoryview(file.read(offset + prefix_length, max(0, metadata_length)))
+        if not 0 < metadata_length <= len(metadata):
             raise ValueError(f"it ends in the middle of a message, or is no Arrow IPC stream, at byte {offset}")
-        kind, body = _message(data, 0)
-        if kind == _RECORD_BATCH:
-            blocks.append((offset, prefix + length, body))
-        offset += prefix + length + body
+        message_type, body_length = _message(metadata, 0)
+        if message_type == _RECORD_BATCH:
+            blocks.append((offset, prefix_length + metadata_length, body_length))
+        offset += prefix_length + metadata_length + body_length
     return Blocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
 
 
@@ -147,14 +147,14 @@ def _message(view: memoryview, position: int) -> tuple[int, int]:
     table = position + _INT32.unpack_from(view, position)[0]
     vtable = table - _INT32.unpack_from(view, table)[0]
     size, *slots = _VTABLE_ENTRIES.unpack_from(view, vtable)
-    kind, body = (slots[1 + slot] if 4 + 2 * slot < size else 0 for slot in (_MESSAGE_TYPE, _MESSAGE_BODY))
-    return view[table + kind] if kind else 0, _INT64.unpack_from(view, table + body)[0] if body else 0
+    type_at, body_at = (slots[1 + slot] if 4 + 2 * slot < size else 0 for slot in (_MESSAGE_TYPE, _MESSAGE_BODY))
+    return view[table + type_at] if type_at else 0, _INT64.unpack_from(view, table + body_at)[0] if body_at else 0
 
 
 def _read_numbers(data: Bytes, position: Ints, kind: str) -> Ints:
     """Return the numbers of dtype ``kind`` that begin at given bytes of ``data``, as int64."""
-    width = np.dtype(kind).itemsize
-    number_bytes = data[np.minimum(position[:, None] + np.arange(width), len(data) - 1)]
+    number_width = np.dtype(kind).itemsize
+    number_bytes = data[np.minimum(position[:, None] + np.arange(number_width), len(data) - 1)]
     return np.ascontiguousarray(number_bytes).view(kind)[:, 0].astype(np.int64)
 
 

@@ -72,10 +72,10 @@ class JsonlSource(IndexedSource):
         numbers, fragment_list = (rows - self._index.starts[fragments]).tolist(), fragments.tolist()
         lines = {fragment: cast(_Lines, self._rows(fragment)) for fragment in {*fragment_list}}
         parsed = (parse(lines[fragment].line(number)) for fragment, number in zip(fragment_list, numbers, strict=True))
-        values = [select_columns(row, self.columns)[column] for row in parsed]
-        if {*map(type, values)} - {str}:
+        strings = [select_columns(row, self.columns)[column] for row in parsed]
+        if {*map(type, strings)} - {str}:
             raise BadRow(f"{column!r} is not a string in each of these rows.")
-        return values
+        return strings
 
     def _scan(self, ranges: Ranges) -> Footer:
         starts, empty = find_lines(ranges)

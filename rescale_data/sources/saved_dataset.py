@@ -33,8 +33,8 @@ def data_files(paths: Paths, storage_options: Mapping[str, Any] | None, remote: 
             f"{folder} is a dataset that was saved with the splits {splits}. Give one of them, for example "
             f"{posixpath.join(folder, splits[0])!r}."
         )
-    state = read_if_exists(posixpath.join(folder, _STATE), storage_options, remote)
-    if state is None:
+    dataset_state = read_if_exists(posixpath.join(folder, _STATE), storage_options, remote)
+    if dataset_state is None:
         return paths
-    names = [item["filename"] for item in json.loads(state).get("_data_files") or ()]
-    return [posixpath.join(folder, name) for name in names] or paths
+    file_names = [item["filename"] for item in json.loads(dataset_state).get("_data_files") or ()]
+    return [posixpath.join(folder, name) for name in file_names] or paths

@@ -181,9 +181,9 @@ class Tokens:
         The memory that Arrow decodes into is up to three times as large, and memory that is new to the process costs more time
         than decoding.
         """
-        bits = int(np.bitwise_or.reduce(self.values))  # at least as large as each value; negative if any value is
-        fitting = (dtype for dtype, max_value in _NARROW_DTYPES if 0 <= bits <= max_value)
-        return Tokens(self.values.astype(next(fitting, self.values.dtype)), self.offsets, self.first)
+        all_bits = int(np.bitwise_or.reduce(self.values))  # at least as large as each value; negative if any value is
+        fitting_dtypes = (dtype for dtype, max_value in _NARROW_DTYPES if 0 <= all_bits <= max_value)
+        return Tokens(self.values.astype(next(fitting_dtypes, self.values.dtype)), self.offsets, self.first)
 
 
 class TokenSource(Source):

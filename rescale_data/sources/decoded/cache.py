@@ -191,9 +191,9 @@ class Cache:
         return value
 
     def _shrink(self, budget: int, new_key: Hashable = None) -> None:
-        largest = max(self._large_sizes.values(), default=0)
-        limit = max(budget, largest * 9 // 8)
-        derived_limit = min(limit // 2, limit - largest)
+        largest_size = max(self._large_sizes.values(), default=0)
+        limit = max(budget, largest_size * 9 // 8)
+        derived_limit = min(limit // 2, limit - largest_size)
         while self.nbytes > limit and len(self._entries) > 1:
             if self._ordinary and (
                 self._derived_bytes <= derived_limit or (len(self._derived) == 1 and new_key in self._derived)
@@ -244,12 +244,12 @@ _other_processes: dict[int, int] = {}  # numbers of processes that share the bud
 
 
 def cache() -> Cache:
-    """Return the cache of this process."""
+    """Return the `Cache` of this process, which keeps decoded data of all its sources and logical shards."""
     return _cache
 
 
 def handles() -> Handles:
-    """Return the open files of this process."""
+    """Return the `Handles` of this process, which keep the files that its sources read open."""
     return _handles
 
 
@@ -301,8 +301,8 @@ def by_owner() -> dict[int, Any]:
 
 def _remove_entries(object_id: int) -> None:
     owner = _owner_of.pop(object_id)
-    for values in _by_owner:
-        values.pop(owner, None)
+    for values_by_owner in _by_owner:
+        values_by_owner.pop(owner, None)
     _cache.drop(owner)
     _handles.drop(owner)
 

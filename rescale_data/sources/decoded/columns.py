@@ -122,9 +122,9 @@ def flat_lists(array: ArrowArray) -> Tokens | None:
 
 def _flatten_chunk(chunk: Any) -> Tokens | None:
     if kinds.is_fixed_size_list(chunk.type):
-        size = chunk.type.list_size
-        offsets = np.arange(len(chunk) + 1, dtype=np.int64) * size
-        values = chunk.values[chunk.offset * size : (chunk.offset + len(chunk)) * size]
+        list_size = chunk.type.list_size
+        offsets = np.arange(len(chunk) + 1, dtype=np.int64) * list_size
+        values = chunk.values[chunk.offset * list_size : (chunk.offset + len(chunk)) * list_size]
     else:
         offsets = chunk.offsets.to_numpy().astype(np.int64)
         values = chunk.values[offsets[0] : offsets[-1]]
@@ -164,9 +164,9 @@ def chosen_columns(columns: Sequence[str] | None) -> list[str] | None:
     if columns is None:
         return None
     require(Iterable, "a list with at least one name", columns=columns)
-    names: list[object] = [] if isinstance(columns, str) else [*columns]
-    if not names or not all(isinstance(name, str) for name in names):
+    column_names: list[object] = [] if isinstance(columns, str) else [*columns]
+    if not column_names or not all(isinstance(name, str) for name in column_names):
         raise TypeError(f"columns={columns!r}: give a list with at least one name, or None for all columns.")
-    if len({*names}) < len(names):
+    if len({*column_names}) < len(column_names):
         raise ValueError(f"columns={columns!r} has a name twice: give each name once.")
     return list(columns)

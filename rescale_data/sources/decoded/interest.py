@@ -42,14 +42,14 @@ def serve(reader: object, sources: Iterable[Described], shards: Sequence[int]) -
 
     The record holds until ``reader`` is garbage-collected, or calls this again or `withdraw`.
     """
-    served, key = list(sources), id(reader)
-    if key not in _readers:
-        _readers.add(key)
-        weakref.finalize(reader, _remove_reader, key).atexit = False
-    needed = sum(_bytes_needed_by(source, len(shards)) for source in served)
-    for source in served:
+    served_sources, reader_id = list(sources), id(reader)
+    if reader_id not in _readers:
+        _readers.add(reader_id)
+        weakref.finalize(reader, _remove_reader, reader_id).atexit = False
+    needed = sum(_bytes_needed_by(source, len(shards)) for source in served_sources)
+    for source in served_sources:
         owner = owner_of(source)
-        _interest_by_reader.setdefault(owner, {})[key] = Interest(shards, len(served), needed)
+        _interest_by_reader.setdefault(owner, {})[reader_id] = Interest(shards, len(served_sources), needed)
         _update_total(owner)
 
 
@@ -125,12 +125,12 @@ def room_for_block(source: Source) -> int:
     Returns:
         Bytes; 0 if the cache has room for all fragments, or if a block would be too small to pay.
     """
-    sources, shards = beside(owner_of(source))
-    fragments = 0 if source.fragments is None else len(source.fragments) - 1
+    num_sources, num_shards = beside(owner_of(source))
+    num_fragments = 0 if source.fragments is None else len(source.fragments) - 1
     room = room_for(source)
-    block = (room - source.fragment_bytes) * BLOCK_PARTS // ((BLOCK_PARTS + 1) * sources * shards)
-    all_fit = sources * fragments * source.fragment_bytes <= room
-    return 0 if all_fit or block < _LEAST_BLOCK else block
+    block_bytes = (room - source.fragment_bytes) * BLOCK_PARTS // ((BLOCK_PARTS + 1) * num_sources * num_shards)
+    all_fit = num_sources * num_fragments * source.fragment_bytes <= room
+    return 0 if all_fit or block_bytes < _LEAST_BLOCK else block_bytes
 
 
 def bytes_needed(source: Source, num_shards: int) -> int:
@@ -162,10 +162,10 @@ def warn_if_thrashing(
     """
     num_shards = -(-owned_shards // max(1, num_workers))
     fragmented = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
-    counts = [
+    rows_per_fragment = [
         source.num_rows // max(1, len(bounds) - 1) for source in fragmented if (bounds := source.fragments) is not None
     ]
-    decodes_per_epoch = max(counts, default=0)
+    decodes_per_epoch = max(rows_per_fragment, default=0)
     needed = (1 + num_workers) * (sum(_bytes_needed_by(src, num_shards) for src in fragmented) + num_shards * beside)
     room = max((source.cache_bytes + source.cache_dir_bytes for source in fragmented), default=0)
     owners = {owner_of(source) for source in fragmented}
@@ -173,7 +173,7 @@ def warn_if_thrashing(
         return
     _warned.update(dict.fromkeys(owners, True))
     name = fragmented[0].name if len(fragmented) == 1 else f"{len(fragmented)} sources, {fragmented[0].name} among them"
-    size = sorted(source.fragment_bytes for source in fragmented)[len(fragmented) // 2]
+    median_bytes = sorted(source.fragment_bytes for source in fragmented)[len(fragmented) // 2]
     _log.warning(
         "%s: this rank visits %d logical shards in turn, whose fragments of about %d bytes (of Parquet: all columns), and "
         "the order in which they read, take %d bytes, and cache_bytes and cache_dir_bytes, which all sources share, and all "
@@ -181,5 +181,5 @@ def warn_if_thrashing(
         "rows; less under a TokenPacker, which takes many at a visit). "
         "Give cache_bytes=%d, or cache_dir=, a local folder with as much room, run fewer shards in a rank (a smaller "
         "num_logical_shards, more ranks), or write smaller row groups or record batches.",
-        name, owned_shards, size, needed, room, decodes_per_epoch, needed,
+        name, owned_shards, median_bytes, needed, room, decodes_per_epoch, needed,
     )  # fmt: skip

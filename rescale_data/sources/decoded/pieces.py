@@ -76,9 +76,9 @@ def copy_as_stream(table: ArrowTable, start: int, stop: int) -> ArrowBuffer:
     rows = table.slice(start, stop - start).combine_chunks()
     size_counter = pa.MockOutputStream()
     _write(rows, size_counter)
-    data = pa.allocate_buffer(size_counter.size())  # a growing buffer would keep up to twice as much
-    _write(rows, pa.FixedSizeBufferWriter(data))
-    return data
+    stream_buffer = pa.allocate_buffer(size_counter.size())  # a growing buffer would keep up to twice as much
+    _write(rows, pa.FixedSizeBufferWriter(stream_buffer))
+    return stream_buffer
 
 
 def _write(table: ArrowTable, sink: object) -> None:

@@ -92,10 +92,10 @@ def write_blocks(chunks: Iterator[bytes], path: str) -> None:
     codec, offsets, copy_offsets = pa.Codec("zstd"), [0], [0]
     with open(path, "wb") as file:
         for chunk in chunks:
-            data = codec.compress(chunk, asbytes=True)
-            file.write(data)
+            compressed_chunk = codec.compress(chunk, asbytes=True)
+            file.write(compressed_chunk)
             offsets.append(offsets[-1] + len(chunk))
-            copy_offsets.append(copy_offsets[-1] + len(data))
+            copy_offsets.append(copy_offsets[-1] + len(compressed_chunk))
         file.write(np.array([*offsets, *copy_offsets, len(offsets) - 1], dtype=np.int64).tobytes() + _MAGIC)
 
 

@@ -34,9 +34,9 @@ class Bundle:
             raise ValueError(f"{path} is no index")
         if _checksum(self._data[:-8]) != self._data[-8:].tobytes():
             raise ValueError(f"{path} is not whole")
-        length = int(self._data[8:16].view(np.int64)[0])
-        self._header: dict[str, Any] = json.loads(self._data[16 : 16 + length].tobytes())
-        self._arrays_begin = _aligned(16 + length)
+        header_length = int(self._data[8:16].view(np.int64)[0])
+        self._header: dict[str, Any] = json.loads(self._data[16 : 16 + header_length].tobytes())
+        self._arrays_begin = _aligned(16 + header_length)
         if self._arrays_begin + self._header["bytes"] + 8 != len(self._data):
             raise ValueError(f"{path} is not whole")
 
@@ -54,10 +54,10 @@ class Bundle:
         return self._header["facts"]
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return an array as a view of the mapped file."""
-        dtype, offset, length = self._header["arrays"][name]
+        """Return the array called ``name`` as a view of the memory-mapped index file."""
+        dtype, offset, num_values = self._header["arrays"][name]
         start = self._arrays_begin + offset
-        return self._data[start : start + length * np.dtype(dtype).itemsize].view(dtype)
+        return self._data[start : start + num_values * np.dtype(dtype).itemsize].view(dtype)
 
 
 class Strings(Sequence[str]):
@@ -78,19 +78,19 @@ class Strings(Sequence[str]):
 
 def string_arrays(name: str, values: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return, by name, the arrays in which an index file stores a list of strings (see `Strings`)."""
-    encoded = [value.encode() for value in values]
-    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    return {f"{name}.text": np.frombuffer(b"".join(encoded), dtype=np.uint8), f"{name}.ends": ends}
+    encoded_strings = [value.encode() for value in values]
+    ends = np.cumsum([0, *map(len, encoded_strings)], dtype=np.int64)
+    return {f"{name}.text": np.frombuffer(b"".join(encoded_strings), dtype=np.uint8), f"{name}.ends": ends}
 
 
 def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write an index file from arrays and JSON values. A process that reads it at the same time may see half of it."""
     array_infos: dict[str, tuple[str, int, int]] = {}
-    total = 0
+    arrays_bytes = 0
     for name, array in arrays.items():
-        array_infos[name] = (array.dtype.str, total, len(array))
-        total += _aligned(array.nbytes)
-    header = json.dumps({"facts": dict(facts), "arrays": array_infos, "bytes": total}).encode()
+        array_infos[name] = (array.dtype.str, arrays_bytes, len(array))
+        arrays_bytes += _aligned(array.nbytes)
+    header = json.dumps({"facts": dict(facts), "arrays": array_infos, "bytes": arrays_bytes}).encode()
     with open(path, "wb") as file:
         file.write(_MAGIC + struct.pack("<q", len(header)) + header)
         file.write(bytes(_aligned(16 + len(header)) - 16 - len(header)))

@@ -84,11 +84,11 @@ class LocalStore:
         if self._is_disabled:
             return None
         try:
-            info = os.stat(path)
+            entry_stat = os.stat(path)
         except OSError:
             return None
         data = _map(path)
-        version = hash((info.st_ino, info.st_mtime_ns, data.size))
+        version = hash((entry_stat.st_ino, entry_stat.st_mtime_ns, data.size))
         if version not in self._verified:
             if not _is_sound(data):
                 with suppress(OSError):
@@ -97,9 +97,9 @@ class LocalStore:
             if len(self._verified) >= _MAX_VERIFIED:
                 self._verified.clear()
             self._verified.add(version)
-        if time.time() - info.st_atime > _USED_SECONDS:
+        if time.time() - entry_stat.st_atime > _USED_SECONDS:
             with suppress(OSError):
-                os.utime(path, ns=(time.time_ns(), info.st_mtime_ns))
+                os.utime(path, ns=(time.time_ns(), entry_stat.st_mtime_ns))
         return data.slice(0, data.size - _CHECKSUM_BYTES)
 
     def put(self, name: str, data: ArrowBuffer) -> None:
@@ -157,31 +157,31 @@ class LocalStore:
         for folder, _, names in os.walk(self._folder):
             for name in names:
                 with suppress(FileNotFoundError):
-                    info = os.stat(path := os.path.join(folder, name))
-                    entries.append((info.st_atime, info.st_size, path))
-        total = sum(size for _, size, _ in entries)
-        if total <= self.max_bytes * _FULL_FRACTION:
+                    entry_stat = os.stat(path := os.path.join(folder, name))
+                    entries.append((entry_stat.st_atime, entry_stat.st_size, path))
+        total_bytes = sum(size for _, size, _ in entries)
+        if total_bytes <= self.max_bytes * _FULL_FRACTION:
             return
         for _, size, path in sorted(entries):
-            if total <= self.max_bytes * _TRIMMED_FRACTION:
+            if total_bytes <= self.max_bytes * _TRIMMED_FRACTION:
                 return
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            total -= size
+            total_bytes -= size
 
     def _path(self, name: str) -> str:
-        key = hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
-        return os.path.join(self._folder, key[:3], key)
+        name_digest = hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
+        return os.path.join(self._folder, name_digest[:3], name_digest)
 
 
 def _filesystem_type(folder: str) -> str:
     """Return the type of the file system that a folder is on, such as "nfs"; empty if it is not known."""
-    path, mount = os.path.realpath(folder), ("", "")
+    path, nearest_mount = os.path.realpath(folder), ("", "")
     with suppress(OSError), open(_MOUNTS) as mounts:
         for _, mount_point, filesystem_type, *_ in map(str.split, mounts):
-            if len(mount_point) >= len(mount[0]) and os.path.commonpath([mount_point, path]) == mount_point:
-                mount = mount_point, filesystem_type
-    return mount[1]
+            if len(mount_point) >= len(nearest_mount[0]) and os.path.commonpath([mount_point, path]) == mount_point:
+                nearest_mount = mount_point, filesystem_type
+    return nearest_mount[1]
 
 
 def _map(path: str) -> ArrowBuffer:
@@ -212,8 +212,8 @@ _held_locks: set[int] = set()
 
 def _reset_after_fork() -> None:
     """Close the parent's lock files in a forked child, which would otherwise keep the locks after the parent's death."""
-    for lock in _held_locks:
-        os.close(lock)
+    for lock_file in _held_locks:
+        os.close(lock_file)
     _held_locks.clear()
 
 

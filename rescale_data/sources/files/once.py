@@ -31,13 +31,13 @@ def open_or_create(
         make: Writes the file to the path that it is given.
         wait: Whether to wait for a process that is making the file. If not, return `None` in that case.
     """
-    files, lease_path = LocalFileSystem(), f"{path}.claim"
-    observer = LeaseObserver(files)
+    filesystem, lease_path = LocalFileSystem(), f"{path}.claim"
+    observer = LeaseObserver(filesystem)
     while True:
         with suppress(FileNotFoundError, ValueError):
             return opener(path)
         try:
-            lease = Lease(files, lease_path, exclusive=True)
+            lease = Lease(filesystem, lease_path, exclusive=True)
         except FileExistsError:
             if observer.look(lease_path)[0] == "gone":
                 with suppress(FileNotFoundError):
@@ -55,10 +55,10 @@ def open_or_create(
 
 def write_atomically(path: str, make: Callable[[str], object]) -> None:
     """Write a file under another name, then rename it, so that no process sees half of it."""
-    temporary = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+    temporary_path = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
     try:
-        make(temporary)
-        os.replace(temporary, path)
+        make(temporary_path)
+        os.replace(temporary_path, path)
     finally:
         with suppress(FileNotFoundError):
-            os.unlink(temporary)
+            os.unlink(temporary_path)

@@ -186,9 +186,9 @@ def _files(infos: Mapping[str, tuple[int, str]]) -> Files:
     ]  # some filesystems, such as the one of http, keep the scheme in their paths
     bare_infos = {path.removeprefix("".join(scheme)): info for path, info in infos.items()}
     root = posixpath.commonpath([posixpath.dirname(path) for path in bare_infos])
-    by_name = {posixpath.relpath(path, root): info for path, info in bare_infos.items()}
-    names = tuple(sorted(by_name))
-    sizes, stamps = zip(*(by_name[name] for name in names), strict=True)
+    infos_by_name = {posixpath.relpath(path, root): info for path, info in bare_infos.items()}
+    names = tuple(sorted(infos_by_name))
+    sizes, stamps = zip(*(infos_by_name[name] for name in names), strict=True)
     return Files("".join(scheme) + root, names, sizes, stamps=stamps)
 
 
@@ -250,9 +250,9 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
     infos: dict[str, Any] = {}
     filesystem: Any = None
     for url in user_input:
-        previous = filesystem
+        previous_filesystem = filesystem
         filesystem, path = url_to_fs(url, **options)
-        if previous is not None and type(previous) is not type(filesystem):
+        if previous_filesystem is not None and type(previous_filesystem) is not type(filesystem):
             raise ValueError(f"URLs of different filesystems in one list, {list(user_input)}: give a source for each.")
         is_folder, matches = attempt(remote, url, partial(_list_path, filesystem, path, suffixes))
         if is_folder:

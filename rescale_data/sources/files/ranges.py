@@ -97,13 +97,13 @@ class MappedFile(Ranges):
     def _require_not_truncated(self) -> None:
         """Raise ``OSError`` if the file became shorter since it was mapped: reading beyond its end would raise SIGBUS."""
         try:
-            info = os.stat(self._path)
+            file_stat = os.stat(self._path)
         except FileNotFoundError:  # removed: the mapping keeps the data
             return
-        if info.st_ino == self._stat_when_mapped.st_ino and info.st_size < self._stat_when_mapped.st_size:
+        if file_stat.st_ino == self._stat_when_mapped.st_ino and file_stat.st_size < self._stat_when_mapped.st_size:
             raise OSError(
                 f"{self._path} was cut off while it was read: it had {self._stat_when_mapped.st_size} bytes and has "
-                f"{info.st_size}. "
+                f"{file_stat.st_size}. "
                 f"Write files anew under another name, and rename them."
             )
 
@@ -117,10 +117,10 @@ def _drop_pages(data: ArrowBuffer) -> None:
     Without this, all pages of a mapped file that a process ever touched count as its memory until the file is closed.
     """
     advise, dont_need = _madvise(), getattr(mmap, "MADV_DONTNEED", None)
-    start = -(-data.address // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (data.address + data.size) // mmap.PAGESIZE * mmap.PAGESIZE
-    if advise is not None and dont_need is not None and stop > start:
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(dont_need))
+    page_start = -(-data.address // mmap.PAGESIZE) * mmap.PAGESIZE
+    page_stop = (data.address + data.size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if advise is not None and dont_need is not None and page_stop > page_start:
+        advise(ctypes.c_void_p(page_start), ctypes.c_size_t(page_stop - page_start), ctypes.c_int(dont_need))
 
 
 @cache

@@ -131,12 +131,12 @@ class RemoteFile(Ranges):
         Small reads that are close together are one request.
         """
         length = max(0, min(length, self.size - offset))
-        begin, window = self._window
-        if not begin <= offset <= offset + length <= begin + window.size:
+        window_offset, window = self._window
+        if not window_offset <= offset <= offset + length <= window_offset + window.size:
             if length >= _SMALL_READ:
                 return self._range(offset, length)
-            begin, window = self._window = offset, self._range(offset, min(_SMALL_READ, self.size - offset))
-        return window.slice(offset - begin, length)
+            window_offset, window = self._window = offset, self._range(offset, min(_SMALL_READ, self.size - offset))
+        return window.slice(offset - window_offset, length)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
         """Return several byte ranges, which are requested at the same time."""
@@ -150,11 +150,11 @@ class RemoteFile(Ranges):
 
     def _range(self, offset: int, length: int) -> ArrowBuffer:
         def request() -> bytes:
-            data = self._filesystem.cat_file(self._path, start=offset, end=offset + length)
-            if len(data) != length:
-                raise OSError(f"{len(data)} bytes arrived of {length}")
+            range_bytes = self._filesystem.cat_file(self._path, start=offset, end=offset + length)
+            if len(range_bytes) != length:
+                raise OSError(f"{len(range_bytes)} bytes arrived of {length}")
             counts().add(REQUEST_BYTES, length)
-            return data
+            return range_bytes
 
         def fetch() -> bytes:
             wait_random_time("reading")
@@ -193,10 +193,10 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
             with request_limit.slot():
                 counts().add(REQUESTS, 1)
                 answers.append(_start_request(work, request_limit))
-                result, seconds_taken = _first_answer(answers, seconds)
+                work_result, seconds_taken = _first_answer(answers, seconds)
             if num_bytes is not None:
                 request_times.add(num_bytes, seconds_taken)
-            return result
+            return work_result
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{url}{detail} is not there: {error}") from error
         except PermissionError as error:
@@ -242,13 +242,13 @@ def _first_answer(answers: list[Future[T]], seconds: float) -> T:
         seconds: Time to wait.
     """
     deadline = time.monotonic() + seconds
-    while done := wait(answers, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED).done:
-        for answer in done:
+    while done_answers := wait(answers, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED).done:
+        for answer in done_answers:
             if answer.exception() is None:
                 return answer.result()
-        if answers[-1] in done:
+        if answers[-1] in done_answers:
             return answers[-1].result()
-        answers[:] = [answer for answer in answers if answer not in done]
+        answers[:] = [answer for answer in answers if answer not in done_answers]
     raise _NoAnswerError(f"no answer in {seconds:.1f} s")
 
 
@@ -347,8 +347,8 @@ def wait_random_time(label: str) -> None:
 
     The wait is at most 1 s for each 400 ranks, and at most 10 s. A process waits once for each ``label``.
     """
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    max_wait = min(_MAX_START_SECONDS, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    max_wait = min(_MAX_START_SECONDS, (int(num_ranks) - 1) / 400 if num_ranks.isdigit() else 0.0)
     with _lock:
         start_time = _start_times.setdefault(label, time.monotonic() + random.uniform(0.0, max_wait))
     exit_event().wait(max(0.0, start_time - time.monotonic()))
@@ -363,7 +363,7 @@ def _request_limit(max_requests: int, host: str) -> RequestLimit:
 
 @lru_cache(maxsize=64)
 def _request_times(host: str) -> RequestTimes:
-    """Return the times of this process's requests to one bucket or host."""
+    """Return the `RequestTimes` of one bucket or host: time limits from how long its last answers to this process took."""
     del host
     return RequestTimes()
 
