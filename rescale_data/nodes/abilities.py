@@ -269,7 +269,7 @@ class Mixes(Ability):
 
     @abstractmethod
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        """Return the parameters with which an open window was begun, and which `Adopts.adopt` needs to go on within it.
+        """Return the parameters of earlier segments with which open windows were begun; `Adopts.adopt` needs them to go on.
 
         Args:
             saved: The `Node.parameters` of this node in the state, with the previous result of this method under "earlier".

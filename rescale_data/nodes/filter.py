@@ -149,5 +149,5 @@ class Filter(Node[Any]):
         return self._identity
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        filtered, skipped = rows[:, :2].sum(axis=0).tolist()
-        return {"filtered_rows": float(filtered), "skipped_rows": float(skipped)}
+        num_filtered, num_skipped = rows[:, :2].sum(axis=0).tolist()
+        return {"filtered_rows": float(num_filtered), "skipped_rows": float(num_skipped)}

@@ -110,11 +110,11 @@ def _quotients(dividend: int, divisor: int) -> tuple[int, int]:
     The smaller they are, the more evenly the multiples of the fraction lie. Quotients too deep to matter are left out.
     """
     quotients: list[int] = []
-    previous, denominator = 0, 1
+    previous_denominator, denominator = 0, 1
     while divisor and denominator < _MAX_DENOMINATOR:
         quotients.append(dividend // divisor)
         dividend, divisor = divisor, dividend % divisor
-        previous, denominator = denominator, previous + quotients[-1] * denominator
+        previous_denominator, denominator = denominator, previous_denominator + quotients[-1] * denominator
     return max(quotients[1:]), sum(quotients[1:])
 
 

@@ -229,8 +229,8 @@ class MixedDocuments:
         num_wanted = np.bincount(chosen_sources, minlength=self._num_sources)
         if (self._read_together(num_wanted.tolist()) == num_wanted).all():
             return chosen_sources, -1
-        order = np.argsort(chosen_sources.astype(np.min_scalar_type(self._num_sources)), kind="stable")
-        for source, draws in enumerate(np.split(order, np.cumsum(num_wanted[:-1]))):
+        draws_by_source = np.argsort(chosen_sources.astype(np.min_scalar_type(self._num_sources)), kind="stable")
+        for source, draws in enumerate(np.split(draws_by_source, np.cumsum(num_wanted[:-1]))):
             if self._ranges[1, source] == len(draws):
                 continue
             documents = self._documents_of(source)

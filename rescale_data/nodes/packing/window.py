@@ -94,8 +94,8 @@ class Packing:
     def window(self, spans: Spans, forms: Sequence[Stage], end_position: View) -> Window:
         """Return a window of documents, packed in each sample format in turn (`fit`); the last format is the present one."""
         tokens, starts = joined(spans, self.special_tokens)
-        ends = starts[1:].tolist()
-        documents = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
+        document_ends = starts[1:].tolist()
+        documents = list(zip([0, *document_ends[:-1]], document_ends, range(len(document_ends)), strict=True))
         payload = self.payload.collect(spans)
         payload_sizes = {name: [size(value) for value in values] for name, values in payload.items()}
         fitted = fit(documents, forms, self.long, self.multiple, payload_sizes)
@@ -117,25 +117,25 @@ def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, 
         multiple: Each document is filled up to a multiple of this number of tokens.
     """
     pieces = window.pieces(sample_number)
-    lengths = np.array([padded_length(piece, multiple) for piece in pieces])
-    ends = np.cumsum(lengths)
+    piece_lengths = np.array([padded_length(piece, multiple) for piece in pieces])
+    piece_ends = np.cumsum(piece_lengths)
     tokens = _padded(window.tokens, pieces, pad_id, multiple)
     learned = window.values.get(MASK, np.broadcast_to(np.True_, len(window.tokens)))
     next_is_learned = np.zeros(len(tokens), dtype=np.bool_)  # true if the next token is learned
     next_is_learned[:-1] = _padded(learned, pieces, 0, multiple)[1:]
-    next_is_learned[ends - 1] = False
+    next_is_learned[piece_ends - 1] = False
     buffer.put("tokens", row, tokens, pad_id)
-    buffer.put("positions", row, np.arange(len(tokens)) - np.repeat(ends - lengths, lengths), 0)
-    buffer.put("doc_ids", row, np.repeat(np.arange(len(pieces)), lengths), -1)
+    buffer.put("positions", row, np.arange(len(tokens)) - np.repeat(piece_ends - piece_lengths, piece_lengths), 0)
+    buffer.put("doc_ids", row, np.repeat(np.arange(len(pieces)), piece_lengths), -1)
     buffer.put(MASK, row, next_is_learned, fill=False)
-    buffer.put("cu_seqlens", row, np.concatenate([[0], ends]), buffer.arrays["tokens"].shape[1])
+    buffer.put("cu_seqlens", row, np.concatenate([[0], piece_ends]), buffer.arrays["tokens"].shape[1])
     if "labels" in buffer.arrays:
         labels = np.where(next_is_learned, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED_LABEL)
         buffer.put("labels", row, labels, IGNORED_LABEL)
     for name in window.values.keys() - {MASK}:
         buffer.put(name, row, _padded(window.values[name], pieces, 0, multiple), 0)
     if "cost" in buffer.arrays:
-        buffer.put("cost", row, np.array([np.square(lengths).sum()]), 0)
+        buffer.put("cost", row, np.array([np.square(piece_lengths).sum()]), 0)
     if window.provenance:
         buffer.add(PROVENANCE, joined_provenance(window.provenance[document] for _, _, document in pieces))
     for name, values in window.payload.items():

@@ -66,13 +66,13 @@ logical shards get the same one."""
 
 def blocklist_of(source: Source, excluded: Excluded) -> Blocklist:
     """Return the `Blocklist` of a collection; the same object gives the same blocklist for all logical shards."""
-    key = (id(excluded), _size(excluded), owner_of(source))
-    cached = _blocklists.get(key)
-    if cached is None:
+    blocklist_key = (id(excluded), _size(excluded), owner_of(source))
+    cached_pair = _blocklists.get(blocklist_key)
+    if cached_pair is None:
         while len(_blocklists) >= _MAX_BLOCKLISTS:
             _blocklists.pop(next(iter(_blocklists)))
-        cached = _blocklists[key] = (excluded, Blocklist(source, excluded))
-    return cached[1]
+        cached_pair = _blocklists[blocklist_key] = (excluded, Blocklist(source, excluded))
+    return cached_pair[1]
 
 
 def _size(excluded: Excluded) -> int:
@@ -108,7 +108,7 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
         [1, 2]
     """
     source, wanted_ids, num_failed = as_source(source), frozenset(_require_collection("ids", ids)), 0
-    rows, by_file = list[int](), defaultdict[str, list[int]](list)
+    rows, rows_by_file = list[int](), defaultdict[str, list[int]](list)
     for row, value in _values_by_row(source, column):
         if isinstance(value, Exception):
             num_failed += 1
@@ -121,8 +121,8 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
         return rows
     for row in rows:
         file, row_in_file = source.file_row(row)
-        by_file[file].append(row_in_file)
-    return dict(by_file)
+        rows_by_file[file].append(row_in_file)
+    return dict(rows_by_file)
 
 
 def _values_by_row(source: Source, column: str) -> Iterator[tuple[int, Any]]:
@@ -161,8 +161,8 @@ def _excluded_by_file(source: Source, excluded: Excluded) -> list[tuple[str, Int
             f"exclude= was given a {type(excluded).__name__} for {source.name}, whose rows have other numbers when files join. "
             f"Give {{file: rows in it}}, as rd.find_rows returns it."
         )
-    by_file = cast("Mapping[str, Collection[int]]", excluded)
-    return [(file, _numbers(file, by_file[file])) for file in sorted(by_file)]
+    rows_by_file = cast("Mapping[str, Collection[int]]", excluded)
+    return [(file, _numbers(file, rows_by_file[file])) for file in sorted(rows_by_file)]
 
 
 def _rows_by_file(source: Source, rows: Ints) -> Iterator[tuple[str, Ints]]:

@@ -194,9 +194,9 @@ def offsets_and_lengths(rows: Ints, index: Ints, first_row: Sequence[int], offse
     if kernel is not None:
         kernel.cut(rows, index, np.array(first_row, dtype=np.int64), offsets, start, length)
         return start, length
-    for number, (begin, ends) in enumerate(zip(first_row, offsets, strict=True)):
-        row_indices = np.flatnonzero(index == number)
-        local_rows = rows[row_indices] - begin
+    for fragment_number, (fragment_begin, ends) in enumerate(zip(first_row, offsets, strict=True)):
+        row_indices = np.flatnonzero(index == fragment_number)
+        local_rows = rows[row_indices] - fragment_begin
         start[row_indices], length[row_indices] = ends[local_rows], ends[local_rows + 1] - ends[local_rows]
     return start, length
 
@@ -305,11 +305,11 @@ class _NumpyQueue(Pinned):
     def next(self, num_tokens: int) -> tuple[TokenArray, Ints]:
         """Return the next tokens and the indices at which documents end among them; advance the position."""
         start, stop = self._offset, self._offset + num_tokens
-        document = int(self._starts.searchsorted(stop))
-        document -= int(self._starts[document] > stop)
-        ends = self._starts[self._document + 1 : document + 1] - start
-        self._spans[self._document : document].move(self._position[1:], document - self._document)
-        self._offset, self._document, self._position[0] = stop, document, stop - int(self._starts[document])
+        stop_document = int(self._starts.searchsorted(stop))
+        stop_document -= int(self._starts[stop_document] > stop)
+        ends = self._starts[self._document + 1 : stop_document + 1] - start
+        self._spans[self._document : stop_document].move(self._position[1:], stop_document - self._document)
+        self._offset, self._document, self._position[0] = stop, stop_document, stop - int(self._starts[stop_document])
         self._is_used = True
         return self.tokens[start:stop], ends
 

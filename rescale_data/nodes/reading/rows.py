@@ -176,9 +176,9 @@ class ShardRows(ShardEpochs):
 
     def _round_order(self, num_rows: int, number: int) -> Ints:
         """Return all rows of a source with fewer rows than shards, in the order of a round (N epochs for N shards)."""
-        key = (self._source_key, "few", self.shard.seed, num_rows, number)
+        cache_key = (self._source_key, "few", self.shard.seed, num_rows, number)
         all_rows = np.arange(num_rows, dtype=np.int64)
-        return cache().make(key, lambda: encipher(all_rows, num_rows, "full", self.shard.seed, number))
+        return cache().make(cache_key, lambda: encipher(all_rows, num_rows, "full", self.shard.seed, number))
 
     def windows(self, epoch: int, row: int) -> Iterator[Ints]:
         """Yield the row numbers of the source that the shard reads from ``row`` of an epoch on, one window at a time."""
@@ -219,20 +219,20 @@ class ShardRows(ShardEpochs):
         fragments, view = self._source.fragments, self.view(epoch)
         if fragments is None or view.fragments is None:
             return rows
-        starts, lengths = fragments[:-1][view.fragments], np.diff(fragments)[view.fragments]
-        fragment_index = np.searchsorted(starts, rows, side="right") - 1
-        return rows - starts[fragment_index] + (np.cumsum(lengths) - lengths)[fragment_index]
+        fragment_starts, fragment_lengths = fragments[:-1][view.fragments], np.diff(fragments)[view.fragments]
+        fragment_index = np.searchsorted(fragment_starts, rows, side="right") - 1
+        return rows - fragment_starts[fragment_index] + (np.cumsum(fragment_lengths) - fragment_lengths)[fragment_index]
 
     def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
         """Return sorted pairs ``(shard, row of the shard)`` that read given rows of the source in an epoch."""
         shards = np.arange(self.shard.num_logical_shards, dtype=np.int64)
-        sizes, pairs = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
-        for shard in np.flatnonzero(sizes).tolist():
-            shard_rows = np.flatnonzero(np.isin(self.unshuffled_rows(epoch, 0, int(sizes[shard]), shard), rows))
+        shard_sizes, shards_and_rows = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
+        for shard in np.flatnonzero(shard_sizes).tolist():
+            shard_rows = np.flatnonzero(np.isin(self.unshuffled_rows(epoch, 0, int(shard_sizes[shard]), shard), rows))
             for first_row in sorted({self.order(epoch, shard).span(row)[0] for row in shard_rows.tolist()}):
                 indices = np.flatnonzero(np.isin(self.window_rows(epoch, first_row, shard), rows))
-                pairs += [(shard, first_row + row) for row in indices.tolist()]
-        return pairs
+                shards_and_rows += [(shard, first_row + row) for row in indices.tolist()]
+        return shards_and_rows
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
         """Return the pieces of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""
@@ -251,16 +251,16 @@ class ShardRows(ShardEpochs):
         if fragments is None or (not self.window and view.fragments is None):
             return None
         epoch = self.shuffle_key(epoch) if self.window else view.since
-        key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, view.fragments_hash)
-        return cache().make(key, lambda: self._in_order(fragments, view, epoch))
+        cache_key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, view.fragments_hash)
+        return cache().make(cache_key, lambda: self._in_order(fragments, view, epoch))
 
     def _in_order(self, fragments: Ints, view: EpochView, epoch: int) -> FragmentOrder:
-        starts, lengths = fragments[:-1], np.diff(fragments)
+        fragment_starts, fragment_lengths = fragments[:-1], np.diff(fragments)
         if view.fragments is not None:
-            starts, lengths = starts[view.fragments], lengths[view.fragments]
+            fragment_starts, fragment_lengths = fragment_starts[view.fragments], fragment_lengths[view.fragments]
         if not self.window:
-            return unpermuted_fragments(starts, lengths)
-        return permuted_fragments(starts, lengths, self.shard.seed, epoch)
+            return unpermuted_fragments(fragment_starts, fragment_lengths)
+        return permuted_fragments(fragment_starts, fragment_lengths, self.shard.seed, epoch)
 
 
 @lru_cache(maxsize=1024)

@@ -58,14 +58,14 @@ class ShardShare:
         first_range = int(np.searchsorted(starts, begin, side="right")) - 1
         stop_range = int(np.searchsorted(starts, begin + num_rows, side="left"))
         served = set(served_shards(self._source, num_shards)) | {self._index}
-        pieces: list[RowRange] = []
+        row_ranges: list[RowRange] = []
         for index in range(first_range, stop_range):
             start = max(int(starts[index]) - begin, 0)
             stop = min(int(starts[index + 1]) - begin, num_rows)
             shard = (index - self._range_shift) % num_shards
             if shard in served and stop > start:
-                pieces.append(RowRange(self._key(shard), start, stop))
-        return pieces
+                row_ranges.append(RowRange(self._key(shard), start, stop))
+        return row_ranges
 
     def cut(self, fragment: int) -> RowRange:
         start = self._virtual_starts.get(fragment)

@@ -60,9 +60,9 @@ class PositionUpdates:
     @staticmethod
     def between(earlier: memoryview, later: memoryview) -> PositionUpdates:
         """Return the position updates of one document that change the position ``earlier`` into ``later``."""
-        old, new = np.asarray(earlier), np.asarray(later)
-        slot = np.flatnonzero(old != new)
-        return PositionUpdates(np.array([0, len(slot)]), slot, new[slot])
+        old_position, new_position = np.asarray(earlier), np.asarray(later)
+        slot = np.flatnonzero(old_position != new_position)
+        return PositionUpdates(np.array([0, len(slot)]), slot, new_position[slot])
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -88,11 +88,11 @@ class PositionUpdates:
     def combined_with(self, other_updates: PositionUpdates) -> PositionUpdates:
         """Merge the position updates of two nodes for the same documents; for each document, this node's come first."""
         ends = self.ends + other_updates.ends
-        index = np.arange(len(self.slot)) + np.repeat(other_updates.ends[:-1], np.diff(self.ends))
+        own_index = np.arange(len(self.slot)) + np.repeat(other_updates.ends[:-1], np.diff(self.ends))
         other_index = np.arange(len(other_updates.slot)) + np.repeat(self.ends[1:], np.diff(other_updates.ends))
         slot, value = np.empty((2, ends[-1]), dtype=np.int64)
-        slot[index], slot[other_index] = self.slot, other_updates.slot
-        value[index], value[other_index] = self.value, other_updates.value
+        slot[own_index], slot[other_index] = self.slot, other_updates.slot
+        value[own_index], value[other_index] = self.value, other_updates.value
         return PositionUpdates(ends, slot, value)
 
     def preceded_by(self, earlier: PositionUpdates) -> PositionUpdates:
