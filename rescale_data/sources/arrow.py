@@ -75,11 +75,11 @@ class ArrowSource(TableSource):
         _refuse_dictionaries(schema, has_footer)
         rows = ipc.read_rows(ranges, blocks)
         forced_starts = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
-        bounds = group_pieces(
+        batch_bounds = group_pieces(
             cumulative_sums(rows), cumulative_sums(blocks.body_size), FRAGMENT_ROWS, FRAGMENT_BYTES, forced_starts
         )
-        starts, last_batches = bounds[:-1], bounds[1:] - 1
-        locations = {"batch": starts, "batches": np.diff(bounds), "offset": blocks.offset[starts]}
+        starts, last_batches = batch_bounds[:-1], batch_bounds[1:] - 1
+        locations = {"batch": starts, "batches": np.diff(batch_bounds), "offset": blocks.offset[starts]}
         locations["length"] = blocks.stop[last_batches] - locations["offset"]
         rows, nbytes = (np.add.reduceat(nums, starts) if len(nums) else nums for nums in (rows, blocks.body_size))
         is_compressed = ipc.starts_compressed(ranges, blocks)
@@ -153,10 +153,10 @@ class ArrowSource(TableSource):
     def _read_columns(self, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
         schema, ranges = self._file_schema(file), self._ranges(file)
         field_indices = [schema.get_field_index(name) for name in columns]
-        options = pa.ipc.IpcReadOptions(included_fields=field_indices)
+        read_options = pa.ipc.IpcReadOptions(included_fields=field_indices)
         key = (owner_of(self), file, *field_indices)
         source_file = ranges.as_arrow()
-        reader: Any = handles().make(key, lambda: pa.ipc.open_file(source_file, options=options))
+        reader: Any = handles().make(key, lambda: pa.ipc.open_file(source_file, options=read_options))
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))
 
 
@@ -177,8 +177,8 @@ class _Opened:
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
     """Return a table of record batches, decoded from their messages without the footer of the file."""
-    extents = zip(blocks.offset.tolist(), (blocks.metadata_size + blocks.body_size).tolist(), strict=True)
-    messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in extents]
+    message_extents = zip(blocks.offset.tolist(), (blocks.metadata_size + blocks.body_size).tolist(), strict=True)
+    messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in message_extents]
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 
 

@@ -87,10 +87,10 @@ def record_batch_positions(data: Bytes, starts: Ints) -> Ints:
     """Return the position of the RecordBatch table, which describes a batch, in each of the messages at ``starts``."""
     has_mark = _read_numbers(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
     root_offsets = starts + np.where(has_mark, 8, 4)
-    message = root_offsets + _read_numbers(data, root_offsets, "<i4")
-    if (_read_fields(data, _field_positions(data, message, _MESSAGE_TYPE), "<u1") != _RECORD_BATCH).any():
+    message_positions = root_offsets + _read_numbers(data, root_offsets, "<i4")
+    if (_read_fields(data, _field_positions(data, message_positions, _MESSAGE_TYPE), "<u1") != _RECORD_BATCH).any():
         raise ValueError("a block of its footer is not a record batch")
-    return _dereference(data, _field_positions(data, message, _MESSAGE_HEADER))
+    return _dereference(data, _field_positions(data, message_positions, _MESSAGE_HEADER))
 
 
 def _footer_blocks(file: Ranges) -> Blocks:
@@ -101,9 +101,9 @@ def _footer_blocks(file: Ranges) -> Blocks:
         raise ValueError("it has no footer at its end")
     footer_bytes = np.frombuffer(file.read(file_size - 10 - footer_length, footer_length), dtype=np.uint8)
     footer = _read_numbers(footer_bytes, np.zeros(1, np.int64), "<i4")
-    vector = _dereference(footer_bytes, _field_positions(footer_bytes, footer, _FOOTER_RECORD_BATCHES))
-    blocks_offset, count = int(vector[0]) + 4, int(_read_numbers(footer_bytes, vector, "<i4")[0])
-    table = np.frombuffer(footer_bytes, dtype=_BLOCK, count=count, offset=blocks_offset)
+    blocks_vector = _dereference(footer_bytes, _field_positions(footer_bytes, footer, _FOOTER_RECORD_BATCHES))
+    blocks_offset, num_blocks = int(blocks_vector[0]) + 4, int(_read_numbers(footer_bytes, blocks_vector, "<i4")[0])
+    table = np.frombuffer(footer_bytes, dtype=_BLOCK, count=num_blocks, offset=blocks_offset)
     return Blocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
 
 

@@ -75,10 +75,10 @@ class ParquetSource(TableSource):
         with self._files.open(file) if is_local else pa.BufferReader(self._tail(file, read_soon=False)) as handle:
             metadata = pq.read_metadata(handle)
         group_indices = np.arange(metadata.num_row_groups)
-        rows = np.array([metadata.row_group(i).num_rows for i in group_indices.tolist()], dtype=np.int64)
-        bytes_per_row = _decoded_bytes(metadata.row_group(0)) / max(1, rows[0]) if len(rows) else 0.0
+        row_counts = np.array([metadata.row_group(i).num_rows for i in group_indices.tolist()], dtype=np.int64)
+        bytes_per_row = _decoded_bytes(metadata.row_group(0)) / max(1, row_counts[0]) if len(row_counts) else 0.0
         kind = schema_kind(metadata.schema.to_arrow_schema())
-        return Footer(rows, (rows * bytes_per_row).astype(np.int64), {"number": group_indices}, kind)
+        return Footer(row_counts, (row_counts * bytes_per_row).astype(np.int64), {"number": group_indices}, kind)
 
     def _may_match(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
         """Return the row groups in which rows may match by their statistics; all for floats, whose bounds ignore NaN."""
@@ -112,8 +112,8 @@ class ParquetSource(TableSource):
             with handle.lock:  # one column is decoded in this thread: other threads would have to allocate anew
                 table = handle.file.read_row_group(group_index, columns=list(columns), use_threads=len(columns) > 1)
         else:  # one request for adjacent columns, by any number of threads at once
-            remote = pq.ParquetFile(self._files.open(file), metadata=handle, pre_buffer=True)
-            table = remote.read_row_group(group_index, columns=list(columns), use_threads=False)
+            remote_file = pq.ParquetFile(self._files.open(file), metadata=handle, pre_buffer=True)
+            table = remote_file.read_row_group(group_index, columns=list(columns), use_threads=False)
         return table.select(columns)  # Arrow takes the name "a.b" for the field b of a column a, too
 
     def decode_ahead(self, column: str, fragment: int) -> None:

@@ -83,12 +83,12 @@ class TableSource(FileSource, TokenSource):
         return np.dtype(kind.value_type.to_pandas_dtype())
 
     def tokens(self, column: str, fragment: int) -> Tokens:
-        key, load = self._key(fragment, column), partial(self._load_tokens, column)
+        key, load_column = self._key(fragment, column), partial(self._load_tokens, column)
         cached: Tokens | None = cache().get(key)
         if cached is not None:
             return cached
         with self._name_row_in_errors(fragment):
-            return self._read(key, fragment, load, cached=self.decoding_costs or self._may_stay(fragment))
+            return self._read(key, fragment, load_column, cached=self.decoding_costs or self._may_stay(fragment))
 
     @contextmanager
     def _name_row_in_errors(self, fragment: int, first_row: int = 0) -> Generator[None]:

@@ -164,15 +164,15 @@ def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
                     size = member.size if member.isreg() else -1
                     yield name_match[1], name_match[2].lower(), member.offset, member.offset_data, size
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # else tarfile keeps all members
-            end = tar.offset
+            end_offset = tar.offset
     except tarfile.TarError as error:
         raise ValueError(str(error)) from error
-    if ranges.read(end, 512).to_pybytes() != bytes(512):
+    if ranges.read(end_offset, 512).to_pybytes() != bytes(512):
         raise ValueError(f"it ends at byte {ranges.size} without the mark of its end")
-    for offset in range(end, ranges.size, _READ_BYTES):
+    for offset in range(end_offset, ranges.size, _READ_BYTES):
         if ranges.read(offset, _READ_BYTES).to_pybytes().strip(b"\0"):
             raise ValueError(
-                f"there is more behind its end at byte {end}, as where tars were joined by cat: join them by tar "
+                f"there is more behind its end at byte {end_offset}, as where tars were joined by cat: join them by tar "
                 f"--concatenate, or give each as a file"
             )
 

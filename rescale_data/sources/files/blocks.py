@@ -38,15 +38,15 @@ class BlockRanges(Ranges):
     def __init__(self, path: str, store: LocalStore | None = None) -> None:
         self._store = store
         self._copy, self._codec = MappedFile(path), pa.Codec("zstd")
-        tail = self._copy.read(max(0, self._copy.size - 16), 16).to_pybytes().rjust(16, b"\0")
-        num_offsets = int.from_bytes(tail[:8], "little") + 1
+        copy_tail = self._copy.read(max(0, self._copy.size - 16), 16).to_pybytes().rjust(16, b"\0")
+        num_offsets = int.from_bytes(copy_tail[:8], "little") + 1
         table_offset = self._copy.size - 16 * num_offsets - 16
-        if tail[8:] != _MAGIC or table_offset < 0:
+        if copy_tail[8:] != _MAGIC or table_offset < 0:
             raise ValueError(f"{path} is not whole")
-        table = np.frombuffer(self._copy.read(table_offset, 16 * num_offsets), dtype=np.int64)
-        self._content_offsets, self._copy_offsets = table[:num_offsets], table[num_offsets:]
+        offset_table = np.frombuffer(self._copy.read(table_offset, 16 * num_offsets), dtype=np.int64)
+        self._content_offsets, self._copy_offsets = offset_table[:num_offsets], offset_table[num_offsets:]
         # A copy that was made again has other blocks, if the file has changed.
-        self._name = f"{path}|{zlib.crc32(table.tobytes())}"
+        self._name = f"{path}|{zlib.crc32(offset_table.tobytes())}"
         if self._copy_offsets[-1] != table_offset:
             raise ValueError(f"{path} is not whole")
 

@@ -79,8 +79,8 @@ class Strings(Sequence[str]):
 def string_arrays(name: str, values: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return, by name, the arrays in which an index file stores a list of strings (see `Strings`)."""
     encoded_strings = [value.encode() for value in values]
-    ends = np.cumsum([0, *map(len, encoded_strings)], dtype=np.int64)
-    return {f"{name}.text": np.frombuffer(b"".join(encoded_strings), dtype=np.uint8), f"{name}.ends": ends}
+    string_ends = np.cumsum([0, *map(len, encoded_strings)], dtype=np.int64)
+    return {f"{name}.text": np.frombuffer(b"".join(encoded_strings), dtype=np.uint8), f"{name}.ends": string_ends}
 
 
 def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
