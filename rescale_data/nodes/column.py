@@ -92,27 +92,27 @@ def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDAr
 
 
 class DocumentsUntilError:
-    """Reads documents many at a time until a read fails, and from there on one at a time, as samples of the node.
+    """Reads documents many at a time until a read fails, and from there on as samples of the node.
 
     So a user's function sees samples that cannot be read in a block, and an error comes with its row.
 
     Args:
-        node: The node.
-        column: The column of its samples that holds tokens.
         documents: The documents of the node. Each costs a call of a user's function.
+        open_samples: Returns the same documents, read by drawing samples.
     """
 
     is_costly = True
 
-    def __init__(self, node: Node[Any], column: str, documents: Documents) -> None:
-        self._node, self._column, self._documents = node, column, documents
+    def __init__(self, documents: Documents, open_samples: Callable[[], Documents]) -> None:
+        self._documents: Documents = documents
+        self._open_samples: Callable[[], Documents] | None = open_samples  # `None` after an error
 
     def read(self, position: View, max_documents: int) -> Spans:
-        if not isinstance(self._documents, ColumnDocuments):
+        if self._open_samples is not None:
             try:
                 return self._documents.read(position, max_documents)
             except Exception:
-                self._documents = ColumnDocuments(self._node, self._column, type(self._node).__name__)
+                self._documents, self._open_samples = self._open_samples(), None
         return self._documents.read(position, max_documents)
 
     def begin_next_epoch(self, position: View) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import dtype_of, open_documents, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit
-from rescale_data.nodes.column import DocumentsUntilError
+from rescale_data.nodes.column import ColumnDocuments, DocumentsUntilError
 from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import Documents
@@ -103,9 +103,8 @@ class Filter(Node[Any]):
         if documents is None or dtype is None:
             return None
         limit = EmptyDrawLimit(self._source, type(self).__name__)
-        return DocumentsUntilError(
-            self, column, PickedDocuments(documents, partial(self._pieces, column, dtype), limit, dropped_slot=0)
-        )
+        picked_documents = PickedDocuments(documents, partial(self._pieces, column, dtype), limit, dropped_slot=0)
+        return DocumentsUntilError(picked_documents, partial(ColumnDocuments, self, column, "Filter"))
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return dtype_of(self._source, column)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -187,7 +188,7 @@ class Tokenize(Node[dict[str, Any]]):
         texts = texts_of(self._source, self.column)
         if texts is None:
             return TokenizedSamples(self)
-        return DocumentsUntilError(self, column, TokenizedDocuments(self, texts))
+        return DocumentsUntilError(TokenizedDocuments(self, texts), partial(TokenizedSamples, self))
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return None

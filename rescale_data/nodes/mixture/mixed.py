@@ -60,7 +60,8 @@ class MixedDocuments:
         byte_limit: Callable[[], int],
     ) -> None:
         self._mixture, self._column, self._repeats, self._by_tokens = mixture, column, repeats, by_tokens
-        self._num_sources, self.is_costly = len(documents), any(docs.is_costly for docs in documents)
+        self._slots, self._num_sources = mixture.sources.slots, len(documents)
+        self.is_costly = any(docs.is_costly for docs in documents)
         self._costly_documents: dict[int, KeptDocuments | MixedDocuments] = {}
         self._num_draws, self._num_reads, self._byte_limit = _FIRST_READ, 0, byte_limit
         self._max_reads = max(_MAX_READS, 4 * len(documents))
@@ -85,7 +86,7 @@ class MixedDocuments:
     def begin_at(self, position: View) -> None:
         """Drop the documents of costly sources that lie before a position, and keep the later ones."""
         for source, documents in self._costly_documents.items():
-            documents.begin_at(position[self._mixture.sources.slots[source]])
+            documents.begin_at(position[self._slots[source]])
 
     def read(self, position: View, max_documents: int, points: Words | None = None) -> Spans:
         """Return up to ``max_documents`` next documents; an outer mixture passes the ``points`` that choose their sources."""
@@ -124,9 +125,7 @@ class MixedDocuments:
             num_silent[ended_source] += 1
             if self._repeats and (ended_source not in self._ending_sources or num_silent[ended_source] > SILENT_EPOCHS):
                 self._mixture.refuse_silent(ended_source)
-            self._documents_of(ended_source).begin_next_epoch(
-                self._next_position[self._mixture.sources.slots[ended_source]]
-            )
+            self._documents_of(ended_source).begin_next_epoch(self._next_position[self._slots[ended_source]])
             self._mixture.weights.end(self._next_position, ended_source, current_weights)
             if not self._repeats and self._mixture.record_end(self._next_position, ended_source):
                 break
@@ -173,12 +172,7 @@ class MixedDocuments:
         requests = [
             (
                 source,
-                (
-                    documents,
-                    self._mixture.sources.slots[source],
-                    num,
-                    self._repeats and source not in self._ending_sources,
-                ),
+                (documents, self._slots[source], num, self._repeats and source not in self._ending_sources),
             )
             for source, num in enumerate(num_wanted)
             if num and isinstance(documents := self._documents_of(source), FragmentDocuments)
@@ -245,7 +239,7 @@ class MixedDocuments:
         """Read up to ``max_documents`` documents of a source until its buffer has ``num``; return false if there are fewer."""
         buffer = self._buffers.get(source)
         if buffer is None:
-            slots = self._mixture.sources.slots[source]
+            slots = self._slots[source]
             batch_slice = self._batch_slice(source)
             batch_slice = batch_slice.with_moves(batch_slice.moves.shifted(-slots.start))
             buffer = SourceBuffer(
@@ -274,7 +268,7 @@ class MixedDocuments:
         counts = np.bincount(sources, minlength=self._num_sources).tolist()
         for source, buffer in self._buffers.items():
             spans += buffer.spans(counts[source])
-            slots += [self._mixture.sources.slots[source].start] * (len(spans) - len(slots))
+            slots += [self._slots[source].start] * (len(spans) - len(slots))
             starts[source], next_index = next_index, next_index + counts[source]
         return interleaved(
             sources, Spans.join(spans, slots), starts, num_drawn, self._mixture.row.counts_at(self._start_position)

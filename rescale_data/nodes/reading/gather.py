@@ -1,10 +1,10 @@
-"""Makes samples from `Spans`: concatenates documents and copies their tokens into the rows of a batch.
+"""The functions of `kernel.c`, and the same in NumPy: most of them make samples from `Spans`.
 
     spans    | document | document | mark | document |        places in memory
     queue    |b document e b document e     b document e|     with bos and eos around each; nothing is copied yet
     samples      |  row 0  |  row 1  |  ...                   copied and widened once, into the batch
 
-`kernel.c` does this if it was built with the package. Otherwise NumPy does it, with the same result, by copying twice.
+C does this if the kernel was built with the package. Otherwise NumPy does it, with the same result, by copying twice.
 """
 
 from __future__ import annotations
