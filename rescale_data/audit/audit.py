@@ -207,7 +207,7 @@ class Audit:
             f"{document!r}: the pipeline reads the sources {sorted(source_names)}. Give SOURCE:ROW or SOURCE:FILE."
         )
 
-    @property
+    @cached_property
     def _data_changed(self) -> bool:
         """True if files or sources were added in the run: then no schema shows where each row was in each epoch."""
         return any(state.header["sources"] != self._states[0].header["sources"] for state in self._states)
