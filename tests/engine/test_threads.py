@@ -1,10 +1,18 @@
-"""Background threads end: with the object that has them, and with the interpreter, also while a read hangs."""
+"""Background threads end: with the object that has them, with the interpreter while a read hangs, and after Ctrl-C."""
 
 import subprocess
 import sys
 import threading
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+import torch
+
+from rescale_data.engine.exchanges import STOPPED, Exchanges, Group
 from rescale_data.engine.threads import TaskThread
+from tests.test_interrupt import CtrlC
 
 
 def test_tasks_run_in_order_and_end_waits_for_them() -> None:
@@ -51,3 +59,28 @@ print("ends")
 def test_a_read_that_hangs_does_not_keep_the_process_alive() -> None:
     ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
+
+
+class OneOfTwo:
+    """The processes of two ranks, of which the other one sends what this one does."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int] = []
+
+    def gather(self, call: Any, numbers: torch.Tensor) -> torch.Tensor:
+        del call
+        self.statuses.append(int(numbers[0, 0]))
+        return torch.stack([numbers, numbers])
+
+
+@pytest.mark.parametrize("moment", range(1, 12))
+def test_ctrl_c_within_stop_leaves_the_other_ranks_informed(moment: int) -> None:
+    """The rank informs them once, now or when it is closed, wherever in `Exchanges.stop` Ctrl-C has come."""
+    others = OneOfTwo()
+    group = Group([0, 1], 0, cast(Any, others))
+    ranks = cast(Any, SimpleNamespace(rank=0, timeout=60.0, loader=1))
+    exchanges = Exchanges(ranks, group, group, 1, None)
+    with suppress(KeyboardInterrupt), CtrlC(moment).pressed():
+        exchanges.stop()
+    exchanges.close()
+    assert others.statuses == [STOPPED]
