@@ -1,9 +1,9 @@
 """Law 2: a function sees one thing. Values, types, dtypes, shapes and writable or not are those of ``source.row``, however rows
 are read; and what a function writes into them nobody else reads.
 
-Crossed: formats of files and data sets; types of a column (integers of every width, floats, booleans, lists, nulls, texts,
-dictionaries, nested); the function (`Map`, a predicate, a tokenizer, ``collate_fn``) and where it stands (over rows, in a
-mixture, below each packer; without workers, in a thread, in workers, on two ranks). It describes what it is given and then
+Crossed: formats of files and data sets; types of a column (integers of every width, floats, booleans, lists, tensors, nulls,
+texts, dictionaries, nested); the function (`Map`, a predicate, a tokenizer, ``collate_fn``) and where it stands (over rows,
+in a mixture, below each packer; without workers, in a thread, in workers, on two ranks). It describes what it is given and then
 writes into all of it; four logical shards are read in turn, twice, with a cache for one fragment. Limit: a map-style
 dataset that returns one object twice, or other rows from ``__getitems__`` than from ``[]``.
 
@@ -55,6 +55,7 @@ COLUMNS: dict[str, tuple[list[Any], pa.DataType]] = {
     "float64": (NUMBERS, pa.list_(pa.float64())),
     "bools": ([[x % 2 == 0 for x in row] for row in NUMBERS], pa.list_(pa.bool_())),
     "lists of lists": ([[row, row[:1]] for row in NUMBERS], pa.list_(pa.list_(pa.int32()))),
+    "tensors": ([[float(i + j) for j in range(6)] for i in range(NUM_ROWS)], pa.fixed_shape_tensor(pa.float32(), (2, 3))),
     "texts": (WORDS, pa.string()),
     "null texts": (some_null(WORDS), pa.string()),
     "large_string": (WORDS, pa.large_string()),
@@ -69,6 +70,9 @@ COLUMNS: dict[str, tuple[list[Any], pa.DataType]] = {
     "struct": ([{"a": row, "b": word} for row, word in zip(NUMBERS, WORDS, strict=True)],
                pa.struct({"a": pa.list_(pa.int64()), "b": pa.string()})),
 }  # fmt: skip
+
+
+NOT_OF_HUGGINGFACE = ("string_view", "dictionary", "tensors")
 
 
 class Rows:
@@ -251,7 +255,7 @@ def may_be(case: Case) -> bool:
         return False
     if form == "arrow-stream" and kind == "dictionary":
         return False  # refused
-    if form == "huggingface" and kind in ("string_view", "dictionary"):
+    if form == "huggingface" and kind in NOT_OF_HUGGINGFACE:
         return False  # not of its types
     if way in BELOW_PACKERS:
         return is_list and form != "webdataset"
@@ -288,7 +292,7 @@ def test_a_function_sees_what_a_row_holds(case: Case, tmp_path: Path) -> None:
 
 def wide(folder: Path, form: str) -> rd.Source:
     """All columns in one row."""
-    left_out = {"jsonl": ["bytes", "time"], "huggingface": ["string_view", "dictionary"]}.get(form, [])
+    left_out = {"jsonl": ("bytes", "time"), "huggingface": NOT_OF_HUGGINGFACE}.get(form, ())
     table = pa.table({kind: table_of(kind)["x"] for kind in COLUMNS if kind not in left_out})
     if form == "huggingface":
         return rd.DatasetSource(Dataset(InMemoryTable(table)), batch_rows=3)

@@ -86,13 +86,19 @@ def rows_of(source: Any) -> list[str]:
     return [f"{source.locate(i).rpartition('/')[2]}: {source.row(i)!r}" for i in range(source.num_rows)]
 
 
-def batches_of(source: Any) -> list[str]:
-    loader = rd.DataLoader(source, global_batch_size=BATCH, num_logical_shards=8, collate_fn=list)
+def batches_of(source: Any, on_error: Any) -> list[str]:
+    loader = rd.DataLoader(
+        lambda shard: rd.Reader(source, shard, on_error=on_error),
+        global_batch_size=BATCH,
+        num_logical_shards=8,
+        collate_fn=list,
+    )
     return [repr(batch) for batch in loader]
 
 
-def packed(source: Any) -> list[str]:
-    node = rd.TokenPacker(rd.Reader(source, rd.Shard(), shuffle=8), column="tokens", seq_len=11, eos_id=None)
+def packed(source: Any, on_error: Any) -> list[str]:
+    reader = rd.Reader(source, rd.Shard(), shuffle=8, on_error=on_error)
+    node = rd.TokenPacker(reader, column="tokens", seq_len=11, eos_id=None)
     return [repr(sample) for sample in node]
 
 
@@ -107,9 +113,10 @@ def result(world: World, case: Case, tmp_path: Path, timeout: float = PATIENCE, 
         case "open":
             return source.num_rows, source.name
         case "pack":
-            return packed(source) if case["kind"] in ("parquet", "arrow", "megatron") else rows_of(source)
+            is_packable = case["kind"] in ("parquet", "arrow", "megatron")
+            return packed(source, case["on_error"]) if is_packable else rows_of(source)
         case "load":
-            return batches_of(source)
+            return batches_of(source, case["on_error"])
         case "audit":
             return told_by_audit(source, tmp_path / "run")
         case _:
@@ -137,6 +144,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "given": ["folder", "file", "glob", "deep glob"],
     "operation": ["open", "index", "read", "pack", "load", "audit"],
     "read_ahead": [True, False],
+    "on_error": ["raise", "skip"],
     "fault": list(FAULTS),
 }
 
