@@ -68,15 +68,14 @@ def synchronize(state: Any) -> Any:
 
 
 def refuse_pickled(state: Any) -> None:
-    """Raise ``TypeError`` if a value that DCP pickles holds a tensor that only the same kind of device could load."""
+    """Raise ``TypeError`` if a value that DCP pickles holds a tensor that other devices or ranks could not load."""
     for path, value in leaves(state):
-        if (
-            not isinstance(value, torch.Tensor)
-            and (tensor := next(filter(_has_adapter, nested_values(value)), None)) is not None
-        ):
+        tensors = (item for item in nested_values(value) if isinstance(item, DTensor) or _has_adapter(item))
+        if not isinstance(value, torch.Tensor) and (tensor := next(tensors, None)) is not None:
+            place = tensor.device_mesh if isinstance(tensor, DTensor) else tensor.device
             raise TypeError(
-                f"{'.'.join(path)} is a {type(value).__name__} with a tensor on {tensor.device}: DCP would pickle it whole, "
-                f"and only the same device could load it. Put the tensors into a list or a dict."
+                f"{'.'.join(path)} is a {type(value).__name__} with a tensor on {place}: DCP would pickle one rank's part "
+                f"of it, and only the same device and mesh could load that. Put the tensors into a list or a dict."
             )
 
 

@@ -133,13 +133,17 @@ def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadRepor
         loaded = ranks.on_all(
             lambda: reader.load(adapt_tensors(values_to_load(wanted_values, own_misfits, not_loaded), "to_load"))
         )
+        to_assign = [
+            (entry, value) for entry, value in zip(entries, live_values, strict=True) if entry not in not_loaded
+        ]
+        ranks.on_all(
+            lambda: for_each(to_assign, lambda pair: pair[0].assign(with_loaded(pair[1], loaded, pair[0].name)))
+        )
     except DamagedCheckpointError as error:
         raise damaged_error(reader.name, error.problems, _HALF_LOADED) from error
     except Exception as error:
         error.add_note(_HALF_LOADED)
         raise
-    to_assign = [(entry, value) for entry, value in zip(entries, live_values, strict=True) if entry not in not_loaded]
-    ranks.on_all(lambda: for_each(to_assign, lambda pair: pair[0].assign(with_loaded(pair[1], loaded, pair[0].name))))
     synchronize(live_values)
     return report
 

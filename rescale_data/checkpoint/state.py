@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint.devices import adapt_tensors, refuse_pickled
 from rescale_data.checkpoint.entry import Entry, Path, for_each
@@ -151,7 +152,7 @@ def _refuse_inside(path: Path, value: Any) -> None:
 
 
 def refuse_unsavable(state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` naming each tensor that cannot be saved or loaded (meta, quantized, sparse), with a cure."""
+    """Raise ``ValueError`` naming each tensor that cannot be saved or loaded (meta, sparse, partial), with a cure."""
     tensors = {".".join(path): leaf for path, leaf in leaves(state_dict) if isinstance(leaf, torch.Tensor)}
     refusals = [f"{name} {reason}" for name, tensor in tensors.items() if (reason := _refusal_reason(tensor))]
     if refusals:
@@ -165,6 +166,8 @@ def _refusal_reason(tensor: torch.Tensor) -> str:
     # Not is_quantized and is_nested: FSDP1's ShardedTensor knows neither.
     if str(tensor.dtype).startswith(("torch.qint", "torch.quint")):
         return "is quantized: put int_repr(), scale and zero point into the state instead."
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        return "is a DTensor of partial values, of which DCP saves one rank's: put x.redistribute(...) into the state instead."
     if tensor.layout != torch.strided:
         layout_name = str(tensor.layout).removeprefix("torch.")
         return f"is {layout_name}: put the dense tensors that it is made of into the state instead."

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.claims import SINGLE_STEP
@@ -124,6 +125,14 @@ def test_a_state_that_is_half_loaded_is_told_though_the_step_before_does_not_fit
     (note,) = found.value.__notes__
     assert "step 2 was passed over" in note
     assert "The state is half loaded" in note
+
+
+def test_a_state_of_which_one_value_refuses_what_was_loaded_is_half_loaded(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"weights": torch.ones(3), "loader": rd.DataLoader(range(8), global_batch_size=4)})
+    target = {"weights": torch.zeros(3), "loader": rd.DataLoader(range(8), global_batch_size=4, seed=1)}
+    with pytest.raises(rd.DataStateError, match="seed") as found:
+        checkpoint.load(tmp_path / "c", target)
+    assert "The state is half loaded" in found.value.__notes__[-1]
 
 
 def test_hazard_a_file_of_another_step(tmp_path: Path) -> None:

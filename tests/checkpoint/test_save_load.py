@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from rescale_data import checkpoint
 from tests.checkpoint.models import Plain, mesh, whole, wrap
@@ -279,6 +280,24 @@ def on_meta() -> nn.Module:
         return nn.Linear(2, 3)
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer that keeps a number in its state, under the name of no parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.state["steps"] = 1
+
+
+def test_an_optimizer_that_keeps_what_is_no_parameters(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    state = {"model": model, "opt": Counting(model.parameters())}
+    words = r"The state of the optimizer 'opt' has \['steps'\].*param_groups\[0\]\['steps'\]"
+    with pytest.raises(TypeError, match=words):
+        checkpoint.save(tmp_path / "c", state)
+    with checkpoint.CheckpointManager(tmp_path / "run") as manager, pytest.raises(TypeError, match=words):
+        manager.save(1, state)
+
+
 def quantized(scale: float = 0.1) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(3), scale, 0, torch.quint8)
 
@@ -306,6 +325,28 @@ def test_tensors_that_have_no_place_in_a_checkpoint(tmp_path: Path, what: str) -
     assert not (tmp_path / "d").exists()
     with checkpoint.CheckpointManager(tmp_path / "run") as manager, pytest.raises(ValueError, match=words):
         manager.save(1, {"x": build()})
+
+
+def save_partial(path: str) -> list[str]:
+    x = DTensor.from_local(torch.ones(3), mesh(), [Partial()])
+    sharded = x.redistribute(placements=[Shard(0)])
+    texts: list[str] = []
+    for value, error in ((x, ValueError), ([x], ValueError), ((x,), TypeError), ((sharded,), TypeError)):
+        with pytest.raises(error) as caught:
+            checkpoint.save(path, {"x": value})
+        texts.append(str(caught.value))
+        with checkpoint.CheckpointManager(f"{path}-run") as manager, pytest.raises(error):
+            manager.save(1, {"x": value})
+    checkpoint.save(path, {"x": sharded})
+    checkpoint.load(path, state := {"x": torch.zeros(3)})
+    return [*texts, str(state["x"].tolist())]
+
+
+def test_a_sharded_tensor_of_which_one_ranks_part_would_be_saved(tmp_path: Path) -> None:
+    for texts in run(2, save_partial, str(tmp_path / "c")):
+        assert all("x is a DTensor of partial values" in text or "x.0 is a DTensor" in text for text in texts[:2])
+        assert all("one rank's part" in text and "a list or a dict" in text for text in texts[2:4])
+        assert texts[4] == "[2.0, 2.0, 2.0]"
 
 
 def load_on_meta(path: str) -> str:

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ class OptimizerEntry(Entry):
 
     Args:
         model: That has its parameters.
+
+    Raises:
+        TypeError: The optimizer's state has keys that are no parameters.
     """
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -40,6 +43,11 @@ class OptimizerEntry(Entry):
             path, partial(named_state, model, optimizer), self._assign, optimizer_owned=partial(_tensors, optimizer)
         )
         self.optimizer = optimizer
+        if other_keys := [key for key in cast(dict[Any, Any], optimizer.state) if not isinstance(key, torch.Tensor)]:
+            raise TypeError(
+                f"The state of the optimizer {self.name!r} has {other_keys[:3]}, which belong to no parameter: DCP saves the "
+                f"state of parameters alone. Let the optimizer keep them in a group: param_groups[0][{other_keys[0]!r}]."
+            )
 
     def placeholder(self, reader: Reader) -> dict[str, Any]:
         """Return tensors to load into, for exactly the parameters whose state is in the checkpoint."""
