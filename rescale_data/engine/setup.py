@@ -157,6 +157,8 @@ def _check_epoch(setup: Setup) -> None:
     """Raise ``ValueError`` if an epoch has less than one global batch, or if ranks could not agree on its end."""
     if setup.recipe.repeat:
         return
+    for source in setup.schema.sources().values():
+        source.require_saveable()  # the end of an epoch is read twice
     epoch_end = setup.schema.epoch_end(setup.schema.fresh_table(setup.layout.num_logical_shards))
     if epoch_end is None and setup.ranks.simulated:
         raise ValueError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,7 +14,7 @@ from rescale_data.errors import DataStateError, require
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.shard import Shard, require_shard
-from rescale_data.sources.iterable import IterableSource, Stateful, stateful
+from rescale_data.sources.iterable import IterableSource, Stateful
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 _log = logging.getLogger("rescale_data")
@@ -75,12 +75,13 @@ class StreamReader(Node[Any]):
 
     def next(self) -> Any:
         while not self._is_epoch_over and self.position[_STREAM] < len(self._streams):
-            rows = self._rows or self._open()
+            rows, self._rows = self._rows or self._open(), None  # an error ends a generator: the stream is opened again
             try:
                 row = next(rows)
             except StopIteration:
                 self._begin(self.position[_EPOCH], self.position[_STREAM] + 1)
                 continue
+            self._rows = rows
             self.position[_COUNT] += 1
             if self._stateful is not None:
                 self._save_state(self._stateful)
@@ -117,31 +118,24 @@ class StreamReader(Node[Any]):
         """Open the stream at the position and return an iterator over its remaining rows."""
         epoch, number, count = self.position[_EPOCH], self.position[_STREAM], self.position[_COUNT]
         stream = self.source.stream(self._streams[number], epoch)
-        if self.source.keeps == "state":
-            rows = self._restore(stream)
-        else:
-            rows = iter(stream)
-            if sum(1 for _ in islice(rows, count)) < count:
-                raise DataStateError(
-                    f"{self.source.name}: stream {self._streams[number]} ended before row {count}, at which it was left. It "
-                    f"must yield the same rows again when it is read again."
-                )
-        self._rows = rows
+        is_restored = self._restore(stream)  # before it is read
+        rows = iter(stream)
+        is_restored = is_restored or (self._stateful is None and self._restore(rows))
+        if not is_restored and sum(1 for _ in islice(rows, count)) < count:
+            raise DataStateError(
+                f"{self.source.name}: stream {self._streams[number]} ended before row {count}, at which it was left. It "
+                f"must yield the same rows again when it is read again."
+            )
         return rows
 
-    def _restore(self, stream: Any) -> Iterator[Any]:
-        state_length = self.position[_LENGTH]
-        state = json.loads(bytes(_bytes(self.position)[:state_length])) if state_length else None
-        if isinstance(stream, Stateful):  # the state is loaded before the stream is read
-            if state is not None:
-                stream.load_state_dict(state)
-            self._stateful = stream
-            return iter(cast(Iterable[Any], stream))
-        rows = iter(stream)
-        self._stateful = stateful(stream, rows)
-        if state is not None and self._stateful is not None:
-            self._stateful.load_state_dict(state)
-        return rows
+    def _restore(self, stream: object) -> bool:
+        """Keep the state of a stream, or of its iterator, from now on if it has one; return True if a state was loaded."""
+        self._stateful = stream if self.source.keeps == "state" and isinstance(stream, Stateful) else None
+        state_length = self.position[_LENGTH] if self._stateful is not None else 0
+        if self._stateful is None or not state_length:
+            return False
+        self._stateful.load_state_dict(json.loads(bytes(_bytes(self.position)[:state_length])))
+        return True
 
     def _save_state(self, stream: Stateful) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias, cast, runtime_checkable
 
 from rescale_data.errors import DataStateError, checks_kinds, require
 from rescale_data.sources.source import Described
@@ -59,7 +59,8 @@ class IterableSource(Described):
     is kept in the loader's state, as JSON in a row of fixed width. Any other stream is read again, up to the number of rows
     that were drawn. It must then yield the same rows, and a later position takes longer (R4 does not hold). Streams of Hugging
     Face that shuffle in a buffer are read again, too, because their state leaves the buffer out. An iterator that can be read
-    only once, such as a generator over a queue, can do neither: saving a checkpoint then raises an error.
+    only once, such as a generator over a queue, can do neither: saving a checkpoint, an epoch's end (``repeat=False``) and
+    going back to rows that were read ahead then raise an error.
 
     Args:
         streams: A list of iterables; one iterable that splits itself (``num_shards`` and ``shard(num_shards, index)``, as
@@ -95,6 +96,7 @@ class IterableSource(Described):
             raise ValueError(
                 f"num_streams={self.num_streams}, {state_bytes=}: give one stream at least, and no negative bytes."
             )
+        self._begun: set[int] = set()  # streams that can be read once, and were opened
         self.keeps: Keeps = _position_kind(self._make, state_bytes)
 
     def manifest(self) -> Mapping[str, Any]:
@@ -103,6 +105,12 @@ class IterableSource(Described):
     def stream(self, index: int, epoch: int) -> Iterable[Any]:
         """Return a stream at its beginning, after a call of ``set_epoch`` if the stream has that method."""
         stream = self._make(index)
+        if self.keeps == "nothing" and _is_read_once(stream):
+            if index in self._begun:
+                self._refuse(
+                    f"Stream {index} of {self.name} cannot be read again, and rows of it were read ahead or are over"
+                )
+            self._begun.add(index)
         set_epoch = getattr(stream, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -110,30 +118,31 @@ class IterableSource(Described):
 
     def require_saveable(self) -> None:
         if self.keeps == "nothing":
-            raise DataStateError(
-                f"The position in {self.name} cannot be saved: its streams are iterators that can be read once, and have no "
-                f"state_dict(), so that a resumed run could neither go on nor begin again. Give IterableSource a function that "
-                f"makes each stream anew, iterables that begin again, or iterators with state_dict and load_state_dict; or "
-                f"save without the loader."
-            )
+            self._refuse(f"The position in {self.name} cannot be saved")
 
-
-def stateful(stream: Iterable[Any], iterator: Iterator[Any]) -> Stateful | None:
-    """Return the object that saves a stream's position: the iterator if it has a state, else the stream, else `None`."""
-    candidates = [candidate for candidate in (iterator, stream) if isinstance(candidate, Stateful)]
-    return candidates[0] if candidates else None
+    def _refuse(self, what: str) -> NoReturn:
+        raise DataStateError(
+            f"{what}: its streams are iterators that can be read once, and have no state_dict(), so that a resumed run could "
+            f"neither go on nor begin again, nor the end of an epoch be counted. Give IterableSource a function that makes "
+            f"each stream anew, iterables that begin again, or iterators with state_dict and load_state_dict; or save without "
+            f"the loader, with repeat=True."
+        )
 
 
 def _position_kind(make: Factory, state_bytes: int) -> Keeps:
+    if isinstance(make, _ListFactory) and any(map(_is_read_once, make.streams)):
+        return "nothing"
     stream = make(0)
     iterator = iter(stream)
-    if (
-        state_bytes
-        and stateful(stream, iterator) is not None
-        and not _has_buffer(getattr(stream, "_ex_iterable", None))
-    ):
+    has_state = isinstance(stream, Stateful) or isinstance(iterator, Stateful)
+    if state_bytes and has_state and not _has_buffer(getattr(stream, "_ex_iterable", None)):
         return "state"
     return "nothing" if iterator is stream and make(0) is stream else "count"
+
+
+def _is_read_once(stream: object) -> bool:
+    """True if the rows of a stream, once drawn, cannot be drawn again."""
+    return isinstance(stream, Iterator) and not isinstance(stream, Stateful)
 
 
 def _has_buffer(iterable: Any) -> bool:

@@ -49,6 +49,9 @@ SOURCES = {
     "list": lambda: rd.IterableSource([list(numbers(i)) for i in range(NUM_STREAMS)]),
     "stateful": lambda: rd.IterableSource(Counting, num_streams=NUM_STREAMS),
     "counted": lambda: rd.IterableSource(Counting, num_streams=NUM_STREAMS, state_bytes=0),
+    "some stateful": lambda: rd.IterableSource(
+        [list(numbers(i)) if i % 3 else Counting(i) for i in range(NUM_STREAMS)]
+    ),
 }
 
 
@@ -124,6 +127,41 @@ def test_what_cannot_be_resumed_is_refused_when_it_is_saved() -> None:
             rd.DataStateError, match="queue cannot be saved: its streams are iterators that can be read once"
         ):
             save()
+
+
+class TestStreamsThatCanBeReadOnce:
+    @pytest.mark.parametrize("act", ["close", "skip", "reset"])
+    def test_rows_read_ahead_are_never_lost_in_silence(self, act: str) -> None:
+        source = rd.IterableSource([iter(list(numbers(i))) for i in range(6)], name="queue")
+        loader = make_loader(source, 0, 1, 4, 0, prefetch=2)
+        batches = iter(loader)
+        next(batches)
+        acts = {"close": loader.close, "skip": lambda: loader.skip(4), "reset": loader.reset}
+        with pytest.raises(rd.DataStateError, match=r"Stream \d of queue cannot be read again"):
+            next(iter([acts[act](), loader][1]))
+
+    def test_an_epoch_of_them_has_no_end_that_could_be_counted(self) -> None:
+        streams = [list(numbers(0)), iter(list(numbers(1)))]  # one of them is enough
+        with pytest.raises(rd.DataStateError, match="nor the end of an epoch be counted"):
+            rd.DataLoader(rd.IterableSource(streams), global_batch_size=2, num_logical_shards=2)
+
+
+def test_a_stream_that_raises_is_opened_again() -> None:
+    """Though a generator has ended by its error."""
+    opened: list[int] = []
+
+    def fails_once(stream: int) -> Iterator[int]:
+        opened.append(stream)
+        yield from range(3)
+        if len(opened) == 1:
+            raise OSError("this passes")
+        yield 3
+
+    reader, rows = rd.StreamReader(rd.IterableSource(fails_once, num_streams=1), rd.Shard()), list[int]()
+    opened.clear()
+    with pytest.raises(OSError, match="this passes"):
+        rows.extend(next(reader) for _ in range(9))
+    assert [*rows, *reader] == [0, 1, 2, 3]
 
 
 class TestErrors:
