@@ -97,6 +97,20 @@ def test_the_order_of_the_dataset_is_that_of_one_global_batch() -> None:
     assert [x for batch in loader for x in batch["x"].tolist()] == list(range(96))
 
 
+@pytest.mark.parametrize(("before", "after"), [(10, 5), (5, 10), (4, 3), (3, 7)])
+@pytest.mark.parametrize("step", [1, 2, 6, 11, 13])
+def test_the_iterator_goes_on_where_epochs_have_other_lengths(step: int, before: int, after: int) -> None:
+    loader = loader_of(micro_batch_size=8, repeat=True, steps_per_epoch=before)
+    batches = iter(loader)
+    for _ in range(step):
+        if next(batches, None) is None:
+            batches = iter(loader)
+            next(batches)
+    loader.reopen(steps_per_epoch=after)
+    assert len(list(batches)) == after - step % after
+    assert loader.epoch == loader.step // after
+
+
 def test_off_a_boundary_it_names_the_next_one() -> None:
     loader = loader_of()
     batches = iter(loader)

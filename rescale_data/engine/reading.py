@@ -38,8 +38,8 @@ _WAITS = 1000
 class Batches(Iterator[Any]):
     """An iterator over the batches of a loader, to the end of the epoch in which it was made."""
 
-    def __init__(self, epoch: int, number: int, next_batch: Callable[[Batches], Any]) -> None:
-        self.epoch, self.number, self._next_batch = epoch, number, next_batch
+    def __init__(self, number: int, next_batch: Callable[[Batches], Any]) -> None:
+        self.number, self._next_batch = number, next_batch
 
     def __next__(self) -> Any:
         return self._next_batch(self)
@@ -58,7 +58,7 @@ class Reading:
         self, own_stream: Stream | None = None, *, shared: Shared | None = None, slow_after: float = math.inf
     ) -> None:
         self._own_stream, self._shared = own_stream, shared
-        self._num_iterators = 0  # only the newest one is valid
+        self._num_iterators = self._iterator_epoch = 0  # only the newest one is valid, up to the end of this epoch
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
         self._waits: deque[float] = deque(maxlen=_WAITS)
@@ -115,7 +115,7 @@ class Reading:
         ``StopIteration``. Older iterators are invalid.
         """
         self._iter()
-        return Batches(self.epoch, self._num_iterators, self._next)
+        return Batches(self._num_iterators, self._next)
 
     @on_first_peer(RESULT)
     def _iter(self) -> None:
@@ -123,6 +123,7 @@ class Reading:
             self._begin_next_epoch()
         self._is_over()
         self._invalidate()
+        self._iterator_epoch = self.epoch
 
     def __len__(self) -> int:
         """Return the number of micro batches in the whole epoch; ``TypeError`` if it has no end, or only reading finds it."""
@@ -401,8 +402,9 @@ class Reading:
             unseen = self._steps_per_epoch is not None and self._ended and reopened._at_epoch_end()
             cursor = stream.cursor
             stream.cursor = cursor._replace(resumed=self._cursor.resumed, epochs_seen=cursor.epochs_seen - unseen)
+        change = reopened.epoch - self.epoch  # steps_per_epoch may count otherwise; the newest iterator goes on
         self.close()
-        self._own_stream = stream
+        self._own_stream, self._iterator_epoch = stream, self._iterator_epoch + change
         if state is not None:
             self._invalidate()
 
@@ -429,7 +431,7 @@ class Reading:
             )
         stream = self._stream
         cursor, steps = stream.cursor, stream.ends.setup.steps_per_epoch
-        if (cursor.clock.epoch if steps is None else self.epoch) != batches.epoch:
+        if (cursor.clock.epoch if steps is None else self.epoch) != self._iterator_epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
         if watch.began is not None:  # no call between this line and the next statement: two threads cannot both pass
