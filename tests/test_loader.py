@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, Prefetcher
+from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, Prefetcher, Unbatcher
 
 import rescale_data as rd
 from rescale_data.engine.states.codec import has_remainder
@@ -185,6 +185,28 @@ class TestIteration:
                 failed, data.broken = failed + 1, set()
         assert failed == 1
         assert rows_of(found) == rows_of(kept(Fragile(48, broken=set())))
+
+    def test_an_error_that_passes_leaves_no_node_of_torchdata_broken(self) -> None:
+        """An `Unbatcher` reads where it is reset, and a `Mapper` above whose reset has failed cannot be reset again."""
+        data = Fragile(48, broken=set())
+
+        def loader() -> rd.DataLoader:
+            def pipeline(shard: rd.Shard) -> Any:
+                pairs = Unbatcher(Batcher(rd.Reader(data, shard), 2))
+                return Unbatcher(Mapper(pairs, lambda row: [row, row]))
+
+            return loader_of(pipeline, num_logical_shards=12, repeat=True)
+
+        batches = itertools.islice(whole := loader(), 3)
+        collections.deque(batches, 0)
+        resumed = loader()
+        resumed.load_state_dict(whole.state_dict())
+        data.broken = {*range(48)}
+        for _ in range(2):
+            with pytest.raises(OSError, match="cannot read row"):
+                next(iter(resumed))
+        data.broken = set()
+        assert rows_of(itertools.islice(resumed, 9)) == rows_of(itertools.islice(whole, 9))
 
 
 class Fragile(Rows):

@@ -195,26 +195,20 @@ class Runner:
 
     def _draw(self, shard: int, buffer: BatchBuffer | None = None, row: int = 0) -> Any:
         """Return the next sample of a shard; with a buffer, write the sample into the buffer and return nothing."""
-        node: Any = self._active[shard]
-        if node is None:
-            node = self._activate(shard)
-        try:
-            return node.next() if buffer is None else node.write(buffer, row)
-        except StopIteration:
-            if not self._recipe.repeat:
-                raise Exhausted from None
-            return self._draw_from_next_epoch(shard, node, buffer, row)
-        except Exception as error:
-            error.add_note(f"in the pipeline of logical shard {shard}")
-            raise
-
-    def _draw_from_next_epoch(self, shard: int, node: Any, buffer: BatchBuffer | None, row: int) -> Any:
-        for _ in range(2):
-            node.bind(node.position)
+        for _ in range(3):  # an endless stream goes on with its next epoch, over one that is empty
+            node: Any = self._active[shard]
+            if node is None:
+                node = self._activate(shard)
             try:
                 return node.next() if buffer is None else node.write(buffer, row)
             except StopIteration:
-                continue
+                if not self._recipe.repeat:
+                    raise Exhausted from None
+                self._active[shard] = None
+            except Exception as error:
+                self._built.pop(shard, None)  # a node of torchdata stays broken if its reset has failed
+                error.add_note(f"in the pipeline of logical shard {shard}")
+                raise
         raise DataStateError(
             f"Logical shard {shard} of {self._recipe.num_logical_shards} yielded no sample in two whole epochs: all of its "
             f"rows were filtered out, it has none, or a node that is not of rescale_data does not start again at reset(None). "
@@ -261,7 +255,11 @@ class Runner:
             borrow(node, next(iter(self._built.values())))
         if type(node) is not type(self.schema.root):
             self._write_ready = _none_ready
-        node.bind(self._slots(shard).data)
+        try:
+            node.bind(self._slots(shard).data)
+        except BaseException:
+            del self._built[shard]
+            raise
         self._active[shard] = node
         return node
 
