@@ -103,7 +103,8 @@ class ArrowSource(TableSource):
         data = open_file.ranges.read(*self._byte_range(fragment))
         if (column, fragment) not in open_file.column_places:
             # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
-            columns = self._file_schema(file).names
+            names = self._file_schema(file).names
+            columns = names if len({*names}) == len(names) else [column]
             open_file.column_places[column, fragment] = Place.find(self._decode(fragment, columns).column(column), data)
         column_place = open_file.column_places[column, fragment]
         if column_place is None:
@@ -154,7 +155,7 @@ class ArrowSource(TableSource):
         schema, ranges = self._file_schema(file), self._ranges(file)
         field_indices = [schema.get_field_index(name) for name in columns]
         read_options = pa.ipc.IpcReadOptions(included_fields=field_indices)
-        key = (owner_of(self), file, *field_indices)
+        key = (owner_of(self), file, "reader", *field_indices)
         source_file = ranges.as_arrow()
         reader: Any = handles().make(key, lambda: pa.ipc.open_file(source_file, options=read_options))
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))

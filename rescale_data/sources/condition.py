@@ -62,7 +62,8 @@ class Condition:
             ) from None
         if result_type != pa.bool_():
             raise ValueError(f"filter={self} is of type {result_type}, not true or false: compare it with something.")
-        return [name for name in schema.names if self._uses_column(name, schema)]
+        unique_names = [name for name in schema.names if schema.names.count(name) == 1]
+        return [name for name in unique_names if self._uses_column(name, schema)]
 
     def matches(self, table: ArrowTable) -> Ints:
         """Return ``int64[M]``, the numbers of the rows of a table for which the expression is true."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import posixpath
@@ -23,7 +22,7 @@ def data_files(paths: Paths, storage_options: Mapping[str, Any] | None, remote: 
     Raises:
         ValueError: The folder holds several splits: give one of them.
     """
-    if not isinstance(paths, str | os.PathLike) or glob.has_magic(os.fspath(paths)):
+    if not isinstance(paths, str | os.PathLike):
         return paths
     folder = os.fspath(paths)
     split_list = read_if_exists(posixpath.join(folder, _SPLITS), storage_options, remote)

@@ -248,7 +248,10 @@ class TableSource(FileSource, TokenSource):
         if chosen is None:
             return table
         self._release_with(table, fragment)
-        return table.take(pa.array(chosen))
+        try:
+            return table.take(pa.array(chosen))
+        except pa.ArrowNotImplementedError:  # of a type such as string_view
+            return pa.concat_tables([table.slice(row, 1) for row in chosen.tolist()]).combine_chunks()
 
     def _file_schema(self, file: int) -> ArrowSchema:
         return self._schemas[int(self._index.kind_of[file])]

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
@@ -111,6 +112,11 @@ def stored(folder: Path, kind: str) -> rd.Source:
     return rd.ParquetSource(folder, cache_bytes=1, cache_dir=folder / "cache")
 
 
+def filtered(folder: Path, kind: str) -> rd.Source:
+    parquet(folder, kind)
+    return rd.ParquetSource(folder, filter=pc.scalar(True), **CACHE)
+
+
 def jsonl(folder: Path, kind: str) -> rd.Source:
     write_jsonl(folder / "a.jsonl", [{"x": value} for value in COLUMNS[kind][0]])
     return rd.JsonlSource(folder, **CACHE)
@@ -134,6 +140,7 @@ CACHE = {"cache_bytes": 1}  # one fragment at a time
 FORMATS: dict[str, Callable[[Path, str], rd.Source]] = {
     "parquet": parquet,
     "stored": stored,
+    "filtered": filtered,
     "arrow": arrow,
     "arrow-stream": lambda folder, kind: arrow(folder, kind, new=pa.ipc.new_stream),
     "arrow-zstd": lambda folder, kind: arrow(folder, kind, compression="zstd"),

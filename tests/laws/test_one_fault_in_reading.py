@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -175,7 +176,7 @@ def blame(error: Exception, request: Request, fault: str, case: Case) -> None:
     said = named(error)
     key = f"{BUCKET}/{case['kind']}/data"
     if "list-type" not in request.path and fault != "stall":  # a busy machine may take as long for another file
-        key = request.path.strip("/").partition("?")[0]
+        key = unquote(request.path).strip("/").partition("?")[0]
     assert key in said, (request, said)
     assert "matches no file" not in said, said
     assert "without files" not in said, said

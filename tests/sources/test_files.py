@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -548,10 +549,19 @@ class TestErrors:
         save(tmp_path / f"a{suffix}", twice)
         with pytest.raises(ValueError, match=rf"a{suffix} has several columns 'a'"):
             source_of(tmp_path, suffix)
-        assert source_of(tmp_path, suffix, columns=["b"]).row(0) == {"b": 3}
+        for condition in (None, pc.scalar(True), pc.field("b") == 3):
+            assert source_of(tmp_path, suffix, columns=["b"], filter=condition).row(0) == {"b": 3}
+        with pytest.raises(ValueError, match=r"filter=\(a == 1\).* Multiple matches"):
+            source_of(tmp_path, suffix, columns=["b"], filter=pc.field("a") == 1)
         save(tmp_path / f"0{suffix}", {"a": [1], "b": [2]})
         with pytest.raises(ValueError, match=r"differ in 'a': int64 in .*, int64 and int64 in"):
             source_of(tmp_path, suffix)
+
+    @suffixes
+    def test_tokens_beside_columns_of_one_name(self, suffix: str, tmp_path: Path) -> None:
+        columns = [pa.array([1]), pa.array([2]), pa.array([[3, 4]]), pa.array(["x"]).dictionary_encode()]
+        save(tmp_path / f"a{suffix}", pa.Table.from_arrays(columns, ["a", "a", "ids", "d"]))
+        assert source_of(tmp_path, suffix, columns=["ids"]).tokens("ids", 0).values.tolist() == [3, 4]
 
     @suffixes
     def test_a_dot_in_a_name_is_no_path(self, suffix: str, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import functools
 import http.server
+import json
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -61,12 +63,23 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("given", "num_files"), [("/a.parquet", 1), ("", 3), ("/", 3), ("/*.parquet", 2), ("/**/*.parquet", 3)]
+    ("given", "num_files"),
+    [("/a.parquet", 1), ("", 3), ("/", 3), ("/*.parquet", 2), ("/**/*.parquet", 3), ("/a.parquet?key=1&more=a/b", 1)],
 )
 def test_by_plain_url(url: str, given: str, num_files: int) -> None:
     source = rd.ParquetSource(url + given)
     assert [source.row(i)["x"] for i in range(source.num_rows)] == list(range(10 * num_files))
-    assert source.locate(3) == f"{url}/a.parquet, row 3"
+    assert source.locate(3) == f"{url}/{given[1:] if 'a' in given.partition('.')[0] else 'a.parquet'}, row 3"
+
+
+def test_a_file_that_has_changed_by_its_time(url: str, tmp_path: Path) -> None:
+    """The server has no ETag, and the file is as long as before."""
+    for i, lines in enumerate(('{"x": 1}\n{"x": 2222}\n', '{"x": 3333}\n{"x": 4}\n')):
+        path = tmp_path / "data" / "a.jsonl"
+        path.write_text(lines)
+        os.utime(path, (10**9 + i, 10**9 + i))
+        source = rd.JsonlSource(f"{url}/a.jsonl", index_dir=tmp_path / "index")
+        assert [f"{source.row(row)}" for row in range(2)] == [f"{json.loads(line)}" for line in lines.splitlines()]
 
 
 def test_what_is_not_there(url: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from rescale_data.sources.files.paths import find
 
@@ -90,9 +91,27 @@ def test_relative_to_where_we_are(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert names(".") == names(folder)
 
 
+def test_a_folder_with_brackets_in_which_we_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run[1]").mkdir()
+    (tmp_path / "run[1]" / "a.parquet").write_bytes(b"x")
+    monkeypatch.chdir(tmp_path / "run[1]")
+    assert names("*.parquet") == names("../run[[]1]/*.parquet") == ["a.parquet"]
+
+
+def test_a_link_to_nothing_is_not_left_out_of_a_glob(folder: Path) -> None:
+    (folder / "c.parquet").symlink_to("nowhere")
+    for given in (f"{folder}/*.parquet", folder):
+        with pytest.raises(FileNotFoundError, match=r"c\.parquet"):
+            find(given, (".parquet",))
+
+
 def test_a_name_with_brackets_is_a_file_first(tmp_path: Path) -> None:
     (tmp_path / "part[1].parquet").write_bytes(b"x")
-    assert names(tmp_path / "part[1].parquet") == ["part[1].parquet"]
+    fsspec.filesystem("memory").pipe("/brackets/part[1].parquet", b"x")
+    for folder in (tmp_path, "memory://brackets"):
+        assert names(f"{folder}/part[1].parquet") == ["part[1].parquet"]
+        with pytest.raises(FileNotFoundError, match="matches no file"):
+            find(f"{folder}/part[2].parquet", (".parquet",))
 
 
 def test_urls(folder: Path) -> None:
@@ -108,6 +127,20 @@ def test_urls(folder: Path) -> None:
     assert names(f"file://{folder}") == names(folder)
     with pytest.raises(FileNotFoundError, match="memory://nowhere"):
         find("memory://nowhere/*", (".parquet",))
+
+
+@pytest.mark.parametrize("below", ["s/", "s//", "s/../"])
+def test_keys_stay_as_they_are(below: str) -> None:
+    """In a bucket a//b, a/./b, a/../b and a/b are four objects."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    keys = [below + key for key in ("a//b.parquet", "a/b.parquet", "a/./b.parquet", "a/../b.parquet", "/c/b.parquet")]
+    for key in keys:
+        memory.store[f"/{key}"] = MemoryFile(memory, f"/{key}", key.encode())
+    for given in (keys, *([key] for key in keys)):
+        files = find([f"memory://{key}" for key in given], (".parquet",))
+        found = [files.ranges(file).read(0, 99).to_pybytes().decode() for file in range(len(files.names))]
+        assert sorted(found) == sorted(given)
 
 
 @pytest.mark.parametrize("missing", ["*.parquet", "nowhere", "nowhere.parquet"])

@@ -20,12 +20,13 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
     return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in row.items()}
 
 
-def test_a_saved_dataset(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["saved", "saved[1]*"])
+def test_a_saved_dataset(name: str, tmp_path: Path) -> None:
     saved = datasets.Dataset.from_list(ROWS).filter(lambda row: row["label"] != 1)
-    saved.save_to_disk(tmp_path / "saved", num_shards=3)
-    (tmp_path / "saved" / "cache-0123.arrow").write_bytes(b"what a map left behind")
-    source = ArrowSource(tmp_path / "saved")
-    assert ArrowSource(f"file://{tmp_path / 'saved'}").manifest() == source.manifest()
+    saved.save_to_disk(tmp_path / name, num_shards=3)
+    (tmp_path / name / "cache-0123.arrow").write_bytes(b"what a map left behind")
+    source = ArrowSource(tmp_path / name)
+    assert ArrowSource(f"file://{tmp_path / name}").manifest() == source.manifest()
     assert [plain(source.row(i)) for i in range(source.num_rows)] == list(saved)
     assert_source(source, columns=["tokens"])
     assert source.manifest()["files"][0][0] == "data-00000-of-00003.arrow"

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,6 +35,7 @@ from rescale_data.state import Ints
 _NUM_PROBES = 16
 _PROBE_BYTES = 2**12
 _PROBING_THREADS = 16
+_STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "created")
 _warned: set[str] = set()
 _log = logging.getLogger("rescale_data")
 
@@ -63,7 +65,7 @@ class Files:
     store: LocalStore | None = None
 
     def path(self, file: int) -> str:
-        return posixpath.join(self.root, self.names[file])
+        return _prefix(self.root) + self.names[file]
 
     def with_files(self, names: Sequence[str], sizes: Sequence[int] | Ints, stamps: Sequence[str]) -> Files:
         """Return a copy of this `Files` with other files, below the same root."""
@@ -181,26 +183,34 @@ def find(
 
 
 def _files(infos: Mapping[str, tuple[int, str]]) -> Files:
-    scheme = next(iter(infos)).rpartition("://")[
-        :2
-    ]  # some filesystems, such as the one of http, keep the scheme in their paths
-    bare_infos = {path.removeprefix("".join(scheme)): info for path, info in infos.items()}
-    root = posixpath.commonpath([posixpath.dirname(path) for path in bare_infos])
-    infos_by_name = {posixpath.relpath(path, root): info for path, info in bare_infos.items()}
+    folders = [path.split("/")[:-1] for path in infos]
+    shared = [
+        name for name, _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(folders), max(folders), strict=False))
+    ]
+    root = "/".join(shared).rstrip("/") or "/"[: len(shared)]  # not normalized: in a bucket, a//b is not a/b
+    infos_by_name = {path.removeprefix(_prefix(root)): info for path, info in infos.items()}
     names = tuple(sorted(infos_by_name))
     sizes, stamps = zip(*(infos_by_name[name] for name in names), strict=True)
-    return Files("".join(scheme) + root, names, sizes, stamps=stamps)
+    return Files(root, names, sizes, stamps=stamps)
+
+
+def _prefix(root: str) -> str:
+    """Return what stands before the name of a file in its path, given the folder above all files."""
+    return root if root in ("", "/") else f"{root}/"
 
 
 def _local(user_input: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
-    path = os.path.abspath(os.path.expanduser(user_input))
+    pattern = os.path.expanduser(user_input)
+    path = os.path.abspath(pattern)
     if os.path.isdir(path):
         with _explain_link_circle():
             matches = _filter_names(_walk_local(path), path, suffixes)
     elif os.path.exists(path):
         matches = [path]
     else:
-        matches = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
+        matches = [
+            match for match in map(os.path.abspath, glob.glob(pattern, recursive=True)) if not os.path.isdir(match)
+        ]
     _require_matches(matches, user_input, suffixes, os.path.isdir(path))
     return [(Path(match).as_posix(), _size_and_stamp(os.stat(match))) for match in matches]
 
@@ -252,6 +262,8 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
     for url in user_input:
         previous_filesystem = filesystem
         filesystem, path = url_to_fs(url, **options)
+        if filesystem is not previous_filesystem:
+            filesystem.invalidate_cache()  # a listing that this process made earlier may be out of date
         if previous_filesystem is not None and type(previous_filesystem) is not type(filesystem):
             raise ValueError(f"URLs of different filesystems in one list, {list(user_input)}: give a source for each.")
         is_folder, matches = attempt(remote, url, partial(_list_path, filesystem, path, suffixes))
@@ -269,8 +281,8 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
 def _list_path(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, dict[str, Any]]:
     """Return ``(True, all files below it)`` if a path is a folder, else ``(False, the files that the path stands for)``."""
     try:
-        if glob.has_magic(path) and not filesystem.isdir(path):
-            return False, _expand_glob(filesystem, path)
+        if glob.has_magic(path) and not filesystem.isdir(path) and (matches := _expand_glob(filesystem, path)):
+            return False, matches
         if path.endswith(tuple(suffixes)) or not filesystem.isdir(
             path
         ):  # the filesystem of http calls each path a file, even a folder
@@ -331,7 +343,7 @@ def _find_below(filesystem: Any, folder: str, depth: int | None = None) -> dict[
 
 
 def _stamp(info: Mapping[str, Any]) -> str:
-    return str(next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if key in info), ""))
+    return str(next((info[key] for key in _STAMPS if key in info), ""))
 
 
 def _filter_names(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
