@@ -184,6 +184,7 @@ class DataLoader(Reading):
     @on_first_peer(RESULT)
     def _reopen(self, state: Mapping[str, Any] | None, delivered: int, changed: Mapping[str, Any]) -> None:
         layout = self._stream.layout
+        self._stream.rewind()  # a thread that reads ahead runs the pipeline's functions, and so does what follows
         fixed_sizes: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
         fixed_sizes |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
         self._replace_stream(self._open(**{**fixed_sizes, **changed}), state, delivered)

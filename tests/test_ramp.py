@@ -1,6 +1,7 @@
 """`DataLoader.reopen`: a ramp in one process is a chain of saves and loads."""
 
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -147,6 +148,34 @@ def test_a_larger_batch_before_any_batch_of_an_epoch_that_must_be_read(kind: str
         run.iterate()
         check_exactly_once(case, run)
         check_epochs(case, run)
+
+
+def test_a_tokenizer_is_never_called_by_two_threads() -> None:
+    """Also not while the new pipeline asks it for the tokens that it is known by; Rust's say "Already borrowed"."""
+    calling, is_asked, num_at_once = list[int](), threading.Event(), list[int]()
+
+    def letters(texts: list[str]) -> list[list[int]]:
+        calling.append(0)
+        num_at_once.append(len(calling))
+        if threading.current_thread() is threading.main_thread():
+            is_asked.set()
+        elif len(num_at_once) > 8:  # in the thread, ahead: until the main thread comes
+            is_asked.wait(0.2)
+        calling.pop()
+        return [[len(text)] for text in texts]
+
+    rows = [{"text": "x" * i} for i in range(96)]
+    loader = rd.DataLoader(
+        lambda shard: rd.Tokenize(rd.Reader(rows, shard), letters, "text", batch_size=1),
+        global_batch_size=4,
+        num_logical_shards=4,
+        prefetch=9,
+    )
+    is_asked.clear()
+    next(iter(loader))
+    loader.reopen(prefetch=3)
+    assert is_asked.is_set()
+    assert set(num_at_once) == {1}
 
 
 def packed(num_rows: int, shard: rd.Shard) -> rd.Node[Any]:
