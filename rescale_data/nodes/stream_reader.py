@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from rescale_data.errors import DataStateError, require
-from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.base import Node, View, initial
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.iterable import IterableSource, Stateful
@@ -54,8 +54,7 @@ class StreamReader(Node[Any]):
         require_shard(shard, self)
         require(IterableSource, "an rd.IterableSource", source=source)
         self.source = source
-        state_fields = Field(("length",), limits=COUNT_LIMITS), Field(("state",), torch.uint8, (source.state_bytes,))
-        self.FIELDS = self.ROW + (state_fields if source.keeps == "state" else ())
+        self.FIELDS = self.ROW + (_state_fields(source.state_bytes) if source.keeps == "state" else ())
         super().__init__()
         self.reads, self.of_shard, self.provenance = source, shard, shard.provenance
         self._streams = range(shard.index, source.num_streams, shard.num_logical_shards)
@@ -94,7 +93,7 @@ class StreamReader(Node[Any]):
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         epoch, is_drawn = position[_EPOCH], is_drawn or position[_STREAM] + position[_COUNT] > 0
-        super().next_epoch(position)
+        position[:] = initial(self)
         position[_EPOCH] = epoch + is_drawn
 
     def locate(self) -> str:
@@ -156,6 +155,14 @@ class StreamReader(Node[Any]):
         state_view[: len(state)] = state
         state_view[len(state) : self.position[_LENGTH]] = bytes(max(0, self.position[_LENGTH] - len(state)))
         self.position[_LENGTH] = len(state)
+
+
+def _state_fields(num_bytes: int) -> tuple[Field, ...]:
+    """Return the fields of a stream's state; they count, since a stream may say of one row otherwise after a load."""
+    return (
+        Field(("length",), counts=True, limits=COUNT_LIMITS),
+        Field(("state",), torch.uint8, (num_bytes,), counts=True),
+    )
 
 
 def _bytes(position: View) -> memoryview:

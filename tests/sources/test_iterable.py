@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rescale_data as rd
@@ -23,10 +24,10 @@ def numbers(stream: int) -> Iterator[dict[str, int]]:
 
 
 class Counting:
-    """An iterator that says where it stands."""
+    """An iterator that says where it stands, in other words after each load, as those of Hugging Face do."""
 
     def __init__(self, stream: int, padding: int = 0) -> None:
-        self.stream, self.at, self.padding = stream, 0, padding
+        self.stream, self.at, self.padding, self.num_loads = stream, 0, padding, 0
 
     def __iter__(self) -> "Counting":
         return self
@@ -38,10 +39,25 @@ class Counting:
         return {"x": 1000 * self.stream + self.at - 1}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "padding": "x" * self.padding}
+        return {"at": self.at, "padding": "x" * self.padding, "num_loads": self.num_loads}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.at, self.num_loads = state["at"], state["num_loads"] + 1
+
+
+def with_noise(row: dict[str, int], rng: np.random.Generator) -> dict[str, int]:
+    return {"x": row["x"], "noise": int(rng.integers(1 << 40))}
+
+
+TOPS: dict[str, Any] = {
+    "rows": lambda node: node,
+    "Shuffle": lambda node: rd.Shuffle(node, 4),
+    "RandomMap": lambda node: rd.RandomMap(node, with_noise),
+}
+
+
+def over(source: rd.IterableSource, top: str, shard: rd.Shard) -> rd.Node[Any]:
+    return TOPS[top](rd.StreamReader(source, shard))
 
 
 SOURCES = {
@@ -68,9 +84,10 @@ def make_loader(source: Any, rank: int, world: int, micro: int, workers: int, **
     )
 
 
+@pytest.mark.parametrize("top", TOPS)
 @pytest.mark.parametrize("kind", SOURCES)
-def test_rescales(kind: str) -> None:
-    source = SOURCES[kind]()
+def test_rescales(kind: str, top: str) -> None:
+    source = partial(over, SOURCES[kind](), top)
     chain = [(1, 4, 0), (3, 2, 0), (2, 6, 0), (1, 12, 0), (6, 1, 0)]
     assert_rescalable(partial(make_loader, source), chain, steps=5)
 
@@ -166,7 +183,7 @@ def test_a_stream_that_raises_is_opened_again() -> None:
 
 class TestErrors:
     def test_a_state_that_is_too_large(self) -> None:
-        source = rd.IterableSource(partial(Counting, padding=100), num_streams=2, state_bytes=64)
+        source = rd.IterableSource(partial(Counting, padding=85), num_streams=2, state_bytes=64)
         with pytest.raises(rd.DataStateError, match=r"takes 1\d\d bytes, 5\d more than state_bytes=64"):
             next(rd.StreamReader(source, rd.Shard()))
 
@@ -211,10 +228,12 @@ class TestHuggingFace:
         yield datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path))
         gc.collect()  # streams that were left end here, and not in a later test, where each sleeps that second
 
-    def test_is_resumed_by_its_own_state(self, stream: Any) -> None:
+    @pytest.mark.parametrize("top", TOPS)
+    def test_is_resumed_by_its_own_state(self, stream: Any, top: str) -> None:
         source = rd.IterableSource(stream)
         assert (source.num_streams, source.keeps) == (6, "state")
-        assert_rescalable(partial(make_loader, source), [(1, 4, 0), (3, 2, 0), (2, 6, 0)], steps=3)
+        pipeline = partial(over, source, top)
+        assert_rescalable(partial(make_loader, pipeline), [(1, 4, 0), (3, 2, 0), (2, 6, 0)], steps=3)
 
     def test_each_row_once(self, stream: Any) -> None:
         source = rd.IterableSource(stream)
