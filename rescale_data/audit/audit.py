@@ -120,14 +120,15 @@ class Audit:
                 f"the newest checkpoint is."
             )
         for interval in self._intervals():
-            if interval.first_step < stop and first < interval.end.header["step"]:
+            if interval.first_step < stop and first < interval.stop_step:
                 yield from interval.replay(range(len(interval.end.table)), first, stop)
 
     def find(self, document: str) -> Found:
         """Find the steps in which a row of a source was served, or the rows of a file.
 
         Only the logical shards are read again that had the row, between the checkpoints where they had it. Below a node of
-        torchdata, whose state does not say it, and in a run to which files or sources were added, all are read again.
+        torchdata, whose state does not say it, in a run to which files or sources were added, and below windows where a
+        blocklist has changed, all are read again.
 
         Args:
             document: ``"SOURCE:ROW"`` (numbered over all files, from 0), ``"SOURCE:FILE"``, or what messages and
@@ -145,6 +146,7 @@ class Audit:
         to_replay, num_drawn = defaultdict[int, set[int]](set), 0
         intervals, num_shards = self._intervals(), len(self._states[-1].table)
         num_windows = [None if self._data_changed else _num_windows(schema, path) for path, _ in readers]
+        num_windows = [None if number and self._lists_changed else number for number in num_windows]
         is_known = None not in num_windows
         for (path, reader), num_ahead in zip(readers, num_windows, strict=True):
             if num_ahead is None:
@@ -213,6 +215,19 @@ class Audit:
         return any(state.header["sources"] != self._states[0].header["sources"] for state in self._states)
 
     @cached_property
+    def _lists_changed(self) -> bool:
+        """True if a blocklist has changed in the run: then open windows have begun again, with other rows."""
+        lists = [
+            {
+                key: rows.tolist()
+                for key, rows in state.values.items()
+                if key.rpartition(".")[2] == Reader.LISTED[-1].key
+            }
+            for state in self._states
+        ]
+        return any(state_lists != lists[0] for state_lists in lists)
+
+    @cached_property
     def _schemas(self) -> list[Schema]:
         """Schemas of the pipelines that the run has had, the newest first."""
         last_intervals = {id(interval.pipeline): interval for interval in self._intervals()}
@@ -225,7 +240,9 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
     RunFolder.open_existing(store, folder)
     paths = [join(folder, entry) for entry in store.names(folder) if not entry.startswith(".")]
     paths = [path for path in paths if find_save(store, path) or store.is_file(join(path, METADATA))]
-    by_samples: dict[int, State] = {}
+    by_samples: dict[
+        tuple[int, int], State
+    ] = {}  # with the origin: a save, and one after a load that begins steps anew
     last_error: Exception | None = None
     for path in sorted(paths):
         try:
@@ -239,10 +256,10 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
             logger.warning("The audit goes without the checkpoint %s: %s", path, error)
             last_error = error
         else:
-            by_samples[state.header["samples"]] = state
+            by_samples[state.header["samples"], state.header["origin"]] = state
     if not by_samples:
         raise last_error or FileNotFoundError(f"No checkpoint in {folder}.")
-    states = [by_samples[samples] for samples in sorted(by_samples)]
+    states = [by_samples[counts] for counts in sorted(by_samples)]
     skipped = skipped_in(states[-1])  # a checkpoint within a skipped range belongs to an attempt that was given up
     return [state for state in states if not any(start < state.header["samples"] < stop for start, stop in skipped)]
 

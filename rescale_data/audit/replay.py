@@ -69,6 +69,11 @@ class Interval:
     def first_step(self) -> int:
         return 0 if self.start is None else self.start.header["step"]
 
+    @property
+    def stop_step(self) -> int:
+        """The step after the last one of which samples lie before the second checkpoint, also within a step."""
+        return self.end.header["step"] + (self.end.clock.begun(self.end.sizes[0]) > 0)
+
     def schema(self) -> Schema:
         """Return the schema of the pipeline, with the files that were known at the second checkpoint."""
         reading = self._readings(self.end.sizes, range(0), together=True)[0]
@@ -98,24 +103,35 @@ class Interval:
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
                 f"{self.end.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its loader had "
-                f"them. Else it had another pipeline or data in between, or a checkpoint is of an attempt that was given up."
+                f"them. Else it had another pipeline, other data or another global batch in between, or a "
+                f"checkpoint is of an attempt that was given up."
             )
 
     def _size_changes(self) -> list[tuple[tuple[int, int, int], int]]:
         """Return the sizes (O, W, b) that the run had in turn, each with the sample count at which they ended."""
-        header, sizes = self.end.header, self.end.sizes
-        end_sample, start_header = header["samples"], None if self.start is None else self.start.header
-        if self.start is None or start_header is None or self.start.sizes[0] == sizes[0]:
+        header, sizes, start = self.end.header, self.end.sizes, self.start
+        end_sample = header["samples"]
+        if start is None or start.sizes == sizes:
             return [(sizes, end_sample)]
-        old_batch, num_begun = self.start.sizes[0], (end_sample - header["origin"]) % sizes[0]
-        num_steps, num_samples = header["step"] - self.first_step, end_sample - start_header["samples"] - num_begun
-        num_old_steps, remainder = divmod(num_samples - num_steps * sizes[0], old_batch - sizes[0])
-        if remainder or not 0 <= num_old_steps <= num_steps:
-            raise DataStateError(
-                f"Between the steps {self.first_step} and {header['step']} the global batch was {old_batch}, is {sizes[0]}, "
-                f"and was something else: no checkpoint in between says what."
-            )
-        return [(self.start.sizes, start_header["samples"] + num_old_steps * old_batch), (sizes, end_sample)]
+        old_batch, first_sample = start.sizes[0], start.header["samples"]
+        if self.repeat and old_batch != sizes[0]:  # else the ends of epochs move the origin, too
+            return [(start.sizes, header["origin"]), (sizes, end_sample)]
+        num_steps, last_step_end = (
+            header["step"] - self.first_step,
+            end_sample - (end_sample - header["origin"]) % sizes[0],
+        )
+        if last_step_end - first_sample == num_steps * sizes[0]:  # from the checkpoint on, which may lie within a step
+            return [(sizes, end_sample)]
+        first_sample -= start.clock.begun(old_batch)
+        if old_batch == sizes[0]:  # the step that was begun went on with its ranks
+            return [(start.sizes, min(end_sample, first_sample + old_batch)), (sizes, end_sample)]
+        num_old_steps, remainder = divmod(last_step_end - first_sample - num_steps * sizes[0], old_batch - sizes[0])
+        if not remainder and 0 <= num_old_steps <= num_steps:
+            return [(start.sizes, first_sample + num_old_steps * old_batch), (sizes, end_sample)]
+        raise DataStateError(
+            f"Between the steps {self.first_step} and {header['step']} the global batch was {old_batch}, is {sizes[0]}, "
+            f"and was something else: no checkpoint in between says what."
+        )
 
     def _fits_one_rank(self, sizes: tuple[int, int, int]) -> bool:
         """True if one rank can replay all ranks: the run was aligned, and saved and skipped between whole steps."""

@@ -83,7 +83,8 @@ def unbatched(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
 PIPELINES = {
     pipeline.__name__: pipeline for pipeline in (rows, numbers, cut, mixture, whole, wide, shuffled, unbatched)
 }
-Seen = dict[tuple[int, int], list[str]]
+Seen = list[tuple[int, int, list[str]]]
+"""Step, place in the global batch and documents of each sample, in no order."""
 
 
 class Segment(NamedTuple):
@@ -91,13 +92,15 @@ class Segment(NamedTuple):
     b: int
     a: int
     steps: int
+    begun: int = 0
+    """Micro batches of one more step."""
 
 
 class Recorded:
     """A run that keeps what its ranks are handed."""
 
     def __init__(self, folder: Any, **arguments: Any) -> None:
-        self.folder, self.arguments, self.seen, self.state = folder, arguments, Seen(), None
+        self.folder, self.arguments, self.seen, self.state, self.num_saves = folder, arguments, Seen(), None, 0
 
     def segment(self, pipeline: Any, segment: Segment, change: Callable[[rd.DataLoader], None] | None = None) -> None:
         sizes = {
@@ -106,49 +109,58 @@ class Recorded:
             "num_logical_shards": N,
         }
         loaders = [
-            rd.DataLoader(pipeline, dp_rank=r, dp_world_size=segment.w, **sizes, **self.arguments)
+            rd.DataLoader(pipeline, dp_rank=r, dp_world_size=segment.w, **(sizes | self.arguments))
             for r in range(segment.w)
         ]
         for loader in loaders:
             if self.state is not None:
                 loader.load_state_dict(self.state)
-        for _ in range(segment.steps):
-            self._step(loaders)
-            for loader in loaders if change is not None else ():
+        for step in range(segment.steps + 1):
+            for _ in range(segment.begun if step == segment.steps else loaders[0].gradient_accumulation_steps):
+                self._micro_batch(loaders)
+            for loader in loaders if change is not None and step < segment.steps else ():
                 change(loader)
         self.state = full_state_dict(loaders)
-        checkpoint.save(f"{self.folder}/step-{loaders[0].step}", {"loader": self.state})
+        self.num_saves += 1
+        checkpoint.save(f"{self.folder}/step-{loaders[0].step}-{self.num_saves}", {"loader": self.state})
 
-    def _step(self, loaders: list[rd.DataLoader]) -> None:
-        for m in range(loaders[0].gradient_accumulation_steps):
-            for rank, loader in enumerate(loaders):
-                batch = next(iter(loader), None)
-                batch = next(iter(loader)) if batch is None else batch
-                step = loader.step - (m + 1 == loader.gradient_accumulation_steps)
-                layout = loader._stream.layout
-                first = rank * layout.global_batch_size // layout.dp_world_size + m * layout.micro_batch_size
-                tokens = batch["tokens"] if isinstance(batch, dict) else batch
-                for place, sample in enumerate(tokens[: loader.last_batch_samples].tolist()):
-                    self.seen[step, first + place] = [NAME_OF[i] for i in dict.fromkeys(t // 100 for t in sample) if i]
+    def _micro_batch(self, loaders: list[rd.DataLoader]) -> None:
+        for rank, loader in enumerate(loaders):
+            batch = next(iter(loader), None)
+            batch = next(iter(loader)) if batch is None else batch
+            layout, clock = loader._stream.layout, loader._stream.clock
+            begun = clock.begun(layout.global_batch_size) or layout.global_batch_size
+            step = loader.step - (begun == layout.global_batch_size)
+            m = begun // layout.micro_step_samples - 1
+            first = rank * layout.global_batch_size // layout.dp_world_size + m * layout.micro_batch_size
+            tokens = batch["tokens"] if isinstance(batch, dict) else batch
+            for place, sample in enumerate(tokens[: loader.last_batch_samples].tolist()):
+                documents = [NAME_OF[i] for i in dict.fromkeys(t // 100 for t in sample) if i]
+                self.seen.append((step, first + place, documents))
 
     def steps_of(self, document: str) -> list[tuple[int, int]]:
-        return sorted(where for where, documents in self.seen.items() if document in documents)
+        return sorted((step, place) for step, place, documents in self.seen if document in documents)
 
 
 def check(run: Recorded, audit: rd.audit.Audit, documents: list[int]) -> None:
     last = audit.steps[1]
-    assert {(s.step, s.sample): list(dict.fromkeys(s.documents)) for s in audit.documents(0, last)} == run.seen
+    for first, stop in {(0, last), (last // 2, last // 2 + 1), (max(0, last - 2), last)} if last else ():
+        served = [(s.step, s.sample, list(dict.fromkeys(s.documents))) for s in audit.documents(first, stop)]
+        assert sorted(served) == sorted(sample for sample in run.seen if first <= sample[0] < stop)
     for number in documents:
         name = NAME_OF[number]
         found = audit.find(f"{name.partition(':')[0]}:{number % 1000 - 1}")
-        assert [(s.step, s.sample) for s in found.served] == run.steps_of(name)
+        assert sorted((s.step, s.sample) for s in found.served) == run.steps_of(name)
 
 
 @st.composite
 def segments(draw: st.DrawFn, most: int) -> list[Segment]:
     return draw(
         st.lists(
-            st.builds(Segment, st.integers(1, most), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.integers(1, 9)),
+            st.builds(
+                Segment, st.integers(1, most), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.integers(1, 9),
+                st.integers(0, 1),
+            ),
             min_size=1, max_size=4,
         )
     )  # fmt: skip
@@ -195,7 +207,7 @@ def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_
             run.segment(partial(rows, blocked=blocked), Segment(1, 1, 4, steps), leave_out)
         audit = rd.audit.Audit(folder, partial(rows, blocked=blocked), tail="pad")
         check(run, audit, [1, 30, 70])
-        assert {step for step, _ in run.seen} == {*range(12)} - {5, 6}
+        assert {step for step, *_ in run.seen} == {*range(12)} - {5, 6}
         left_out = set[int]()
         for row in range(SIZES["web"]):
             found, dropped = audit.find(f"web:{row}"), row in blocked or (row + 1) % 3 == 0
@@ -224,6 +236,51 @@ def test_a_ramp_in_the_same_process_and_another_form_after_it() -> None:
             rd.audit.Audit(folder, cut, repeat=True).find("web:1")
         with pytest.raises(rd.DataStateError, match="another pipeline"):
             list(rd.audit.Audit(folder, longer, repeat=True).documents(0, 2))
+
+
+def test_a_step_within_which_the_run_was_saved() -> None:
+    """And went on with the same ranks, with others at the next step, or with others at once, which begin the step anew."""
+    for then in ([Segment(1, 3, 2, 0)], [Segment(1, 3, 2, 0), Segment(1, 2, 3, 2)], [Segment(1, 2, 3, 2)]):
+        with TemporaryDirectory() as folder:
+            run = Recorded(folder, repeat=True)
+            for segment in (Segment(1, 3, 2, 3, 1), *then, Segment(1, 3, 2, 4)):
+                run.segment(cut, segment)
+            check(run, rd.audit.Audit(folder, cut, repeat=True), [1, 30, 70])
+            (shown,) = [{s.sample for s in rd.audit.Audit(folder, cut, repeat=True).documents(3, 4)}]
+            assert shown == {*range(6)}
+
+
+def test_a_run_that_was_saved_again_after_a_load_with_another_batch() -> None:
+    with TemporaryDirectory() as folder:
+        run = Recorded(folder, repeat=True)
+        for segment in (Segment(1, 3, 2, 5), Segment(1, 4, 1, 0), Segment(1, 4, 1, 3)):
+            run.segment(cut, segment)
+        check(run, rd.audit.Audit(folder, cut, repeat=True), [1, 30, 70])
+
+
+def test_a_ramp_of_two_stages_without_a_checkpoint_between_is_an_error() -> None:
+    """4, 8 and 16 a step: as many samples in as many steps as with 4 and 16."""
+
+    def ramp(loader: rd.DataLoader) -> None:
+        if loader.step in (2, 5):
+            loader.reopen(global_batch_size={2: 8, 5: 16}[loader.step])
+
+    with TemporaryDirectory() as folder:
+        run = Recorded(folder, repeat=True, num_logical_shards=8)
+        run.segment(cut, Segment(1, 2, 2, 1))
+        run.segment(cut, Segment(1, 2, 2, 5), ramp)
+        with pytest.raises(rd.DataStateError, match="another global batch in between"):
+            list(rd.audit.Audit(folder, cut, repeat=True).documents(0, 6))
+
+
+def test_a_window_that_begins_again_after_a_change_of_the_blocklist() -> None:
+    with TemporaryDirectory() as folder:
+        run = Recorded(folder, repeat=True)
+        later = partial(whole, blocked=[*range(0, 70, 3)])
+        for steps, pipeline in ((3, whole), (2, later), (4, later)):
+            run.segment(pipeline, Segment(1, 3, 1, steps))
+        audit = rd.audit.Audit(folder, whole, later, repeat=True)
+        check(run, audit, [*range(1, 71)])
 
 
 def test_of_files_and_of_shards_that_had_the_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
