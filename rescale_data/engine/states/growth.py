@@ -82,19 +82,17 @@ def with_added_files(
         epochs_read: Returns, for histories and the paths of some sources, the last epoch of each source that is read again.
             Windows and documents that were delivered in part are read again, so their data must stay the same.
     """
-
-    def histories_from(epochs: Mapping[str, int]) -> dict[str, History]:
-        return {
-            path: _grow(history, epochs[path], schema.manifests[path]) if path in epochs else history
-            for path, history in growth.histories.items()
-        }
-
     paths = list(growth.added_files)
-    reread = epochs_read(histories_from(dict.fromkeys(paths, _NEVER)), paths)
+    reread = epochs_read(without_added_files(growth, schema), paths)
     epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in zip(paths, reread, strict=True)}
     if any((_reader_rows(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
         table[:, REMAINDER][table[:, REMAINDER] != ENDED] = NO_REMAINDER
-    return histories_from(epochs)
+    return _joined(growth, schema, epochs)
+
+
+def without_added_files(growth: Growth, schema: Schema) -> dict[str, History]:
+    """Return the manifests of each source by epoch, with added files that join in no epoch: for reading as before the load."""
+    return _joined(growth, schema, dict.fromkeys(growth.added_files, _NEVER))
 
 
 def needed_manifests(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:
@@ -124,6 +122,14 @@ def _history(schema: Schema, path: str) -> History:
     """Return the history of a source, ``(first epoch, manifest)`` pairs, as a save would write it now."""
     history = schema.histories.get(path, ())
     return list(history) if len(history) > 1 else [(0, schema.manifests[path])]
+
+
+def _joined(growth: Growth, schema: Schema, epochs: Mapping[str, int]) -> dict[str, History]:
+    """Return the manifests of each source by epoch, with the added files of each path from its epoch on."""
+    return {
+        path: _grow(history, epochs[path], schema.manifests[path]) if path in epochs else history
+        for path, history in growth.histories.items()
+    }
 
 
 def _grow(history: History, since: int, manifest: Manifest) -> History:

@@ -35,7 +35,7 @@ from rescale_data.engine.states.change import (
 from rescale_data.engine.states.check import require_fit
 from rescale_data.engine.states.codec import Saved, has_remainder, read, table_of
 from rescale_data.engine.states.differences import log_changes, without_all, without_functions
-from rescale_data.engine.states.growth import Growth, needed_manifests, with_added_files
+from rescale_data.engine.states.growth import Growth, needed_manifests, with_added_files, without_added_files
 from rescale_data.engine.states.statedict import whole_state
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
@@ -69,7 +69,9 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         )
     if delivered:
         _refuse_changes(stream.schema, translated, delivered)
-        clock, table = _deliver(stream, saved, clock, table, translated.growth.histories, delivered)
+        histories_then = needed_manifests(without_added_files(translated.growth, stream.schema), stream.schema, table)
+        forms_then = _earlier_forms(stream, translated.pipeline, table)
+        clock, table = _deliver(stream, saved, clock, table, {**histories_then, **forms_then}, delivered)
         had_remainder = has_remainder(table)
     forms = _change(stream, translated.pipeline, table) if pipeline_changed else {}
     loaded_clock = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
@@ -97,12 +99,17 @@ def _change(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     """Translate positions from an earlier pipeline to the current one; return the earlier parameters that nodes need."""
     log_changes(stream, saved)
     check_changes(stream.schema, saved, table)
-    forms = {**reform(stream, saved, table), **earlier_parameters(stream.schema, saved, table)}
+    forms = _earlier_forms(stream, saved, table)
     if _differ(saved, stream.schema.pipeline, EARLIER_KEY):
         table[:, REMAINDER][table[:, REMAINDER] != ENDED] = (
             NO_REMAINDER  # the remainder counts samples of the earlier pipeline
         )
     return forms
+
+
+def _earlier_forms(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
+    """Adapt positions to the current form of the samples; return the earlier forms and weights that nodes still need."""
+    return {**reform(stream, saved, table), **earlier_parameters(stream.schema, saved, table)}
 
 
 def _refuse_changes(schema: Schema, translated: TranslatedHeader, delivered: int) -> None:
@@ -118,7 +125,11 @@ def _refuse_changes(schema: Schema, translated: TranslatedHeader, delivered: int
 def _deliver(
     stream: Stream, saved: Saved, clock: Clock, table: Ints, histories: Histories, num_samples: int
 ) -> tuple[Clock, Ints]:
-    """Return the clock and the table after more samples in the topology of the state (collective if rows are read)."""
+    """Return the clock and the table after more samples in the topology of the state (collective if rows are read).
+
+    Args:
+        histories: The data of each source, the forms and weights, as they were when these samples were delivered.
+    """
     setup, schema, n = stream.setup, stream.schema, len(table)
     (o, w, b), k = saved.sizes, saved.header["num_workers"]
     layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
@@ -136,7 +147,7 @@ def _deliver(
     ends = Ends(replace(setup, layout=layout, ranks=ranks), stream.ends.runner)
     ends.owned = np.arange(n) if ranks.simulated else ends.owned
     histories_before = schema.histories
-    schema.adopt(needed_manifests({path: list(history) for path, history in histories.items()}, schema, table))
+    schema.adopt(histories)
     try:
         cursor = skip(Cursor.from_clock(clock, table, ends.owners, layout), ends, num_samples // micro_step_samples)
         return cursor.clock_now(layout), ranks.merge(cursor.table, cursor.owners)
