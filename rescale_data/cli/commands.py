@@ -57,8 +57,7 @@ def index(
 
     console = Console(stderr=True)
     report = _run_or_exit(lambda: indexing.index(paths, index_dir, format_name, processes, console))
-    text = "{files} {format} files with {rows} rows are indexed in {index_dir}".format(**report)
-    _print(as_json, report, lambda console: console.print(text))
+    _print_text(as_json, report, "{files} {format} files with {rows} rows are indexed in {index_dir}".format(**report))
 
 
 @app.command()
@@ -73,8 +72,7 @@ def rows(
     from rescale_data.cli.rows import write_rows
 
     report = _run_or_exit(lambda: write_rows(source, ids, column, out))
-    text = "{rows} rows have one of the {ids} ids: {out}".format(**report)
-    _print(as_json, report, lambda console: console.print(text, markup=False))
+    _print_text(as_json, report, "{rows} rows have one of the {ids} ids: {out}".format(**report))
 
 
 @app.command()
@@ -88,7 +86,7 @@ def show(
 
     if html is not None:
         written_path = _run_or_exit(lambda: inspect.write_page(path, html))
-        return _print(as_json, {"html": written_path}, lambda console: console.print(written_path, markup=False))
+        return _print_text(as_json, {"html": written_path}, written_path)
     summary = _run_or_exit(lambda: inspect.summarize(path))
     return _print(as_json, summary, lambda console: render.show_summary(console, summary))
 
@@ -125,13 +123,14 @@ def audit(
     repeat: Annotated[bool, typer.Option(help="As the loader had it.")] = False,
     tail: Annotated[Literal["drop", "pad"], typer.Option(help="As the loader had it.")] = "drop",
     num_workers: Annotated[int, typer.Option(min=0, help="As the loader had it, if it was not aligned.")] = 0,
+    name: Annotated[str | None, typer.Option(help="Of the loader in the checkpoints, if they hold several.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Print at most this many samples.")] = 50,
     as_json: Json = False,
 ) -> None:
     """Find the steps in which the run in FOLDER served a document, or list the documents of some steps."""
     from rescale_data.cli import auditing, render
 
-    as_loaded = {"repeat": repeat, "tail": tail, "num_workers": num_workers}
+    as_loaded = {"repeat": repeat, "tail": tail, "num_workers": num_workers, "name": name}
     answer = _run_or_exit(lambda: auditing.answer(folder, pipeline, find, steps, **as_loaded))
     _print(as_json, answer, lambda console: render.show_audit(console, answer, limit))
 
@@ -147,7 +146,7 @@ def verify(path: Path, as_json: Json = False) -> None:
         if report["checked"] == "checksums"
         else "sizes only: the checkpoint has no checksums, as another tool wrote it"
     )
-    _print(as_json, report, lambda console: console.print("\n".join(report["problems"]) or sound_text, markup=False))
+    _print_text(as_json, report, "\n".join(report["problems"]) or sound_text)
     raise typer.Exit(1 if report["problems"] else 0)
 
 
@@ -173,7 +172,7 @@ def convert(
 
     report = _run_or_exit(lambda: conversion.convert(source, target, to=to, name=name, max_shard_size=max_shard_size))
     text = f"{report['target']}: {report['format']}, {len(report['files'])} files, {format_size(report['bytes'])}"
-    _print(as_json, report, lambda console: console.print(text, markup=False))
+    _print_text(as_json, report, text)
 
 
 @app.command()
@@ -207,7 +206,7 @@ def prune(
     if yes and steps_to_delete:
         outcomes = _run_or_exit(lambda: delete_steps(run_folder, steps_to_delete, wait=wait))
     listed_outcomes = [f"step-{step}: {outcome}" for step, outcome in outcomes.items()] or ["nothing to delete"]
-    _print(as_json, outcomes, lambda console: console.print("\n".join(listed_outcomes), markup=False))
+    _print_text(as_json, outcomes, "\n".join(listed_outcomes))
 
 
 def _steps_to_delete(run_folder: RunFolder, rules: Retention) -> list[int]:
@@ -228,14 +227,25 @@ def _parse_best(text: str | None) -> tuple[str, str, int] | None:
 
 
 def _run_or_exit(work: Callable[[], T]) -> T:
-    """Return `work()`; print a user's error and exit with code 2, or with code 1 for a damaged checkpoint."""
+    """Return `work()`; print a user's error and exit with code 2, or with code 1 for a damaged checkpoint.
+
+    Clients of object stores have exceptions of their own, for credentials that are missing and the like.
+    """
     try:
         return work()
-    except (ValueError, TypeError, OSError) as error:
+    except Exception as error:
+        is_users = isinstance(error, ValueError | TypeError | OSError)
+        if not is_users and type(error).__module__ == "builtins":
+            raise
         from rescale_data.errors import DamagedCheckpointError
 
-        typer.echo(str(error), err=True)
+        typer.echo(str(error) if is_users else f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(1 if isinstance(error, DamagedCheckpointError) else 2) from error
+
+
+def _print_text(as_json: bool, value: Any, text: str) -> None:
+    """Print a text as it is: paths may have brackets, and are longer than a line."""
+    _print(as_json, value, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 
 def _print(as_json: bool, value: Any, show: Callable[[Console], None]) -> None:

@@ -10,9 +10,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from tests.checkpoint.files import data
@@ -162,6 +164,28 @@ def test_index_of_another_format(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
     given = ("index", tmp_path / "a.jsonl", "--index-dir", tmp_path)
     assert "--format csv: give one of parquet, arrow, jsonl" in call(*given, "--format", "csv", code=2)
+
+
+def test_a_path_is_printed_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
+    folder = tmp_path / ("x" * 120) / "[bold]a[" / "b]"
+    assert f"indexed in {folder}\n" in call("index", tmp_path / "a.jsonl", "--index-dir", folder)
+
+
+class NoCredentials(Exception):
+    """As clients of object stores have it: no error of the system."""
+
+
+class Refusing(MemoryFileSystem):
+    protocol = "refusing"
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        raise NoCredentials("Unable to locate credentials")
+
+
+def test_an_error_of_an_object_stores_client_is_a_line() -> None:
+    fsspec.register_implementation("refusing", Refusing, clobber=True)
+    assert call("ls", "refusing://bucket/run", code=2) == "NoCredentials: Unable to locate credentials\n"
 
 
 def test_prune_by_a_metric_that_no_checkpoint_has(run_folder: Path) -> None:
@@ -354,6 +378,13 @@ def test_audit(tmp_path: Path) -> None:
         (["--find", "others:1"], "reads the sources ['numbers']"),
     ):
         assert says in call(*asked, *wrong, code=2).replace("\n", " ")
+    save(
+        tmp_path / "two" / "step-6",
+        {"loader": loader, "validation": {"loader": rd.DataLoader(SOURCE, global_batch_size=4)}},
+    )
+    of_two = ["audit", tmp_path / "two", *asked[2:], "--find", f"numbers:{seen[4][1]}"]
+    assert "Name one of them" in call(*of_two, code=2)
+    assert call(*of_two, "--name", "loader") == text
     for name in ("nowhere:f", f"{__name__}:nothing", __name__):
         assert "MODULE:NAME" in call("audit", tmp_path / "run", "--pipeline", name, "--steps", "1", code=2)
 
