@@ -21,6 +21,11 @@ from tests.formats import write_jsonl
 from tests.states import opened
 
 SHARDS, BATCH = 6, 6
+TOPS: dict[str, Any] = {
+    "token": lambda node: rd.TokenPacker(node, column="tokens", seq_len=6, eos_id=None),
+    "whole": lambda node: rd.WholeDocumentPacker(node, column="tokens", seq_len=8, window=4),
+    "shuffle": lambda node: rd.Shuffle(node, 4),
+}
 
 
 def write(folder: Path, kind: str, name: str, rows: range) -> None:
@@ -141,17 +146,12 @@ def test_files_join_and_weights_change_at_once(top: str, tmp_path: Path) -> None
         pq.write_table(table, tmp_path / f"{name}.parquet")
 
     other = rd.DatasetSource([{"tokens": np.full(5, 50 + i)} for i in range(10)], name="other")
-    tops: dict[str, Any] = {
-        "token": lambda node: rd.TokenPacker(node, column="tokens", seq_len=6, eos_id=None),
-        "whole": lambda node: rd.WholeDocumentPacker(node, column="tokens", seq_len=8, window=4),
-        "shuffle": lambda node: rd.Shuffle(node, 4),
-    }
 
     def begun(weights: dict[str, int]) -> rd.DataLoader:
         source = rd.ParquetSource(tmp_path)
         return make_loader(
             None, 0, 1, 6, repeat=True,
-            pipeline=lambda shard: tops[top](
+            pipeline=lambda shard: TOPS[top](
                 rd.WeightedSampler({"web": rd.Reader(source, shard), "other": rd.Reader(other, shard)}, weights)
             ),
         )  # fmt: skip
@@ -164,6 +164,28 @@ def test_files_join_and_weights_change_at_once(top: str, tmp_path: Path) -> None
     after = begun({"web": 1, "other": 3})
     after.load_state_dict(state)
     assert len([next(iter(after)) for _ in range(3)]) == 3
+
+
+@pytest.mark.parametrize("top", ["token", "whole", "shuffle"])
+@pytest.mark.parametrize(("prefix", "read_ahead"), [("", True), ("file://", False), ("file://", True)])
+def test_what_is_read_ahead_of_a_window_has_not_begun(
+    prefix: str, read_ahead: bool, top: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else files would join later where the cache has room for more."""
+    for name, first in (("b", 0), ("d", 30), ("a", 100)):
+        tokens = pa.array([[first + i] * 5 for i in range(30)], pa.list_(pa.int32()))
+        pq.write_table(pa.table({"tokens": tokens}), tmp_path / f"{name}.parquet", row_group_size=7)
+
+    def begun(names: str) -> rd.DataLoader:
+        files = [f"{prefix}{tmp_path}/{name}.parquet" for name in names]
+        source = rd.ParquetSource(files, remote=rd.Remote(read_ahead=read_ahead))
+        return make_loader(None, 0, 1, 6, repeat=True, pipeline=lambda shard: TOPS[top](rd.Reader(source, shard)))
+
+    before, after = begun("bd"), begun("abd")
+    next(iter(before))
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        after.load_state_dict(before.state_dict())
+    assert "they join at epoch 1" in caplog.text
 
 
 def test_files_join_and_a_blocklist_changes_at_once(tmp_path: Path) -> None:

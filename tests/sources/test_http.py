@@ -17,6 +17,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.remote import RemoteError
+from tests.formats import write_megatron
 
 pytest.importorskip("aiohttp")
 
@@ -85,6 +86,15 @@ def test_a_file_that_has_changed_by_its_time(url: str, tmp_path: Path) -> None:
 def test_what_is_not_there(url: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.parquet"):
         rd.ParquetSource(f"{url}/none.parquet")
+
+
+def test_an_index_that_cannot_be_asked_for_is_never_absent(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_megatron(tmp_path / "data" / "docs", [[1, 2], [3]])
+    monkeypatch.setattr(Handler, "fails", staticmethod(lambda asked: 503 * asked.endswith(".idx")))
+    with pytest.raises(RemoteError, match=rf"{url}/docs\.idx.*503"):
+        rd.MegatronSource(f"{url}/docs.bin", remote=rd.Remote(retries=1))
 
 
 @pytest.mark.parametrize("status", [403, 503])

@@ -202,8 +202,9 @@ class ShardRows(ShardEpochs):
 
     def next_window(self, epoch: int, row: int) -> tuple[int, int]:
         """Return the epoch and row at which the window after the window of ``row`` begins."""
-        stop_row = self.order(epoch).span(row)[1]
-        return (epoch, stop_row) if stop_row < self.size(epoch) else (self.next_epoch(epoch), 0)
+        order = self.order(epoch)  # not `size`: the window is not read yet
+        stop_row = order.span(row)[1]
+        return (epoch, stop_row) if stop_row < order.size else (self.next_epoch(epoch), 0)
 
     def ends(self, epoch: int, row: int) -> list[int]:
         """Return the first and last row of the source in the window after ``row``'s window; none at the end of the epoch."""

@@ -128,7 +128,7 @@ class Files:
         if self.filesystem is None:
             return MappedFile(path)
         filesystem = reconnected(self.filesystem)
-        info = attempt(self.remote, filesystem.unstrip_protocol(path), partial(filesystem.info, path), 0)
+        info = attempt(self.remote, filesystem.unstrip_protocol(path), partial(_info_with_size, filesystem, path), 0)
         return RemoteFile(filesystem, path, self.remote, int(info["size"]), _stamp(info), self.store)
 
 
