@@ -195,20 +195,27 @@ class Runner:
 
     def _draw(self, shard: int, buffer: BatchBuffer | None = None, row: int = 0) -> Any:
         """Return the next sample of a shard; with a buffer, write the sample into the buffer and return nothing."""
-        for _ in range(3):  # an endless stream goes on with its next epoch, over one that is empty
-            node: Any = self._active[shard]
-            if node is None:
-                node = self._activate(shard)
+        node: Any = self._active[shard]
+        if node is None:
+            node = self._activate(shard)
+        try:
+            return node.next() if buffer is None else node.write(buffer, row)
+        except StopIteration:
+            if not self._recipe.repeat:
+                raise Exhausted from None
+            return self._draw_from_next_epoch(shard, buffer, row)
+        except Exception as error:
+            self._built.pop(shard, None)  # a node of torchdata stays broken if its reset has failed
+            error.add_note(f"in the pipeline of logical shard {shard}")
+            raise
+
+    def _draw_from_next_epoch(self, shard: int, buffer: BatchBuffer | None, row: int) -> Any:
+        for _ in range(2):
+            node: Any = self._activate(shard)
             try:
                 return node.next() if buffer is None else node.write(buffer, row)
             except StopIteration:
-                if not self._recipe.repeat:
-                    raise Exhausted from None
-                self._active[shard] = None
-            except Exception as error:
-                self._built.pop(shard, None)  # a node of torchdata stays broken if its reset has failed
-                error.add_note(f"in the pipeline of logical shard {shard}")
-                raise
+                continue
         raise DataStateError(
             f"Logical shard {shard} of {self._recipe.num_logical_shards} yielded no sample in two whole epochs: all of its "
             f"rows were filtered out, it has none, or a node that is not of rescale_data does not start again at reset(None). "
