@@ -6,9 +6,11 @@ So a plain value that differs is an error here. Ranks compare a digest of all, a
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping, Set
+from enum import Enum
 from typing import Any, cast
 
 import numpy as np
@@ -56,8 +58,8 @@ def source_rank(saved: Set[str], rank: int) -> int:
 def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
     """Raise ``ValueError`` naming the plain values that differ between ranks; a collective.
 
-    Compared are arrays, numbers, strings, and tuples, sets and mappings of them and of tensors. Tensors with a name of their
-    own are not: those of replicas are kept equal by what trains them, and their buffers may differ.
+    Compared are arrays, numbers, strings, enums, and tuples, sets, mappings and dataclasses of them and of tensors. Tensors
+    with a name of their own are not: those of replicas are kept equal by what trains them, and their buffers may differ.
     """
     if ranks.size == 1:
         return
@@ -93,16 +95,20 @@ def _digest(value: Any) -> bytes:
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         flat = cast(torch.Tensor, value).detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
         chunks = [f"{value.dtype} {value.shape}".encode(), flat.view(torch.uint8).numpy().tobytes()]
-    elif is_plain(value):
+    elif is_plain(value) or isinstance(value, bytearray):
         chunks = [repr(value).encode()]
+    elif isinstance(value, Enum):
+        chunks = [value.name.encode()]
     elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         chunks = [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
-    elif type(value) in (list, tuple):
+    elif isinstance(value, list | tuple):
         chunks = [*map(_digest, cast("list[Any]", value))]
-    elif type(value) in (set, frozenset):
+    elif isinstance(value, set | frozenset):
         chunks = sorted(map(_digest, cast("set[Any]", value)))
-    elif type(value) is dict:
-        chunks = sorted(repr(key).encode() + _digest(item) for key, item in cast("dict[Any, Any]", value).items())
+    elif isinstance(value, Mapping):
+        chunks = sorted(repr(key).encode() + _digest(item) for key, item in cast(Mapping[Any, Any], value).items())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        chunks = [_digest(getattr(value, field.name)) for field in dataclasses.fields(value)]
     else:
         return b""
     return hashlib.blake2b(b"".join(len(item).to_bytes(8, "little") + item for item in chunks), digest_size=8).digest()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +19,21 @@ from rescale_data.checkpoint import CheckpointManager, PerRank
 from rescale_data.checkpoint.rank_values import source_rank
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@dataclass
+class Progress:
+    best: int
+
+
+class Phase(Enum):
+    WARM = "warm"
+    HOT = "hot"
 
 
 def said(work: Any) -> str:
@@ -35,6 +53,7 @@ def disagree(folder: str) -> list[str]:
         "epoch": 3,
         "lr": [0.1, 0.2],
         "norm": norm,
+        "all classes": (Point(1, 2), Progress(3), Phase.HOT, frozenset("abc"), OrderedDict(a=1)),
         "part of a row": (torch.arange(2.0)[::2], "cpu"),
         f"stage-{rank}": torch.full((3,), rank),
     }
@@ -45,6 +64,11 @@ def disagree(folder: str) -> list[str]:
         "array": same | {"numpy": {"state": np.random.RandomState(rank).get_state()}},
         "tuple": same | {"rng": (torch.full((2,), rank), "cpu")},
         "set": same | {"seen": ({"rows": {rank, 7}},)},
+        "bytes": same | {"raw": bytearray([rank])},
+        "ordered": same | {"pair": (OrderedDict(seen=rank),)},
+        "named": same | {"point": Point(1, rank)},
+        "dataclass": same | {"progress": Progress(rank)},
+        "enum": same | {"phase": [*Phase][rank]},
     }
     found = [said(lambda name=name: checkpoint.save(f"{folder}/{name}", states[name])) for name in states]
     found.append(said(lambda: checkpoint.save(f"{folder}/step", same, step=rank)))
@@ -68,11 +92,16 @@ def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
         "numpy.state, on",
         "rng, on",
         "seen, on",
+        "raw, on",
+        "pair, on",
+        "point, on",
+        "progress, on",
+        "phase, on",
         "step of step 1. Give",
         *["they name 2"] * 2,
         "seed, on",
     ]
-    assert [word in text for word, text in zip(words, first[:-1], strict=True)] == [True] * 10, first
+    assert [word in text for word, text in zip(words, first[:-1], strict=True)] == [True] * 15, first
     assert first[-1] == "[8]"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "same"]
 

@@ -51,7 +51,13 @@ GOOD: dict[str, Any] = {
     "numbers": (np.float32(2), np.int64(1), np.bool_(True), np.str_("a"), np.datetime64("2026-01-01"), 1j, 1 << 90),
     "random numbers": [np.random.RandomState(0).get_state(), np.random.default_rng(0).bit_generator.state],
     "dtypes": [np.dtype("f4"), np.dtype(STRUCTURE), torch.float32, torch.strided, torch.device("cpu"), torch.Size([2])],
-    "containers": (collections.OrderedDict(a=1), collections.Counter("aab"), {1, 2}, {3: (1,), "none": []}),
+    "containers": (
+        collections.OrderedDict(a=1),
+        collections.Counter("aab"),
+        {1, 2},
+        frozenset("ab"),
+        {3: (1,), "none": []},
+    ),
 }
 TENSOR = torch.arange(6.0).reshape(2, 3)
 TENSORS: list[Any] = [
@@ -63,7 +69,7 @@ TENSORS: list[Any] = [
 NAMES = [np.dtype, np.ndarray, np.zeros(1).__reduce__()[0], np.float32().__reduce__()[0]]
 NAMES += [torch._utils._rebuild_tensor_v2, torch._utils._rebuild_parameter, torch._tensor._rebuild_from_type_v2]
 NAMES += [torch.Tensor, torch.nn.Parameter, torch.Size, torch.device, torch.float32, torch.FloatStorage]
-NAMES += [collections.OrderedDict, collections.Counter, set, bytes, bytearray, complex]
+NAMES += [collections.OrderedDict, collections.Counter, set, frozenset, bytes, bytearray, complex]
 
 
 class Derived:

@@ -299,6 +299,7 @@ _CLASS_NAMES = {*_STORAGES, "torch.Tensor", "torch.nn.parameter.Parameter", "num
 _CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
     "builtins.getattr": _enum_member,
     "builtins.set": lambda build, record: set(build(record.args[0]) if record.args else ()),
+    "builtins.frozenset": lambda build, record: frozenset(build(record.args[0]) if record.args else ()),
     "builtins.bytes": _checked_call(bytes, ()),
     "builtins.bytearray": _checked_call(lambda *content: bytearray(*content[:1]), (), (bytes,)),
     "builtins.complex": _checked_call(complex, (float, float)),
