@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from rescale_data.sources import indexed, jsonl
 from rescale_data.sources.bad_row import BadRow
+from rescale_data.sources.decoded.cache import cache, handles
 from rescale_data.sources.files import local_store
 from rescale_data.sources.files.blocks import BlockRanges, write_blocks
 from rescale_data.sources.jsonl import JsonlSource, find_lines, parse
@@ -145,6 +146,27 @@ class TestIndex:
                 hurt.unlink()
         assert rows_of(JsonlSource(path)) == ROWS
         assert rows_of(pickle.loads(kept)) == ROWS
+
+    def test_a_copy_that_the_disk_has_changed(self, packed: str, tmp_path: Path) -> None:
+        """Blocks of zstd have no checksum of their own; the places of the blocks are found again from the file."""
+        path = write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
+        source = JsonlSource(path)
+        for copy in (tmp_path / ".rescale_data").glob("*.rdblocks"):
+            whole = copy.read_bytes()
+            for at in range(0, len(whole), 7):
+                changed = bytearray(whole)
+                changed[at] ^= 4
+                copy.write_bytes(changed)
+                handles().clear()
+                cache().clear()
+                try:
+                    assert rows_of(source) == ROWS
+                except OSError as error:
+                    assert error.filename == str(copy)  # noqa: PT017
+                    assert "delete the file" in str(error)  # noqa: PT017
+                    copy.unlink()
+                    handles().clear()
+                    assert rows_of(source) == ROWS
 
     def test_is_made_again_where_the_file_has_changed(self, packed: str, tmp_path: Path) -> None:
         path = write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)

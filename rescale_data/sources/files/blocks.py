@@ -1,14 +1,15 @@
 """Random access to compressed files, by a copy whose blocks are each compressed on their own.
 
-    block | block | ... | int64[B + 1] | int64[B + 1] | int64 B | "RDBLOCKS"
+    block | block | ... | int64[B + 1] | int64[B + 1] | int64[B] | int64 B | int64 checksum | "RDBLOCK2"
 
-B is the number of blocks. The arrays hold the byte at which each block begins and the last one ends: in the decompressed file,
-and in the copy.
+B is the number of blocks. The arrays hold the byte at which each block begins and the last one ends, in the decompressed file
+and in the copy, and the checksum (CRC-32) of each block. The last checksum is that of the arrays and B.
 """
 
 from __future__ import annotations
 
 import bisect
+import errno
 import io
 import zlib
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.ranges import MappedFile, Ranges
 
 BLOCK_BYTES = 2**20
-_MAGIC = b"RDBLOCKS"
+_MAGIC = b"RDBLOCK2"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
@@ -38,17 +39,19 @@ class BlockRanges(Ranges):
     def __init__(self, path: str, store: LocalStore | None = None) -> None:
         self._store = store
         self._copy, self._codec = MappedFile(path), pa.Codec("zstd")
-        copy_tail = self._copy.read(max(0, self._copy.size - 16), 16).to_pybytes().rjust(16, b"\0")
-        num_offsets = int.from_bytes(copy_tail[:8], "little") + 1
-        table_offset = self._copy.size - 16 * num_offsets - 16
-        if copy_tail[8:] != _MAGIC or table_offset < 0:
+        copy_tail = self._copy.read(max(0, self._copy.size - 24), 24).to_pybytes().rjust(24, b"\0")
+        num_offsets, checksum = int.from_bytes(copy_tail[:8], "little") + 1, int.from_bytes(copy_tail[8:16], "little")
+        table_offset = self._copy.size - 24 * num_offsets - 16
+        if copy_tail[16:] != _MAGIC or table_offset < 0:
             raise ValueError(f"{path} is not whole")
-        offset_table = np.frombuffer(self._copy.read(table_offset, 16 * num_offsets), dtype=np.int64)
-        self._content_offsets, self._copy_offsets = offset_table[:num_offsets], offset_table[num_offsets:]
+        table_bytes = self._copy.read(table_offset, 24 * num_offsets)
+        if zlib.crc32(table_bytes) != checksum:
+            raise ValueError(f"{path} is not whole")
+        table = np.frombuffer(table_bytes, dtype=np.int64)
+        self._content_offsets, self._copy_offsets = table[: 2 * num_offsets].reshape(2, -1)
+        self._checksums = table[2 * num_offsets : -1]
         # A copy that was made again has other blocks, if the file has changed.
-        self._name = f"{path}|{zlib.crc32(offset_table.tobytes())}"
-        if self._copy_offsets[-1] != table_offset:
-            raise ValueError(f"{path} is not whole")
+        self._path, self._name = path, f"{path}|{checksum}"
 
     @property
     def size(self) -> int:
@@ -79,7 +82,12 @@ class BlockRanges(Ranges):
     def _decompress(self, block: int) -> ArrowBuffer:
         start, stop = self._copy_offsets[block : block + 2].tolist()
         size = int(self._content_offsets[block + 1] - self._content_offsets[block])
-        return self._codec.decompress(self._copy.read(start, stop - start), size)
+        compressed_block = self._copy.read(start, stop - start)
+        if zlib.crc32(compressed_block) != self._checksums[block]:
+            raise OSError(
+                errno.EIO, "a block was changed on the disk: delete the file, and it is written anew", self._path
+            )
+        return self._codec.decompress(compressed_block, size)
 
 
 def codec_of(name: str) -> str | None:
@@ -89,14 +97,16 @@ def codec_of(name: str) -> str | None:
 
 def write_blocks(chunks: Iterator[bytes], path: str) -> None:
     """Write chunks of bytes to a file for `BlockRanges`; each chunk is compressed as a block of its own."""
-    codec, offsets, copy_offsets = pa.Codec("zstd"), [0], [0]
+    codec, offsets, copy_offsets, checksums = pa.Codec("zstd"), [0], [0], list[int]()
     with open(path, "wb") as file:
         for chunk in chunks:
             compressed_chunk = codec.compress(chunk, asbytes=True)
             file.write(compressed_chunk)
             offsets.append(offsets[-1] + len(chunk))
             copy_offsets.append(copy_offsets[-1] + len(compressed_chunk))
-        file.write(np.array([*offsets, *copy_offsets, len(offsets) - 1], dtype=np.int64).tobytes() + _MAGIC)
+            checksums.append(zlib.crc32(compressed_chunk))
+        table_bytes = np.array([*offsets, *copy_offsets, *checksums, len(checksums)], dtype=np.int64).tobytes()
+        file.write(table_bytes + zlib.crc32(table_bytes).to_bytes(8, "little") + _MAGIC)
 
 
 def decompressed(stream: Any, codec: str) -> Iterator[bytes]:
