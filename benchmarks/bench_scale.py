@@ -113,13 +113,13 @@ class CountedStore(dist.Store):
 
 def exchange(ranks: int, absent: int) -> tuple[int, float]:
     """Requests to the store of all ranks for one meeting, and its seconds."""
-    from rescale_data.engine.ranks.meeting import Missing, arrive
+    from rescale_data.engine.ranks.meeting import MissingRanks, arrive
 
     asked: Counter[str] = Counter()
     store: Any = CountedStore(dist.HashStore(), asked)
 
     def come(me: int) -> None:
-        with contextlib.suppress(Missing):
+        with contextlib.suppress(MissingRanks):
             arrive(store, me, range(ranks), AWAY)
 
     threads = [threading.Thread(target=come, args=(me,)) for me in range(ranks - absent)]

@@ -27,7 +27,7 @@ from bench_read import MICRO_BATCH, Corpus, machine, pipeline
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import rescale_data as rd
-from rescale_data.engine.feed import InProcess
+from rescale_data.engine.feed import InProcessFeed
 from rescale_data.engine.micro_batch import MicroBatch, TableRows
 from rescale_data.engine.runner import Collate, Runner
 from rescale_data.engine.stream import Stream
@@ -191,7 +191,7 @@ class ForgetfulRunner(Runner):
         nodes = self._nodes.get(turn.shards[0])
         if nodes is None:
             nodes = self._nodes[turn.shards[0]] = [
-                self._active[shard] or self._activate(shard) for shard in turn.shards
+                self._active_nodes[shard] or self._activate(shard) for shard in turn.shards
             ]
         batch = self._write(nodes, turn.shards)
         return MicroBatch(batch, _NO_ROWS, turn.shards, len(nodes))
@@ -211,7 +211,7 @@ def forgetful(source: rd.ArrowSource) -> Iterator[Any]:
     """Our loader with what carries state cut out: what it delivers is right, what it would save is not."""
     loader = loader_of(source)
     runner = ForgetfulRunner(loader._stream.setup.recipe, loader._stream.setup.schema)
-    loader._own_stream = ForgetfulStream(loader._stream.setup, runner, InProcess(runner, None))
+    loader._own_stream = ForgetfulStream(loader._stream.setup, runner, InProcessFeed(runner, None))
     return iter(loader)
 
 

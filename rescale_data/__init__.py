@@ -13,10 +13,10 @@ from typing import Any
 
 _HOMES: dict[str, str] = {
     name: home
-    for home, names in re.findall(
+    for home, import_list in re.findall(
         r"^from (\S+) import (.+)", Path(__file__).with_suffix(".pyi").read_text(), re.MULTILINE
     )
-    for name in re.findall(r"\bas (\w+)", names)
+    for name in re.findall(r"\bas (\w+)", import_list)
 }
 __all__ = sorted(name for name, home in _HOMES.items() if home != __name__)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,4 +1,4 @@
-"""The exceptions of this package, and `checks_kinds`, which checks the types of arguments by the function's annotations."""
+"""The exceptions of this package, and `checks_argument_types`, which checks arguments by the function's annotations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class AcceptedTypes(NamedTuple):
     """The types that are accepted for an argument, with their description for messages.
 
     Args:
-        exact: Types of values that pass as they are.
+        exact_types: Types of values that pass as they are.
         classes: Of all values that pass; those of NumPy become Python's own.
-        words: What to give, for the message.
+        type_description: What to give, for the message.
     """
 
-    exact: frozenset[type]
+    exact_types: frozenset[type]
     classes: tuple[type, ...]
-    words: str
+    type_description: str
 
 
 _TYPES_OF_ANNOTATIONS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -67,7 +67,7 @@ class DamagedCheckpointError(ValueError):
         self.problems = problems or [message]
 
 
-def picklable(error: Exception) -> Exception:
+def to_picklable(error: Exception) -> Exception:
     """Return the error, or a `RuntimeError` with the same text if it cannot be sent to another process."""
     try:
         return pickle.loads(pickle.dumps(error))
@@ -75,7 +75,7 @@ def picklable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def checks_kinds(function: F) -> F:
+def checks_argument_types(function: F) -> F:
     """Decorator of a function or dataclass: checks the types of arguments that have simple annotations.
 
     ``TypeError`` with name, value and kind. NumPy's numbers and bools arrive as Python's own. What is declared as anything
@@ -83,7 +83,7 @@ def checks_kinds(function: F) -> F:
     """
     if isinstance(function, type):
         cls: Any = function
-        cls.__init__ = checks_kinds(cls.__init__)
+        cls.__init__ = checks_argument_types(cls.__init__)
         return cls
     hints: dict[str, str] = function.__annotations__
     accepted_types = {name: kind for name, annotation in hints.items() if (kind := _accepted_types(str(annotation)))}
@@ -111,10 +111,10 @@ def _accepted_types(annotation: str) -> AcceptedTypes | None:
 
 def _checked(accepted_types: Mapping[str, AcceptedTypes], name: str, value: Any) -> Any:
     accepted = accepted_types.get(name)
-    if accepted is None or type(value) in accepted.exact:
+    if accepted is None or type(value) in accepted.exact_types:
         return value
-    is_bool = isinstance(value, bool | np.bool_) and bool not in accepted.exact
-    require(() if is_bool else accepted.classes, accepted.words, **{name: value})
+    is_bool = isinstance(value, bool | np.bool_) and bool not in accepted.exact_types
+    require_type(() if is_bool else accepted.classes, accepted.type_description, **{name: value})
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -126,11 +126,11 @@ def require_int(**values: object) -> list[int]:
     return [operator.index(value) for value in values.values()]  # type: ignore[arg-type]
 
 
-def require(classes: type | tuple[type, ...], words: str, **arguments: object) -> None:
-    """Raise ``TypeError`` if an argument is of none of these classes; ``words`` say what to give."""
+def require_type(classes: type | tuple[type, ...], type_description: str, **arguments: object) -> None:
+    """Raise ``TypeError`` if an argument is of none of these classes; ``type_description`` say what to give."""
     for name, value in arguments.items():
         if not isinstance(value, classes):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {words}.")
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {type_description}.")
 
 
 def require_callable(**arguments: object) -> None:

@@ -25,7 +25,7 @@ DEAD_SECONDS = 60.0
 LOST_SECONDS = 30.0
 """Seconds without a renewal after which a holder considers its lease lost; observers wait twice as long."""
 
-Process: TypeAlias = dict[str, Any]
+ProcessIdentity: TypeAlias = dict[str, Any]
 HolderState: TypeAlias = Literal["alive", "gone", "undecided"]
 
 
@@ -33,7 +33,7 @@ class LeaseLostError(OSError):
     """Error raised if a lease could not be renewed, so that others may consider its holder dead."""
 
 
-def this_process() -> Process:
+def this_process() -> ProcessIdentity:
     """Return the identity of this process: host, boot, PID namespace, pid and start time, in clock ticks since the boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -45,7 +45,7 @@ def this_process() -> Process:
         "boot": boot,
         "namespace": namespace,
         "pid": os.getpid(),
-        "start": _start_of(os.getpid()),
+        "start": _start_time_of(os.getpid()),
     }
 
 
@@ -59,11 +59,11 @@ def is_running(process: Mapping[str, Any]) -> bool | None:
             os.kill(pid, 0)
         except ProcessLookupError:
             return False
-    start_time = _start_of(pid)
+    start_time = _start_time_of(pid)
     return not start_time or start_time == process.get("start")
 
 
-def _start_of(pid: int) -> str:
+def _start_time_of(pid: int) -> str:
     """Return the start time of a process; "ended" for a zombie, an empty string if it is not known."""
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -77,9 +77,9 @@ class Lease:
     """A lease file that a thread rewrites at intervals until it is released.
 
     Args:
-        files: The file system; the folder of `path` exists, where there are folders.
+        file_system: The file system; the folder of `path` exists, where there are folders.
         path: The lease's own name if it is shared (one file a holder), or one name for all if it is exclusive.
-        about: Kept in the lease, for observers.
+        lease_data: Kept in the lease, for observers.
         exclusive: Only one holder at a time; for local folders.
 
     Raises:
@@ -88,27 +88,27 @@ class Lease:
 
     def __init__(
         self,
-        files: AbstractFileSystem,
+        file_system: AbstractFileSystem,
         path: str,
-        about: Mapping[str, Any] | None = None,
+        lease_data: Mapping[str, Any] | None = None,
         *,
         exclusive: bool = False,
     ) -> None:
-        self._files, self._path, self._process = cast(Any, files), path, this_process()
-        self._about, self._num_renewals = dict(about or {}), 0
+        self._file_system, self._path, self._process = cast(Any, file_system), path, this_process()
+        self._lease_data, self._num_renewals = dict(lease_data or {}), 0
         self._mutex, self._released = threading.Lock(), threading.Event()
         self._last_renewal = time.monotonic()
         if exclusive:
-            with self._files.open(path, "xb") as stream:
+            with self._file_system.open(path, "xb") as stream:
                 stream.write(self._content())
         else:
             self._write_file()
         self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
         self._thread.start()
 
-    def rewrite(self, about: Mapping[str, Any]) -> None:
+    def rewrite(self, lease_data: Mapping[str, Any]) -> None:
         """Write the lease again, with other content."""
-        self._about = dict(about)
+        self._lease_data = dict(lease_data)
         self._write_file()
 
     def check(self) -> None:
@@ -128,7 +128,7 @@ class Lease:
         self._released.set()
         self._thread.join(RENEW_SECONDS)  # a renewal may hang
         with suppress(Exception):
-            self._files.rm_file(self._path)
+            self._file_system.rm_file(self._path)
 
     def __enter__(self) -> Self:
         return self
@@ -143,20 +143,20 @@ class Lease:
 
     def _write_file(self) -> None:
         with self._mutex:
-            started = time.monotonic()
-            self._files.pipe_file(self._path, self._content())
-            self._last_renewal = started
+            write_start_time = time.monotonic()
+            self._file_system.pipe_file(self._path, self._content())
+            self._last_renewal = write_start_time
 
     def _content(self) -> bytes:
         self._num_renewals += 1
-        return json.dumps({**self._about, "holder": self._process, "renewed": self._num_renewals}).encode()
+        return json.dumps({**self._lease_data, "holder": self._process, "renewed": self._num_renewals}).encode()
 
 
 class LeaseObserver:
     """Observer of leases, which compares their content with what it saw before."""
 
-    def __init__(self, files: AbstractFileSystem) -> None:
-        self._files: Any = files
+    def __init__(self, file_system: AbstractFileSystem) -> None:
+        self._files: Any = file_system
         self._last_looks: dict[str, tuple[bytes, float]] = {}
 
     def look(self, path: str) -> tuple[HolderState, Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.ranks.peers import RESULT
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.shared import Shared, on_first_peer
+from rescale_data.engine.shared import SharedCalls, on_first_peer
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import Transfer
 from rescale_data.sources.dataset import MapStyle
@@ -30,7 +30,7 @@ SLOW_AFTER = 10.0
 
 _RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")
 _PEER_NAMES = ("peers", "receives")
-_ARGUMENTS = frozenset(field.name for field in fields(Options))
+_OPTION_NAMES = frozenset(field.name for field in fields(Options))
 
 
 class DataLoader(Reading):
@@ -139,13 +139,13 @@ class DataLoader(Reading):
         steps_per_epoch: int | None = None,
         balance: Balance | None = None,
     ) -> None:
-        self.options = Options(**{name: value for name, value in locals().items() if name in _ARGUMENTS})
+        self.options = Options(**{name: value for name, value in locals().items() if name in _OPTION_NAMES})
         self._pipeline = pipeline
-        super().__init__(shared=None if peers is None else Shared(pipeline, self.options), slow_after=SLOW_AFTER)
-        self._begin()
+        super().__init__(shared=None if peers is None else SharedCalls(pipeline, self.options), slow_after=SLOW_AFTER)
+        self._begin_stream()
 
     @on_first_peer(RESULT)
-    def _begin(self) -> None:
+    def _begin_stream(self) -> None:
         self._own_stream = self._open()
 
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
@@ -182,16 +182,16 @@ class DataLoader(Reading):
         self.options = replace(self.options, **changed)
 
     @on_first_peer(RESULT)
-    def _reopen(self, state: Mapping[str, Any] | None, delivered: int, changed: Mapping[str, Any]) -> None:
+    def _reopen(self, state: Mapping[str, Any] | None, num_delivered_samples: int, changed: Mapping[str, Any]) -> None:
         layout = self._stream.layout
         self._stream.rewind()  # a thread that reads ahead runs the pipeline's functions, and so does what follows
         fixed_sizes: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
         fixed_sizes |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
-        self._replace_stream(self._open(**{**fixed_sizes, **changed}), state, delivered)
+        self._replace_stream(self._open(**{**fixed_sizes, **changed}), state, num_delivered_samples)
 
-    def _open(self, **changed: Any) -> Stream:
+    def _open(self, **changed_arguments: Any) -> Stream:
         """Return the stream of this rank, with some arguments changed."""
-        arguments: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed}
+        arguments: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed_arguments}
         pipeline, options = arguments.pop("pipeline"), Options(**arguments)
         if self._shared is not None:
             pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None)

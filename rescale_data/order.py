@@ -25,29 +25,29 @@ from rescale_data.state import Ints
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 
-BLOCK = 1024
+ROWS_PER_BLOCK = 1024
 """Number of rows whose order is computed at once if there is no window."""
 
 _FEISTEL_ROUNDS = 12
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SPLITMIX_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-def random_words(num_words: int, label: str, *numbers: int) -> Words:
+def random_words(num_words: int, label: str, *key_numbers: int) -> Words:
     """Return random words, ``uint64[num_words]``, a function of the label and the numbers alone."""
-    return _philox(label, numbers).random_raw(num_words)
+    return _philox(label, key_numbers).random_raw(num_words)
 
 
-def generator(label: str, *numbers: int) -> np.random.Generator:
+def generator(label: str, *key_numbers: int) -> np.random.Generator:
     """Return a random generator for users' functions; its stream depends on the label and the numbers alone."""
-    return np.random.Generator(_philox(label, numbers))
+    return np.random.Generator(_philox(label, key_numbers))
 
 
 def _philox(label: str, numbers: Sequence[int]) -> np.random.Philox:
     return np.random.Philox(_PhiloxKey(_digest(label, numbers)))  # pyright: ignore[reportArgumentType]  # NumPy's stubs know SeedSequence alone
 
 
-def _digest(label: str, numbers: Sequence[int]) -> bytes:
-    label_text = "/".join((label, *(str(int(number)) for number in numbers)))
+def _digest(label: str, key_numbers: Sequence[int]) -> bytes:
+    label_text = "/".join((label, *(str(int(number)) for number in key_numbers)))
     return hashlib.blake2b(label_text.encode(), digest_size=16).digest()
 
 
@@ -62,24 +62,24 @@ class _PhiloxKey(ISeedSequence):
         return self._key
 
 
-def permutation(size: int, label: str, *numbers: int) -> Ints:
+def permutation(num_items: int, label: str, *key_numbers: int) -> Ints:
     """Return a random permutation of ``0 .. size - 1`` as ``int64[size]``, a function of the label and the numbers alone."""
-    return np.argsort(random_words(size, label, *numbers), kind="stable")
+    return np.argsort(random_words(num_items, label, *key_numbers), kind="stable")
 
 
-def encipher(index: Ints, size: int, label: str, *numbers: int) -> Ints:
+def encipher(index: Ints, domain_size: int, label: str, *key_numbers: int) -> Ints:
     """Return the image of each index under a keyed permutation of ``0 .. size - 1``, without an array of that size.
 
-    A Feistel network over the next power of two, walked until it falls below ``size`` again (Black and Rogaway, "Ciphers
-    with arbitrary finite domains", 2002): fewer than two steps on average. ``size`` is at most 2**62.
+    A Feistel network over the next power of two, walked until it falls below ``domain_size`` again (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002): fewer than two steps on average. ``domain_size`` is at most 2**62.
     """
-    round_keys = random_words(_FEISTEL_ROUNDS, label, *numbers)
-    bits = max(2, (size - 1).bit_length())
+    round_keys = random_words(_FEISTEL_ROUNDS, label, *key_numbers)
+    bits = max(2, (domain_size - 1).bit_length())
     image = _feistel(index.astype(np.uint64), bits, round_keys)
-    outside = np.flatnonzero(image >= size)
+    outside = np.flatnonzero(image >= domain_size)
     while len(outside):
         image[outside] = _feistel(image[outside], bits, round_keys)
-        outside = outside[image[outside] >= size]
+        outside = outside[image[outside] >= domain_size]
     return image.astype(np.int64)
 
 
@@ -95,8 +95,8 @@ def _feistel(words: Words, bits: int, keys: Words) -> Words:
 
 def splitmix64(words: Words) -> Words:
     """Return the words, hashed by the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
-    words = (words ^ words >> np.uint64(30)) * _MULTIPLIERS[0]
-    words = (words ^ words >> np.uint64(27)) * _MULTIPLIERS[1]
+    words = (words ^ words >> np.uint64(30)) * _SPLITMIX_MULTIPLIERS[0]
+    words = (words ^ words >> np.uint64(27)) * _SPLITMIX_MULTIPLIERS[1]
     return words ^ words >> np.uint64(31)
 
 
@@ -116,10 +116,10 @@ class FragmentOrder:
     def nbytes(self) -> int:
         return self.virtual.nbytes + self.first.nbytes
 
-    def rows(self, virtual: Ints) -> Ints:
+    def rows(self, virtual_rows: Ints) -> Ints:
         """Return the rows of the source for virtual rows: row numbers after the fragments were permuted."""
-        fragment = np.searchsorted(self.virtual, virtual, side="right") - 1
-        return self.first[fragment] + (virtual - self.virtual[fragment])
+        fragment = np.searchsorted(self.virtual, virtual_rows, side="right") - 1
+        return self.first[fragment] + (virtual_rows - self.virtual[fragment])
 
     def between(self, first: int, stop: int) -> Ints:
         """Return the first row, in the source, of each fragment that has one of the virtual rows ``first .. stop - 1``."""
@@ -211,8 +211,8 @@ class ShardOrder:
     def width(self) -> int:
         """The number of rows whose order is computed together."""
         if self.steps is not None:  # they lie in one cycle, or in BLOCK rows of the source
-            return max(1, BLOCK // self.steps.rows_per_cycle) * self.steps.rows_per_visit
-        return self.window or BLOCK
+            return max(1, ROWS_PER_BLOCK // self.steps.rows_per_cycle) * self.steps.rows_per_visit
+        return self.window or ROWS_PER_BLOCK
 
     def virtual(self, first_row: int, stop_row: int) -> Ints:
         """Return the virtual rows (numbers after fragments were permuted) of the shard's rows ``first_row .. stop_row - 1``."""
@@ -220,7 +220,7 @@ class ShardOrder:
             return self.steps.rows(self.shard, first_row, stop_row)
         return np.arange(self.start + first_row, self.start + stop_row, dtype=np.int64)
 
-    def span(self, row: int) -> tuple[int, int]:
+    def window_bounds(self, row: int) -> tuple[int, int]:
         """Return the range of the shard's rows that contains ``row`` and whose order is computed together."""
         first_row = row - row % self.width
         return first_row, min(first_row + self.width, self.size)
@@ -229,7 +229,7 @@ class ShardOrder:
         """Return the source's rows at both ends of the range around ``row`` (`span`); none at the end of the shard."""
         if row >= self.size:
             return []
-        first_row, stop_row = self.span(row)
+        first_row, stop_row = self.window_bounds(row)
         virtual = self.virtual(first_row, stop_row)[[0, -1]]
         return (virtual if fragments is None else fragments.rows(virtual)).tolist()
 
@@ -245,7 +245,7 @@ class ShardOrder:
 
         With ``fragments=None`` the fragments keep their own order.
         """
-        first_row, stop_row = self.span(row)
+        first_row, stop_row = self.window_bounds(row)
         rows = self.unshuffled_rows(epoch, first_row, stop_row, fragments)
         if self.full or not self.window:
             return rows

@@ -26,7 +26,7 @@ def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
     return shard_starts(shards + 1, num_rows, num_logical_shards) - shard_starts(shards, num_rows, num_logical_shards)
 
 
-def range_numbers(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
+def row_range_indices(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
     """Return the number of the range that each shard reads in an epoch, ``int64[M]``.
 
     It is the shard's own number if no range is empty.
@@ -36,18 +36,18 @@ def range_numbers(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards:
     rounds, round_epochs = np.divmod(epochs, num_logical_shards)
     range_shifts = np.zeros_like(shards)
     for number in np.unique(rounds).tolist():
-        begin, step = _round_params(num_logical_shards, seed, number)
-        range_shifts += np.where(rounds == number, begin + step * round_epochs, 0)
+        begin, range_step = _round_params(num_logical_shards, seed, number)
+        range_shifts += np.where(rounds == number, begin + range_step * round_epochs, 0)
     return (shards + range_shifts) % num_logical_shards
 
 
-def range_number(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
-    """Return the number of the range that one shard reads in one epoch (see `range_numbers`)."""
+def row_range_index(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
+    """Return the number of the range that one shard reads in one epoch (see `row_range_indices`)."""
     if num_rows >= num_logical_shards:
         return shard
-    number, round_epoch = divmod(epoch, num_logical_shards)
-    begin, step = _round_params(num_logical_shards, seed, number)
-    return (shard + begin + step * round_epoch) % num_logical_shards
+    round_number, round_epoch = divmod(epoch, num_logical_shards)
+    begin, range_step = _round_params(num_logical_shards, seed, round_number)
+    return (shard + begin + range_step * round_epoch) % num_logical_shards
 
 
 def next_epoch_with_rows(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
@@ -55,7 +55,7 @@ def next_epoch_with_rows(shard: int, epoch: int, num_rows: int, num_logical_shar
     n = num_logical_shards
     while num_rows < n:
         # Range j has a row where j * R mod N is N - R at least.
-        begin = range_number(shard, epoch, num_rows, n, seed) * num_rows % n
+        begin = row_range_index(shard, epoch, num_rows, n, seed) * num_rows % n
         step = _round_params(n, seed, epoch // n)[1] * num_rows % n
         epochs_ahead = 0 if begin >= n - num_rows else _first_index_within(step, n, n - num_rows - begin, n - 1 - begin)
         if epoch % n + epochs_ahead < n and epochs_ahead >= 0:
@@ -92,21 +92,21 @@ def rows_before(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: i
 @lru_cache(maxsize=1024)
 def _round_params(num_logical_shards: int, seed: int, number: int) -> tuple[int, int]:
     """Return the first range of a round (N epochs) and the step from epoch to epoch, which is coprime to N."""
-    begin, step = (int(word) % num_logical_shards for word in random_words(2, "ranges", seed, number).tolist())
-    while math.gcd(step, num_logical_shards) != 1:
-        step += 1
-    return begin, step
+    begin, range_step = (int(word) % num_logical_shards for word in random_words(2, "ranges", seed, number).tolist())
+    while math.gcd(range_step, num_logical_shards) != 1:
+        range_step += 1
+    return begin, range_step
 
 
-def floor_sum(count: Ints, modulus: int | Ints, factor: Ints, offset: Ints) -> Ints:
+def floor_sum(num_terms: Ints, modulus: int | Ints, factor: Ints, offset: Ints) -> Ints:
     """Return the sum of ``(factor * i + offset) // modulus`` over ``0 <= i < count``, in logarithmic time."""
-    total_sums = np.zeros_like(count)
+    total_sums = np.zeros_like(num_terms)
     while True:
-        total_sums += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
+        total_sums += (num_terms - 1) * num_terms // 2 * (factor // modulus) + num_terms * (offset // modulus)
         factor, offset = factor % modulus, offset % modulus
-        final = factor * count + offset
+        final = factor * num_terms + offset
         is_unfinished = final >= modulus
         if not is_unfinished.any():
             return total_sums
-        count, offset = np.where(is_unfinished, final // modulus, 0), np.where(is_unfinished, final % modulus, 0)
+        num_terms, offset = np.where(is_unfinished, final // modulus, 0), np.where(is_unfinished, final % modulus, 0)
         modulus, factor = np.where(is_unfinished, factor, 1), np.where(is_unfinished, modulus, 0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 
 
-@checks_kinds
+@checks_argument_types
 @dataclass(frozen=True)
 class Shard:
     """A logical shard: one of ``num_logical_shards`` independent streams of samples.

@@ -24,11 +24,11 @@ from rescale_data.errors import DataStateError
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-EPOCH = "epoch"
+EPOCH_FIELD = "epoch"
 """Name of a field that counts epochs."""
 COUNT_LIMITS = (0, 2**48)
 """Limits of a field that counts rows, tokens, samples or epochs, beyond what any run reaches."""
-_SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_SCALAR_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def copy_of(position: memoryview) -> memoryview:
@@ -83,10 +83,10 @@ class Field:
 
 def field_of(path: tuple[str, ...], value: Any) -> Field:
     """Return the field that holds ``value``; ``TypeError`` if it is neither a number nor a tensor of a fixed shape."""
-    if type(value) in _SCALARS:
-        return Field(path, _SCALARS[type(value)])
+    if type(value) in _SCALAR_DTYPES:
+        return Field(path, _SCALAR_DTYPES[type(value)])
     if isinstance(value, np.bool_ | np.integer | np.floating):
-        return Field(path, _SCALARS[type(value.item())])
+        return Field(path, _SCALAR_DTYPES[type(value.item())])
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
     if isinstance(value, torch.Tensor):
@@ -103,7 +103,7 @@ def field_from_description(key: str, description: Mapping[str, Any]) -> Field:
     Without a shape, and with the dtype of a number, it is a number.
     """
     dtype, shape = getattr(torch, description["dtype"]), tuple(description["shape"])
-    return Field((key,), dtype, shape if shape or dtype not in _SCALARS.values() else None)
+    return Field((key,), dtype, shape if shape or dtype not in _SCALAR_DTYPES.values() else None)
 
 
 def encode(field: Field, value: Any) -> list[int]:
@@ -142,7 +142,7 @@ def require_limits(fields: Sequence[Field], rows: Ints, label: str) -> None:
         rows: ``int64[M, slots]``.
         label: The name of a row in messages, with ``{}`` for its number, such as ``"logical shard {}"``.
     """
-    for field, slot in zip(fields, offsets(fields), strict=False):
+    for field, slot in zip(fields, slot_offsets(fields), strict=False):
         if field.limits is not None:
             field_values = rows[:, slot].view(np.float64) if field.dtype is torch.float64 else rows[:, slot]
             minimum, maximum = field.limits
@@ -177,7 +177,7 @@ def nest(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
 
 def state_of(fields: Sequence[Field], row: memoryview) -> dict[str, Any]:
     """Return the nested state that a row of int64 numbers encodes."""
-    pairs = zip(fields, offsets(fields), strict=False)
+    pairs = zip(fields, slot_offsets(fields), strict=False)
     return nest([(field.path, decode(field, row[start : start + field.num_slots].tolist())) for field, start in pairs])
 
 
@@ -193,7 +193,7 @@ def row_of(fields: Sequence[Field], state: Mapping[str, Any], node: str) -> memo
     return np.array([slot for field in fields for slot in encode(field, path_values[field.path])], dtype=np.int64).data
 
 
-def offsets(fields: Sequence[Field]) -> list[int]:
+def slot_offsets(fields: Sequence[Field]) -> list[int]:
     """Return the index, in a row, of the first number of each field, and the length of the row."""
     field_starts = [0]
     for field in fields:
@@ -215,19 +215,19 @@ def _join_fields(
     own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...], counts: tuple[bool, ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
     del counts  # which are not compared with the fields
-    slot_counts = [offsets(fields)[-1] for fields in (own_fields, *(fields for _, fields in child_fields))]
+    slot_counts = [slot_offsets(fields)[-1] for fields in (own_fields, *(fields for _, fields in child_fields))]
     child_slices = zip(child_fields, pairwise(accumulate(slot_counts)), strict=True)
     fields = own_fields + tuple(field.with_parents(name) for name, fields in child_fields for field in fields)
     return fields, {name: slice(*ends) for (name, _), ends in child_slices}
 
 
-def place_slots(fields: Sequence[Field], *, epochs: bool = True) -> list[int]:
+def position_slots(fields: Sequence[Field], *, include_epochs: bool = True) -> list[int]:
     """Return the indices of the numbers that identify a stream's position, without counters.
 
-    Without ``epochs`` they also leave out epoch numbers.
+    Without ``include_epochs`` they also leave out epoch numbers.
     """
-    are_wanted = [not f.counts and (epochs or f.path[-1] != EPOCH) for f in fields]
-    field_starts = zip(are_wanted, fields, offsets(fields), strict=False)
+    are_wanted = [not f.counts and (include_epochs or f.path[-1] != EPOCH_FIELD) for f in fields]
+    field_starts = zip(are_wanted, fields, slot_offsets(fields), strict=False)
     return [slot for is_wanted, f, start in field_starts if is_wanted for slot in range(start, start + f.num_slots)]
 
 
@@ -240,7 +240,7 @@ def to_tensors(fields: Sequence[Field], table: Ints) -> dict[str, torch.Tensor]:
     """
     return {
         field.key: _to_tensor(field, table[:, start : start + field.num_slots])
-        for field, start in zip(fields, offsets(fields), strict=False)
+        for field, start in zip(fields, slot_offsets(fields), strict=False)
     }
 
 

@@ -36,7 +36,7 @@ multiprocessing.set_forkserver_preload(PRELOAD)
 @pytest.fixture(autouse=True)
 def no_times_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learn nothing from how fast requests are answered: a slow one would be made again, which tests that count would see."""
-    monkeypatch.setattr(remote, "_MIN_ANSWERS", 2**60)
+    monkeypatch.setattr(remote, "_MIN_ANSWERS_FOR_LIMIT", 2**60)
     remote._request_times.cache_clear()
 
 

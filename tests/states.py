@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rescale_data.engine.states.codec import fields_in
-from rescale_data.state import Field, offsets
+from rescale_data.state import Field, slot_offsets
 
 
 def opened(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,7 +19,9 @@ def opened(state: Mapping[str, Any]) -> dict[str, Any]:
         return dict(state)
     header, table = json.loads(state["header"]), state["table"]
     fields = fields_in(header)
-    columns = {f.key: _view(f, table[:, a : a + f.num_slots]) for f, a in zip(fields, offsets(fields), strict=False)}
+    columns = {
+        f.key: _view(f, table[:, a : a + f.num_slots]) for f, a in zip(fields, slot_offsets(fields), strict=False)
+    }
     return {**header, "shards": columns}
 
 

@@ -18,7 +18,7 @@ import torch
 
 import rescale_data as rd
 from rescale_data import checkpoint, testing
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 
 WRONG = (None, 5, 1.5, math.inf, math.nan, True, "x", [None], {"x": None}, object())
 
@@ -135,7 +135,7 @@ def test_what_is_no_whole_number_is_named_with_the_cure(
                 function(**{**given, argument: wrong})
 
 
-@checks_kinds
+@checks_argument_types
 def declared(
     a: int,
     b: float | None = None,

@@ -17,7 +17,7 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.engine import threads
-from rescale_data.engine.feed import InThread
+from rescale_data.engine.feed import InThreadFeed
 from rescale_data.sources.decoded.cache import cache
 
 BATCH, ROWS = 4, 24
@@ -254,7 +254,7 @@ class Held:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         while frame is not None and frame.f_code.co_filename in (threading.__file__, threads.__file__):
             frame = frame.f_back
-        return frame is not None and frame.f_code is InThread.stop.__code__
+        return frame is not None and frame.f_code is InThreadFeed.stop.__code__
 
     def _until(self, happens: Callable[[], bool]) -> None:
         while not happens():

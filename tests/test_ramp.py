@@ -192,7 +192,7 @@ def test_a_trainer_that_counts_iterators_trains_as_many_epochs(kind: str, num_ro
     batches = iter(loader)
     for _ in range(num_before):
         next(batches, None)
-    epoch, ended = loader.epoch, loader._ended
+    epoch, ended = loader.epoch, loader._epoch_ended
     loader.reopen(micro_batch_size=2)
     assert loader.epoch == epoch
     assert next(iter(loader), None) is not None

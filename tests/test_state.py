@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.state import decode, encode, field_of, flatten, nest, offsets, to_tensors
+from rescale_data.state import decode, encode, field_of, flatten, nest, slot_offsets, to_tensors
 from tests.pipelines import PIPELINES, data_for, pipeline_of
 from tests.states import opened
 
@@ -81,7 +81,7 @@ def test_a_nested_state_comes_back_from_its_leaves(state: dict[str, Any]) -> Non
 def test_the_tensors_of_a_table_have_the_values_of_its_rows(row: list[Any], num_rows: int) -> None:
     fields = [field_of((f"f{i}",), value) for i, value in enumerate(row)]
     slots = [slot for field, value in zip(fields, row, strict=True) for slot in encode(field, value)]
-    assert offsets(fields)[-1] == len(slots)
+    assert slot_offsets(fields)[-1] == len(slots)
     table = np.array([slots] * num_rows, dtype=np.int64).reshape(num_rows, len(slots))
     columns = to_tensors(fields, table)
     for field, value in zip(fields, row, strict=True):

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 import rescale_data as rd
-from rescale_data.sources.decoded.cache import cache, handles, owner_of
+from rescale_data.sources.decoded.cache import cache, open_files, owner_of
 
 CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}
 PLAIN = {"bytes": bytes, "jpeg": bytes, "png": bytes, "str": bytes.decode, "json": json.loads, "str_int": int}
@@ -60,7 +60,7 @@ class MdsSource(rd.Source):
         shard, key = self._shards[number], (owner_of(self), number)
         raw, packed = self.folder / shard["raw_data"]["basename"], shard["zip_data"]
         if packed is None:
-            return handles().make(key, lambda: np.memmap(raw, np.uint8, "r"))
+            return open_files().make(key, lambda: np.memmap(raw, np.uint8, "r"))
         codec, size = shard["compression"].partition(":")[0], shard["raw_data"]["bytes"]
         cache().register(self)
         return cache().make(key, lambda: unpacked(self.folder / packed["basename"], codec, size))

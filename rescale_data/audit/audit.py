@@ -24,7 +24,7 @@ from rescale_data.engine.recipe import Pipeline, path_name
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail
 from rescale_data.engine.states.codec import read
-from rescale_data.errors import DamagedCheckpointError, DataStateError, checks_kinds
+from rescale_data.errors import DamagedCheckpointError, DataStateError, checks_argument_types
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.source import Source
@@ -85,7 +85,7 @@ class Audit:
         [(7, 2)]
     """
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         run: StrPath,
@@ -147,13 +147,13 @@ class Audit:
         intervals, num_shards = self._intervals(), len(self._states[-1].table)
         num_windows = [None if self._data_changed else _num_windows(schema, path) for path, _ in readers]
         num_windows = [None if number and self._lists_changed else number for number in num_windows]
-        is_known = None not in num_windows
-        for (path, reader), num_ahead in zip(readers, num_windows, strict=True):
-            if num_ahead is None:
+        windows_known = None not in num_windows
+        for (path, reader), num_reader_windows in zip(readers, num_windows, strict=True):
+            if num_reader_windows is None:
                 for index in range(len(intervals)):
                     to_replay[index].update(range(num_shards))
                 continue
-            positions = SourcePositions.from_states(self._states, path, num_ahead)
+            positions = SourcePositions.from_states(self._states, path, num_reader_windows)
             for shard, position in positions.positions(reader, np.array(rows)):
                 num_drawn += positions.is_drawn(shard, position)
                 for index in positions.intervals_of(shard, position):
@@ -165,7 +165,7 @@ class Audit:
         served = [sample for index in sorted(to_replay) for sample in intervals[index].replay(to_replay[index])]
         trimmed = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
         matching_samples = [sample for sample in trimmed if sample.documents]
-        return Found(len(rows), num_drawn if is_known else len(matching_samples), matching_samples, self.steps)
+        return Found(len(rows), num_drawn if windows_known else len(matching_samples), matching_samples, self.steps)
 
     def _intervals(self) -> list[Interval]:
         start_states = [None, *self._states[:-1]]
@@ -234,19 +234,18 @@ class Audit:
         return [interval.schema() for interval in sorted(last_intervals.values(), key=lambda item: -item.first_step)]
 
 
-def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] | None) -> list[State]:
+def _states(run: StrPath, loader_name: str | None, storage_options: Mapping[str, Any] | None) -> list[State]:
     """Return the loader states of a run's checkpoints, ordered by the samples served, without abandoned attempts."""
     store, folder = open_store(run, storage_options)
     RunFolder.open_existing(store, folder)
     paths = [join(folder, entry) for entry in store.names(folder) if not entry.startswith(".")]
     paths = [path for path in paths if find_save(store, path) or store.is_file(join(path, METADATA))]
-    by_samples: dict[
-        tuple[int, int], State
-    ] = {}  # with the origin: a save, and one after a load that begins steps anew
+    # by the samples and the origin: a save, and one after a load that begins steps anew
+    state_by_samples: dict[tuple[int, int], State] = {}
     last_error: Exception | None = None
     for path in sorted(paths):
         try:
-            state = read(read_data_state(path, name=name, storage_options=storage_options))
+            state = read(read_data_state(path, name=loader_name, storage_options=storage_options))
         except DataStateError as error:
             last_error = error
         except (
@@ -256,10 +255,10 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
             logger.warning("The audit goes without the checkpoint %s: %s", path, error)
             last_error = error
         else:
-            by_samples[state.header["samples"], state.header["origin"]] = state
-    if not by_samples:
+            state_by_samples[state.header["samples"], state.header["origin"]] = state
+    if not state_by_samples:
         raise last_error or FileNotFoundError(f"No checkpoint in {folder}.")
-    states = [by_samples[counts] for counts in sorted(by_samples)]
+    states = [state_by_samples[counts] for counts in sorted(state_by_samples)]
     skipped = skipped_in(states[-1])  # a checkpoint within a skipped range belongs to an attempt that was given up
     return [state for state in states if not any(start < state.header["samples"] < stop for start, stop in skipped)]
 

@@ -8,16 +8,16 @@ from typing import TypeAlias
 
 import torch
 
-from rescale_data.engine.feed import Traced
+from rescale_data.engine.feed import TracedFeed
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.recipe import LOADER_FIELDS, Pipeline, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.setup import set_up
-from rescale_data.engine.states.codec import Saved, read
-from rescale_data.engine.states.differences import differences, without_all, without_functions
-from rescale_data.engine.states.growth import compare
+from rescale_data.engine.setup import make_setup
+from rescale_data.engine.states.codec import SavedState, read
+from rescale_data.engine.states.differences import differences, without_functions, without_in_all_nodes
+from rescale_data.engine.states.growth import compare_sources
 from rescale_data.engine.states.statedict import merged_state_dict
 from rescale_data.engine.stream import Stream, stream_of
 from rescale_data.errors import DataStateError
@@ -25,7 +25,7 @@ from rescale_data.layout.layout import Layout
 from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.nodes.reader import Reader
 
-State: TypeAlias = Saved
+State: TypeAlias = SavedState
 
 
 @dataclass(frozen=True)
@@ -76,30 +76,30 @@ class Interval:
 
     def schema(self) -> Schema:
         """Return the schema of the pipeline, with the files that were known at the second checkpoint."""
-        reading = self._readings(self.end.sizes, range(0), together=True)[0]
+        reading = self._readings(self.end.sizes, range(0), as_one_rank=True)[0]
         reading.load_state_dict(self.end.state)
         return stream_of(reading).schema
 
-    def replay(self, shards: Collection[int], from_step: int = 0, stop: int | None = None) -> Iterator[Served]:
+    def replay(self, shards: Collection[int], from_step: int = 0, stop_step: int | None = None) -> Iterator[Served]:
         """Yield the samples of some logical shards in the steps ``from_step .. stop - 1`` between the two checkpoints.
 
         Raises:
             DataStateError: The replay does not end at the state of the second checkpoint.
         """
-        state, replayed = self.start.state if self.start is not None else None, set(shards)
-        for sizes, end_sample in self._size_changes():
-            readings = self._readings(sizes, replayed, together=self._fits_one_rank(sizes))
+        state, replayed_shards = self.start.state if self.start is not None else None, set(shards)
+        for sizes, end_sample in self._layout_size_changes():
+            readings = self._readings(sizes, replayed_shards, as_one_rank=self._fits_one_rank(sizes))
             for reading in readings:
                 if state is not None:
                     reading.load_state_dict(state)
-                _skip(reading, from_step, end_sample)
-            for served in _replay(readings, end_sample, self.skipped):
-                if stop is not None and served.step >= stop:
-                    replayed.clear()
-                elif served.step >= from_step:
-                    yield served
+                _skip_to_step(reading, from_step, end_sample)
+            for served_sample in _replay(readings, end_sample, self.skipped):
+                if stop_step is not None and served_sample.step >= stop_step:
+                    replayed_shards.clear()
+                elif served_sample.step >= from_step:
+                    yield served_sample
             state = merged_state_dict([stream_of(reading) for reading in readings])
-        if state is None or not _reaches(read(state), self.end, sorted(replayed)):
+        if state is None or not _reaches(read(state), self.end, sorted(replayed_shards)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
                 f"{self.end.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its loader had "
@@ -107,7 +107,7 @@ class Interval:
                 f"checkpoint is of an attempt that was given up."
             )
 
-    def _size_changes(self) -> list[tuple[tuple[int, int, int], int]]:
+    def _layout_size_changes(self) -> list[tuple[tuple[int, int, int], int]]:
         """Return the sizes (O, W, b) that the run had in turn, each with the sample count at which they ended."""
         header, sizes, start = self.end.header, self.end.sizes, self.start
         end_sample = header["samples"]
@@ -151,11 +151,11 @@ class Interval:
         )
         return whole_steps and layout.aligned
 
-    def _readings(self, sizes: tuple[int, int, int], shards: Container[int], *, together: bool) -> list[Reading]:
+    def _readings(self, sizes: tuple[int, int, int], shards: Container[int], *, as_one_rank: bool) -> list[Reading]:
         """Return a `Reading` for each dp rank of the run, or only one for all of them."""
-        global_batch, world_size, batch_size = (sizes[0], 1, sizes[0]) if together else sizes
+        global_batch, world_size, batch_size = (sizes[0], 1, sizes[0]) if as_one_rank else sizes
         return [
-            self._reading(global_batch, world_size, batch_size, rank, 0 if together else self.num_workers, shards)
+            self._reading(global_batch, world_size, batch_size, rank, 0 if as_one_rank else self.num_workers, shards)
             for rank in range(world_size)
         ]
 
@@ -174,9 +174,9 @@ class Interval:
             tail=self.tail,
             verify=any(key.rpartition(".")[2] == Reader.PROOF.key for key in self.end.values),
         )
-        setup = set_up(lambda shard: self.pipeline(replace(shard, provenance=True)), options)
+        setup = make_setup(lambda shard: self.pipeline(replace(shard, provenance=True)), options)
         runner = Runner(setup.recipe, setup.schema)
-        return Reading(Stream(setup, runner, Traced(runner, shards)))
+        return Reading(Stream(setup, runner, TracedFeed(runner, shards)))
 
 
 def skipped_in(state: State) -> list[tuple[int, int]]:
@@ -189,9 +189,9 @@ def pipeline_differences(pipeline: Pipeline, state: State) -> list[str]:
     num_shards, seed, global_batch_size = len(state.table), state.header["seed"], state.sizes[0]
     schema = Schema(Recipe(pipeline, num_shards, seed, False, global_batch_size=global_batch_size).build(0))
     pipelines = without_functions(state.header["pipeline"], schema.pipeline)
-    differences_found = differences(*(without_all(values, EARLIER_KEY) for values in pipelines))
+    differences_found = differences(*(without_in_all_nodes(values, EARLIER_KEY) for values in pipelines))
     try:
-        added_files = {} if differences_found else compare(schema, state.header["sources"]).added_files
+        added_files = {} if differences_found else compare_sources(schema, state.header["sources"]).added_files
     except DataStateError as error:
         return [str(error)]
     return differences_found or [f"{path} did not read {', '.join(names)}" for path, names in added_files.items()]
@@ -203,12 +203,12 @@ def _begun_samples(reading: Reading) -> int:
     return stream.clock.begun(stream.layout.global_batch_size)
 
 
-def _skip(reading: Reading, step: int, end_sample: int) -> None:
+def _skip_to_step(reading: Reading, step: int, end_sample: int) -> None:
     """Skip to the beginning of a step, but not beyond sample ``end_sample``; in constant time if the pipeline allows it."""
-    stream, num_begun = stream_of(reading), _begun_samples(reading)
+    stream, num_begun_samples = stream_of(reading), _begun_samples(reading)
     global_batch_size = stream.layout.global_batch_size
-    num_left = (end_sample - stream.clock.samples + num_begun) // global_batch_size
-    num_skipped = min(step - reading.step, num_left) * global_batch_size - num_begun
+    num_steps_left = (end_sample - stream.clock.samples + num_begun_samples) // global_batch_size
+    num_skipped = min(step - reading.step, num_steps_left) * global_batch_size - num_begun_samples
     if num_skipped > 0:
         reading.skip(num_skipped)
 
@@ -223,7 +223,7 @@ def _replay(readings: Sequence[Reading], end_sample: int, skipped: Sequence[tupl
     while first_stream.clock.samples < end_sample:
         for stream in streams:
             while stream.begin() is None:
-                stream.move_on()
+                stream.begin_next_epoch()
         next_sample = first_stream.clock.samples
         skip_end = next((stop for start, stop in skipped if start <= next_sample < stop), next_sample)
         if skip_end > next_sample:
@@ -243,9 +243,9 @@ def _replay(readings: Sequence[Reading], end_sample: int, skipped: Sequence[tupl
 
 def _reaches(state: State, end_state: State, shards: Sequence[int]) -> bool:
     """True if a replay ends where the run did: with the same samples of all shards, and positions of replayed shards."""
-    samples, remainder = (field.key for field in LOADER_FIELDS)
+    samples, remainder_key = (field.key for field in LOADER_FIELDS)
     reached, target = state.values, end_state.values
     same_progress = torch.equal(reached[samples], target[samples]) and state.header["step"] == end_state.header["step"]
     return same_progress and all(
-        torch.equal(reached[key][shards], rows[shards]) for key, rows in target.items() if key != remainder
+        torch.equal(reached[key][shards], rows[shards]) for key, rows in target.items() if key != remainder_key
     )

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rescale_data.engine.states.codec import Saved
+from rescale_data.engine.states.codec import SavedState
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import FiledSource, Source
 from rescale_data.state import Ints
 
 _EPOCH_STRIDE = 1 << 40  # more rows than any source has
-_NO_END = np.iinfo(np.int64).max
+_NO_END_POSITION = np.iinfo(np.int64).max
 
 
 def find_rows(source: Source, name: str) -> range:
@@ -56,7 +56,7 @@ class SourcePositions:
     num_windows: int
 
     @classmethod
-    def from_states(cls, states: Sequence[Saved], path: Sequence[str], num_windows: int) -> SourcePositions:
+    def from_states(cls, states: Sequence[SavedState], path: Sequence[str], num_windows: int) -> SourcePositions:
         """Return the positions of the reader at a path of the pipeline, in all states; 0 in a state without this reader."""
         n = len(states[-1].table)
         epochs, rows = (
@@ -68,7 +68,7 @@ class SourcePositions:
     def intervals_of(self, shard: int, position: int) -> Iterator[int]:
         """Yield the intervals between checkpoints in which a shard may have served the row at ``position``."""
         shard_positions = self.table[:, shard]
-        known_positions = np.append(np.unique(shard_positions), np.full(self.num_windows + 1, _NO_END))
+        known_positions = np.append(np.unique(shard_positions), np.full(self.num_windows + 1, _NO_END_POSITION))
         read_until = known_positions[np.searchsorted(known_positions, shard_positions) + self.num_windows]
         if not self.num_windows:
             read_until = read_until - 1
@@ -76,7 +76,7 @@ class SourcePositions:
 
     def intervals_at_the_end(self, shard: int) -> Iterator[int]:
         """Yield the intervals in which a shard may have read ahead beyond the last position that a checkpoint shows."""
-        return self.intervals_of(shard, _NO_END) if self.num_windows else iter(())
+        return self.intervals_of(shard, _NO_END_POSITION) if self.num_windows else iter(())
 
     def is_drawn(self, shard: int, position: int) -> bool:
         return bool(position < self.table[:, shard].max())
@@ -89,6 +89,6 @@ class SourcePositions:
                 yield shard, epoch * _EPOCH_STRIDE + row
 
 
-def _field(state: Saved, path: Sequence[str], num_shards: int) -> Ints:
+def _field(state: SavedState, path: Sequence[str], num_shards: int) -> Ints:
     field_values = state.values.get(".".join(path))
     return np.zeros(num_shards, dtype=np.int64) if field_values is None else field_values.numpy()

@@ -7,17 +7,17 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from rescale_data.checkpoint.storage.dcp import Reader
+from rescale_data.checkpoint.storage.dcp import StateReader
 from rescale_data.checkpoint.storage.open import read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
-from rescale_data.engine.states.check import check
-from rescale_data.engine.states.codec import HEADER, TABLE, find, read_header
+from rescale_data.engine.states.check import check_state_fits
+from rescale_data.engine.states.codec import HEADER, TABLE, find_data_state, read_header
 from rescale_data.engine.stream import HasStream
-from rescale_data.errors import checks_kinds, require
+from rescale_data.errors import checks_argument_types, require_type
 
 
-@checks_kinds
+@checks_argument_types
 def read_data_state(
     path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def read_data_state(
     return read_checkpoint(path, lambda reader: _values(reader, name, TABLE, HEADER), storage_options=storage_options)
 
 
-@checks_kinds
+@checks_argument_types
 def check_checkpoint(
     path: StrPath,
     loader: HasStream,
@@ -82,10 +82,10 @@ def check_checkpoint(
         ...     rd.checkpoint.check_checkpoint(f"{folder}/step-1", loader)  # raises if it does not fit
     """
     header_values = read_checkpoint(path, lambda reader: _values(reader, name, HEADER), storage_options=storage_options)
-    check(read_header(header_values[HEADER]), loader)
+    check_state_fits(read_header(header_values[HEADER]), loader)
 
 
-@checks_kinds
+@checks_argument_types
 def load_changed(
     path: StrPath,
     loader: Stateful,
@@ -122,13 +122,13 @@ def load_changed(
         ...     checkpoint.save(f"{folder}/step-0", {"loader": loader("web")})
         ...     rd.checkpoint.load_changed(f"{folder}/step-0", loader("web", "code"))
     """
-    require(Stateful, "the loader that is to load it", loader=loader)
+    require_type(Stateful, "the loader that is to load it", loader=loader)
     loader.load_state_dict(read_data_state(path, name=name, storage_options=storage_options))
 
 
-def _values(reader: Reader, name: str | None, *part_names: str) -> dict[str, Any]:
+def _values(reader: StateReader, loader_name: str | None, *part_names: str) -> dict[str, Any]:
     """Return the named parts of a saved data state: its header (a string), its table (``int64[N, columns]``)."""
     saved_contents = reader.contents
-    inner_paths = saved_contents.subtree(find(saved_contents.paths.values(), name, reader.name)).paths
+    inner_paths = saved_contents.subtree(find_data_state(saved_contents.paths.values(), loader_name, reader.name)).paths
     part_paths = {flat_name: path for flat_name, path in inner_paths.items() if path[0] in part_names}
     return tree_of(part_paths, reader.values(part_paths))

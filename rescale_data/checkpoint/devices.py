@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint.storage.dcp import Pieces
-from rescale_data.checkpoint.tree import leaves, map_leaves
+from rescale_data.checkpoint.tree import iterate_leaves, map_leaves
 
 _ADAPTERS = {"xla": "rescale_data.xla.adapter"}
 
@@ -44,13 +44,13 @@ def detached_copy(live_tensor: torch.Tensor) -> torch.Tensor:
 
 def adapt_tensors(state: dict[str, Any], direction: Literal["to_save", "to_load"]) -> dict[str, Any]:
     """Return a state in which the device adapter has replaced its tensors by ones that DCP can save or load into."""
-    adapter = synchronize(state)
+    adapter = wait_for_device(state)
     if adapter is None:
         return state
     return map_leaves(state, lambda _, value: getattr(adapter, direction)(value) if _has_adapter(value) else value)
 
 
-def address(tensor: Any) -> int:
+def memory_address(tensor: Any) -> int:
     """Return the memory address of this process's part of a tensor; 0 if it is not known."""
     if _has_adapter(tensor):
         return 0
@@ -59,9 +59,9 @@ def address(tensor: Any) -> int:
     return local_tensor.data_ptr() if type(local_tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
-def synchronize(state: Any) -> Any:
+def wait_for_device(state: Any) -> Any:
     """Wait until a device with an adapter has computed the tensors of a state; return the adapter, or None without one."""
-    adapter = adapter_of(leaf for _, leaf in leaves(state))
+    adapter = adapter_of(leaf for _, leaf in iterate_leaves(state))
     if adapter is not None:
         adapter.synchronize()
     return adapter
@@ -69,7 +69,7 @@ def synchronize(state: Any) -> Any:
 
 def refuse_pickled(state: Any) -> None:
     """Raise ``TypeError`` if a value that DCP pickles holds a tensor that other devices or ranks could not load."""
-    for path, value in leaves(state):
+    for path, value in iterate_leaves(state):
         tensors = (item for item in nested_values(value) if isinstance(item, DTensor) or _has_adapter(item))
         if not isinstance(value, torch.Tensor) and (tensor := next(tensors, None)) is not None:
             place = tensor.device_mesh if isinstance(tensor, DTensor) else tensor.device
@@ -79,7 +79,7 @@ def refuse_pickled(state: Any) -> None:
             )
 
 
-def first_state(
+def state_after_first_step(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
 ) -> Mapping[torch.Tensor, dict[str, Any]]:
     """Return the state after an optimizer's first step, by parameter, if only a device adapter can make it; else ``{}``."""

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from rescale_data.checkpoint.storage.dcp import Contents, Reader
+from rescale_data.checkpoint.storage.dcp import Contents, StateReader
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -37,8 +37,8 @@ class Entry:
         assign: Takes what DCP has loaded.
         all_or_nothing: Whether a part of it may not be loaded without the rest.
         optimizer_owned: Gives tensors that only an optimizer's step changes.
-        refusals: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
-        left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
+        refusal_texts: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
+        names_left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
     """
 
     path: Path
@@ -46,14 +46,14 @@ class Entry:
     assign: Callable[[Any], object]
     all_or_nothing: bool = False
     optimizer_owned: Callable[[], Iterable[torch.Tensor]] = tuple
-    refusals: dict[str, str] = field(default_factory=dict[str, str])
-    left_out: set[str] = field(default_factory=set[str])
+    refusal_texts: dict[str, str] = field(default_factory=dict[str, str])
+    names_left_out: set[str] = field(default_factory=set[str])
 
     @property
     def name(self) -> str:
         return ".".join(self.path)
 
-    def placeholder(self, reader: Reader) -> Any:
+    def placeholder(self, reader: StateReader) -> Any:
         """Return the value whose tensors DCP loads into, for the checkpoint of ``reader``."""
         return self.get_value()
 
@@ -74,24 +74,24 @@ def for_each(entries: Iterable[T], work: Callable[[T], Result]) -> list[Result]:
 
 def merge_misfits(per_rank: list[Misfits]) -> Misfits:
     """Merge the misfits of all ranks: names missing or different on any rank, names that no rank requests."""
-    merged = {kind: _merge_texts([differences[kind] for differences in per_rank]) for kind in per_rank[0]}
+    merged_misfits = {kind: _merge_texts([differences[kind] for differences in per_rank]) for kind in per_rank[0]}
     for kind in ("unexpected", NOT_ASKED):
         common_names = set.intersection(*(set(differences[kind]) for differences in per_rank))
-        merged[kind] = {name: text for name, text in merged[kind].items() if name in common_names}
-    return merged
+        merged_misfits[kind] = {name: text for name, text in merged_misfits[kind].items() if name in common_names}
+    return merged_misfits
 
 
-def compare(entries: list[Entry], wanted_values: dict[str, Any], saved: Contents) -> Misfits:
+def find_misfits(entries: list[Entry], wanted_values: dict[str, Any], saved: Contents) -> Misfits:
     """Return the differences between the state of one rank and the checkpoint, as `Misfits`.
 
     Args:
         wanted_values: What the entries ask for, by flattened name.
     """
-    requested = {entry.path[0] for entry in entries}
-    refusals = {name: text for entry in entries for name, text in entry.refusals.items()}
-    left_out = {name for entry in entries for name in entry.left_out}
+    requested_names = {entry.path[0] for entry in entries}
+    refusals = {name: text for entry in entries for name, text in entry.refusal_texts.items()}
+    left_out = {name for entry in entries for name in entry.names_left_out}
     other_names = [name for name in saved.values if name not in wanted_values]
-    unexpected = {name for name in other_names if _is_requested(saved, name, requested)}
+    unexpected = {name for name in other_names if _is_requested(saved, name, requested_names)}
     return {
         "missing": {
             name: f"{describe(value)} in the state" for name, value in wanted_values.items() if name not in saved.values
@@ -127,13 +127,13 @@ def values_to_load(wanted_values: dict[str, Any], misfits: Misfits, skipped_entr
     }
 
 
-def _merge_texts(per_rank: list[dict[str, str]]) -> dict[str, str]:
+def _merge_texts(texts_per_rank: list[dict[str, str]]) -> dict[str, str]:
     """Merge texts of all ranks by name; add the rank numbers to a text that only some ranks have."""
     merged: dict[str, str] = {}
-    for key in sorted({key for rank_texts in per_rank for key in rank_texts}):
-        ranks = [rank for rank, rank_texts in enumerate(per_rank) if key in rank_texts]
-        rank_note = "" if len(ranks) == len(per_rank) else f" (on rank {', '.join(map(str, ranks))})"
-        merged[key] = per_rank[ranks[0]][key] + rank_note
+    for key in sorted({key for rank_texts in texts_per_rank for key in rank_texts}):
+        ranks = [rank for rank, rank_texts in enumerate(texts_per_rank) if key in rank_texts]
+        rank_note = "" if len(ranks) == len(texts_per_rank) else f" (on rank {', '.join(map(str, ranks))})"
+        merged[key] = texts_per_rank[ranks[0]][key] + rank_note
     return merged
 
 
@@ -151,9 +151,9 @@ def describe(value: Any) -> str:
     return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
 
 
-def _difference(value: Any, saved: Any) -> str:
+def _difference(value: Any, saved_value: Any) -> str:
     """Return a text with the saved and the wanted kind, dtype and shape if they differ; else an empty text."""
-    saved_text, state_text = describe(saved), describe(value)
+    saved_text, state_text = describe(saved_value), describe(value)
     return "" if saved_text == state_text else f"{saved_text} in the checkpoint, {state_text} in the state"
 
 

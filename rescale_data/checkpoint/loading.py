@@ -10,12 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rescale_data.checkpoint.devices import adapt_tensors, synchronize
+from rescale_data.checkpoint.devices import adapt_tensors, wait_for_device
 from rescale_data.checkpoint.entry import (
     KINDS,
     Entry,
     Misfits,
-    compare,
+    find_misfits,
     for_each,
     merge_misfits,
     skipped_entries,
@@ -23,12 +23,12 @@ from rescale_data.checkpoint.entry import (
 )
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, refuse_unsavable
-from rescale_data.checkpoint.storage.dcp import Contents, Reader, ValuesReader, flatten
-from rescale_data.checkpoint.storage.open import damaged_error, mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.storage.dcp import Contents, StateReader, ValuesReader, flatten
+from rescale_data.checkpoint.storage.open import damaged_error, memory_mappable_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import with_loaded
-from rescale_data.engine.states.codec import TABLE, data_states
-from rescale_data.errors import DamagedCheckpointError, checks_kinds
+from rescale_data.engine.states.codec import TABLE, data_state_paths
+from rescale_data.errors import DamagedCheckpointError, checks_argument_types
 from rescale_data.state import nest
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class LoadReport:
     not_asked: tuple[str, ...] = ()
 
 
-@checks_kinds
+@checks_argument_types
 def load(
     path: StrPath,
     state: State,
@@ -103,11 +103,11 @@ def load(
     """
     ranks = Ranks(process_group)
     store, folder = open_store(path, storage_options)
-    if ranks.on_first(lambda: store.is_file(folder)):
-        from rescale_data.checkpoint.convert.torch_save import map_file
+    if ranks.run_on_first(lambda: store.is_file(folder)):
+        from rescale_data.checkpoint.convert.torch_save import memory_map_file
 
-        file_path = mapped_path(path)
-        return _read(ranks.on_all(lambda: ValuesReader(file_path, map_file(file_path))), state, ranks, strict)
+        file_path = memory_mappable_path(path)
+        return _read(ranks.on_all(lambda: ValuesReader(file_path, memory_map_file(file_path))), state, ranks, strict)
     return load_folder(path, state, ranks, strict=strict, storage_options=storage_options)
 
 
@@ -116,12 +116,12 @@ def load_folder(path: StrPath, state: State, ranks: Ranks, *, strict: bool, **op
     return read_checkpoint(path, lambda reader: _read(reader, state, ranks, strict), ranks, **options)
 
 
-def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadReport:
+def _read(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load a state through a reader; return the names that were not loaded."""
     # Twice: sharded modules have collectives in their get_value(), which all ranks must reach or none.
     entries = ranks.on_all(lambda: entries_of(state, ranks.rank, reader.contents))
     live_values, wanted_values = ranks.on_all(lambda: _placeholders(entries, reader))
-    own_misfits = compare(entries, wanted_values, reader.contents)
+    own_misfits = find_misfits(entries, wanted_values, reader.contents)
     differences = merge_misfits(ranks.on_each(lambda: own_misfits))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
     if strict and any(differences[kind] for kind in KINDS):
@@ -130,28 +130,28 @@ def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadRepor
         logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
     not_loaded = skipped_entries(entries, own_misfits)
     try:
-        loaded = ranks.on_all(
+        loaded_values = ranks.on_all(
             lambda: reader.load(adapt_tensors(values_to_load(wanted_values, own_misfits, not_loaded), "to_load"))
         )
         to_assign = [
             (entry, value) for entry, value in zip(entries, live_values, strict=True) if entry not in not_loaded
         ]
         ranks.on_all(
-            lambda: for_each(to_assign, lambda pair: pair[0].assign(with_loaded(pair[1], loaded, pair[0].name)))
+            lambda: for_each(to_assign, lambda pair: pair[0].assign(with_loaded(pair[1], loaded_values, pair[0].name)))
         )
     except DamagedCheckpointError as error:
         raise damaged_error(reader.name, error.problems, _HALF_LOADED) from error
     except Exception as error:
         error.add_note(_HALF_LOADED)
         raise
-    synchronize(live_values)
+    wait_for_device(live_values)
     return report
 
 
 _HALF_LOADED = "The state is half loaded: load another checkpoint, over all of it, before you go on."
 
 
-def _placeholders(entries: list[Entry], reader: Reader) -> tuple[list[Any], dict[str, Any]]:
+def _placeholders(entries: list[Entry], reader: StateReader) -> tuple[list[Any], dict[str, Any]]:
     """Return the values that DCP loads into, twice: one for each entry, and all of them by flattened name."""
     live_values = for_each(entries, lambda entry: entry.placeholder(reader))
     state_dict = nest([(entry.path, value) for entry, value in zip(entries, live_values, strict=True)])
@@ -170,7 +170,7 @@ def _misfit_message(path: str, misfits: Misfits, saved: Contents) -> str:
 
 def _advice(misfits: Misfits, saved: Contents) -> str:
     """Return the advice to restore ``num_logical_shards`` if a loader's table has another shape; else an empty text."""
-    if misfits["mismatched"].keys() & {".".join((*root, TABLE)) for root in data_states(saved.paths.values())}:
+    if misfits["mismatched"].keys() & {".".join((*root, TABLE)) for root in data_state_paths(saved.paths.values())}:
         return (
             " num_logical_shards is fixed for a whole run, and its default follows global_batch_size: give the loader the "
             "saved one, the first number of those shapes (the world size, the workers, the micro batch and the global batch "

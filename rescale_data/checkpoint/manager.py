@@ -16,12 +16,12 @@ from torch.distributed.distributed_c10d import new_group
 from rescale_data.checkpoint.retention import Retention, prune
 from rescale_data.checkpoint.run_reader import RunReader
 from rescale_data.checkpoint.saving import savable_state_dict, write
-from rescale_data.checkpoint.staging import Staged, Stager
+from rescale_data.checkpoint.staging import StagedState, Stager
 from rescale_data.checkpoint.state import State, entries_of
 from rescale_data.checkpoint.storage.commit import Ownership
 from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.store import StrPath
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class CheckpointManager(RunReader):
         100
     """
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         folder: StrPath,
@@ -100,14 +100,14 @@ class CheckpointManager(RunReader):
         self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         super().__init__(folder, process_group=_separate_group(process_group), storage_options=storage_options)
         self._owner: Ownership | None = None
-        self._ranks.on_first(self._become_owner)
-        self._in_background = async_mode != "disabled"
+        self._ranks.run_on_first(self._become_owner)
+        self._writes_in_background = async_mode != "disabled"
         self._stager = Stager()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._running_save: Future[None] | None = None
         self._pruning = _done_future()
         self._warned: set[str] = set()
-        self._closed = False
+        self._is_closed = False
         self.num_waits, self.wait_seconds = 0, 0.0
         if self._owner is not None:
             self._pool.submit(self._owner.clean)
@@ -126,21 +126,21 @@ class CheckpointManager(RunReader):
             metrics: Numbers for ``keep_best``.
         """
         self.wait()
-        if not self._in_background:
+        if not self._writes_in_background:
             checked = self._ranks.on_all(lambda: _checked_arguments(step, metrics))
             self._wait_until_idle()  # of deletions
             self._write(savable_state_dict(state, self._ranks), *checked)
             return Saving(_done_future(), _done_future())
         try:
-            staging_done, copies = self._stager.stage(entries_of(state, self._ranks.rank))
+            staging_done, get_copies = self._stager.stage(entries_of(state, self._ranks.rank))
             checked = _checked_arguments(step, metrics)  # after the loader's collective, in which the other ranks wait
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
-            failed_copy = Future[Staged]()
+            failed_copy = Future[StagedState]()
             failed_copy.set_exception(error)
             self._pool.submit(self._write_in_background, failed_copy.result, 0, {}).exception()
             raise
-        self._running_save = self._pool.submit(self._write_in_background, copies, *checked)
+        self._running_save = self._pool.submit(self._write_in_background, get_copies, *checked)
         return Saving(staging_done, self._running_save)
 
     def warm_up(self, state: State) -> None:
@@ -149,7 +149,7 @@ class CheckpointManager(RunReader):
         Call it when the model and the optimizer's state are there, after ``load_latest`` or the first step.
         """
         self.wait()
-        if self._in_background:
+        if self._writes_in_background:
             self._stager.stage(entries_of(state, self._ranks.rank))[0].result()
 
     def wait_for_staging(self) -> None:
@@ -158,7 +158,7 @@ class CheckpointManager(RunReader):
 
     def wait(self) -> None:
         """Wait until the running save is committed; raise its error if it failed."""
-        if self._closed:
+        if self._is_closed:
             raise ValueError("This CheckpointManager is closed; make another.")
         running_save = self._running_save
         if running_save is None:
@@ -175,7 +175,7 @@ class CheckpointManager(RunReader):
             error.add_note("This save failed in the background. The checkpoints before it are untouched.")
             raise
 
-    @checks_kinds
+    @checks_argument_types
     def delete(self, step: int) -> bool:
         """Delete the checkpoint of ``step``; False if there is none or it is being read. All ranks call it.
 
@@ -183,14 +183,14 @@ class CheckpointManager(RunReader):
         """
         self.wait()
         self._wait_until_idle()
-        return self._ranks.on_first(lambda: self._delete(step))
+        return self._ranks.run_on_first(lambda: self._delete(step))
 
     def _delete(self, step: int) -> bool:
         return self._owner is not None and step in self.steps() and self._owner.delete(f"step-{step}") == "gone"
 
     def close(self) -> None:
         """Wait for all background work and release the folder; raise the error of a failed save. May be called again."""
-        if self._closed:
+        if self._is_closed:
             return
         with contextlib.ExitStack() as stack:
             if self._owner is not None:
@@ -202,7 +202,7 @@ class CheckpointManager(RunReader):
                 if self._owner is not None:
                     self._pool.submit(self._owner.clean)  # what the lease of a load has covered meanwhile
             finally:
-                self._closed = True
+                self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -219,14 +219,14 @@ class CheckpointManager(RunReader):
         with contextlib.suppress(RuntimeError):  # the interpreter exits
             self._pool.submit(int).result()
 
-    def _write_in_background(self, copies: Callable[[], Staged], step: int, metrics: dict[str, float]) -> None:
+    def _write_in_background(self, get_copies: Callable[[], StagedState], step: int, metrics: dict[str, float]) -> None:
         try:
-            self._write(self._ranks.on_all(copies), step, metrics)
+            self._write(self._ranks.on_all(get_copies), step, metrics)
         except BaseException as error:
             logger.error("In the background: %s: %s", type(error).__name__, error)
             raise
 
-    def _write(self, state_dict: Staged, step: int, metrics: dict[str, float]) -> None:
+    def _write(self, state_dict: StagedState, step: int, metrics: dict[str, float]) -> None:
         path = self._folder.checkpoint(step)
         write(self._store, path, state_dict, self._ranks, run=self._owner, overwrite=True, step=step, metrics=metrics)
         if self._owner is not None:
@@ -234,7 +234,7 @@ class CheckpointManager(RunReader):
                 self._pruning = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._warned)
 
 
-@checks_kinds
+@checks_argument_types
 def _checked_arguments(step: int, metrics: Mapping[str, float] | None) -> tuple[int, dict[str, float]]:
     if step < 0:
         raise ValueError(f"step={step!r}: give an integer of at least 0.")

@@ -18,7 +18,7 @@ import torch
 
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage.values import is_plain
-from rescale_data.checkpoint.tree import leaves
+from rescale_data.checkpoint.tree import iterate_leaves
 
 _RANK_KEY = re.compile(r"rank-(\d+)")
 
@@ -49,9 +49,9 @@ def rank_key(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def source_rank(saved: Set[str], rank: int) -> int:
+def source_rank(saved_names: Set[str], rank: int) -> int:
     """Return the saved rank whose `PerRank` value a rank loads: its own number, or modulo the number of saved ranks."""
-    saved_ranks = sorted(int(match[1]) for name in saved if (match := _RANK_KEY.fullmatch(name)))
+    saved_ranks = sorted(int(match[1]) for name in saved_names if (match := _RANK_KEY.fullmatch(name)))
     return rank if rank in saved_ranks or not saved_ranks else saved_ranks[rank % len(saved_ranks)]
 
 
@@ -65,7 +65,7 @@ def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
         return
     compared_values = {
         ".".join(path): leaf
-        for path, leaf in leaves(state_dict, is_plain)
+        for path, leaf in iterate_leaves(state_dict, is_plain)
         if not (isinstance(leaf, torch.Tensor) or any(map(_RANK_KEY.fullmatch, path)))
     }
     digests = {name: digest for name, leaf in compared_values.items() if (digest := _digest(leaf))}

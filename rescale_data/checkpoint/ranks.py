@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rescale_data.errors import DamagedCheckpointError, DataStateError, picklable
+from rescale_data.errors import DamagedCheckpointError, DataStateError, to_picklable
 
 T = TypeVar("T")
 
@@ -22,14 +22,14 @@ class Ranks:
 
     Args:
         group: The group; ``None`` for the default group, or a single process where none was initialized.
-        alone: This process by itself, whatever process groups there are.
+        single_process: This process by itself, whatever process groups there are.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
-        self.distributed = not alone and dist.is_available() and dist.is_initialized()
+    def __init__(self, group: dist.ProcessGroup | None = None, *, single_process: bool = False) -> None:
+        self.is_distributed = not single_process and dist.is_available() and dist.is_initialized()
         self.group = group
-        self.rank = dist.get_rank(group) if self.distributed else 0
-        self.size = dist.get_world_size(group) if self.distributed else 1
+        self.rank = dist.get_rank(group) if self.is_distributed else 0
+        self.size = dist.get_world_size(group) if self.is_distributed else 1
         if self.rank < 0:
             raise ValueError(
                 "This rank is not in process_group; only the ranks of process_group save and load with it."
@@ -39,11 +39,11 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def on_first(self, work: Callable[[], T]) -> T:
+    def run_on_first(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0, and return its result on all ranks."""
         if self.size == 1:
             return work()
-        outcome: list[Any] = [_try(work) if self.is_first else None]
+        outcome: list[Any] = [_result_or_error(work) if self.is_first else None]
         source_rank = 0 if self.group is None else dist.get_global_rank(self.group, 0)
         dist.broadcast_object_list(outcome, src=source_rank, group=self.group)
         return _results(outcome)[0]
@@ -53,7 +53,7 @@ class Ranks:
         if self.size == 1:
             return [work()]
         outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, _try(work), group=self.group)
+        dist.all_gather_object(outcomes, _result_or_error(work), group=self.group)
         return _results(outcomes)
 
     def on_all(self, work: Callable[[], T]) -> T:
@@ -63,11 +63,11 @@ class Ranks:
         return results[0]
 
 
-def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _result_or_error(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:
-        return None, picklable(error)
+        return None, to_picklable(error)
 
 
 def _results(outcomes: list[Any]) -> list[Any]:

@@ -37,7 +37,7 @@ class Retention:
                 f'keep_best={self.keep_best!r}: give (metric, "min" or "max", integer of at least 1), or None.'
             )
 
-    def to_delete(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+    def select_steps_to_delete(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Return the steps that no rule keeps, oldest first, of checkpoints given as ``{step: metrics}``."""
         if self.keep_latest is None:
             return []
@@ -50,7 +50,7 @@ class Retention:
             kept_steps |= {step for step in steps if step % self.keep_every == 0}
         return [step for step in steps if step not in kept_steps]
 
-    def missing_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> str:
+    def missing_metric_message(self, metrics: Mapping[int, Mapping[str, float]]) -> str:
         """Return an error message if checkpoints exist and none has the metric of ``keep_best``; else an empty text."""
         metric_names = {name for step_metrics in metrics.values() for name in step_metrics}
         if self.keep_best is None or not metrics or self.keep_best[0] in metric_names:
@@ -68,21 +68,21 @@ def best_first(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str)
     return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))
 
 
-def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int, warned: set[str]) -> None:
+def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int, warned_topics: set[str]) -> None:
     """Delete the checkpoints that no rule keeps, except the step saved last; log errors and never raise.
 
     Args:
-        warned: What was warned of already; more comes in.
+        warned_topics: What was warned of already; more comes in.
     """
     try:
         steps = owner.steps(folder.steps_with_folder())
         metrics = owner.metrics(steps) if rules.keep_best else {step: {} for step in steps}
-        if (later_steps := sorted(step for step in metrics if step > saved_step)) and "later" not in warned:
-            warned.add("later")
+        if (later_steps := sorted(step for step in metrics if step > saved_step)) and "later" not in warned_topics:
+            warned_topics.add("later")
             logger.warning(_LATER_STEPS, saved_step, folder.path, later_steps)
-        steps_to_delete = rules.to_delete(metrics)
-        if steps_to_delete and (message := rules.missing_metric(metrics)) and "missing" not in warned:
-            warned.add("missing")
+        steps_to_delete = rules.select_steps_to_delete(metrics)
+        if steps_to_delete and (message := rules.missing_metric_message(metrics)) and "missing" not in warned_topics:
+            warned_topics.add("missing")
             logger.warning("In %s %s. Give save() metrics of that name.", folder.path, message)
     except Exception as error:
         logger.warning(_NOT_DELETED, folder.path, error)
@@ -96,19 +96,19 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int
     owner.clean()
 
 
-def delete_steps(folder: RunFolder, steps: list[int], *, wait: bool) -> dict[str, str]:
+def delete_steps(folder: RunFolder, steps: list[int], *, wait_for_holders: bool) -> dict[str, str]:
     """Delete steps of a run; return "deleted", "being read" or "undecided" (after one look) for each step.
 
     Args:
-        wait: Look twice, about a minute apart, at holders of other hosts.
+        wait_for_holders: Look twice, about a minute apart, at holders of other hosts.
 
     Raises:
         ValueError: Somebody saves to the run, or may do so.
     """
-    owner = Ownership(folder.store, folder.path, wait=wait)
+    owner = Ownership(folder.store, folder.path, wait=wait_for_holders)
     try:
         outcomes = {step: owner.delete(f"step-{step}") for step in steps}
-        while wait and "undecided" in outcomes.values():
+        while wait_for_holders and "undecided" in outcomes.values():
             time.sleep(RENEW_SECONDS)
             outcomes |= {step: owner.delete(f"step-{step}") for step, state in outcomes.items() if state == "undecided"}
     finally:

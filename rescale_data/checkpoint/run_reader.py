@@ -13,10 +13,10 @@ from rescale_data.checkpoint.loading import LoadReport, load_folder
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.retention import best_first
 from rescale_data.checkpoint.state import State
-from rescale_data.checkpoint.storage.open import AbsentError, open_store
+from rescale_data.checkpoint.storage.open import NoCheckpointError, open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import StrPath
-from rescale_data.errors import DamagedCheckpointError, checks_kinds
+from rescale_data.errors import DamagedCheckpointError, checks_argument_types
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RunReader:
         100
     """
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         folder: StrPath,
@@ -52,7 +52,7 @@ class RunReader:
     ) -> None:
         self._store, path = open_store(folder, storage_options)
         self._folder = RunFolder(self._store, path)
-        self._options = storage_options
+        self._storage_options = storage_options
         self._ranks = Ranks(process_group)
 
     def steps(self) -> list[int]:
@@ -63,7 +63,7 @@ class RunReader:
         """Return the highest step that has a committed checkpoint, or None. Any rank may call it."""
         return next((step for step, _ in self._folder.saves()), None)
 
-    @checks_kinds
+    @checks_argument_types
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """Return the best step by a metric that was given to ``save``; None if no step has it. Any rank may call it."""
         if mode not in ("min", "max"):
@@ -85,13 +85,13 @@ class RunReader:
             ValueError: there are checkpoints, and all are damaged; or the newest whole one does not fit.
         """
         self._prepare_load()
-        steps, steps_before = self._ranks.on_first(self._folder.steps_with_folder), None
+        steps, steps_before = self._ranks.run_on_first(self._folder.steps_with_folder), None
         skipped: dict[int, Exception] = {}
         while steps != steps_before:  # retention may have deleted all that were listed while newer ones were saved
             for step in reversed(steps):
                 try:
                     report = self._load(step, state, strict=strict, allow_foreign=False)
-                except (DamagedCheckpointError, AbsentError) as error:
+                except (DamagedCheckpointError, NoCheckpointError) as error:
                     if not isinstance(
                         skipped.get(step), DamagedCheckpointError
                     ):  # deleted since, and loaded in part before
@@ -104,7 +104,7 @@ class RunReader:
                     if self._ranks.is_first:
                         self._warn(step, report, {newer: reason for newer, reason in skipped.items() if newer > step})
                     return step
-            steps, steps_before = self._ranks.on_first(self._folder.steps_with_folder), steps
+            steps, steps_before = self._ranks.run_on_first(self._folder.steps_with_folder), steps
         damaged = {step: str(reason) for step, reason in skipped.items() if isinstance(reason, DamagedCheckpointError)}
         if damaged:
             damage_text = "\n".join(damaged.values())
@@ -117,7 +117,7 @@ class RunReader:
 
     def _load(self, step: int, state: State, **options: bool) -> LoadReport:
         checkpoint_path = self._folder.checkpoint(step)
-        return load_folder(checkpoint_path, state, self._ranks, storage_options=self._options, **options)
+        return load_folder(checkpoint_path, state, self._ranks, storage_options=self._storage_options, **options)
 
     def _prepare_load(self) -> None:
         """Do nothing; a subclass may override it to run code before each load."""
@@ -140,5 +140,5 @@ class RunReader:
             )
 
 
-def _listed(skipped: Mapping[int, Exception]) -> str:
-    return "; ".join(f"step {step}: {' '.join(str(reason).split())}" for step, reason in skipped.items())
+def _listed(skipped_steps: Mapping[int, Exception]) -> str:
+    return "; ".join(f"step {step}: {' '.join(str(reason).split())}" for step, reason in skipped_steps.items())

@@ -20,11 +20,11 @@ from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, c
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
 from rescale_data.checkpoint.storage.values import warn_of_unloadable
-from rescale_data.checkpoint.tree import lost_in_names
-from rescale_data.errors import checks_kinds
+from rescale_data.checkpoint.tree import find_lost_structure
+from rescale_data.errors import checks_argument_types
 
 
-@checks_kinds
+@checks_argument_types
 def save(
     path: StrPath,
     state: State,
@@ -85,9 +85,9 @@ def savable_state_dict(state: State, ranks: Ranks) -> dict[str, Any]:
     return ranks.on_all(lambda: state_dict_of(entries))
 
 
-def save_alone(path: StrPath, state_dict: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
+def save_from_one_process(path: StrPath, state_dict: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
     """Save plain values and tensors from this process alone, even if a process group is initialized."""
-    write(*open_store(path, storage_options, to_write=True), state_dict, Ranks(alone=True))
+    write(*open_store(path, storage_options, to_write=True), state_dict, Ranks(single_process=True))
 
 
 def write(
@@ -106,37 +106,37 @@ def write(
     Args:
         run: The owner of the run that the checkpoint is a step of, on the first rank; default: it is a run of its own.
     """
-    name = SINGLE_STEP if run is None else split(final_path)[1]
+    step_name = SINGLE_STEP if run is None else split(final_path)[1]
     ownerships: list[Ownership] = []
-    save: Save | None = None
+    begun_save: Save | None = None
 
     def begin() -> Save:
         prepare(store, final_path, overwrite=overwrite)
         ownerships.append(run or Ownership(store, final_path, is_single=True))
-        return ownerships[0].begin(name)
+        return ownerships[0].begin(step_name)
 
     _require_same_target(f"{final_path}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
     refuse_disagreement(state_dict, ranks)
     if ranks.is_first:
         warn_of_unloadable(state_dict)
     try:
-        save = draft = ranks.on_first(begin)
-        file_records = _write_files(store, final_path, draft, state_dict, ranks)
+        begun_save = draft_save = ranks.run_on_first(begin)
+        file_records = _write_files(store, final_path, draft_save, state_dict, ranks)
         manifest = Manifest(
-            save_id=draft.folder,
+            save_id=draft_save.folder,
             files=file_records,
             world_size=ranks.size,
             step=step,
             metrics=metrics or {},
             created=time.time(),
             torch=str(torch.__version__),
-            lost=lost_in_names(state_dict),
+            lost=find_lost_structure(state_dict),
         )
-        ranks.on_first(lambda: ownerships[0].commit(name, draft, manifest))
+        ranks.run_on_first(lambda: ownerships[0].commit(step_name, draft_save, manifest))
     except BaseException as error:
         for owner in ownerships:
             with contextlib.suppress(Exception):
-                owner.abandon(name, save)
+                owner.abandon(step_name, begun_save)
             with contextlib.suppress(OSError):
                 owner.look()  # a newer owner may have removed the files
         raise error_with_cure(error, f"Saving {final_path}") from error
@@ -157,6 +157,6 @@ def _require_same_target(description: str, ranks: Ranks) -> None:
 def _write_files(store: Store, target: str, save: Save, state: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
     """Write the data files of all ranks; return the size and checksums of each file, by name."""
     store.written_files, name_prefix, folder = {}, f"{save.folder}/", join(target, save.folder)
-    dcp.save(state, store, folder, ranks, name=target, save_id=SAVE_ID_PREFIX + save.folder, prefix=name_prefix)
+    dcp.save(state, store, folder, ranks, name=target, save_id=SAVE_ID_PREFIX + save.folder, file_prefix=name_prefix)
     file_records = [file for rank_files in ranks.on_each(lambda: store.written_files) for file in rank_files.items()]
     return {name_prefix + split(path)[1]: record for path, record in file_records}

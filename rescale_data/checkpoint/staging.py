@@ -21,13 +21,13 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rescale_data.checkpoint.devices import address, detached_copy
+from rescale_data.checkpoint.devices import detached_copy, memory_address
 from rescale_data.checkpoint.entry import Entry
 from rescale_data.checkpoint.state import state_dict_of
 from rescale_data.checkpoint.tree import map_leaves
 
-Staged = dict[str, Any]
-Deferred: TypeAlias = dict[tuple[Any, ...], torch.Tensor]
+StagedState = dict[str, Any]
+DeferredTensors: TypeAlias = dict[tuple[Any, ...], torch.Tensor]
 """Tensors that are copied in the background, by their path in the state."""
 
 
@@ -35,54 +35,54 @@ class Stager:
     """Copies states for one manager into host memory, which the next save uses again."""
 
     def __init__(self) -> None:
-        self._stager = _new_stager()
+        self._dcp_stager = _new_stager()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
-        self._stream = torch.Stream() if torch.accelerator.is_available() else contextlib.nullcontext()
-        pending = self._pending = list[Future[None]]()
+        self._copy_stream = torch.Stream() if torch.accelerator.is_available() else contextlib.nullcontext()
+        pending_copies = self._pending_copies = list[Future[None]]()
         # Any optimizer's, since any optimizer may own the parameters; the hook alone does not keep the copies alive.
-        self._hook = register_optimizer_step_pre_hook(functools.partial(_wait, pending))
+        self._hook = register_optimizer_step_pre_hook(functools.partial(_wait_for_futures, pending_copies))
 
-    def stage(self, entries: list[Entry]) -> tuple[Future[None], Callable[[], Staged]]:
+    def stage(self, entries: list[Entry]) -> tuple[Future[None], Callable[[], StagedState]]:
         """Copy the current state of ``entries``. One copy exists at a time: the next call reuses its memory.
 
         Returns:
             Done when it is copied; and what gives the copy.
         """
         optimizer_owned = {
-            owned for entry in entries for tensor in entry.optimizer_owned() if (owned := address(tensor))
+            owned for entry in entries for tensor in entry.optimizer_owned() if (owned := memory_address(tensor))
         }
-        deferred: Deferred = {}
+        deferred: DeferredTensors = {}
         state_dict = map_leaves(state_dict_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))
         done_future = self._thread.submit(self._copy, deferred, _queued_work(deferred))
-        self._pending[:] = [done_future]
+        self._pending_copies[:] = [done_future]
 
-        def copies() -> Staged:
+        def copies() -> StagedState:
             done_future.result()
             return map_leaves(state_dict, lambda path, leaf: deferred.get(path, leaf))
 
         return done_future, copies
 
-    def _copy(self, deferred: Deferred, queued_work: list[torch.Event]) -> None:
+    def _copy(self, deferred_tensors: DeferredTensors, queued_work: list[torch.Event]) -> None:
         """Wait for the accelerator, then replace the live tensors by copies in host memory."""
         for event in queued_work:
             event.synchronize()
-        with self._stream:
+        with self._copy_stream:
             try:
-                staged = self._stager.stage(cast(Any, deferred))
+                staged = self._dcp_stager.stage(cast(Any, deferred_tensors))
             except KeyError:  # in torch 2.10 and 2.11 a stager ends with its first copy, and keeps no memory
-                self._stager = _new_stager()
-                staged = self._stager.stage(cast(Any, deferred))
-        deferred |= cast(Deferred, staged)
+                self._dcp_stager = _new_stager()
+                staged = self._dcp_stager.stage(cast(Any, deferred_tensors))
+        deferred_tensors |= cast(DeferredTensors, staged)
 
     def wait(self) -> None:
         """Wait until the copy is done, so that the state may change. An error of the copy is raised by its save."""
-        _wait(self._pending)
+        _wait_for_futures(self._pending_copies)
 
     def close(self) -> None:
         self.wait()
         self._hook.remove()
         self._thread.shutdown()
-        self._stager.close()
+        self._dcp_stager.close()
 
 
 def _new_stager() -> DefaultStager:
@@ -96,12 +96,12 @@ def _new_stager() -> DefaultStager:
     )
 
 
-def _wait(pending: list[Future[None]], *_: object) -> None:
-    for future in pending:
+def _wait_for_futures(pending_copies: list[Future[None]], *_: object) -> None:
+    for future in pending_copies:
         future.exception()
 
 
-def _queued_work(tensors: Deferred) -> list[torch.Event]:
+def _queued_work(tensors: DeferredTensors) -> list[torch.Event]:
     """Return an event for each accelerator, which fires when the work queued there so far is done."""
     devices = {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}
     events = [torch.Event(device, blocking=True) for device in devices]
@@ -110,12 +110,12 @@ def _queued_work(tensors: Deferred) -> list[torch.Event]:
     return events
 
 
-def _copy(path: tuple[Any, ...], value: Any, optimizer_owned: set[int], deferred: Deferred) -> Any:
+def _copy(path: tuple[Any, ...], value: Any, optimizer_addresses: set[int], deferred_tensors: DeferredTensors) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    is_optimizer_owned = address(value) in optimizer_owned
+    is_optimizer_owned = memory_address(value) in optimizer_addresses
     tensor = value.detach() if is_optimizer_owned else detached_copy(value)
     if not is_optimizer_owned and tensor.device.type == "cpu":
         return tensor
-    deferred[path] = tensor
+    deferred_tensors[path] = tensor
     return None

@@ -27,8 +27,8 @@ from rescale_data.checkpoint.entry import Entry, Path, for_each
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owning_module
 from rescale_data.checkpoint.rank_values import PerRank, rank_key, source_rank
-from rescale_data.checkpoint.storage.dcp import Contents, Reader
-from rescale_data.checkpoint.tree import leaves
+from rescale_data.checkpoint.storage.dcp import Contents, StateReader
+from rescale_data.checkpoint.tree import iterate_leaves
 from rescale_data.engine.states.codec import TABLE, with_columns_of
 from rescale_data.state import nest
 
@@ -38,7 +38,7 @@ State: TypeAlias = Mapping[str, Any]
 class _StatefulEntry(Entry):
     """Saves and loads a ``Stateful`` object; a loader's state also loads if the columns of its table have changed."""
 
-    def placeholder(self, reader: Reader) -> Any:
+    def placeholder(self, reader: StateReader) -> Any:
         return with_columns_of(self.get_value(), reader.contents.values.get(f"{self.name}.{TABLE}"))
 
 
@@ -56,7 +56,7 @@ def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> li
     return [
         _per_rank_entry(path, value, rank, saved)
         if isinstance(value, PerRank)
-        else _entry(path, value, container, modules)
+        else _make_entry(path, value, container, modules)
         for path, value, container in state_values
     ]
 
@@ -92,12 +92,12 @@ def _per_rank_entry(path: Path, per_rank: PerRank, rank: int, saved: Contents | 
     """Return the entry of a `PerRank` value, saved under the rank's key; saved values of other ranks are ignored."""
     rank_keys = {str(inner_path[0]) for inner_path in saved.subtree(path).paths.values()} if saved else set[str]()
     key = rank_key(source_rank(rank_keys, rank))
-    entry = _entry((*path, key), per_rank.value, vars(per_rank), [], key="value")
-    entry.left_out = {".".join((*path, name)) for name in rank_keys - {key}}
+    entry = _make_entry((*path, key), per_rank.value, vars(per_rank), [], key="value")
+    entry.names_left_out = {".".join((*path, name)) for name in rank_keys - {key}}
     return entry
 
 
-def _entry(
+def _make_entry(
     path: Path, value: Any, container: Mapping[str, Any], modules: list[tuple[Path, nn.Module]], key: str | None = None
 ) -> Entry:
     if isinstance(value, nn.Module):
@@ -115,20 +115,20 @@ def _entry(
         return Entry(path, get_value, assign, all_or_nothing=True)
     if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):  # to ask a protocol takes 20 us
         return _StatefulEntry(path, value.state_dict, value.load_state_dict, all_or_nothing=True)
-    _refuse_inside(path, value)
-    return Entry(path, lambda: value, lambda loaded: _replace(path, value, container, key or path[-1], loaded))
+    _refuse_nested_stateful(path, value)
+    return Entry(path, lambda: value, lambda loaded: _replace_value(path, value, container, key or path[-1], loaded))
 
 
-def _replace(path: Path, value: Any, container: Mapping[str, Any], key: str, loaded: Any) -> None:
+def _replace_value(path: Path, value: Any, container: Mapping[str, Any], container_key: str, loaded_value: Any) -> None:
     """Put a loaded plain value into the mapping that holds it; do nothing for a tensor, which is loaded in place."""
     if isinstance(value, torch.Tensor):
         return
     if not isinstance(container, MutableMapping):
         raise TypeError(f"{'.'.join(path)!r} is a plain value in a {type(container).__name__}; load into a dict.")
-    container[key] = loaded
+    container[container_key] = loaded_value
 
 
-def _refuse_inside(path: Path, value: Any) -> None:
+def _refuse_nested_stateful(path: Path, value: Any) -> None:
     """Raise ``TypeError`` if a plain value contains a ``Stateful`` object, or keys that are equal as text."""
     if isinstance(value, Mapping):
         items = list(cast(Mapping[Any, Any], value).items())
@@ -148,12 +148,12 @@ def _refuse_inside(path: Path, value: Any) -> None:
                 f"{name}[{key!r}] is a {type(item).__name__} in a {type(value).__name__}: it would be pickled whole and "
                 f'replaced at load. Give it a name of its own: {{"{name}_{key}": ...}}, or a dict of them.'
             )
-        _refuse_inside((*path, str(key)), item)
+        _refuse_nested_stateful((*path, str(key)), item)
 
 
 def refuse_unsavable(state_dict: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` naming each tensor that cannot be saved or loaded (meta, sparse, partial), with a cure."""
-    tensors = {".".join(path): leaf for path, leaf in leaves(state_dict) if isinstance(leaf, torch.Tensor)}
+    tensors = {".".join(path): leaf for path, leaf in iterate_leaves(state_dict) if isinstance(leaf, torch.Tensor)}
     refusals = [f"{name} {reason}" for name, tensor in tensors.items() if (reason := _refusal_reason(tensor))]
     if refusals:
         refusal_text = "\n  ".join(refusals)

@@ -21,30 +21,30 @@ LostStructure: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
 
 
 def tree_of(
-    paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], lost: LostStructure = ()
+    paths: Mapping[str, tuple[Any, ...]], leaves_by_name: Mapping[str, Any], lost_structure: LostStructure = ()
 ) -> dict[str, Any]:
     """Return the nested state of values given by flattened name; an integer in a path is an index into a list."""
     root: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        _put(root, paths[name], leaf)
-    for path, _ in (entry for entry in lost if entry[1] == {}):
-        _put(root, tuple(path), {})
-    for path, key in sorted((entry for entry in lost if entry[1] != {}), key=lambda entry: -len(entry[0])):
-        _rename(root, path, key)
+    for name, leaf in leaves_by_name.items():
+        _insert_leaf(root, paths[name], leaf)
+    for path, _ in (entry for entry in lost_structure if entry[1] == {}):
+        _insert_leaf(root, tuple(path), {})
+    for path, key in sorted((entry for entry in lost_structure if entry[1] != {}), key=lambda entry: -len(entry[0])):
+        _restore_key(root, path, key)
     return root
 
 
-def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
+def find_lost_structure(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
     """Return the structure that flattened names lose: keys that are not strings, and empty mappings."""
     if isinstance(tree, Mapping):
         lost_entries: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
         for key, inner in cast(Mapping[Any, Any], tree).items():
             inner_path = (*path, str(key))
             lost_entries += [([*inner_path], key)] if isinstance(key, int | float | None) else []
-            lost_entries += lost_in_names(inner, inner_path)
+            lost_entries += find_lost_structure(inner, inner_path)
         return lost_entries
     list_items = cast("list[Any]", tree) if isinstance(tree, list) else []
-    return [lost for index, inner in enumerate(list_items) for lost in lost_in_names(inner, (*path, index))]
+    return [lost for index, inner in enumerate(list_items) for lost in find_lost_structure(inner, (*path, index))]
 
 
 def map_leaves(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
@@ -56,7 +56,7 @@ def map_leaves(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tu
     return work(path, value)
 
 
-def leaves(
+def iterate_leaves(
     value: Any, is_leaf_list: Callable[[list[Any]], bool] = lambda _: False, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield ``(path, value)`` for each value in nested mappings and lists, the containers that DCP looks into.
@@ -72,7 +72,7 @@ def leaves(
         yield path, value
         return
     for key, inner in items:
-        yield from leaves(inner, is_leaf_list, (*path, str(key)))
+        yield from iterate_leaves(inner, is_leaf_list, (*path, str(key)))
 
 
 def with_loaded(live: Any, loaded: Mapping[str, Any], name: str) -> Any:
@@ -115,14 +115,14 @@ def _of_same_type(live: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[A
     return copied_mapping
 
 
-def _put(root: dict[str, Any], path: tuple[Any, ...], leaf: Any) -> None:
+def _insert_leaf(root: dict[str, Any], path: tuple[Any, ...], leaf: Any) -> None:
     inner: Any = root
     for key, next_key in itertools.pairwise(path):
         inner = _get_or_insert(inner, key, [] if isinstance(next_key, int) else {})
     _get_or_insert(inner, path[-1], leaf)
 
 
-def _rename(root: dict[str, Any], path: Sequence[str | int], key: Any) -> None:
+def _restore_key(root: dict[str, Any], path: Sequence[str | int], key: Any) -> None:
     """Replace the last key of a path, a string, by its original key, if the path exists."""
     with contextlib.suppress(KeyError, IndexError, TypeError):
         inner: Any = functools.reduce(operator.getitem, path[:-1], cast(Any, root))

@@ -26,7 +26,7 @@ def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | No
     """
     if (find is None) == (steps is None):
         raise ValueError("Give one of --find SOURCE:ROW or --steps FIRST:STOP.")
-    audit = Audit(run, *map(_imported, pipelines), **as_loaded)
+    audit = Audit(run, *map(_import_pipeline, pipelines), **as_loaded)
     if find is not None:
         return asdict(audit.find(find))
     first_step, colon, stop_step = str(steps).partition(":")
@@ -36,18 +36,18 @@ def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | No
     return {"served": [asdict(served) for served in audit.documents(*step_bounds)], "steps": step_bounds}
 
 
-def _imported(name: str) -> Pipeline:
+def _import_pipeline(object_name: str) -> Pipeline:
     try:
-        return as_pipeline(imported(name))
+        return as_pipeline(import_object(object_name))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--pipeline {name}: {error}") from error
+        raise ValueError(f"--pipeline {object_name}: {error}") from error
 
 
-def imported(name: str) -> Any:
+def import_object(object_name: str) -> Any:
     """Import the object that ``MODULE:NAME`` names; raise ``ValueError`` if there is none."""
-    module, colon, function = name.partition(":")
+    module, colon, function = object_name.partition(":")
     if not (module and colon and function):
-        raise ValueError(f"{name!r} names nothing: give MODULE:NAME, train:pipeline for `pipeline` in train.py.")
+        raise ValueError(f"{object_name!r} names nothing: give MODULE:NAME, train:pipeline for `pipeline` in train.py.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

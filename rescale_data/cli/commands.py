@@ -24,13 +24,13 @@ HELP = """Look after checkpoints of rescale_data, local or by URL (s3://bucket/r
 Exit codes: 0 fine, 1 damaged, 2 a wrong argument or nothing there."""
 app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-Path = Annotated[str, typer.Argument(help="A checkpoint: a DCP folder, or its URL.")]
-Folder = Annotated[str, typer.Argument(help="A run's folder, with a checkpoint a step, or its URL.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; nan and infinity are null.")]
+CheckpointPath = Annotated[str, typer.Argument(help="A checkpoint: a DCP folder, or its URL.")]
+RunFolderPath = Annotated[str, typer.Argument(help="A run's folder, with a checkpoint a step, or its URL.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document; nan and infinity are null.")]
 
 
 @app.command()
-def ls(folder: Folder, as_json: Json = False) -> None:
+def ls(folder: RunFolderPath, as_json: JsonFlag = False) -> None:
     """List the checkpoints in a run's FOLDER, with size, time and metrics."""
     from rescale_data.cli import inspect, render
 
@@ -48,7 +48,7 @@ def index(
     ],
     format_name: Annotated[str | None, typer.Option("--format", help="parquet, arrow, jsonl, tar or megatron.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that read files.")] = 4,
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Index the files at PATHS, so that a job that is given index_dir= starts without opening each file."""
     from rich.console import Console
@@ -66,7 +66,7 @@ def rows(
     ids: Annotated[str, typer.Argument(help="A text file with one id a line.")],
     out: Annotated[str, typer.Argument(help="The JSON file to write, for rd.Reader(exclude=).")],
     column: Annotated[str, typer.Option(help="Of the source, the one that holds ids.")] = "id",
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Find the rows of SOURCE that have one of the IDS and write the list OUT, to leave them out of a run."""
     from rescale_data.cli.rows import write_rows
@@ -79,7 +79,7 @@ def rows(
 def show(
     path: Annotated[str, typer.Argument(help="A checkpoint, or with --html also a run's folder; a path or URL.")],
     html: Annotated[str | None, typer.Option(help="Write a page with pictures to this file.")] = None,
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Show what the checkpoint at PATH holds: model, optimizer, and how far the data is, shard by shard."""
     from rescale_data.cli import inspect, render
@@ -99,7 +99,7 @@ def plan(
     gpus: Annotated[int | None, typer.Option(help="GPUs that are alive: which number of ranks uses most?")] = None,
     model_parallel: Annotated[int, typer.Option(min=1, help="GPUs a data-parallel rank: TP * PP * CP.")] = 1,
     num_logical_shards: Annotated[int | None, typer.Option(help="Of the run, where it was given.")] = None,
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """List the numbers of ranks, micro batches and workers that keep the global batches of a run."""
     from rescale_data.cli import planning, render
@@ -111,7 +111,7 @@ def plan(
 
 @app.command()
 def audit(
-    folder: Folder,
+    folder: RunFolderPath,
     pipeline: Annotated[
         list[str],
         typer.Option(help="MODULE:FUNCTION of the run's pipeline; again for each that it has had, where one changed."),
@@ -125,7 +125,7 @@ def audit(
     num_workers: Annotated[int, typer.Option(min=0, help="As the loader had it, if it was not aligned.")] = 0,
     name: Annotated[str | None, typer.Option(help="Of the loader in the checkpoints, if they hold several.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Print at most this many samples.")] = 50,
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Find the steps in which the run in FOLDER served a document, or list the documents of some steps."""
     from rescale_data.cli import auditing, render
@@ -136,11 +136,11 @@ def audit(
 
 
 @app.command()
-def verify(path: Path, as_json: Json = False) -> None:
+def verify(path: CheckpointPath, as_json: JsonFlag = False) -> None:
     """Compare the files of the checkpoint at PATH with the sizes and checksums that were recorded. Exit code 1 if damaged."""
     from rescale_data.cli import inspect
 
-    report = _run_or_exit(lambda: inspect.verified(path))
+    report = _run_or_exit(lambda: inspect.verify_checkpoint(path))
     sound_text = (
         "whole"
         if report["checked"] == "checksums"
@@ -164,7 +164,7 @@ def convert(
         str | None, typer.Option(help="Only this entry (to files), or put all under this name (to dcp): model.")
     ] = None,
     max_shard_size: Annotated[int, typer.Option(min=1, help="Bytes of one safetensors file.")] = 5 * 10**9,
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Convert between DCP folders, torch.save files and safetensors, in bounded memory."""
     from rescale_data.cli import conversion
@@ -177,7 +177,7 @@ def convert(
 
 @app.command()
 def prune(
-    folder: Folder,
+    folder: RunFolderPath,
     keep_latest: Annotated[int, typer.Option(help="Keep this many of the newest.")],
     keep_every: Annotated[int | None, typer.Option(help="Keep every step that is a multiple of this.")] = None,
     keep_best: Annotated[
@@ -187,7 +187,7 @@ def prune(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait a minute to learn if readers on other hosts live.")
     ] = False,
-    as_json: Json = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Delete the checkpoints in a run's FOLDER that no rule keeps, except checkpoints that are, or may be, being read.
 
@@ -197,27 +197,27 @@ def prune(
     from rescale_data.checkpoint.storage.open import open_store
     from rescale_data.checkpoint.storage.run_folder import RunFolder
 
-    rules = _run_or_exit(
-        lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=_parse_best(keep_best))
+    retention_rules = _run_or_exit(
+        lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=_parse_best_metric(keep_best))
     )
     run_folder = _run_or_exit(lambda: RunFolder.open_existing(*open_store(folder)))
-    steps_to_delete = _run_or_exit(lambda: _steps_to_delete(run_folder, rules))
+    steps_to_delete = _run_or_exit(lambda: _steps_to_delete(run_folder, retention_rules))
     outcomes = dict.fromkeys(map(str, steps_to_delete), "would be deleted")
     if yes and steps_to_delete:
-        outcomes = _run_or_exit(lambda: delete_steps(run_folder, steps_to_delete, wait=wait))
+        outcomes = _run_or_exit(lambda: delete_steps(run_folder, steps_to_delete, wait_for_holders=wait))
     listed_outcomes = [f"step-{step}: {outcome}" for step, outcome in outcomes.items()] or ["nothing to delete"]
     _print_text(as_json, outcomes, "\n".join(listed_outcomes))
 
 
 def _steps_to_delete(run_folder: RunFolder, rules: Retention) -> list[int]:
     metrics = run_folder.metrics()
-    missing_text = rules.missing_metric(metrics)
+    missing_text = rules.missing_metric_message(metrics)
     if missing_text:
         raise ValueError(f"Nothing is deleted: in {run_folder.path} {missing_text}.")
-    return rules.to_delete(metrics)
+    return rules.select_steps_to_delete(metrics)
 
 
-def _parse_best(text: str | None) -> tuple[str, str, int] | None:
+def _parse_best_metric(text: str | None) -> tuple[str, str, int] | None:
     if text is None:
         return None
     metric, mode, count_text = [*text.rsplit(":", 2), "", ""][:3]

@@ -28,11 +28,11 @@ def convert(source: str, target: str, *, to: str | None, name: str | None, max_s
         safetensors.from_safetensors(source, target, name=name)
     else:
         safetensors.to_safetensors(source, target, name=name, max_shard_size=max_shard_size)
-    sizes = _sizes(store, target_path)
+    sizes = _file_sizes(store, target_path)
     return {"source": source, "target": target, "format": format_name, "files": [*sizes], "bytes": sum(sizes.values())}
 
 
-def _sizes(store: Store, target_path: str) -> dict[str, int]:
+def _file_sizes(store: Store, target_path: str) -> dict[str, int]:
     """Return the size in bytes of each file of a checkpoint or folder, by its name there, or of a single file."""
     folder, name = split(target_path)
     if manifest := manifest_at(store, target_path):

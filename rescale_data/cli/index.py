@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.file_source import FileSource
-from rescale_data.sources.files.paths import find
+from rescale_data.sources.files.paths import find_matching_files
 from rescale_data.sources.index import count_parts
 from rescale_data.sources.jsonl import JsonlSource
 from rescale_data.sources.megatron import MegatronSource
@@ -56,14 +56,14 @@ def index(paths: Sequence[str], index_dir: str, fmt: str | None, processes: int,
     return {"format": kind.FORMAT, "files": num_files, "rows": num_rows, "index_dir": os.path.abspath(index_dir)}
 
 
-def _count_rows(kind: type[Any], paths: Any, index_dir: str) -> int:
-    return kind(paths, index_dir=index_dir).num_rows
+def _count_rows(source_class: type[Any], paths: Any, index_dir: str) -> int:
+    return source_class(paths, index_dir=index_dir).num_rows
 
 
 def _format_of(paths: Any) -> type[FileSource]:
-    suffixes = tuple(suffix for kind in FORMATS.values() for suffix in kind.SUFFIXES)
-    first_name = find(paths, suffixes).names[0]
-    for kind in FORMATS.values():
-        if first_name.endswith(kind.SUFFIXES):
-            return kind
+    suffixes = tuple(suffix for source_class in FORMATS.values() for suffix in source_class.SUFFIXES)
+    first_name = find_matching_files(paths, suffixes).names[0]
+    for source_class in FORMATS.values():
+        if first_name.endswith(source_class.SUFFIXES):
+            return source_class
     raise ValueError(f"{first_name} ends in none of {', '.join(suffixes)}: give --format, one of {', '.join(FORMATS)}.")

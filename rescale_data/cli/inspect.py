@@ -16,7 +16,7 @@ from rescale_data.checkpoint.storage.manifest import METADATA, manifest_at
 from rescale_data.checkpoint.storage.open import CheckpointReader, open_store, read_checkpoint, verify
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
-from rescale_data.engine.states.codec import Saved, data_states, read
+from rescale_data.engine.states.codec import SavedState, data_state_paths, read
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.nodes.mixture.rules import from_json, weights_at
 from rescale_data.sources.folders import num_rows
@@ -52,33 +52,33 @@ def summarize(path: StrPath) -> dict[str, Any]:
     """
 
     def summary(reader: CheckpointReader) -> dict[str, Any]:
-        loaders = [".".join(root) for root in data_states(reader.contents.paths.values())]
-        data = {name: data_summary(read(read_data_state(path, name=name))) for name in loaders}
+        loaders = [".".join(root) for root in data_state_paths(reader.contents.paths.values())]
+        data = {name: summarize_data(read(read_data_state(path, name=name))) for name in loaders}
         return {"checkpoint": _describe(reader.store, reader.path), "entries": _entries(reader.contents), "data": data}
 
     return read_checkpoint(path, summary)
 
 
-def write_page(path: StrPath, html: StrPath) -> str:
+def write_page(path: StrPath, html_path: StrPath) -> str:
     """Write an HTML page with pictures about a checkpoint or a run's folder; return the page's path.
 
     Raises:
-        FileNotFoundError: nothing at ``path``, or no folder for ``html``.
+        FileNotFoundError: nothing at ``path``, or no folder for ``html_path``.
         ValueError: damaged files.
     """
-    from rescale_data.cli.page import page
+    from rescale_data.cli.page import render_page
 
     store, folder = open_store(path)
     if _describe(store, folder) is None and store.names(folder):
-        checkpoints, newest = list_checkpoints(path), _newest(store, folder)
+        checkpoints, newest = list_checkpoints(path), _summarize_newest(store, folder)
     else:
         newest = summarize(path)
         checkpoints = [newest["checkpoint"]]
-    Path(html).write_text(page(folder.rpartition("/")[2], checkpoints, newest), encoding="utf-8")
-    return str(html)
+    Path(html_path).write_text(render_page(folder.rpartition("/")[2], checkpoints, newest), encoding="utf-8")
+    return str(html_path)
 
 
-def _newest(store: Store, folder: str) -> dict[str, Any] | None:
+def _summarize_newest(store: Store, folder: str) -> dict[str, Any] | None:
     """Return the summary of a run's newest readable checkpoint, or None."""
     run_folder = RunFolder(store, folder)
     for step in reversed(run_folder.steps()):
@@ -87,7 +87,7 @@ def _newest(store: Store, folder: str) -> dict[str, Any] | None:
     return None
 
 
-def verified(path: StrPath) -> dict[str, Any]:
+def verify_checkpoint(path: StrPath) -> dict[str, Any]:
     """Verify a checkpoint; return its ``problems``, and ``checked``: ``"checksums"`` or ``"sizes"``."""
     problems = verify(path)
     has_checksums = bool(problems) or manifest_at(*open_store(path)) is not None
@@ -112,31 +112,31 @@ def _entries(contents: Contents) -> dict[str, dict[str, Any]]:
     return entries_by_name
 
 
-def data_summary(state: Saved) -> dict[str, Any]:
+def summarize_data(state: SavedState) -> dict[str, Any]:
     """Return a loader's progress: ``samples``, ``step``, ``epochs`` by source (lowest, highest), ``shards`` (samples).
 
     ``rows``: where each shard is in its epoch, by source; ``of_rows``: of how many, on average, where the source knows.
     ``epoch_of``: the epoch of each shard, by source. ``mixture``: shares so far and weights. ``left_out``: rows by reason.
     """
-    shards, header = state.values, state.header
+    shard_columns, header = state.values, state.header
     epochs = {
         key.removesuffix("epoch").rstrip("."): rows
-        for key, rows in shards.items()
+        for key, rows in shard_columns.items()
         if key.endswith(".epoch") or key == "epoch"
     }
     row_keys = {name: f"{name}.row" if name else "row" for name in epochs}
     sources = {path.removeprefix("root"): source for path, source in header["sources"].items()}
     of_rows = {name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))}
-    left_out = {key: int(rows.sum()) for key, rows in shards.items() if key.rpartition(".")[2] in LEFT_OUT}
+    left_out = {key: int(rows.sum()) for key, rows in shard_columns.items() if key.rpartition(".")[2] in LEFT_OUT}
     return {
         **{key: value for key, value in header.items() if isinstance(value, int)},
         "steps": header["samples"] // header["global_batch_size"],
         "epochs": {name: [int(rows.min()), int(rows.max())] for name, rows in epochs.items() if rows.numel()},
-        "shards": shards["samples"].tolist(),
-        "rows": {name: shards[key].tolist() for name, key in row_keys.items() if key in shards},
-        "of_rows": {name: rows / max(1, shards["samples"].numel()) for name, rows in of_rows.items()},
+        "shards": shard_columns["samples"].tolist(),
+        "rows": {name: shard_columns[key].tolist() for name, key in row_keys.items() if key in shard_columns},
+        "of_rows": {name: rows / max(1, shard_columns["samples"].numel()) for name, rows in of_rows.items()},
         "epoch_of": {name: rows.flatten().tolist() for name, rows in epochs.items()},
-        "mixture": _mixture(shards, header["pipeline"]),
+        "mixture": _mixture_shares(shard_columns, header["pipeline"]),
         "left_out": {key: count for key, count in left_out.items() if count},
     }
 
@@ -150,7 +150,7 @@ def _rows_per_epoch(source: Mapping[str, Any]) -> int:
         return 0
 
 
-def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def _mixture_shares(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return the ``share`` so far (of tokens or draws) and the ``weight`` from now on of each source of a mixture."""
     shares: dict[str, dict[str, float]] = {}
     for path, node in pipeline.items():
@@ -164,16 +164,16 @@ def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) ->
             if key.startswith(f"{prefix}{unit}.")
         }
         num_drawn = sum(rows.sum() for rows in drawn.values()) if unit == "tokens" else shards[f"{prefix}draws"].sum()
-        epochs = {
+        epoch_by_source = {
             name: int(rows.min())
             for name in drawn
             for key, rows in shards.items()
             if key.startswith(f"{prefix}{name}.") and key.endswith("epoch")
         }
-        rule = from_json(node)
-        weights = weights_at(rule, int(num_drawn), epochs).values
+        weight_rule = from_json(node)
+        weights = weights_at(weight_rule, int(num_drawn), epoch_by_source).values
         drawn_totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in drawn.items()}
-        for name, weight in zip(rule.names, weights, strict=True):
+        for name, weight in zip(weight_rule.names, weights, strict=True):
             share = drawn_totals[name] / max(1, sum(drawn_totals.values()))
             shares[f"{prefix}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
     return shares

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from rescale_data.cli.render import LIST_COLUMNS, list_row
+from rescale_data.cli.render import CHECKPOINT_COLUMNS, list_row
 from rescale_data.layout.plan import format_size
 
 STYLE = """
@@ -23,10 +23,10 @@ class Markup(str):
     """HTML text that this module has made: `_table` escapes all other text, and leaves this as it is."""
 
 
-def page(name: str, checkpoints: Sequence[Mapping[str, Any]], newest: Mapping[str, Any] | None) -> str:
+def render_page(name: str, checkpoints: Sequence[Mapping[str, Any]], newest: Mapping[str, Any] | None) -> str:
     """Return the HTML page of a run's folder or of one checkpoint: sizes, metrics, contents of the newest checkpoint."""
     summary = f"{len(checkpoints)} checkpoints, {format_size(sum(about.get('bytes', 0) for about in checkpoints))}"
-    body = [f"<h1>{escape(name)}</h1>", f"<p>{summary}</p>", _table(LIST_COLUMNS, map(list_row, checkpoints))]
+    body = [f"<h1>{escape(name)}</h1>", f"<p>{summary}</p>", _table(CHECKPOINT_COLUMNS, map(list_row, checkpoints))]
     if newest is not None:
         rows = [
             (key, str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"]))
@@ -39,10 +39,10 @@ def page(name: str, checkpoints: Sequence[Mapping[str, Any]], newest: Mapping[st
     return "\n".join([head, *body, ""])
 
 
-def _loader_section(name: str, data: Mapping[str, Any]) -> list[str]:
+def _loader_section(loader_name: str, data: Mapping[str, Any]) -> list[str]:
     shards = data["shards"]
     summary = f"{data.get('samples', 0):,} samples, {data['steps']:,} global batches, {len(shards)} logical shards"
-    body = [f"<h2>{escape(name)}</h2>", f"<p>{summary}</p>"]
+    body = [f"<h2>{escape(loader_name)}</h2>", f"<p>{summary}</p>"]
     if shards:
         body += [f"<h3>Samples of each logical shard: {min(shards):,} to {max(shards):,}</h3>"]
         body += [_heatmap(shards, max(*shards, 1), shards)]
@@ -50,7 +50,7 @@ def _loader_section(name: str, data: Mapping[str, Any]) -> list[str]:
         body += [
             "<h3>Progress of each source in each logical shard</h3>",
             "<p>A cell is a logical shard, or some neighbours. Full colour is an epoch, or the furthest shard.</p>",
-            _table(("source", "epoch", "of the epoch", ""), [_progress(source, data) for source in data["rows"]]),
+            _table(("source", "epoch", "of the epoch", ""), [_progress_row(source, data) for source in data["rows"]]),
         ]
     if data["mixture"]:
         rows = [(key, f"{entry['share']:.1%}", f"{entry['weight']:.1%}") for key, entry in data["mixture"].items()]
@@ -61,7 +61,7 @@ def _loader_section(name: str, data: Mapping[str, Any]) -> list[str]:
     return body
 
 
-def _progress(source: str, data: Mapping[str, Any]) -> tuple[str, str, str, str]:
+def _progress_row(source: str, data: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Return a table row: progress of ``source`` in all logical shards, in epochs if their length is known, else rows."""
     rows, (min_epoch, max_epoch) = data["rows"][source], data["epochs"][source]
     epoch = str(min_epoch) if min_epoch == max_epoch else f"{min_epoch} to {max_epoch}"

@@ -9,51 +9,51 @@ from rescale_data.layout.plan import Plan, plan
 
 
 def answer(
-    global_batch_size: int, sizes: list[int], gpus: int | None, model_parallel: int, num_logical_shards: int | None
+    global_batch_size: int, sizes: list[int], gpus: int | None, gpus_per_rank: int, num_logical_shards: int | None
 ) -> dict[str, Any]:
     """Return, for each number of ranks, if it is allowed and keeps the order, and which micro batches and workers fit.
 
     Args:
         sizes: Numbers of data-parallel ranks; none of them, and no ``gpus``: all that keep the order.
         gpus: GPUs that are alive; the largest number of ranks that they can hold is looked for.
-        model_parallel: GPUs a data-parallel rank.
+        gpus_per_rank: GPUs a data-parallel rank.
 
     Raises:
         ValueError: a number below 1, too few GPUs for one rank, or ``gpus`` where no number of ranks keeps the order.
     """
     options = plan(global_batch_size, num_logical_shards=num_logical_shards)
-    aligned = sorted({option.dp_world_size for option in options})
+    aligned_rank_counts = sorted({option.dp_world_size for option in options})
     for value in sizes:
         if value < 1:
             raise ValueError(f"{value} ranks: give at least 1.")
-    if gpus is not None and not aligned:
+    if gpus is not None and not aligned_rank_counts:
         raise ValueError(
             f"No number of ranks keeps the order with {global_batch_size} samples a global batch and "
             f"{options.num_logical_shards} logical shards: one has to be a multiple of the other."
         )
-    largest = None if gpus is None else _largest(aligned, gpus, model_parallel)
-    requested = [*sizes, *([] if largest is None else [largest["ranks"]])] or aligned
+    largest = None if gpus is None else _find_largest_fit(aligned_rank_counts, gpus, gpus_per_rank)
+    requested_rank_counts = [*sizes, *([] if largest is None else [largest["ranks"]])] or aligned_rank_counts
     return {
         "global_batch_size": global_batch_size,
         "num_logical_shards": options.num_logical_shards,
         "ranks": [
             {
-                **_describe_ranks(options, aligned, ranks),
-                "allowed": _allowed(global_batch_size, options.num_logical_shards, ranks),
+                **_describe_ranks(options, aligned_rank_counts, num_ranks),
+                "allowed": _can_build_loader(global_batch_size, options.num_logical_shards, num_ranks),
             }
-            for ranks in dict.fromkeys(requested)
+            for num_ranks in dict.fromkeys(requested_rank_counts)
         ],
         "largest": largest,
     }
 
 
-def _allowed(global_batch_size: int, num_logical_shards: int, ranks: int) -> bool:
+def _can_build_loader(global_batch_size: int, num_logical_shards: int, num_ranks: int) -> bool:
     """True if a loader can be built on this number of ranks, with micro batches of 1 and without workers."""
     try:
         Layout(
             num_logical_shards=num_logical_shards,
             global_batch_size=global_batch_size,
-            dp_world_size=ranks,
+            dp_world_size=num_ranks,
             micro_batch_size=1,
         )
     except ValueError:
@@ -61,8 +61,8 @@ def _allowed(global_batch_size: int, num_logical_shards: int, ranks: int) -> boo
     return True
 
 
-def _largest(aligned: list[int], gpus: int, model_parallel: int) -> dict[str, int]:
-    fitting = [ranks for ranks in aligned if ranks * model_parallel <= gpus]
+def _find_largest_fit(aligned_rank_counts: list[int], gpus: int, model_parallel: int) -> dict[str, int]:
+    fitting = [num_ranks for num_ranks in aligned_rank_counts if num_ranks * model_parallel <= gpus]
     if not fitting:
         raise ValueError(f"{gpus} GPUs hold no data-parallel rank of {model_parallel} GPUs.")
     return {"gpus": gpus, "model_parallel": model_parallel, "ranks": fitting[-1], "used": fitting[-1] * model_parallel}

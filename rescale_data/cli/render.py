@@ -17,17 +17,17 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def show_list(console: Console, checkpoints: Sequence[Mapping[str, Any]]) -> None:
-    table = _table(*LIST_COLUMNS)
+    table = _table(*CHECKPOINT_COLUMNS)
     for checkpoint in checkpoints:
         table.add_row(*map(escape, list_row(checkpoint)))
     console.print(table)
 
 
-LIST_COLUMNS = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
+CHECKPOINT_COLUMNS = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
 
 
 def list_row(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the table row of a checkpoint, with the columns `LIST_COLUMNS`."""
+    """Return the table row of a checkpoint, with the columns `CHECKPOINT_COLUMNS`."""
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in checkpoint.get("metrics", {}).items())
     ranks, created = str(checkpoint.get("world_size", "")), checkpoint.get("created")
     saved_at = "" if created is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
@@ -54,7 +54,7 @@ def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
         table.add_row(escape(name), *entry_cells, str(entry["plain_values"]))
     console.print(table)
     for name, data in summary["data"].items():
-        _show_data(console, name, data)
+        _show_loader_data(console, name, data)
 
 
 def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
@@ -75,14 +75,14 @@ def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
         console.print(shown_text.format(**answer["largest"]))
 
 
-def show_audit(console: Console, answer: Mapping[str, Any], limit: int) -> None:
+def show_audit(console: Console, answer: Mapping[str, Any], max_samples: int) -> None:
     table, served = _table("step", "sample", "shard", "documents"), answer["served"]
-    for sample in served[:limit]:
+    for sample in served[:max_samples]:
         sample_cells = (str(sample[key]) for key in ("step", "sample", "shard"))
         table.add_row(*sample_cells, escape("\n".join(sample["documents"])))
     if served:
         console.print(table)
-    num_hidden, (first_step, stop_step) = len(served) - limit, answer["steps"]
+    num_hidden, (first_step, stop_step) = len(served) - max_samples, answer["steps"]
     summary = f"{answer['rows']} rows, drawn {answer['drawn']} times; in " if "rows" in answer else ""
     console.print(
         f"{summary}{len(served)} samples of steps {first_step} to {stop_step - 1}"
@@ -90,24 +90,24 @@ def show_audit(console: Console, answer: Mapping[str, Any], limit: int) -> None:
     )
 
 
-def progress_bar(shards: Sequence[int], width: int) -> str:
+def progress_bar(shard_samples: Sequence[int], width: int) -> str:
     """Return a bar chart of the samples of logical shards, one character for each shard or a few neighbours."""
-    if not shards:
+    if not shard_samples:
         return ""
-    width = min(width, len(shards))
-    bounds = [len(shards) * column // width for column in range(width + 1)]
-    means = [sum(shards[start:stop]) / (stop - start) for start, stop in pairwise(bounds)]
+    width = min(width, len(shard_samples))
+    bounds = [len(shard_samples) * column // width for column in range(width + 1)]
+    means = [sum(shard_samples[start:stop]) / (stop - start) for start, stop in pairwise(bounds)]
     max_mean = max(*means, 1)
     return "".join(_LEVELS[round(mean / max_mean * (len(_LEVELS) - 1))] for mean in means)
 
 
-def _show_data(console: Console, name: str, data: Mapping[str, Any]) -> None:
+def _show_loader_data(console: Console, loader_name: str, data: Mapping[str, Any]) -> None:
     epochs = ", ".join(
-        f"{source or 'data'} {low}" + (f" to {high}" if high != low else "")
-        for source, (low, high) in data["epochs"].items()
+        f"{source or 'data'} {min_epoch}" + (f" to {max_epoch}" if max_epoch != min_epoch else "")
+        for source, (min_epoch, max_epoch) in data["epochs"].items()
     )
     console.print(
-        f"\n[bold]{escape(name)}[/bold]: {data.get('samples', 0):,} samples, {data['steps']:,} global batches"
+        f"\n[bold]{escape(loader_name)}[/bold]: {data.get('samples', 0):,} samples, {data['steps']:,} global batches"
     )
     console.print(f"  epochs: {escape(epochs) or 'none'}")
     shards: list[int] = data["shards"]

@@ -16,7 +16,7 @@ from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.errors import DataStateError
 
 T = TypeVar("T")
-_UNREAD, _FAILED = -1, -2
+_READ_FAILED, _WRONG_ROWS = -1, -2
 
 
 def failure_elsewhere(*, wrong_rows: bool) -> Exception:
@@ -31,17 +31,17 @@ def failure_elsewhere(*, wrong_rows: bool) -> Exception:
 
 def call_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
     """Return `work()`; if the call fails on some rank, all ranks raise an error (collective)."""
-    values: list[T] = []
+    results: list[T] = []
     failure = None
     try:
-        values.append(work())
+        results.append(work())
     except Exception as error:
         failure = error
     is_wrong = isinstance(failure, DataStateError)
     worst = ranks.min_and_max(is_wrong + (failure is not None))[1]
     if worst:
         raise failure if failure is not None and (is_wrong or worst < 2) else failure_elsewhere(wrong_rows=worst == 2)
-    return values[0]
+    return results[0]
 
 
 class Agreement:
@@ -54,8 +54,8 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, first_u: int, micro_batches_per_step: int) -> None:
         self._ranks, self._micro_batches_per_step = ranks, micro_batches_per_step
-        self._num_steps = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
-        self._pending: Callable[[], int] | None = None
+        self._num_steps_ahead = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
+        self._wait_for_minimum: Callable[[], int] | None = None
         self._agreed_end = first_u
         self._last_u, self._is_over = -1, False  # the micro batch of the last call of `end`, and its result
         self._failure: Exception | None = None
@@ -73,26 +73,26 @@ class Agreement:
 
     def _end(self, u: int, make_until: Callable[[int], int]) -> bool:
         if u == self._agreed_end:
-            self._exchange(u, make_until)
-            sure_until = self._wait()
-            if sure_until < 0:
+            self._begin_exchange(u, make_until)
+            made_until = self._take_minimum()
+            if made_until < 0:
                 failure, self._failure = self._failure, None
-                raise failure or failure_elsewhere(wrong_rows=sure_until == _FAILED)
-            self._agreed_end = sure_until // self._micro_batches_per_step * self._micro_batches_per_step
+                raise failure or failure_elsewhere(wrong_rows=made_until == _WRONG_ROWS)
+            self._agreed_end = made_until // self._micro_batches_per_step * self._micro_batches_per_step
             if self._agreed_end <= u:
                 return True
-        if self._num_steps > 1 and u + self._micro_batches_per_step >= self._agreed_end:
-            self._exchange(u, make_until)
+        if self._num_steps_ahead > 1 and u + self._micro_batches_per_step >= self._agreed_end:
+            self._begin_exchange(u, make_until)
         return False
 
-    def _exchange(self, u: int, make_until: Callable[[int], int]) -> None:
-        if self._pending is None:
+    def _begin_exchange(self, u: int, make_until: Callable[[int], int]) -> None:
+        if self._wait_for_minimum is None:
             try:
-                sure_until = make_until(u + self._num_steps * self._micro_batches_per_step)
+                made_until = make_until(u + self._num_steps_ahead * self._micro_batches_per_step)
             except Exception as error:
-                self._failure, sure_until = error, _FAILED if isinstance(error, DataStateError) else _UNREAD
-            self._pending = self._ranks.at_position(u).begin_min(sure_until)
+                self._failure, made_until = error, _WRONG_ROWS if isinstance(error, DataStateError) else _READ_FAILED
+            self._wait_for_minimum = self._ranks.at_position(u).begin_min(made_until)
 
-    def _wait(self) -> int:
-        pending, self._pending = self._pending, None
-        return pending() if pending is not None else 0
+    def _take_minimum(self) -> int:
+        pending_minimum, self._wait_for_minimum = self._wait_for_minimum, None
+        return pending_minimum() if pending_minimum is not None else 0

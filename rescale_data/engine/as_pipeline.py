@@ -16,7 +16,7 @@ from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.iterable import IterableSource, Shardable
 from rescale_data.sources.source import Source
 
-_REPLACEMENTS = {
+_ARGUMENT_REPLACEMENTS = {
     "batch_size": "micro_batch_size= says the samples of one batch of a rank, global_batch_size= those of a step of all ranks",
     "sampler": "the order follows from shuffle= and seed=, and reshards with the ranks; weights are rd.WeightedSampler's",
     "drop_last": "tail='drop' or tail='pad' says what becomes of the rest of an epoch",
@@ -27,14 +27,14 @@ _REPLACEMENTS = {
     "snapshot_every_n_steps": "a state is exact at every batch, and costs no traffic to workers",
     "dataset": "the dataset, the source or the pipeline is the first argument, without a name",
 }
-_REPLACEMENTS["batch_sampler"] = _REPLACEMENTS["sampler"]
+_ARGUMENT_REPLACEMENTS["batch_sampler"] = _ARGUMENT_REPLACEMENTS["sampler"]
 
 
-def refuse_arguments(arguments: Mapping[str, object], num_unnamed: int) -> None:
+def refuse_arguments(arguments: Mapping[str, object], num_positional: int) -> None:
     """Raise ``TypeError`` for an argument of torch's ``DataLoader`` that this loader lacks; the message names a replacement."""
-    for argument in ["batch_size"] * (num_unnamed > 1) + list(arguments):
-        if argument in _REPLACEMENTS:
-            raise TypeError(f"rd.DataLoader has no argument {argument}=: {_REPLACEMENTS[argument]}.")
+    for argument in ["batch_size"] * (num_positional > 1) + list(arguments):
+        if argument in _ARGUMENT_REPLACEMENTS:
+            raise TypeError(f"rd.DataLoader has no argument {argument}=: {_ARGUMENT_REPLACEMENTS[argument]}.")
 
 
 def as_pipeline(

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from rescale_data.errors import checks_kinds
-from rescale_data.layout.step_plan import Sync
+from rescale_data.errors import checks_argument_types
+from rescale_data.layout.step_plan import SyncInterval
 
 BalanceScope: TypeAlias = Literal["rank", "host", "all"]
-Number: TypeAlias = Callable[[Any], int] | str
+SampleMeasure: TypeAlias = Callable[[Any], int] | str
 """An integer of each sample: a function that computes it from the sample, or the name of the column that holds it."""
 
-_MAX_NUMBER = 1 << 40
-_COLUMNS = ("tokens", "input_ids")
+_MAX_MEASURE = 1 << 40
+_TOKEN_COLUMNS = ("tokens", "input_ids")
 
 
-@checks_kinds
+@checks_argument_types
 @dataclass(frozen=True, kw_only=True)
 class Balance:
     """Settings of balanced steps, in which samples move between micro batches so that all ranks finish at the same time.
@@ -60,16 +60,16 @@ class Balance:
         [1000, 1000]
     """
 
-    cost: Number
+    cost: SampleMeasure
     over: BalanceScope = "host"
-    sync: Sync = "micro"
+    sync: SyncInterval = "micro"
     padded: bool = False
     max_tokens: int | None = None
-    tokens: Number | None = None
-    weight: Number | None = None
+    tokens: SampleMeasure | None = None
+    weight: SampleMeasure | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("over", get_args(BalanceScope)), ("sync", get_args(Sync))):
+        for name, allowed in (("over", get_args(BalanceScope)), ("sync", get_args(SyncInterval))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"rd.Balance({name}={getattr(self, name)!r}): give one of {list(allowed)}.")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -87,7 +87,7 @@ class Balance:
         Raises:
             ValueError: One of them is no integer, or is out of range, or the sample has no such column.
         """
-        tokens = (_length(sample) or 1) if self.tokens is None else _integer("tokens", self.tokens, sample)
+        tokens = (_num_tokens(sample) or 1) if self.tokens is None else _integer("tokens", self.tokens, sample)
         weight = 0 if self.weight is None else _integer("weight", self.weight, sample)
         return _integer("cost", self.cost, sample), max(tokens, 1), weight
 
@@ -99,7 +99,7 @@ class Balance:
         }
 
 
-@checks_kinds
+@checks_argument_types
 def transformer_cost(
     *,
     crossover: float | None = None,
@@ -154,7 +154,7 @@ def transformer_cost(
         crossover = num_parameters / (num_layers * layer_width)
     if not crossover >= 1:
         raise ValueError(f"transformer_cost: crossover={crossover:g} tokens; it is at least 1.")
-    return TransformerCost(int(min(crossover, _MAX_NUMBER)))
+    return TransformerCost(int(min(crossover, _MAX_MEASURE)))
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class TransformerCost:
     crossover: int
 
     def __call__(self, sample: Any) -> int:
-        length = _length(sample)
+        length = _num_tokens(sample)
         if length is None:
             column_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
             raise ValueError(
@@ -175,13 +175,13 @@ class TransformerCost:
         return length + sum_of_squares // self.crossover
 
 
-def _length(sample: Any) -> int | None:
+def _num_tokens(sample: Any) -> int | None:
     """Return the number of tokens of a sample, from its column "tokens" or "input_ids"; `None` if it has neither."""
-    columns = [name for name in _COLUMNS if name in sample] if isinstance(sample, Mapping) else []
+    columns = [name for name in _TOKEN_COLUMNS if name in sample] if isinstance(sample, Mapping) else []
     return len(sample[columns[0]]) if columns else None
 
 
-def _integer(name: str, setting: Number, sample: Any) -> int:
+def _integer(name: str, setting: SampleMeasure, sample: Any) -> int:
     if isinstance(setting, str) and not (isinstance(sample, Mapping) and setting in sample):
         column_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
         raise ValueError(f"rd.Balance({name}={setting!r}): there is no such column; a sample is {column_names}.")
@@ -190,6 +190,6 @@ def _integer(name: str, setting: Number, sample: Any) -> int:
         number = int(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"rd.Balance({name}=): {value!r} is no integer.") from error
-    if not 0 <= number <= _MAX_NUMBER:
-        raise ValueError(f"rd.Balance({name}=): a sample has {number}; give 0 to {_MAX_NUMBER}.")
+    if not 0 <= number <= _MAX_MEASURE:
+        raise ValueError(f"rd.Balance({name}=): a sample has {number}; give 0 to {_MAX_MEASURE}.")
     return number

@@ -1,4 +1,4 @@
-"""`Balanced`: a feed that redistributes the samples of a step over micro batches and ranks, so that ranks finish together.
+"""`BalancedFeed`: a feed that redistributes the samples of a step over micro batches and ranks, so that ranks finish together.
 
     read ahead, one rank's own samples    InThread(InProcess), Pool
     costs, the plan, samples that move    Balanced: the ranks of a group together (`Exchanges`)
@@ -20,7 +20,7 @@ import numpy as np
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.collate import collate as stack
 from rescale_data.engine.collate import with_valid
-from rescale_data.engine.exchanges import COST, IS_REAL, SHARD, TOKENS, Exchanges, Group
+from rescale_data.engine.exchanges import COST, IS_REAL, SHARD, TOKENS, Exchanges, RankGroup
 from rescale_data.engine.feed import Feed, WrappedFeed
 from rescale_data.engine.micro_batch import MicroBatch, TableRows, merge_rows
 from rescale_data.engine.ranks.meeting import digest
@@ -79,7 +79,7 @@ class _ArrangedStep:
     weight: int
 
 
-class Balanced(WrappedFeed):
+class BalancedFeed(WrappedFeed):
     """A feed that makes the micro batches of balanced steps, from samples that this rank and other ranks have read.
 
     Args:
@@ -91,35 +91,35 @@ class Balanced(WrappedFeed):
         super().__init__(feed)
         self._setup, self._balance, self._collate = setup, balance, collate or stack
         sample_ranks, all_ranks = _members(balance, setup.ranks), list(range(setup.ranks.world_size))
-        self._sample_group = Group.from_members(sample_ranks, setup.ranks)
+        self._sample_group = RankGroup.from_members(sample_ranks, setup.ranks)
         is_known = balance.weight is None or sample_ranks == all_ranks
-        self._weight_group = self._sample_group if is_known else Group.from_members(all_ranks, setup.ranks)
+        self._weight_group = self._sample_group if is_known else RankGroup.from_members(all_ranks, setup.ranks)
         self._exchanges: Exchanges | None = None  # since the last `begin`
-        self._u = self._num_to_skip = 0
+        self._u = self._batches_to_skip = 0
         self._segment: Segment | None = None
-        self._ready: deque[MicroBatch] = deque()
+        self._ready_batches: deque[MicroBatch] = deque()
         self._has_warned = False
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         num_own = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
         self._exchanges = Exchanges(self._setup.ranks, self._sample_group, self._weight_group, num_own, self._exchanges)
-        self._segment, self._u, self._ready = segment, segment.step_of(first_u), deque()
-        self._num_to_skip = first_u - self._u  # micro batches of the step that were consumed before
+        self._segment, self._u, self._ready_batches = segment, segment.step_start_u(first_u), deque()
+        self._batches_to_skip = first_u - self._u  # micro batches of the step that were consumed before
         self.feed.begin(segment, table, self._u)
 
     def next(self) -> MicroBatch:
         if self._segment is None or self._exchanges is None:
             raise Exhausted
-        while not self._ready:
+        while not self._ready_batches:
             try:
-                self._ready.extend(self._make_step(self._segment, self._exchanges))
+                self._ready_batches.extend(self._make_step(self._segment, self._exchanges))
             except BaseException:
                 self._segment = None
                 raise
-            for _ in range(self._num_to_skip):
-                self._ready.popleft()
-            self._num_to_skip = 0
-        return self._ready.popleft()
+            for _ in range(self._batches_to_skip):
+                self._ready_batches.popleft()
+            self._batches_to_skip = 0
+        return self._ready_batches.popleft()
 
     def activity(self) -> str:
         return self.feed.activity() or "waiting for the samples of other ranks"
@@ -146,7 +146,7 @@ class Balanced(WrappedFeed):
         self._read(step, exchanges)
         arranged = exchanges.run(lambda: self._arrange(step, exchanges))
         self._u = step.stop
-        batches = [self._batch(indices, arranged, segment) for indices in arranged.batch_indices]
+        batches = [self._collate_batch(indices, arranged, segment) for indices in arranged.batch_indices]
         batches[-1] = batches[-1]._replace(rows=merge_rows([batch.rows for batch in step.micro_batches]))
         return batches
 
@@ -169,20 +169,20 @@ class Balanced(WrappedFeed):
     def _arrange(self, step: _Step, exchanges: Exchanges) -> _ArrangedStep:
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
         samples_before, is_last = int(step.segment.samples_before(step.first_u).sum()), step.stop == step.segment.stop
-        numbers, weight = exchanges.agree(step.failure, samples_before, step.numbers, is_last=is_last)
+        sample_measures, weight = exchanges.agree(step.failure, samples_before, step.numbers, is_last=is_last)
         owners = np.repeat(np.arange(len(self._sample_group.members)), len(step.numbers))
-        rank, micro_batch = self._plan(step, numbers, owners)
-        samples = self._move(step, exchanges, owners, rank)
-        is_own = rank == self._sample_group.me
+        target_ranks, micro_batch = self._plan(step, sample_measures, owners)
+        samples = self._move(step, exchanges, owners, target_ranks)
+        is_own = target_ranks == self._sample_group.me
         batch_indices = [np.flatnonzero(is_own & (micro_batch == number)) for number in range(step.stop - step.first_u)]
-        return _ArrangedStep(numbers, batch_indices, samples, weight)
+        return _ArrangedStep(sample_measures, batch_indices, samples, weight)
 
-    def _plan(self, step: _Step, numbers: Ints, owners: Ints) -> tuple[Ints, Ints]:
+    def _plan(self, step: _Step, sample_measures: Ints, owners: Ints) -> tuple[Ints, Ints]:
         """Return the rank and the micro batch that compute each sample of the step: two arrays ``int64[samples]``."""
-        balance, layout, tokens = self._balance, step.segment.layout, numbers[:, TOKENS]
+        balance, layout, tokens = self._balance, step.segment.layout, sample_measures[:, TOKENS]
         max_tokens = balance.max_tokens or layout.micro_batch_size * int(tokens.max())
         plan = StepPlan(
-            costs=numbers[:, COST],
+            costs=sample_measures[:, COST],
             tokens=tokens,
             owners=owners,
             ranks=len(self._sample_group.members),
@@ -193,10 +193,10 @@ class Balanced(WrappedFeed):
             seed=self._setup.recipe.seed,
             step=step.first_u // layout.gradient_accumulation_steps,
         )
-        rank, micro_batch = plan.assign()
+        target_ranks, target_batches = plan.assign()
         if balance.max_tokens is not None and not self._has_warned:
-            self._warn_if_above(plan.num_tokens(rank, micro_batch), balance.max_tokens)
-        return rank, micro_batch
+            self._warn_if_above(plan.num_tokens(target_ranks, target_batches), balance.max_tokens)
+        return target_ranks, target_batches
 
     def _warn_if_above(self, tokens: Ints, max_tokens: int) -> None:
         if int(tokens.max()) > max_tokens:
@@ -209,18 +209,18 @@ class Balanced(WrappedFeed):
                 tokens.size,
             )
 
-    def _move(self, step: _Step, exchanges: Exchanges, owners: Ints, rank: Ints) -> dict[int, Any]:
+    def _move(self, step: _Step, exchanges: Exchanges, owners: Ints, target_ranks: Ints) -> dict[int, Any]:
         """Send samples to the ranks that compute them; return the samples read here and received, by index (collective)."""
-        me, indices = self._sample_group.me, np.arange(len(rank))
-        is_own = owners == me
+        my_index, indices = self._sample_group.me, np.arange(len(target_ranks))
+        is_own = owners == my_index
         samples = dict(zip(indices[is_own].tolist(), (s for mb in step.micro_batches for s in mb.batch), strict=True))
-        to_send = _grouped(rank[is_own], indices[is_own], me)
-        incoming = _grouped(owners[rank == me], indices[rank == me], me)
+        to_send = _group_by_rank(target_ranks[is_own], indices[is_own], my_index)
+        incoming = _group_by_rank(owners[target_ranks == my_index], indices[target_ranks == my_index], my_index)
         lists = exchanges.exchange_lists({i: [samples[n] for n in sent] for i, sent in to_send.items()}, list(incoming))
         received_samples = {n: s for i, values in lists.items() for n, s in zip(incoming[i], values, strict=True)}
         return samples | received_samples
 
-    def _batch(self, indices: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:
+    def _collate_batch(self, indices: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:
         """Return the micro batch of the samples at the given indices; padding samples of the last global batch come last."""
         batch = self._collate([arranged.samples[n] for n in indices.tolist()])
         num_real = int(arranged.numbers[indices, IS_REAL].sum())
@@ -232,9 +232,9 @@ class Balanced(WrappedFeed):
         return MicroBatch(batch, TableRows(no_rows[:, 0], no_rows), arranged.numbers[indices, SHARD].tolist(), num_real)
 
 
-def _grouped(indices: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
-    """Return the values of ``numbers`` grouped by their value in ``indices``, as a dict of lists, without the index ``me``."""
-    return {rank: numbers[indices == rank].tolist() for rank in np.unique(indices).tolist() if rank != me}
+def _group_by_rank(ranks: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
+    """Return the values of ``numbers`` grouped by their value in ``ranks``, as a dict of lists, without the index ``me``."""
+    return {rank: numbers[ranks == rank].tolist() for rank in np.unique(ranks).tolist() if rank != me}
 
 
 def _members(balance: Balance, ranks: Ranks) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rescale_data.sources.counts import FIELDS, MADE_BATCHES
+from rescale_data.sources.counts import COUNTER_INDICES, MADE_BATCHES
 
 _TEXT_BYTES = 512
 
@@ -16,18 +16,18 @@ class Board:
     """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the wanted command."""
 
     def __init__(self, num_workers: int) -> None:
-        self._wanted = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
-        self.counts = torch.zeros(num_workers, len(FIELDS), dtype=torch.float64, device="cpu").share_memory_()
+        self._wanted_begin_number = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
+        self.counts = torch.zeros(num_workers, len(COUNTER_INDICES), dtype=torch.float64, device="cpu").share_memory_()
         self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
 
     @property
     def wanted_begin(self) -> int:
         """The number of the `Begin` command that the trainer wants; workers stop making micro batches for any other."""
-        return int(self._wanted.item())
+        return int(self._wanted_begin_number.item())
 
     @wanted_begin.setter
     def wanted_begin(self, number: int) -> None:
-        self._wanted.fill_(number)
+        self._wanted_begin_number.fill_(number)
 
     def counters(self, worker: int) -> Any:
         """Return the counters of a worker as a view of the shared memory: ``float64[len(FIELDS)]``."""

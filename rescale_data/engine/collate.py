@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from rescale_data.errors import require
+from rescale_data.errors import require_type
 from rescale_data.nodes.packing.payload import PerDocument
 
 Samples = Sequence[Any]
@@ -49,7 +49,7 @@ def pad_collate(pad: Mapping[str, float]) -> PadCollate:
         {'tokens': tensor([[1, 2, 3],
                 [4, 0, 0]])}
     """
-    require(Mapping, "a dict of columns and values", pad=pad)
+    require_type(Mapping, "a dict of columns and values", pad=pad)
     return PadCollate(dict(pad))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rescale_data.engine.micro_batch import MicroBatch, TableRows
-from rescale_data.engine.recipe import ENDED, REMAINDER
+from rescale_data.engine.recipe import EPOCH_ENDED, REMAINDER_COLUMN
 from rescale_data.engine.segment import Segment
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
@@ -51,18 +51,18 @@ class Cursor(NamedTuple):
     @classmethod
     def from_clock(cls, clock: Clock, table: Ints, owners: Ints, layout: Layout) -> Cursor:
         """Return the cursor at the counts `clock` and the positions `table`, whose rows are all up to date on this rank."""
-        ended = bool((table[:, REMAINDER] == ENDED).all())
+        ended = bool((table[:, REMAINDER_COLUMN] == EPOCH_ENDED).all())
         return cls(clock, table, owners, clock.micro_batch(layout), {}, ended=ended, empty_epochs=int(not ended))
 
     @property
     def can_skip_checks(self) -> bool:
         """True if the next micro batch can be taken without a check for the end of the segment."""
-        return self.segment is not None and self.u < self.segment.checks_from
+        return self.segment is not None and self.u < self.segment.checks_from_u
 
     @property
     def positions(self) -> Ints:
         """The table with the rows of all consumed micro batches written; only the thread that consumes batches may use it."""
-        return self._written(self.table)
+        return self._write_rows_to(self.table)
 
     def clock_now(self, layout: Layout) -> Clock:
         """Return the counts of the run as a state saved at this moment contains them."""
@@ -76,8 +76,8 @@ class Cursor(NamedTuple):
     def advanced(self, micro_batch: MicroBatch) -> Cursor:
         """Return the cursor after `micro_batch`, the next one, was consumed."""
         last_rows = self.last_rows
-        if last_rows is not None and last_rows.slots is None and isinstance(last_rows.visited, slice):
-            self.pending[last_rows.visited.start] = last_rows
+        if last_rows is not None and last_rows.slots is None and isinstance(last_rows.visited_shards, slice):
+            self.pending[last_rows.visited_shards.start] = last_rows
         elif last_rows is not None:
             last_rows.write(self.table)
         owners, segment = self.owners, self.segment
@@ -91,9 +91,9 @@ class Cursor(NamedTuple):
 
     def copy(self) -> Cursor:
         """Return a copy of the cursor whose table is a separate array, with the rows of all consumed micro batches written."""
-        return self._replace(table=self._written(self.table.copy()), pending={}, last_rows=None)
+        return self._replace(table=self._write_rows_to(self.table.copy()), pending={}, last_rows=None)
 
-    def _written(self, table: Ints) -> Ints:
+    def _write_rows_to(self, table: Ints) -> Ints:
         for pending_rows in [*self.pending.values()]:  # a list: another thread may take a batch meanwhile
             pending_rows.write(table)
         if self.last_rows is not None:

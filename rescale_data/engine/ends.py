@@ -16,12 +16,12 @@ import numpy as np
 
 from rescale_data.engine.agreement import Agreement, call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES
+from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import Setup
 from rescale_data.errors import DataStateError
-from rescale_data.layout.layout import block_of, owners
+from rescale_data.layout.layout import block_of, owner_ranks
 from rescale_data.state import Ints
 
 STEPS_OF_A_ROUND = 4
@@ -49,12 +49,12 @@ class Ends:
         self.setup, self.runner = setup, runner
         self.schema, self.layout, self.ranks = setup.schema, setup.layout, setup.ranks
         topology = self.ranks.world_size, self.layout.num_logical_shards
-        self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owners(*topology)
+        self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owner_ranks(*topology)
         self.verify_error = ""
         self._agreement: tuple[Segment | None, Agreement | None] = None, None
         self._epoch = -1  # the epoch that the next three describe
         self._table: Ints | None = None  # with all rows, of a `plan_round` that has not ended
-        self._num_ahead = 0
+        self._samples_ahead = 0
         self._epoch_ends = np.empty((0, 0), dtype=np.int64)  # of each shard: samples at the end, and slots after it
 
     def num_left(self, table: Ints) -> Ints | None:
@@ -62,7 +62,7 @@ class Ends:
         epoch_end = None if self.setup.recipe.repeat else self.schema.epoch_end(table)
         return None if epoch_end is None else epoch_end[0]
 
-    def is_over(self, cursor: Cursor, make_until: Callable[[int], int]) -> bool:
+    def is_segment_over(self, cursor: Cursor, make_until: Callable[[int], int]) -> bool:
         """True if no micro batch of the segment is left (collective if only reading can find the end of the segment).
 
         Args:
@@ -103,16 +103,16 @@ class Ends:
             self._table = self.ranks.merge(cursor.positions, cursor.owners)
         table = self._table
         self.runner.load(table, self.schema.histories)
-        min_samples, num_read = STEPS_OF_A_ROUND * self.layout.global_batch_size, 0
-        self._num_ahead = self._num_ahead or -(-min_samples // len(table))
+        min_samples, samples_read = STEPS_OF_A_ROUND * self.layout.global_batch_size, 0
+        self._samples_ahead = self._samples_ahead or -(-min_samples // len(table))
         while True:
-            ahead, end_samples = self._num_ahead, self._read(table[:, SAMPLES], num_read, self._num_ahead)
-            num_left = np.where(end_samples == _UNKNOWN, ahead, np.minimum(end_samples - table[:, SAMPLES], ahead))
-            num_unfinished = int((num_left == ahead).sum())
-            if num_left.sum() >= min_samples or not num_unfinished:
-                self._table, self._num_ahead = None, 0
-                return table, num_left
-            num_read, self._num_ahead = ahead, max(2 * ahead, -(-min_samples // num_unfinished))
+            ahead, end_samples = self._samples_ahead, self._read(table[:, SAMPLES], samples_read, self._samples_ahead)
+            samples_left = np.where(end_samples == _UNKNOWN, ahead, np.minimum(end_samples - table[:, SAMPLES], ahead))
+            num_unfinished = int((samples_left == ahead).sum())
+            if samples_left.sum() >= min_samples or not num_unfinished:
+                self._table, self._samples_ahead = None, 0
+                return table, samples_left
+            samples_read, self._samples_ahead = ahead, max(2 * ahead, -(-min_samples // num_unfinished))
 
     def next_epoch(self, cursor: Cursor) -> Ints:
         """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
@@ -147,10 +147,10 @@ class Ends:
     def _start_epoch_search(self, cursor: Cursor) -> None:
         if self._epoch != cursor.clock.epoch:
             n, num_columns = cursor.table.shape
-            self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
-            self._table, self._num_ahead, self._epoch = None, 0, cursor.clock.epoch
+            self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT_COLUMN), _UNKNOWN, dtype=np.int64)
+            self._table, self._samples_ahead, self._epoch = None, 0, cursor.clock.epoch
 
-    def _read(self, samples: Ints, samples_read: int, num_ahead: int) -> Ints:
+    def _read(self, sample_counts: Ints, samples_read: int, num_ahead: int) -> Ints:
         """Read shards up to ``num_ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN`.
 
         Args:
@@ -163,9 +163,9 @@ class Ends:
                 if epoch_ends[shard, 0] == _UNKNOWN:
                     num_drawn, next_slots = self.runner.look_ahead(shard, num_ahead - samples_read)
                     if next_slots is not None:
-                        epoch_ends[shard] = [samples[shard] + samples_read + num_drawn, *next_slots]
+                        epoch_ends[shard] = [sample_counts[shard] + samples_read + num_drawn, *next_slots]
             return epoch_ends
 
-        ranks = self.ranks.at_position(int(samples.sum()), num_ahead)
+        ranks = self.ranks.at_position(int(sample_counts.sum()), num_ahead)
         self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
         return self._epoch_ends[:, 0]

@@ -26,18 +26,18 @@ import numpy as np
 import torch
 
 from rescale_data.engine.agreement import failure_elsewhere
-from rescale_data.engine.message import Bytes, from_bytes, to_bytes
-from rescale_data.engine.options import MAX_SECONDS
+from rescale_data.engine.message import PackedBytes, from_bytes, to_bytes
+from rescale_data.engine.options import MAX_TIMEOUT_SECONDS
 from rescale_data.engine.ranks.communicator import Call, Communicator
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Exhausted
-from rescale_data.engine.threads import Answer, TaskThread
+from rescale_data.engine.threads import TaskThread, WorkResult
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 
 T = TypeVar("T")
 
-MADE, ENDED, STOPPED, UNREAD, FAILED, OUT_OF_STEP = range(6)
+STATUS_MADE, STATUS_ENDED, STATUS_STOPPED, STATUS_UNREAD, STATUS_FAILED, STATUS_OUT_OF_STEP = range(6)
 """The status of a rank's samples of a step, from best to worst.
 
 MADE: the samples are made. ENDED: none are left in the epoch. STOPPED: not made, because the rank stops. UNREAD: not made,
@@ -46,13 +46,13 @@ another rank."""
 COST, TOKENS, WEIGHT, SHARD, IS_REAL = range(5)
 """The columns of the array in which ranks exchange the numbers of their samples, a row for each sample."""
 _SECONDS_TO_STOP = 5.0
-_CURE = (
+_RESTART_REMEDY = (
     "State that was saved is whole; restart from it. timeout= of the loader is how long a rank may keep others waiting."
 )
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The dp ranks that take part in one exchange.
 
     Args:
@@ -66,7 +66,7 @@ class Group:
     communicator: Communicator | None
 
     @classmethod
-    def from_members(cls, members: list[int], ranks: Ranks) -> Group:
+    def from_members(cls, members: list[int], ranks: Ranks) -> RankGroup:
         communicator = None if len(members) == 1 or ranks.communicator is None else ranks.communicator.subgroup(members)
         return cls(members, members.index(ranks.rank), communicator)
 
@@ -83,15 +83,15 @@ class Exchanges:
     """
 
     def __init__(
-        self, ranks: Ranks, sample_group: Group, weight_group: Group, size: int, previous: Exchanges | None
+        self, ranks: Ranks, sample_group: RankGroup, weight_group: RankGroup, size: int, previous: Exchanges | None
     ) -> None:
         self._ranks, self._sample_group, self._weight_group, self._size = ranks, sample_group, weight_group, size
         is_alone = sample_group.communicator is None and weight_group.communicator is None
         if previous is not None:
             previous.stop()
         self._thread = None if is_alone else TaskThread("balance") if previous is None else previous._thread
-        self._answer = Answer[Any]()
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._answer = WorkResult[Any]()
+        self._lock, self._process_id = threading.Lock(), os.getpid()
         self.is_stopped = self._is_over = False
         _open_exchanges.add(self)
 
@@ -106,24 +106,24 @@ class Exchanges:
         """
         if self._thread is None:
             return work()
-        answer = Answer[T]()
+        answer = WorkResult[T]()
         with self._lock:
             if self.is_stopped or self._is_over:
                 raise Exhausted
             self._answer = answer
-            self._thread.put(lambda: answer.set_by(work))
+            self._thread.put(lambda: answer.run_work(work))
         try:
             return answer.get(self._ranks.timeout)
         except Empty:
             raise RuntimeError(
                 f"Dp rank {self._ranks.rank} waited timeout={self._ranks.timeout:g} s for samples of the dp ranks "
                 f"{self._sample_group.members}: one of them reads slowly, makes no batches, or made other calls of the loader "
-                f"before. {_CURE}"
+                f"before. {_RESTART_REMEDY}"
             ) from None
 
     def stop(self) -> None:
         """Make a waiting `run` raise `Exhausted`, inform the other ranks in the next exchange, and return at once."""
-        if os.getpid() != self._process:  # a forked process has neither the thread nor the connections
+        if os.getpid() != self._process_id:  # a forked process has neither the thread nor the connections
             return
         with self._lock:
             if self.is_stopped:
@@ -143,7 +143,7 @@ class Exchanges:
         if not self._is_over:
             self._is_over = True
             with suppress(Exception):  # the other ranks are gone, or raise an error of their own
-                self._gather_all(STOPPED, -1, np.zeros((0, 5), dtype=np.int64))
+                self._gather_all(STATUS_STOPPED, -1, np.zeros((0, 5), dtype=np.int64))
 
     # In the thread of an exchange
 
@@ -163,15 +163,15 @@ class Exchanges:
             Exception: Some rank has no samples. That rank raises its own error; the others raise an error that says so.
         """
         all_numbers, summaries = self._gather_all(_status(failure), num_delivered, numbers)
-        statuses, sample_counts = summaries[:, 0], np.unique(summaries[summaries[:, 0] != STOPPED, 1])
-        max_status = OUT_OF_STEP if len(sample_counts) > 1 else int(statuses.max())
-        self._is_over = max_status != MADE or is_last
-        if max_status == OUT_OF_STEP:
+        statuses, sample_counts = summaries[:, 0], np.unique(summaries[summaries[:, 0] != STATUS_STOPPED, 1])
+        max_status = STATUS_OUT_OF_STEP if len(sample_counts) > 1 else int(statuses.max())
+        self._is_over = max_status != STATUS_MADE or is_last
+        if max_status == STATUS_OUT_OF_STEP:
             raise RuntimeError(
                 f"The dp ranks are at different places of the run, {sample_counts.tolist()} samples from its beginning: an "
                 f"error came on some of them alone, or they made other calls. Load one state on all of them."
             )
-        if max_status != MADE:
+        if max_status != STATUS_MADE:
             raise failure if failure is not None and _status(failure) == max_status else _failure_elsewhere(max_status)
         return all_numbers[:, : len(numbers)].reshape(-1, 5), int(summaries[:, 2].sum())
 
@@ -195,34 +195,34 @@ class Exchanges:
             raise failure or failure_elsewhere(wrong_rows=False)
         return {index: from_bytes(body, int(incoming_sizes[index][1])) for index, body in received_bytes.items()}
 
-    def _gather_all(self, status: int, num_delivered: int, numbers: Ints) -> tuple[Ints, Ints]:
+    def _gather_all(self, status: int, num_delivered: int, sample_measures: Ints) -> tuple[Ints, Ints]:
         """Gather the sample numbers of each rank in the group, and status, position and weight of each in the weight group."""
         own_numbers = np.zeros((1 + self._size, 5), dtype=np.int64)
-        own_numbers[0, :3] = status, num_delivered, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
-        own_numbers[1 : 1 + len(numbers)] = numbers
+        own_numbers[0, :3] = status, num_delivered, sample_measures[:, WEIGHT] @ sample_measures[:, IS_REAL]
+        own_numbers[1 : 1 + len(sample_measures)] = sample_measures
         gathered_numbers = self._gather(self._sample_group, "costs", own_numbers)
         summaries = gathered_numbers[:, 0, :3]
         if self._weight_group is not self._sample_group:
             summaries = self._gather(self._weight_group, "weights", own_numbers[0, :3].copy())
         return gathered_numbers[:, 1:], summaries
 
-    def _gather(self, group: Group, name: str, numbers: Ints) -> Ints:
+    def _gather(self, group: RankGroup, name: str, numbers: Ints) -> Ints:
         if group.communicator is None:
             return numbers[None]
-        with self._network():
+        with self._mark_over_on_error():
             return group.communicator.gather(self._call(name), torch.from_numpy(numbers)).numpy()
 
     def _exchange(
         self, communicator: Communicator, name: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
     ) -> None:
-        with self._network():
+        with self._mark_over_on_error():
             communicator.exchange(self._call(name), sends, receives)
 
     def _call(self, name: str) -> Call:
-        return Call(f"balance/{name}/{self._ranks.loader}", MAX_SECONDS, _CURE)
+        return Call(f"balance/{name}/{self._ranks.loader}", MAX_TIMEOUT_SECONDS, _RESTART_REMEDY)
 
     @contextmanager
-    def _network(self) -> Generator[None, None, None]:
+    def _mark_over_on_error(self) -> Generator[None, None, None]:
         """Mark the exchanges as over if the network fails in the ``with`` block: a broken connection ends them on all ranks."""
         try:
             yield
@@ -231,9 +231,9 @@ class Exchanges:
             raise
 
 
-def _packed(lists: Mapping[int, list[Any]]) -> tuple[dict[int, Bytes], Exception | None]:
+def _packed(lists: Mapping[int, list[Any]]) -> tuple[dict[int, PackedBytes], Exception | None]:
     """Return the lists as bytes, up to the first list that does not pickle, and the error of that list, `None` without one."""
-    payloads = dict[int, Bytes]()
+    payloads = dict[int, PackedBytes]()
     try:
         for index, samples in lists.items():
             payloads[index] = to_bytes(samples)
@@ -244,19 +244,19 @@ def _packed(lists: Mapping[int, list[Any]]) -> tuple[dict[int, Bytes], Exception
 
 def _status(failure: Exception | None) -> int:
     if isinstance(failure, DataStateError):
-        return FAILED
-    return MADE if failure is None else ENDED if isinstance(failure, Exhausted) else UNREAD
+        return STATUS_FAILED
+    return STATUS_MADE if failure is None else STATUS_ENDED if isinstance(failure, Exhausted) else STATUS_UNREAD
 
 
 def _failure_elsewhere(status: int) -> Exception:
-    if status == ENDED:
+    if status == STATUS_ENDED:
         return Exhausted()
-    if status == STOPPED:
+    if status == STATUS_STOPPED:
         return RuntimeError(
             "Another dp rank has stopped: an error came there, or it closed, loaded or reset its loader, or ended. All ranks "
             "make the same calls."
         )
-    return failure_elsewhere(wrong_rows=status == FAILED)
+    return failure_elsewhere(wrong_rows=status == STATUS_FAILED)
 
 
 _open_exchanges: weakref.WeakSet[Exchanges] = weakref.WeakSet()

@@ -27,7 +27,7 @@ from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.threads import TaskThread
 from rescale_data.engine.watch import describe, frames
-from rescale_data.layout.turns import Turn, Turns
+from rescale_data.layout.turns import Turn, TurnFunction
 from rescale_data.sources.counts import MAKE_SECONDS, by_name, counts
 from rescale_data.state import Ints
 
@@ -76,27 +76,27 @@ class Feed(ABC):
         """End the worker processes or the thread of the feed; `begin` starts them again."""
 
 
-class InProcess(Feed):
+class InProcessFeed(Feed):
     """A feed that makes each micro batch in the calling process, when `next` is called."""
 
     def __init__(self, runner: Runner, collate: Collate | None) -> None:
         self.runner = runner
         self._draw: Callable[[Turn], MicroBatch] = partial(runner.take, collate=collate)
-        self._turns: Turns | None = None
+        self._turns: TurnFunction | None = None
         self._segment: Segment | None = None
-        self._u, self._pads = 0, False
-        self._seconds = self._counted_seconds = 0.0  # spent on making; the part that is already in `counts`
+        self._u, self._pads_tail = 0, False
+        self._make_seconds = self._counted_seconds = 0.0  # spent on making; the part that is already in `counts`
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self.runner.load(table, segment.histories)
         self._segment = segment
-        self._turns, self._u, self._pads = segment.turns(table), first_u, segment.pads
+        self._turns, self._u, self._pads_tail = segment.turns(table), first_u, segment.pads
 
     def next(self) -> MicroBatch:
         started = time.perf_counter()
         micro_batch = self.make(self._u)
         self._u += 1
-        self._seconds += time.perf_counter() - started
+        self._make_seconds += time.perf_counter() - started
         return micro_batch
 
     def make(self, u: int) -> MicroBatch:
@@ -107,13 +107,13 @@ class InProcess(Feed):
         if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker
             self.runner.serve(self._segment.served(u))
         batch = self._draw(turns(u))
-        if self._pads:
+        if self._pads_tail:
             batch = batch._replace(batch=with_valid(batch.batch, batch.num_real, len(batch.shards)))
         self._turns = turns
         return batch
 
     def progress(self) -> dict[str, float]:
-        seconds = self._seconds
+        seconds = self._make_seconds
         counts().add(MAKE_SECONDS, seconds - self._counted_seconds)
         self._counted_seconds = seconds
         return {"batches_ready": 0.0, **by_name(counts().values)}
@@ -162,7 +162,7 @@ class MappedFeed(WrappedFeed):
         return micro_batch._replace(batch=self._function(micro_batch.batch))
 
 
-class InThread(WrappedFeed):
+class InThreadFeed(WrappedFeed):
     """A feed that calls another feed in a background thread, up to some micro batches ahead of the caller.
 
     An error is raised when its micro batch is due.
@@ -181,27 +181,27 @@ class InThread(WrappedFeed):
         self._thread_id = 0
         self._thread: TaskThread | None = None
         self._lock, self._is_making = threading.Lock(), False
-        self._finished: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
-        self._num_to_make = self._num_to_take = 0.0
-        self._process = os.getpid()  # the process that has the thread
+        self._finished_batches: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
+        self._batches_to_make = self._batches_to_take = 0.0
+        self._process_id = os.getpid()  # the process that has the thread
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self.stop()
-        self._process = os.getpid()
+        self._process_id = os.getpid()
         self.feed.begin(segment, table, first_u)
-        self._is_making, self._finished = False, SimpleQueue()
+        self._is_making, self._finished_batches = False, SimpleQueue()
         self._thread = TaskThread("ahead")
         _threaded_feeds.add(self)
-        self._num_to_make = self._num_to_take = inf if segment.stop is None else segment.stop - first_u
+        self._batches_to_make = self._batches_to_take = inf if segment.stop is None else segment.stop - first_u
         self._request_one()
 
     def next(self) -> MicroBatch:
-        if not self._num_to_take:
+        if not self._batches_to_take:
             raise Exhausted
-        micro_batch_or_error = self._finished.get()
-        self._num_to_take -= 1
+        micro_batch_or_error = self._finished_batches.get()
+        self._batches_to_take -= 1
         if isinstance(micro_batch_or_error, BaseException):
-            self._num_to_take = 0
+            self._batches_to_take = 0
             try:
                 raise micro_batch_or_error
             finally:
@@ -210,17 +210,17 @@ class InThread(WrappedFeed):
         return micro_batch_or_error
 
     def progress(self) -> dict[str, float]:
-        return {**self.feed.progress(), "batches_ready": float(self._finished.qsize())}
+        return {**self.feed.progress(), "batches_ready": float(self._finished_batches.qsize())}
 
     def activity(self) -> str:
         return self.feed.activity() or f"waiting for the thread ahead, {describe(frames().get(self._thread_id))}"
 
     def stop(self, *, wait: bool = True) -> None:
-        if self._process != os.getpid():  # a forked process has no thread, and the lock may have been held
-            self._lock, self._thread, self._num_to_make, self._num_to_take = threading.Lock(), None, 0, 0
+        if self._process_id != os.getpid():  # a forked process has no thread, and the lock may have been held
+            self._lock, self._thread, self._batches_to_make, self._batches_to_take = threading.Lock(), None, 0, 0
             return
         with self._lock:
-            self._num_to_make = self._num_to_take = 0
+            self._batches_to_make = self._batches_to_take = 0
         if self._thread is not None:
             self.feed.interrupt()
             if wait:  # otherwise, or after Ctrl-C, the thread may still be in a read: a later `stop` waits
@@ -238,25 +238,25 @@ class InThread(WrappedFeed):
             if (
                 self._thread is None
                 or self._is_making
-                or not self._num_to_make
-                or self._finished.qsize() >= self._num_batches
+                or not self._batches_to_make
+                or self._finished_batches.qsize() >= self._num_batches
             ):
                 return
-            self._is_making, self._num_to_make = True, self._num_to_make - 1
+            self._is_making, self._batches_to_make = True, self._batches_to_make - 1
             self._thread.put(self._make)
 
     def _make(self) -> None:
         self._thread_id = threading.get_ident()
         try:
-            self._finished.put(self.feed.next())
+            self._finished_batches.put(self.feed.next())
         except BaseException as error:
-            self._finished.put(error)
+            self._finished_batches.put(error)
             return
         self._is_making = False
         self._request_one()
 
 
-_threaded_feeds: weakref.WeakSet[InThread] = weakref.WeakSet()
+_threaded_feeds: weakref.WeakSet[InThreadFeed] = weakref.WeakSet()
 
 
 @atexit.register
@@ -265,7 +265,7 @@ def _stop_threads() -> None:
         feed.stop(wait=False)
 
 
-class Traced(InProcess):
+class TracedFeed(InProcessFeed):
     """A feed whose micro batches hold the origins (source rows) of the samples of some shards, in place of the samples."""
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:

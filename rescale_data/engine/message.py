@@ -7,7 +7,7 @@ packs many micro batches into one *slab*, and uses a few slabs in turn:
     slab 1  | ...
 
 The receiver copies each micro batch out in one piece, before the worker may write into the slab again. A message holds at most
-`MAX_VALUES` places, so it is small enough for a pipe to take at once.
+`MAX_MESSAGE_VALUES` places, so it is small enough for a pipe to take at once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 64
-MAX_VALUES = 64
+MAX_MESSAGE_VALUES = 64
 """The maximum number of packed values in one message."""
-Bytes: TypeAlias = tuple[torch.Tensor, int]
+PackedBytes: TypeAlias = tuple[torch.Tensor, int]
 """A packed value, ``uint8[any]``, and an offset: the bytes of tensors and arrays lie before it, their pickle behind it."""
-_Place: TypeAlias = tuple[str, Any, tuple[int, ...], int]  # kind, dtype, shape, offset in bytes
+_ArrayPlace: TypeAlias = tuple[str, Any, tuple[int, ...], int]  # kind, dtype, shape, offset in bytes
 
 
-class Part(NamedTuple):
+class ByteRange(NamedTuple):
     """The byte range ``[start, stop)`` of one packed value in a slab (shared buffer); its pickle begins at ``pickle_start``."""
 
     start: int
@@ -39,9 +39,9 @@ class Part(NamedTuple):
 class Message(NamedTuple):
     """Packed values in one slab (shared buffer); ``memory`` is the slab if the receiver does not have it yet, else `None`."""
 
-    slab: int
+    slab_index: int
     memory: torch.Tensor | None
-    ranges: list[Part]
+    ranges: list[ByteRange]
 
 
 class Slabs:
@@ -50,22 +50,22 @@ class Slabs:
     def __init__(self) -> None:
         self._slabs: dict[int, torch.Tensor] = {}
 
-    def pack(self, slab: int, values: Sequence[Packed]) -> Message:
+    def pack(self, slab: int, values: Sequence[PackedValue]) -> Message:
         """Write packed values into a slab (shared buffer), and return the message that says where they lie."""
         start_offsets = np.cumsum([0, *(_round_up(value.num_bytes) for value in values)]).tolist()
         memory, is_new = self._memory(slab, start_offsets[-1])
-        ranges: list[Part] = []
+        ranges: list[ByteRange] = []
         for value, start in zip(values, start_offsets, strict=False):
             value.write(memory.numpy()[start:])
-            ranges.append(Part(start, start + value.size, start + value.num_bytes))
+            ranges.append(ByteRange(start, start + value.size, start + value.num_bytes))
         return Message(slab, memory if is_new else None, ranges)
 
-    def _memory(self, slab: int, size: int) -> tuple[torch.Tensor, bool]:
+    def _memory(self, slab: int, num_bytes: int) -> tuple[torch.Tensor, bool]:
         memory = self._slabs.get(slab)
-        if memory is not None and memory.numel() >= size:
+        if memory is not None and memory.numel() >= num_bytes:
             return memory, False
         self._slabs[slab] = memory = torch.empty(
-            size * 5 // 4 + _ALIGNMENT, dtype=torch.uint8, device="cpu"
+            num_bytes * 5 // 4 + _ALIGNMENT, dtype=torch.uint8, device="cpu"
         ).share_memory_()
         return memory, True
 
@@ -81,13 +81,13 @@ class Inbox:
         self._slabs: dict[int, torch.Tensor] = {}
         self._pin = pin_memory
 
-    def open(self, message: Message) -> list[tuple[torch.Tensor, Part]]:
+    def open(self, message: Message) -> list[tuple[torch.Tensor, ByteRange]]:
         """Return the slab and the byte range of each packed value in a message; unpack them before the slab is reused."""
         if message.memory is not None:
-            self._slabs[message.slab] = message.memory
-        return [(self._slabs[message.slab], byte_range) for byte_range in message.ranges]
+            self._slabs[message.slab_index] = message.memory
+        return [(self._slabs[message.slab_index], byte_range) for byte_range in message.ranges]
 
-    def unpack(self, memory: torch.Tensor, byte_range: Part) -> Any:
+    def unpack(self, memory: torch.Tensor, byte_range: ByteRange) -> Any:
         """Return one unpacked value; its tensors and arrays are views of a single copy of the bytes."""
         start, pickle_start, stop = byte_range
         copied_bytes = torch.empty(pickle_start - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
@@ -95,20 +95,20 @@ class Inbox:
         return _Unpacker(memory[pickle_start:stop].numpy(), copied_bytes).load()
 
 
-def to_bytes(value: Any) -> Bytes:
+def to_bytes(value: Any) -> PackedBytes:
     """Return a picklable value packed as bytes, and the offset of its pickle."""
-    packed_value = Packed(value)
+    packed_value = PackedValue(value)
     packed_bytes = torch.empty(packed_value.num_bytes, dtype=torch.uint8, device="cpu")
     packed_value.write(packed_bytes.numpy())
     return packed_bytes, packed_value.size
 
 
-def from_bytes(packed_bytes: torch.Tensor, start: int) -> Any:
+def from_bytes(packed_bytes: torch.Tensor, pickle_start: int) -> Any:
     """Return the value that `to_bytes` packed; its tensors and arrays are views of ``packed_bytes``."""
-    return _Unpacker(packed_bytes[start:].numpy(), packed_bytes).load()
+    return _Unpacker(packed_bytes[pickle_start:].numpy(), packed_bytes).load()
 
 
-class Packed(pickle.Pickler):
+class PackedValue(pickle.Pickler):
     """A value packed for transport: the bytes of dense CPU tensors and numeric arrays, then a pickle that refers to them.
 
     Attributes:
@@ -129,7 +129,7 @@ class Packed(pickle.Pickler):
         for offset, array in [*self._arrays, (self.size, self._pickle_bytes)]:
             buffer[offset : offset + array.size] = array
 
-    def persistent_id(self, obj: Any) -> _Place | None:
+    def persistent_id(self, obj: Any) -> _ArrayPlace | None:
         if type(obj) is torch.Tensor:
             if obj.device.type != "cpu" or obj.layout is not torch.strided or obj.requires_grad or obj.is_quantized:
                 return None
@@ -151,10 +151,10 @@ class _Unpacker(pickle.Unpickler):
         super().__init__(io.BytesIO(pickle_bytes))
         self._memory = memory
 
-    def persistent_load(self, pid: _Place) -> Any:
-        kind, dtype, shape, offset = pid
+    def persistent_load(self, pid: _ArrayPlace) -> Any:
+        value_kind, dtype, shape, offset = pid
         num_elements = int(np.prod(shape, dtype=np.int64))
-        if kind == "array":
+        if value_kind == "array":
             stop = offset + num_elements * np.dtype(dtype).itemsize
             return self._memory.numpy()[offset:stop].view(dtype).reshape(shape)
         return self._memory[offset : offset + num_elements * dtype.itemsize].view(dtype).reshape(shape)

@@ -15,13 +15,13 @@ class TableRows(NamedTuple):
     """Rows of the table of positions as they are after a micro batch; writing them twice has the same effect as once.
 
     Args:
-        visited: The logical shards that the micro batch visited.
+        visited_shards: The logical shards that the micro batch visited.
         values: ``int64[M, columns]``, an array of its own; with ``slots``, the values of these slots.
         slots: The slots of the whole table, counted row by row, that changed; `None`: all slots of the visited rows.
         num_uncounted: The number of samples that each row has delivered but does not count yet.
     """
 
-    visited: slice | Ints
+    visited_shards: slice | Ints
     values: Ints
     slots: Ints | None = None
     num_uncounted: int = 0
@@ -38,14 +38,14 @@ class TableRows(NamedTuple):
     def write(self, table: Ints) -> None:
         """Write the rows into a table, ``int64[N, columns]``, in place."""
         if self.slots is None:
-            table[self.visited] = self.counted_values
+            table[self.visited_shards] = self.counted_values
         else:
             table.flat[self.slots] = self.values
 
 
 def merge_rows(rows_list: Sequence[TableRows]) -> TableRows:
     """Return the table rows of several micro batches as one `TableRows`, which has the same effect on a table."""
-    visited = np.concatenate([_indices(rows.visited) for rows in rows_list])
+    visited = np.concatenate([_indices(rows.visited_shards) for rows in rows_list])
     values, slots = (
         np.concatenate([rows.counted_values for rows in rows_list]),
         [rows.slots for rows in rows_list if rows.slots is not None],
@@ -74,10 +74,10 @@ class MicroBatch(NamedTuple):
 
     def with_changes(self, table: Ints) -> MicroBatch:
         """Write the rows into `table`; return the micro batch with only the integers of the table that this changed."""
-        visited = self.rows.visited
+        visited = self.rows.visited_shards
         values_before = table[visited].copy()
         self.rows.write(table)
         values_after = table[visited]
-        shards, changed_columns = np.nonzero(values_after != values_before)
-        slots = np.arange(len(table))[visited][shards] * table.shape[1] + changed_columns
-        return self._replace(rows=TableRows(visited, values_after[shards, changed_columns], slots))
+        changed_rows, changed_columns = np.nonzero(values_after != values_before)
+        slots = np.arange(len(table))[visited][changed_rows] * table.shape[1] + changed_columns
+        return self._replace(rows=TableRows(visited, values_after[changed_rows, changed_columns], slots))

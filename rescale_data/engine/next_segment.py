@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
-from rescale_data.engine.recipe import ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER, SAMPLES
+from rescale_data.engine.recipe import EPOCH_ENDED, FIRST_SLOT_COLUMN, NO_REMAINDER, REMAINDER_COLUMN, SAMPLES
 from rescale_data.engine.segment import Segment
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
@@ -33,28 +33,28 @@ def next_segment(cursor: Cursor, ends: Ends) -> Cursor:
     if cursor.ended:
         return _begin_epoch(cursor, ends)
     if cursor.segment is None:
-        return _plan(cursor, ends)
+        return _plan_segment(cursor, ends)
     if cursor.segment.remainder is not None and cursor.segment.is_last:
         return _end_epoch(cursor, cursor.segment.remainder, ends)
     if cursor.segment.num_left is None:
         return _next_round(cursor, ends)
-    delivered, num_left = (
+    num_delivered, samples_left = (
         cursor.segment.samples_before(cursor.u),
         cursor.segment.num_left - cursor.segment.delivered(cursor.u),
     )
-    return _begin_remainder(cursor, cursor.positions.copy(), num_left, delivered, ends, is_known=True)
+    return _begin_remainder(cursor, cursor.positions.copy(), samples_left, num_delivered, ends, is_known=True)
 
 
-def _plan(cursor: Cursor, ends: Ends) -> Cursor:
+def _plan_segment(cursor: Cursor, ends: Ends) -> Cursor:
     """Return the cursor with a planned segment, given a cursor without one whose table rows are all up to date."""
     table, layout = cursor.positions, ends.layout
     samples, num_left = table[:, SAMPLES].copy(), ends.num_left(table)
-    if (table[:, REMAINDER] == NO_REMAINDER).all():
+    if (table[:, REMAINDER_COLUMN] == NO_REMAINDER).all():
         stop = None if num_left is None else max(layout.main_phase_end(samples, num_left, cursor.u), cursor.u)
         return cursor._replace(segment=_segment(ends, cursor.u, stop, samples, num_left), owners=ends.owners)
     if num_left is None and not cursor.u:  # a round that has not begun: perhaps planned for another global batch
         return _next_round(cursor, ends)
-    planned = table[:, REMAINDER].copy()
+    planned = table[:, REMAINDER_COLUMN].copy()
     drawn = samples - Remainder(layout, planned, samples, False).delivered(cursor.u)
     return cursor._replace(
         segment=_remainder_segment(ends, cursor.u, planned, drawn, is_known=num_left is not None), owners=ends.owners
@@ -69,7 +69,7 @@ def _next_round(cursor: Cursor, ends: Ends) -> Cursor:
 
 def _begin_remainder(cursor: Cursor, table: Ints, num_left: Ints, drawn: Ints, ends: Ends, *, is_known: bool) -> Cursor:
     """Return the cursor at the start of a remainder, in which `num_left` samples of each shard are redistributed."""
-    table[:, REMAINDER] = num_left
+    table[:, REMAINDER_COLUMN] = num_left
     clock = cursor.clock_now(ends.layout).restarted(ends.layout.global_batch_size)
     segment = _remainder_segment(ends, 0, num_left, drawn, is_known=is_known)
     return _moved(cursor, clock, table, ends)._replace(segment=segment, owners=ends.owners)
@@ -87,9 +87,9 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: Ends) -> Cursor:
     delivered = remainder.delivered(cursor.u)
     ends.prove(cursor, remainder.num_left - delivered)
     table = cursor.positions.copy()
-    table[:, FIRST_SLOT:] = next_positions
+    table[:, FIRST_SLOT_COLUMN:] = next_positions
     table[:, SAMPLES] = remainder.samples + delivered
-    table[:, REMAINDER] = ENDED
+    table[:, REMAINDER_COLUMN] = EPOCH_ENDED
     num_dropped = remainder.num_samples - int(delivered.sum())
     _log_tail(cursor, ends, num_dropped, remainder.num_padded)
     clock = replace(
@@ -102,7 +102,7 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: Ends) -> Cursor:
 
 def _begin_epoch(cursor: Cursor, ends: Ends) -> Cursor:
     table = cursor.positions.copy()
-    table[:, REMAINDER] = NO_REMAINDER
+    table[:, REMAINDER_COLUMN] = NO_REMAINDER
     clock = cursor.clock_now(ends.layout).next_epoch(ends.layout.global_batch_size)
     return _moved(cursor, clock, table, ends)._replace(ended=False, resumed=False, empty_epochs=cursor.empty_epochs + 1)
 
@@ -111,31 +111,31 @@ def _moved(cursor: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
     return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout), last_rows=None)
 
 
-def _segment(ends: Ends, u: int, stop: int | None, samples: Ints, num_left: Ints | None) -> Segment:
+def _segment(ends: Ends, u: int, stop: int | None, samples: Ints, samples_left: Ints | None) -> Segment:
     """Return the segment of the main phase of an epoch, from micro batch ``u`` on."""
-    pads, recipe = ends.setup.tail == "pad", ends.setup.recipe
-    start_without_stop, whole_steps = sys.maxsize if recipe.repeat else 0, ends.setup.balance is not None
-    checks_from = 0 if recipe.verify else start_without_stop if stop is None else stop  # a failed proof stays failed
+    pads_tail, recipe = ends.setup.tail == "pad", ends.setup.recipe
+    endless_checks_from, whole_steps = sys.maxsize if recipe.repeat else 0, ends.setup.balance is not None
+    checks_from = 0 if recipe.verify else endless_checks_from if stop is None else stop  # a failed proof stays failed
     return Segment(
         ends.layout,
         ends.ranks.rank,
         stop,
         u,
         samples,
-        num_left,
+        samples_left,
         None,
         ends.schema.histories,
-        pads,
+        pads_tail,
         checks_from,
         whole_steps,
     )
 
 
-def _remainder_segment(ends: Ends, u: int, num_left: Ints, samples: Ints, *, is_known: bool) -> Segment:
+def _remainder_segment(ends: Ends, u: int, samples_left: Ints, samples: Ints, *, is_known: bool) -> Segment:
     """Return the segment of a remainder from micro batch ``u`` on; it has no micro batches if nothing is left."""
-    remainder = Remainder(ends.layout, num_left, samples, pad=False)
-    segment = _segment(ends, u, max(remainder.num_micro_batches, u), samples, num_left if is_known else None)
-    segment = replace(segment, remainder=remainder, checks_from=0)
+    remainder = Remainder(ends.layout, samples_left, samples, pad=False)
+    segment = _segment(ends, u, max(remainder.num_micro_batches, u), samples, samples_left if is_known else None)
+    segment = replace(segment, remainder=remainder, checks_from_u=0)
     if segment.pads and segment.is_last:
         remainder = replace(remainder, pad=True)
         segment = replace(segment, remainder=remainder, stop=max(remainder.num_micro_batches, u))

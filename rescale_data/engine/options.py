@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.transfer import Transfer, require_transfer
-from rescale_data.errors import checks_kinds, require, require_callable
+from rescale_data.errors import checks_argument_types, require_callable, require_type
 
 Tail: TypeAlias = Literal["drop", "pad"]
-MAX_SECONDS = 2_000_000
+MAX_TIMEOUT_SECONDS = 2_000_000
 
 
-@checks_kinds
+@checks_argument_types
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The arguments of a loader as the user gave them (see `DataLoader`), each checked on its own."""
@@ -49,7 +49,7 @@ class Options:
 
     def __post_init__(self) -> None:
         require_callable(collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn)
-        require((Balance, type(None)), "rd.Balance(cost=...), or leave it out", balance=self.balance)
+        require_type((Balance, type(None)), "rd.Balance(cost=...), or leave it out", balance=self.balance)
         if self.tail not in ("drop", "pad"):
             raise ValueError(f"tail={self.tail!r}: give 'drop' or 'pad'.")
         if self.global_batch_size < 1:
@@ -73,10 +73,10 @@ class Options:
 
 
 def require_seconds(**arguments: float) -> None:
-    """Raise ``ValueError`` unless each argument is a positive number of seconds, at most `MAX_SECONDS`."""
+    """Raise ``ValueError`` unless each argument is a positive number of seconds, at most `MAX_TIMEOUT_SECONDS`."""
     for name, seconds in arguments.items():
-        if not 0 < seconds <= MAX_SECONDS:
+        if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
             raise ValueError(
                 f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0, at most "
-                f"{MAX_SECONDS:,} (23 days)."
+                f"{MAX_TIMEOUT_SECONDS:,} (23 days)."
             )

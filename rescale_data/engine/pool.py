@@ -9,7 +9,7 @@ from queue import Empty
 import torch
 
 from rescale_data.engine.feed import Feed
-from rescale_data.engine.message import Inbox, Part
+from rescale_data.engine.message import ByteRange, Inbox
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.options import Options
 from rescale_data.engine.processes import Crew, Work, context_of, require_pickle
@@ -29,7 +29,7 @@ class Pool(Feed):
         pin_memory: True if batches are to arrive in page-locked memory.
 
     Attributes:
-        forks: True if worker processes are forks of this one.
+        uses_fork: True if worker processes are forks of this one.
     """
 
     is_ahead = True
@@ -38,22 +38,22 @@ class Pool(Feed):
         worker, init_fn = Worker(recipe, options.collate_fn, slow_after), options.worker_init_fn
         require_pickle(worker, pipeline=recipe.pipeline, collate_fn=options.collate_fn, worker_init_fn=init_fn)
         self._context = context_of(options.multiprocessing_context)
-        self.forks = self._context.get_start_method() == "fork"
+        self.uses_fork = self._context.get_start_method() == "fork"
         self._worker, self._init_fn = worker, init_fn
         self._num_workers, self._num_slabs = options.num_workers, options.ahead + 1
         self._pin, self._timeout = pin_memory, options.timeout
         self._crew: Crew | None = None
-        self._num_crews = self._num_begins = self._num_taken = 0
+        self._num_crews = self._num_begins = self._num_taken_batches = 0
         self._work: Work | None = None
         self._num_micro_batches: int | None = 0
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self._num_begins += 1
         begin = Begin.from_table(self._num_begins, segment, table, first_u, self._num_slabs)
-        work, self._num_taken = Work(begin, self._num_workers), 0
+        work, self._num_taken_batches = Work(begin, self._num_workers), 0
         self._num_micro_batches = None if segment.stop is None else segment.stop - first_u
         self._inboxes = [Inbox(self._pin) for _ in range(self._num_workers)]
-        self._ranges = [deque[tuple[torch.Tensor, Part]]() for _ in range(self._num_workers)]
+        self._byte_ranges = [deque[tuple[torch.Tensor, ByteRange]]() for _ in range(self._num_workers)]
         if self._crew is not None and self._crew.failure is not None:
             self.close()
         if self._crew is None:
@@ -65,16 +65,16 @@ class Pool(Feed):
         self._work = work
 
     def next(self) -> MicroBatch:
-        if self._work is None or self._crew is None or self._num_taken == self._num_micro_batches:
+        if self._work is None or self._crew is None or self._num_taken_batches == self._num_micro_batches:
             raise Exhausted
         work, self._work = self._work, None  # after an error or Ctrl-C, `begin` has to be called
-        worker = self._num_taken % self._num_workers
-        byte_ranges, inbox = self._ranges[worker], self._inboxes[worker]
+        worker = self._num_taken_batches % self._num_workers
+        byte_ranges, inbox = self._byte_ranges[worker], self._inboxes[worker]
         if not byte_ranges:
             try:
                 message = work.messages[worker].get(timeout=self._timeout)
             except Empty:
-                self._end(0)
+                self._end_crew(0)
                 raise TimeoutError(
                     f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
                     f"look for what the pipeline waits for."
@@ -87,26 +87,26 @@ class Pool(Feed):
             self._crew.free_slabs[worker].release()
         if isinstance(value, Exception):
             raise value
-        self._work, self._num_taken = work, self._num_taken + 1
+        self._work, self._num_taken_batches = work, self._num_taken_batches + 1
         return value
 
     def progress(self) -> dict[str, float]:
         if self._crew is None:
             return {"batches_ready": 0.0, **by_name(counts().values)}
         board = self._crew.board
-        num_ready = max(0, board.num_made - self._num_taken)
+        num_ready = max(0, board.num_made - self._num_taken_batches)
         return {"batches_ready": float(num_ready), **by_name(board.counts.sum(dim=0).numpy() + counts().values)}
 
     def activity(self) -> str:
         default_text = "which does not say what it does: it is starting, has ended, or is stopped"
-        worker = self._num_taken % self._num_workers
+        worker = self._num_taken_batches % self._num_workers
         activity_text = "" if self._crew is None else self._crew.board.read(worker)
         return f"waiting for worker {worker}, {activity_text or default_text}"
 
     def close(self) -> None:
-        self._end()
+        self._end_crew()
 
-    def _end(self, *seconds: float) -> None:
+    def _end_crew(self, *seconds: float) -> None:
         """End the worker processes, and add their counts to the counts of this process."""
         self._work = None
         crew, self._crew = self._crew, None

@@ -37,7 +37,7 @@ from rescale_data.engine.message import Message, from_bytes, to_bytes
 from rescale_data.engine.worker_info import set_worker_info
 from rescale_data.engine.workers import Begin, Worker
 from rescale_data.sources.counts import counts
-from rescale_data.sources.decoded.cache import share_with
+from rescale_data.sources.decoded.cache import share_budget_with
 
 PRELOAD = ["rescale_data.engine.processes"]
 """Modules that the fork server imports once, before it forks the first worker: code that all workers need, and no data."""
@@ -47,7 +47,7 @@ _PIPELINE_MODULES = (
 )  # of these, the modules that the trainer has imported: pyarrow takes half a second
 _CHECK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
 _GRACE_SECONDS = 5.0  # time for a worker to end by itself
-_TEXT_BYTES = 2000
+_MAX_TRACEBACK_CHARS = 2000
 
 
 class Work:
@@ -88,7 +88,7 @@ class Crew:
     ) -> None:
         self.board = Board(num_workers)
         self.failure: RuntimeError | None = None
-        self._num_workers, self._trainer = num_workers, os.getpid()
+        self._num_workers, self._trainer_pid = num_workers, os.getpid()
         self.free_slabs = [context.Semaphore(0) for _ in range(num_workers)]
         self._work: Work | None = None
         self._bell_reader, self._bell_writer = Pipe(duplex=False)
@@ -98,13 +98,13 @@ class Crew:
             trainer_end, worker_end = context.Pipe()
             args = (index, num_workers, worker_end, self.free_slabs[index], self.board, worker, [*seed, index], init_fn)
             process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-                target=_run, args=args, daemon=True, name=f"rescale_data-worker-{index}"
+                target=_run_worker, args=args, daemon=True, name=f"rescale_data-worker-{index}"
             )
             process.start()
             worker_end.close()
             self._pipes.append(trainer_end)
             self._processes.append(process)
-        share_with(id(self), num_workers)
+        share_budget_with(id(self), num_workers)
         self._thread = threading.Thread(target=self._communicate, daemon=True, name="rescale_data-crew")
         self._thread.start()
 
@@ -122,7 +122,7 @@ class Crew:
             seconds: Time for the workers to end by themselves, before they are killed.
         """
         if (
-            os.getpid() != self._trainer or not self._thread.is_alive()
+            os.getpid() != self._trainer_pid or not self._thread.is_alive()
         ):  # a forked process has no thread, and the workers are its parent's
             return
         self.begin(Work(None, self._num_workers))
@@ -137,33 +137,33 @@ class Crew:
     # The thread
 
     def _communicate(self) -> None:
-        live_workers = {process.sentinel: number for number, process in enumerate(self._processes)}
-        open_pipes = {pipe: number for number, pipe in enumerate(self._pipes)}
-        idle, to_begin, sent_work = set(live_workers.values()), set[int](), None
+        live_workers = {process.sentinel: worker_index for worker_index, process in enumerate(self._processes)}
+        open_pipes = {pipe: worker_index for worker_index, pipe in enumerate(self._pipes)}
+        idle_workers, workers_to_begin, sent_work = set(live_workers.values()), set[int](), None
         while live_workers:
             ready_handles = wait([self._bell_reader, *open_pipes, *live_workers])
             if self._bell_reader in ready_handles:
                 self._bell_reader.recv_bytes()
             dead_workers = [live_workers.pop(sentinel) for sentinel in list(live_workers) if sentinel in ready_handles]
-            for pipe, number in list(open_pipes.items()):
-                while (pipe in ready_handles or number in dead_workers) and pipe.poll():
-                    if not self._receive(pipe, number, idle):
+            for pipe, worker_index in list(open_pipes.items()):
+                while (pipe in ready_handles or worker_index in dead_workers) and pipe.poll():
+                    if not self._receive(pipe, worker_index, idle_workers):
                         del open_pipes[pipe]
                         break
-            for number in dead_workers:
-                self._processes[number].join()
-                self._fail(number, f"exit code {self._processes[number].exitcode}")
+            for worker_index in dead_workers:
+                self._processes[worker_index].join()
+                self._fail(worker_index, f"exit code {self._processes[worker_index].exitcode}")
             if self._work is not sent_work:
-                sent_work, to_begin = self._work, set(live_workers.values())
-                for number in to_begin - idle:
-                    self.free_slabs[number].release()  # a worker that waits for a slab then looks at the board
-            for number in to_begin & idle:
+                sent_work, workers_to_begin = self._work, set(live_workers.values())
+                for worker_index in workers_to_begin - idle_workers:
+                    self.free_slabs[worker_index].release()  # a worker that waits for a slab then looks at the board
+            for worker_index in workers_to_begin & idle_workers:
                 with suppress(OSError):  # the worker is dying, which its sentinel shows later
-                    self._pipes[number].send(sent_work and sent_work.command)
-            to_begin, idle = to_begin - idle, idle - to_begin
-        share_with(id(self), 0)
+                    self._pipes[worker_index].send(sent_work and sent_work.command)
+            workers_to_begin, idle_workers = workers_to_begin - idle_workers, idle_workers - workers_to_begin
+        share_budget_with(id(self), 0)
 
-    def _receive(self, pipe: Connection, number: int, idle: set[int]) -> bool:
+    def _receive(self, pipe: Connection, worker_index: int, idle_workers: set[int]) -> bool:
         """Receive one message from a worker; return False at the end of the pipe.
 
         A message of earlier work is opened, too, so that its memory is closed; then it is dropped.
@@ -175,12 +175,12 @@ class Crew:
         try:
             work_number, message = pickle.loads(message_bytes)
         except Exception as error:  # its memory cannot be mapped here: no file descriptor is left, or the worker died
-            self._fail(number, f"the memory of its message is lost, {error!r}")
+            self._fail(worker_index, f"the memory of its message is lost, {error!r}")
             return True
         if message is None:
-            idle.add(number)
+            idle_workers.add(worker_index)
         elif self._work is not None and work_number == self._work.number:
-            self._work.messages[number].put(message)
+            self._work.messages[worker_index].put(message)
         return True
 
     def _fail(self, number: int, reason: str) -> None:
@@ -200,11 +200,11 @@ class Crew:
 # In a worker
 
 
-def _run(
-    number: int,
+def _run_worker(
+    worker_index: int,
     num_workers: int,
     pipe: Connection,
-    semaphore: Any,
+    slab_semaphore: Any,
     board: Board,
     worker: Worker,
     seed: list[int],
@@ -212,9 +212,9 @@ def _run(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides whether to end its workers, or to go on
     threading.Thread(target=_exit_after_parent, args=(multiprocessing.parent_process(),), daemon=True).start()
-    set_worker_info(number, num_workers, _seed(seed), worker.recipe.pipeline)
+    set_worker_info(worker_index, num_workers, _seed_generators(seed), worker.recipe.pipeline)
     torch.set_num_threads(1)
-    share_with(os.getppid(), num_workers)  # the trainer's process and the other workers
+    share_budget_with(os.getppid(), num_workers)  # the trainer's process and the other workers
     is_attached = False
     with suppress(EOFError, ConnectionError):  # the trainer is gone
         while (command := pipe.recv()) is not None:
@@ -222,17 +222,17 @@ def _run(
             try:
                 if not is_attached:
                     if init_fn is not None:
-                        init_fn(number)
+                        init_fn(worker_index)
                     is_attached = True
-                    counts().move_to(board.counters(number))
-                    worker.attach(number, board)
+                    counts().move_values_to(board.counters(worker_index))
+                    worker.attach(worker_index, board)
                     worker.watch.start()
-                _reset_semaphore(semaphore, begin.num_slabs)
-                for message in worker.messages(begin, semaphore.acquire):
+                _reset_semaphore(slab_semaphore, begin.num_slabs)
+                for message in worker.messages(begin, slab_semaphore.acquire):
                     pipe.send((begin.number, message))
             except Exception:
-                traceback_text = traceback.format_exc()[-_TEXT_BYTES:]
-                pipe.send((begin.number, RuntimeError(f"Worker process {number} failed:\n{traceback_text}")))
+                traceback_text = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
+                pipe.send((begin.number, RuntimeError(f"Worker process {worker_index} failed:\n{traceback_text}")))
             pipe.send((begin.number, None))
 
 
@@ -244,9 +244,9 @@ def _reset_semaphore(semaphore: Any, num_slabs: int) -> None:
         semaphore.release()
 
 
-def _seed(numbers: list[int]) -> int:
+def _seed_generators(seed_numbers: list[int]) -> int:
     """Seed the random number generators of this process, and return the seed."""
-    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+    seed = int(np.random.SeedSequence(seed_numbers).generate_state(1, np.uint64)[0])
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -255,12 +255,12 @@ def _seed(numbers: list[int]) -> int:
 
 def _exit_after_parent(trainer: Any) -> None:
     """End this process once the trainer's process has ended; otherwise workers and their fork server would live on."""
-    while not wait([trainer.sentinel], _CHECK_SECONDS) and _lives(trainer.pid):
+    while not wait([trainer.sentinel], _CHECK_SECONDS) and _process_exists(trainer.pid):
         pass
     os._exit(1)
 
 
-def _lives(pid: int) -> bool:
+def _process_exists(pid: int) -> bool:
     """True if the process exists; a sentinel may not show its end, because processes that it forked may hold it open."""
     try:
         os.kill(pid, 0)

@@ -15,31 +15,31 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ranks.peers import BATCH, PEEKED, RESULT
+from rescale_data.engine.ranks.peers import BATCH_MESSAGE, PEEKED_MESSAGE, RESULT
 from rescale_data.engine.reopening import require_reopenable
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup
-from rescale_data.engine.shared import Numbers, Shared, on_first_peer, require_number
+from rescale_data.engine.shared import Numbers, SharedCalls, on_first_peer, require_number
 from rescale_data.engine.skip import require_countable
 from rescale_data.engine.states.load import load_state_dict as load
 from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
 from rescale_data.engine.states.statedict import state_dict as state_of
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.watch import Watch, describe, waits
-from rescale_data.errors import checks_kinds
+from rescale_data.engine.watch import Watch, describe, waits_for_batches
+from rescale_data.errors import checks_argument_types
 from rescale_data.layout.layout import Layout
 
 R = TypeVar("R")
 _logger = logging.getLogger("rescale_data")
-_WAITS = 1000
+_MAX_WAITS = 1000
 """The number of most recent waits for a batch, from which percentiles are computed."""
 
 
-class Batches(Iterator[Any]):
+class BatchIterator(Iterator[Any]):
     """An iterator over the batches of a loader, to the end of the epoch in which it was made."""
 
-    def __init__(self, number: int, next_batch: Callable[[Batches], Any]) -> None:
-        self.number, self._next_batch = number, next_batch
+    def __init__(self, iterator_number: int, next_batch: Callable[[BatchIterator], Any]) -> None:
+        self.number, self._next_batch = iterator_number, next_batch
 
     def __next__(self) -> Any:
         return self._next_batch(self)
@@ -55,13 +55,13 @@ class Reading:
     """
 
     def __init__(
-        self, own_stream: Stream | None = None, *, shared: Shared | None = None, slow_after: float = math.inf
+        self, own_stream: Stream | None = None, *, shared: SharedCalls | None = None, slow_after: float = math.inf
     ) -> None:
         self._own_stream, self._shared = own_stream, shared
         self._num_iterators = self._iterator_epoch = 0  # only the newest one is valid, up to the end of this epoch
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
-        self._waits: deque[float] = deque(maxlen=_WAITS)
+        self._recent_wait_seconds: deque[float] = deque(maxlen=_MAX_WAITS)
         weak_warn_slow = weakref.WeakMethod(
             self._warn_slow
         )  # an unreferenced loader is freed at once, with its workers
@@ -108,18 +108,18 @@ class Reading:
 
     # Batches
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> BatchIterator:
         """Return an iterator from the current position on, or over the next epoch if the last batch of this one was taken.
 
         After a load of a state that was saved there iterators are empty until ``next`` of one has raised
         ``StopIteration``. Older iterators are invalid.
         """
         self._iter()
-        return Batches(self._num_iterators, self._next)
+        return BatchIterator(self._num_iterators, self._take_batch)
 
     @on_first_peer(RESULT)
     def _iter(self) -> None:
-        if self._ended and not self._cursor.resumed:
+        if self._epoch_ended and not self._cursor.resumed:
             self._begin_next_epoch()
         self._is_over()
         self._invalidate()
@@ -138,13 +138,13 @@ class Reading:
         """The number of micro batches until the iterator ends, 0 after the last one; ``TypeError`` as for `len`."""
         if self._sent_numbers is not None:
             return require_number(self._sent_numbers.batches_left)
-        if self._ended:
+        if self._epoch_ended:
             return 0
         if self._steps_per_epoch is not None:
             return (
                 self._steps_per_epoch - self.step % self._steps_per_epoch
             ) * self.gradient_accumulation_steps - self._stream.num_in_step
-        return self._require_number(self._stream.num_micro_batches_left() if self._setup.counts_are_known else None)
+        return self._require_number(self._stream.num_micro_batches_left() if self._setup.epoch_size_is_known else None)
 
     def _require_number(self, num_batches: int | None) -> int:
         if num_batches is None:
@@ -181,7 +181,7 @@ class Reading:
             if not self._stream.feed.is_ahead:
                 self._stream.peek()
 
-    @on_first_peer(PEEKED)
+    @on_first_peer(PEEKED_MESSAGE)
     def peek(self) -> Any:
         """Return the next batch without consuming it; do not change it, since ``next`` may return the same memory.
 
@@ -195,7 +195,7 @@ class Reading:
         return self._stream.peek().batch
 
     @on_first_peer(RESULT)
-    @checks_kinds
+    @checks_argument_types
     def skip(self, num_samples: int) -> None:
         """Skip samples as if they had been delivered, also across the ends of epochs.
 
@@ -230,7 +230,7 @@ class Reading:
             )
 
     @on_first_peer(RESULT)
-    @checks_kinds
+    @checks_argument_types
     def set_epoch(self, epoch: int) -> None:
         """Go on to the trainer's epoch at the end of the one before it; within that epoch, do nothing.
 
@@ -278,10 +278,10 @@ class Reading:
         if self._sent_numbers is not None:
             return self._sent_numbers.epoch
         steps = self._steps_per_epoch
-        return self._cursor.clock.epoch if steps is None else self.step // steps - self._ended
+        return self._cursor.clock.epoch if steps is None else self.step // steps - self._epoch_ended
 
     @property
-    def _ended(self) -> bool:
+    def _epoch_ended(self) -> bool:
         """True if the last batch of the epoch was consumed, but no iterator has raised `StopIteration` for it yet."""
         steps = self._steps_per_epoch
         if steps is None:
@@ -295,7 +295,7 @@ class Reading:
         """
         if self._sent_numbers is not None:
             return {"global_step": float(self.step)}
-        p50, p99 = np.quantile(self._waits or [0.0], [0.5, 0.99]).tolist()
+        p50, p99 = np.quantile(self._recent_wait_seconds or [0.0], [0.5, 0.99]).tolist()
         wait_counters = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
         return {**wait_counters, **self._stream.progress()}
 
@@ -310,7 +310,7 @@ class Reading:
         return report(NAMES, ranks.gather_floats([stats[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
     def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
-        activity = self._stream.feed.activity() if waits(frame) else ""
+        activity = self._stream.feed.activity() if waits_for_batches(frame) else ""
         _logger.warning(
             "Rank %d has waited %.0f s for a batch: %s.",
             self._stream.ranks.rank,
@@ -358,7 +358,7 @@ class Reading:
         return local_state_dict(self._cursor, self._stream.ends)
 
     @on_first_peer(RESULT)
-    @checks_kinds
+    @checks_argument_types
     def load_state_dict(self, state_dict: Mapping[str, Any], delivered: int = 0) -> None:
         """Load a state that was saved on any topology, and continue from it.
 
@@ -367,8 +367,7 @@ class Reading:
         Args:
             state_dict: What `state_dict` returned, or DCP loaded into it.
             delivered: Samples that were delivered after the state, over all ranks of the topology that it names, and that are
-                in the model: a multiple of its ``W * b``. They count as served, and the run goes on behind them. ``repeat``
-                and ``tail`` are those with which they were delivered.
+                in the model: a multiple of its ``W * b``. They count as served, and the run goes on behind them.
 
         Raises:
             DataStateError: It belongs to another seed, N, dataset or pipeline, or is incomplete. Nothing has changed then.
@@ -400,7 +399,7 @@ class Reading:
             require_reopenable(self._stream, stream)
         reopened.load_state_dict(state_of(self._cursor, self._stream.ends) if state is None else state, delivered)
         if state is None:  # keep whether the end of the epoch was seen here
-            unseen = self._steps_per_epoch is not None and self._ended and reopened._at_epoch_end()
+            unseen = self._steps_per_epoch is not None and self._epoch_ended and reopened._at_epoch_end()
             cursor = stream.cursor
             stream.cursor = cursor._replace(resumed=self._cursor.resumed, epochs_seen=cursor.epochs_seen - unseen)
         change = reopened.epoch - self.epoch  # steps_per_epoch may count otherwise; the newest iterator goes on
@@ -415,8 +414,8 @@ class Reading:
 
     def _warn_of_threads(self) -> None:
         """Warn if another thread takes the batches: a checkpoint would lose the batches that it has queued."""
-        iterator, thread = self._last_taken
-        if iterator == self._num_iterators and thread != threading.get_ident():
+        iterator_number, thread = self._last_taken
+        if iterator_number == self._num_iterators and thread != threading.get_ident():
             _logger.warning(
                 "Another thread takes the batches of this loader, perhaps ahead of training: its state describes what that "
                 "thread has taken, and a checkpoint leaves out for good what training has not received by then. Take the "
@@ -424,8 +423,8 @@ class Reading:
                 "num_workers= or prefetch=, and transfer= to devices."
             )
 
-    @on_first_peer(BATCH)
-    def _next(self, batches: Batches) -> Any:
+    @on_first_peer(BATCH_MESSAGE)
+    def _take_batch(self, batches: BatchIterator) -> Any:
         if batches.number != self._num_iterators:
             raise RuntimeError(
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
@@ -442,36 +441,36 @@ class Reading:
             )
         watch.began = started
         try:
-            if watch.thread != thread:
+            if watch.thread_id != thread:
                 watch.start()
             if (
-                steps is not None or cursor.segment is None or cursor.u >= cursor.segment.checks_from
+                steps is not None or cursor.segment is None or cursor.u >= cursor.segment.checks_from_u
             ) and self._is_over():
                 self._begin_next_epoch()
                 raise StopIteration
             micro_batch = stream.take()
             self._last_taken = (batches.number, thread)
             self._last_batch_samples = micro_batch.num_real
-            if steps is not None and self._ended:
+            if steps is not None and self._epoch_ended:
                 stream.release_cache()
             return micro_batch.batch
         finally:
             watch.began = None
             waited = time.perf_counter() - started
             self._wait_seconds += waited
-            self._waits.append(waited)
+            self._recent_wait_seconds.append(waited)
 
     def _is_over(self) -> bool:
         """True if no batch is left in the epoch; plans the segment of the next batch if there is no plan."""
         if self._steps_per_epoch is None:
             return self._stream.begin() is None
-        while not self._ended and self._stream.begin() is None:
-            self._stream.move_on()  # the end of the data does not end an epoch of steps
-        return self._ended
+        while not self._epoch_ended and self._stream.begin() is None:
+            self._stream.begin_next_epoch()  # the end of the data does not end an epoch of steps
+        return self._epoch_ended
 
     def _begin_next_epoch(self) -> None:
         if self._steps_per_epoch is None:
-            self._stream.move_on()
+            self._stream.begin_next_epoch()
         else:
             self._stream.cursor = self._cursor._replace(epochs_seen=self.step // self._steps_per_epoch, resumed=False)
 
@@ -483,6 +482,6 @@ class Reading:
         )
 
 
-def from_stream(loader: Reading, function: Callable[[Stream], R]) -> R:
+def call_with_stream(loader: Reading, function: Callable[[Stream], R]) -> R:
     """Return ``function(stream)``, computed by the loader's first peer for all peers (collective over the peers)."""
     return loader._call_on_first_peer(function)  # pyright: ignore[reportPrivateUsage]

@@ -12,7 +12,7 @@ from rescale_data.nodes.foreign import as_node, refuse_ranks
 from rescale_data.shard import Shard
 from rescale_data.state import Field
 
-_built: WeakSet[Node[Any]] = WeakSet()
+_built_nodes: WeakSet[Node[Any]] = WeakSet()
 """The nodes that a loader has: no other loader may take them."""
 
 Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
@@ -23,7 +23,7 @@ Histories: TypeAlias = Mapping[str, History]
 
 By the path of a packer, the forms that its samples had (`rescale_data.nodes.form.History`)."""
 
-SAMPLES, REMAINDER, FIRST_SLOT = (
+SAMPLES, REMAINDER_COLUMN, FIRST_SLOT_COLUMN = (
     0,
     1,
     2,
@@ -32,11 +32,11 @@ LOADER_FIELDS = (Field(("samples",), limits=(0, 2**62)), Field(("remainder",), l
 STAMP = Field(("stamp",))
 STAMP_LIMIT = 1 << 62
 """The exclusive upper bound of the stamp of a table row, ``samples * N + shard``."""
-NO_REMAINDER, ENDED = -1, -2
+NO_REMAINDER, EPOCH_ENDED = -1, -2
 """Special values in the table column REMAINDER, which else counts the samples to redistribute.
 
-`NO_REMAINDER`: no remainder is redistributed. `ENDED`: the last batch of the epoch was consumed, and the rows begin the next
-epoch."""
+`NO_REMAINDER`: no remainder is redistributed. `EPOCH_ENDED`: the last batch of the epoch was consumed, and the rows begin
+the next epoch."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ def _require_unique_nodes(root: Node[Any]) -> None:
                 f"One {type(node).__name__} stands at two places of the pipeline, {path_name(first_path)} and "
                 f"{path_name(path)}, and a node has one position. Make one for each: rd.Reader(source, shard), again."
             )
-        if node in _built:
+        if node in _built_nodes:
             raise ValueError(
                 f"The pipeline returned a {type(node).__name__} ({path_name(path)}) that an earlier call had returned, and a "
                 f"node has one position. Make all nodes anew in each call, without a cache; sources may be shared."
             )
-        _built.add(node)
+        _built_nodes.add(node)
 
 
 def _require_own_shard(root: Node[Any], shard: Shard) -> None:

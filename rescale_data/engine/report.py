@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-READY = "batches_ready"
+READY_COUNTER = "batches_ready"
 NAMES = (
     "wait_seconds",
     "wait_p50_seconds",
     "wait_p99_seconds",
-    READY,
+    READY_COUNTER,
     "read_seconds",
     "transform_seconds",
     "read_bytes",
@@ -46,7 +46,7 @@ class Report(dict[str, Spread]):
         )
 
 
-def report(names: Sequence[str], values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
+def report(counter_names: Sequence[str], values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
     """Return the `Report` computed from the values of all ranks.
 
     Args:
@@ -54,8 +54,8 @@ def report(names: Sequence[str], values: npt.NDArray[np.float64], first_rank: in
         first_rank: The dp rank of the first row; it may differ from 0 if there is only one row.
     """
     spreads = Report()
-    for name, rank_values in zip(names, values.T, strict=True):
-        worst = rank_values.argmin() if name == READY else rank_values.argmax()
+    for name, rank_values in zip(counter_names, values.T, strict=True):
+        worst = rank_values.argmin() if name == READY_COUNTER else rank_values.argmax()
         spreads[name] = Spread(
             float(rank_values.min()), float(np.median(rank_values)), float(rank_values.max()), first_rank + int(worst)
         )

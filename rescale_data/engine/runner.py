@@ -10,7 +10,7 @@ import numpy as np
 
 from rescale_data.engine.collate import collate as stack
 from rescale_data.engine.micro_batch import MicroBatch, TableRows
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe
+from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES, Histories, Recipe
 from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
@@ -19,7 +19,7 @@ from rescale_data.nodes.base import Node, initial
 from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.below import borrow, columns_of, epoch_end, pass_epochs, skip, skip_ahead
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.sources.decoded.interest import serve, withdraw
+from rescale_data.sources.decoded.interest import record_served_shards, withdraw_reader
 from rescale_data.state import Ints
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -43,11 +43,11 @@ class Runner:
         self.table = schema.fresh_table(recipe.num_logical_shards)
         self.is_serving = False
         self._histories: Histories = {}
-        self._built: dict[int, Node[Any]] = {}
-        self._active: list[Node[Any] | None] = [None] * recipe.num_logical_shards
+        self._built_nodes: dict[int, Node[Any]] = {}
+        self._active_nodes: list[Node[Any] | None] = [None] * recipe.num_logical_shards
         self._columns = columns_of(schema.root)
-        self._write_ready = schema.root.write_ready if isinstance(schema.root, WritesMany) else _none_ready
-        self._samples = self.table[:, SAMPLES]  # a view
+        self._write_ready = schema.root.write_ready if isinstance(schema.root, WritesMany) else _write_no_rows
+        self._sample_counts = self.table[:, SAMPLES]  # a view
         self._repeated_turns: dict[int, _RepeatedTurn] = {}  # for turns that come again
 
     def load(self, table: Ints, histories: Histories) -> None:
@@ -58,21 +58,21 @@ class Runner:
             histories: The data of each source, by epoch.
         """
         if histories != self._histories:
-            self._histories, self._built = histories, {}
+            self._histories, self._built_nodes = histories, {}
             self.schema.adopt(histories)
         self.table[:], self.is_serving = table, False
-        self._active, self._repeated_turns = [None] * len(table), {}
+        self._active_nodes, self._repeated_turns = [None] * len(table), {}
 
     def serve(self, shards: Ints) -> None:
         """Set the shards that this process reads from now on; their sources begin to read ahead, and divide the cache."""
         self.is_serving = True
-        serve(self, self.schema.sources().values(), shards.tolist())
+        record_served_shards(self, self.schema.sources().values(), shards.tolist())
         self.schema.prepare(self.table, shards)
 
     def release_cache(self) -> None:
         """Give this loader's part of the decoded-data cache to other loaders of the process, until the next `serve`."""
         self.is_serving = False
-        withdraw(self)
+        withdraw_reader(self)
 
     def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
         """Draw one micro batch from the logical shards that `turn` names, and return it with the advanced table rows.
@@ -90,13 +90,13 @@ class Runner:
             samples = [self._sample_at(*draw) for draw in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
             return self._as_micro_batch((collate or stack)(samples), turn)
         if collate is None and self._columns:
-            nodes = [self._active[shard] or self._activate(shard) for shard in turn.shards]
+            nodes = [self._active_nodes[shard] or self._activate(shard) for shard in turn.shards]
             batch = self._write(nodes, turn.shards)
             if isinstance(turn.counts, int):
                 self._repeated_turns[id(turn)] = _RepeatedTurn(turn, nodes, self.table[turn.index], turn.counts)
         else:
             batch = (collate or stack)([self._draw(shard) for shard in turn.shards])
-        self._samples[turn.index] += turn.counts
+        self._sample_counts[turn.index] += turn.counts
         return self._as_micro_batch(batch, turn)
 
     def trace(self, turn: Turn, shards: Container[int]) -> MicroBatch:
@@ -109,20 +109,20 @@ class Runner:
         sample_lines: list[list[str]] = [[] for _ in turn.shards]
         for sample_index, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
             if turn.numbers is not None:
-                self.skip(shard, turn.numbers[sample_index] - int(self._samples[shard]))
+                self.skip(shard, turn.numbers[sample_index] - int(self._sample_counts[shard]))
             if shard in shards:
-                sample_lines[sample_index] = _lines(self._draw(shard), self._active[shard])
+                sample_lines[sample_index] = _origin_lines(self._draw(shard), self._active_nodes[shard])
             elif not self._recipe.repeat:
                 self.skip(shard, 1)
                 continue
-            self._samples[shard] += 1
+            self._sample_counts[shard] += 1
         return self._as_micro_batch(sample_lines, turn)
 
     def skip(self, shard: int, num_samples: int) -> None:
         """Skip samples of a shard, in constant time if its pipeline knows the number of samples in an epoch."""
         self.table[shard, SAMPLES] += num_samples
         while num_samples:
-            node = self._active[shard]
+            node = self._active_nodes[shard]
             if node is None:
                 node = self._activate(shard)
             end_of_epoch = epoch_end(node, self._slots(shard)[None], np.array([shard]))
@@ -137,7 +137,7 @@ class Runner:
             num_samples -= num_skipped
             if num_samples:
                 self._slots(shard)[:] = end_of_epoch[1][0]
-                self._active[shard] = None
+                self._active_nodes[shard] = None
                 num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
@@ -179,7 +179,7 @@ class Runner:
                 inner_node.verify()
 
     def _slots(self, shard: int) -> Ints:
-        return self.table[shard, FIRST_SLOT:]
+        return self.table[shard, FIRST_SLOT_COLUMN:]
 
     def _as_micro_batch(self, batch: Any, turn: Turn) -> MicroBatch:
         num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
@@ -195,7 +195,7 @@ class Runner:
 
     def _draw(self, shard: int, buffer: BatchBuffer | None = None, row: int = 0) -> Any:
         """Return the next sample of a shard; with a buffer, write the sample into the buffer and return nothing."""
-        node: Any = self._active[shard]
+        node: Any = self._active_nodes[shard]
         if node is None:
             node = self._activate(shard)
         try:
@@ -203,11 +203,10 @@ class Runner:
         except StopIteration:
             if not self._recipe.repeat:
                 raise Exhausted from None
-            return self._draw_from_next_epoch(shard, buffer, row)
         except Exception as error:
-            self._built.pop(shard, None)  # a node of torchdata stays broken if its reset has failed
-            error.add_note(f"in the pipeline of logical shard {shard}")
+            self._drop_pipeline(shard, error)
             raise
+        return self._draw_from_next_epoch(shard, buffer, row)
 
     def _draw_from_next_epoch(self, shard: int, buffer: BatchBuffer | None, row: int) -> Any:
         for _ in range(2):
@@ -216,11 +215,19 @@ class Runner:
                 return node.next() if buffer is None else node.write(buffer, row)
             except StopIteration:
                 continue
+            except Exception as error:
+                self._drop_pipeline(shard, error)
+                raise
         raise DataStateError(
             f"Logical shard {shard} of {self._recipe.num_logical_shards} yielded no sample in two whole epochs: all of its "
             f"rows were filtered out, it has none, or a node that is not of rescale_data does not start again at reset(None). "
             f"Use fewer logical shards, more data, a filter that keeps some of it, or an rd.Reader in place of that node."
         )
+
+    def _drop_pipeline(self, shard: int, error: Exception) -> None:
+        """Drop the pipeline of a shard after an error, to which the shard is added: a torchdata node may stay broken."""
+        self._built_nodes.pop(shard, None)
+        error.add_note(f"in the pipeline of logical shard {shard}")
 
     def _sample_at(self, shard: int, number: int, is_real: bool) -> Any:
         """Return sample ``number`` of a shard whose table row may be outdated, because other processes served the shard."""
@@ -250,24 +257,24 @@ class Runner:
         return node
 
     def _activate(self, shard: int) -> Node[Any]:
-        node = self._built.get(shard)
+        node = self._built_nodes.get(shard)
         if node is None:
-            node = self._built[shard] = self._build(shard)
+            node = self._built_nodes[shard] = self._build(shard)
             self.schema.require_same_fields(node, shard)
             if columns_of(node) != self._columns:
                 raise TypeError(
                     f"The pipeline of logical shard {shard} yields the columns {columns_of(node)}, the first one "
                     f"{self._columns}. Samples of all shards make up one batch, so they are alike."
                 )
-            borrow(node, next(iter(self._built.values())))
+            borrow(node, next(iter(self._built_nodes.values())))
         if type(node) is not type(self.schema.root):
-            self._write_ready = _none_ready
+            self._write_ready = _write_no_rows
         try:
             node.bind(self._slots(shard).data)
         except BaseException:
-            del self._built[shard]
+            del self._built_nodes[shard]
             raise
-        self._active[shard] = node
+        self._active_nodes[shard] = node
         return node
 
 
@@ -289,11 +296,11 @@ class _RepeatedTurn:
     num_uncounted: int = 0
 
 
-def _none_ready(nodes: Sequence[Any], buffer: BatchBuffer, first_row: int) -> int:
+def _write_no_rows(nodes: Sequence[Any], buffer: BatchBuffer, first_row: int) -> int:
     """Return ``first_row``: no further row can be written at once (for nodes without `WritesMany.write_ready`)."""
     return first_row
 
 
-def _lines(sample: Any, node: Node[Any] | None) -> list[str]:
+def _origin_lines(sample: Any, node: Node[Any] | None) -> list[str]:
     provenance = cast(Mapping[str, Any], sample).get(PROVENANCE) if isinstance(sample, Mapping) else None
     return str(provenance or (node.locate() if node is not None else "")).splitlines()

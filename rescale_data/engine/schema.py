@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rescale_data.engine.recipe import (
-    FIRST_SLOT,
+    FIRST_SLOT_COLUMN,
     LOADER_FIELDS,
     NO_REMAINDER,
     SAMPLES,
@@ -21,20 +21,20 @@ from rescale_data.engine.recipe import (
 )
 from rescale_data.nodes.abilities import Adopts, Mixes, Prepares, ReadsBegun, Reports
 from rescale_data.nodes.base import Node, initial, slots_of
-from rescale_data.nodes.below import epoch_end, names_rows, repeats_itself
+from rescale_data.nodes.below import epoch_end, has_equal_epochs, has_provenance
 from rescale_data.nodes.foreign import Foreign
 from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import Described
-from rescale_data.state import Ints, encode, field_of, flatten, place_slots, state_of
+from rescale_data.state import Ints, encode, field_of, flatten, position_slots, state_of
 
-Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]
+NodeParameters: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The parameters of each node of a pipeline, by the path of the node."""
 
 
 def _require_same_provenance(root: Node[Any]) -> None:
     """Raise ``ValueError`` if some readers of the pipeline give the provenance of their rows and others do not."""
-    named = {path_name(path): names_rows(node) for path, node in root.walk() if node.reads is not None}
+    named = {path_name(path): has_provenance(node) for path, node in root.walk() if node.reads is not None}
     if len(set(named.values())) > 1:
         providing, lacking = ([path for path, is_named in named.items() if is_named is flag] for flag in (True, False))
         raise ValueError(
@@ -75,8 +75,8 @@ class Schema:
         """Raise ``TypeError`` if the pipeline of a shard has other state fields, ``ValueError`` if it has other seeds."""
         if node.fields != self.root.fields:
             raise TypeError(
-                f"The pipeline of logical shard {shard} has the state {_described(node)}, the first one has "
-                f"{_described(self.root)}. Paths, dtypes and shapes are the same for every shard."
+                f"The pipeline of logical shard {shard} has the state {_field_formats(node)}, the first one has "
+                f"{_field_formats(self.root)}. Paths, dtypes and shapes are the same for every shard."
             )
         if _seeds(node) != self._seeds:
             raise ValueError(
@@ -98,7 +98,7 @@ class Schema:
 
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
         """Return each shard's samples left in the epoch and its position after it; `None` if only reading can find them."""
-        return epoch_end(self.root, table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
+        return epoch_end(self.root, table[:, FIRST_SLOT_COLUMN:], np.arange(len(table), dtype=np.int64))
 
     def unsized_nodes(self, table: Ints) -> list[str]:
         """Return the class names of the nodes whose number of samples is unknown, although the nodes below them know theirs."""
@@ -108,16 +108,16 @@ class Schema:
             positions = self.slots_at(table, path)
             if positions is not None and epoch_end(node, positions, shard_numbers) is None:
                 nodes = [(prefix, parent) for prefix, parent in nodes if path[: len(prefix)] != prefix] + [(path, node)]
-        return sorted({type(node.node if isinstance(node, Foreign) else node).__name__ for _, node in nodes})
+        return sorted({type(node.wrapped_node if isinstance(node, Foreign) else node).__name__ for _, node in nodes})
 
     @property
-    def columns_within(self) -> list[int]:
+    def columns_within_epoch(self) -> list[int]:
         """The indices of the table columns that give the position of a shard within its epoch."""
-        return [FIRST_SLOT + slot for slot in place_slots(self.root.fields, epochs=False)]
+        return [FIRST_SLOT_COLUMN + slot for slot in position_slots(self.root.fields, include_epochs=False)]
 
-    def epoch_size(self, table: Ints) -> int | None:
+    def samples_per_epoch(self, table: Ints) -> int | None:
         """Return the number of samples in the current epoch, delivered or not; `None` if only reading can find it."""
-        beginning_table, columns = table.copy(), self.columns_within
+        beginning_table, columns = table.copy(), self.columns_within_epoch
         beginning_table[:, columns] = self.fresh_table(len(table))[:, columns]
         end_of_epoch = self.epoch_end(beginning_table)
         return None if end_of_epoch is None else int(end_of_epoch[0].sum())
@@ -128,7 +128,7 @@ class Schema:
             return False
         nodes = [node for _, node in self.root.walk()]
         return (
-            all(map(repeats_itself, nodes))
+            all(map(has_equal_epochs, nodes))
             and all(node.source.num_rows >= len(table) for node in nodes if isinstance(node, Reader))
             and all(len(history) <= 1 for history in self.histories.values())
         )
@@ -140,7 +140,7 @@ class Schema:
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
         """Return the counters of the given shards, by name; counters of several readers of one source are added up."""
         counters: dict[str, float] = {}
-        shared_names, owned_table = self._shared_names(), table[shards]
+        shared_names, owned_table = self._shared_source_names(), table[shards]
         for path, node in self.root.walk():
             positions = self.slots_at(owned_table, path)
             if positions is None or not isinstance(node, Reports):
@@ -152,7 +152,7 @@ class Schema:
                 counters[key] = merge(counters[key], float(value)) if key in counters else float(value)
         return counters
 
-    def _shared_names(self) -> set[str]:
+    def _shared_source_names(self) -> set[str]:
         """Return the names that several sources of the pipeline share."""
         by_name: dict[str, Described] = {}
         return {src.name for src in self.sources().values() if by_name.setdefault(src.name, src) is not src}
@@ -167,7 +167,7 @@ class Schema:
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """Return the position columns of the node at ``path``, a view of the table; `None` for a node inside a foreign node."""
         node_slots = slots_of(self.root, path)
-        return None if node_slots is None else table[:, FIRST_SLOT:][:, node_slots]
+        return None if node_slots is None else table[:, FIRST_SLOT_COLUMN:][:, node_slots]
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
         """Return, for each node that reads ahead, a mask ``bool[N]`` of shards within a partly delivered document or window.
@@ -179,7 +179,7 @@ class Schema:
         for path, node in self.root.walk():
             positions = self.slots_at(table, path)
             if node.READS_AHEAD and positions is not None:
-                masks[path] = (positions[:, place_slots(node.FIELDS)] != 0).any(axis=1)
+                masks[path] = (positions[:, position_slots(node.FIELDS)] != 0).any(axis=1)
                 if isinstance(node, ReadsBegun) and node.tells_next:
                     masks[path] |= (positions != self.slots_at(initial_table, path)).any(axis=1)
         return masks
@@ -215,7 +215,7 @@ class Schema:
         return self._pipeline_json
 
     @property
-    def pipeline(self) -> Nodes:
+    def pipeline(self) -> NodeParameters:
         """The parameters of each node of the pipeline, by the path of the node, as read from JSON."""
         return json.loads(self.pipeline_json)
 
@@ -227,7 +227,7 @@ class Schema:
     @property
     def columns(self) -> dict[str, Any]:
         """The dtype and shape of each table column of a state, by name, as read from JSON."""
-        return by_name(json.loads(self.columns_json))
+        return columns_by_name(json.loads(self.columns_json))
 
     @property
     def texts(self) -> dict[str, str]:
@@ -239,7 +239,7 @@ def _seeds(node: Node[Any]) -> list[int]:
     return [inner_node.of_shard.seed for _, inner_node in node.walk() if inner_node.of_shard is not None]
 
 
-def _described(node: Node[Any]) -> dict[str, str]:
+def _field_formats(node: Node[Any]) -> dict[str, str]:
     return {field.key: "{dtype}{shape}".format(**field.describe()) for field in node.fields}
 
 
@@ -266,11 +266,11 @@ def to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=operator.index)
 
 
-def by_name(columns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def columns_by_name(columns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the dtype and the shape of each column of a table, by name."""
     return {column["name"]: {"dtype": column["dtype"], "shape": column["shape"]} for column in columns}
 
 
-def as_json(value: Any) -> Any:
+def json_round_trip(value: Any) -> Any:
     """Return a value as it is after a round trip through JSON."""
     return json.loads(to_json(value))

@@ -10,7 +10,7 @@ import numpy as np
 from rescale_data.engine.recipe import SAMPLES, Histories, History
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.remainder import Remainder
-from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
+from rescale_data.layout.turns import AlignedTurns, BalancedTurns, TurnFunction
 from rescale_data.state import Ints
 
 _LOOKAHEAD = 64  # in micro batches of one worker
@@ -31,8 +31,8 @@ class Segment:
         remainder: The plan of the remainder of an epoch; `None` in the main phase, where the layout is the plan.
         histories: The data of each source, by epoch (`Histories`).
         pads: True if batches say which of their samples are real.
-        whole_steps: True if the rows of a step count as consumed with its last micro batch (balanced steps).
-        checks_from: Up to this micro batch, nothing has to be looked for between two micro batches: no end of the segment, no
+        saves_whole_steps: True if the rows of a step count as consumed with its last micro batch (balanced steps).
+        checks_from_u: Up to this micro batch, nothing has to be looked for between two micro batches: no end of the segment, no
             failed proof; else 0.
     """
 
@@ -45,11 +45,11 @@ class Segment:
     remainder: Remainder | None = None
     histories: Histories = field(default_factory=dict[str, History])
     pads: bool = False
-    checks_from: int = 0
-    whole_steps: bool = False
+    checks_from_u: int = 0
+    saves_whole_steps: bool = False
 
-    def turns(self, table: Ints) -> Turns:
-        """Return a function (`Turns`) that names the logical shards that this rank serves in a micro batch of the segment."""
+    def turns(self, table: Ints) -> TurnFunction:
+        """Return a function (`TurnFunction`) that names the logical shards that this rank serves in a micro batch."""
         if self.remainder is not None:
             return partial(self.remainder.turn, self.rank)
         if self.layout.aligned:
@@ -68,13 +68,13 @@ class Segment:
             )
         )
 
-    def step_of(self, u: int) -> int:
+    def step_start_u(self, u: int) -> int:
         """Return the first micro batch, within this segment, of the step that contains micro batch ``u``."""
         return max(self.first_u, u - u % self.layout.gradient_accumulation_steps)
 
     def first_unsaved_u(self, u: int) -> int:
         """Return the first micro batch that a state does not include if it is saved before micro batch ``u``."""
-        return self.step_of(u) if self.whole_steps else u
+        return self.step_start_u(u) if self.saves_whole_steps else u
 
     def for_a_worker(self) -> Segment:
         """Return a copy of the segment with only the fields that a worker needs to make micro batches."""
@@ -98,7 +98,7 @@ class Segment:
         """Return the samples that each shard has delivered in the run before micro batch ``u``: ``int64[N]``."""
         return self.samples + self.delivered(u)
 
-    def num_left_at(self, u: int) -> int | None:
+    def micro_batches_left_at(self, u: int) -> int | None:
         """Return the number of micro batches from ``u`` to the end of the epoch; `None` if it is not known, or endless."""
         if self.stop is None or self.num_left is None:
             return None

@@ -13,17 +13,16 @@ from rescale_data.engine.balance import Balance
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.recipe import Pipeline, Recipe, path_name
+from rescale_data.engine.recipe import Pipeline, Recipe
 from rescale_data.engine.schema import Schema
 from rescale_data.layout.layout import Layout, default_num_logical_shards
-from rescale_data.nodes.abilities import Proves
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader
-from rescale_data.sources.decoded.cache import by_owner, owner_of
+from rescale_data.sources.decoded.cache import new_dict_by_owner, owner_of
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
 _FEW_ROWS, _EVEN_ROWS = 8, 20  # rows a shard; from 20 on, an endless stream gives all rows equally often, within 5 %
-_warned: dict[int, bool] = by_owner()
+_warned: dict[int, bool] = new_dict_by_owner()
 _log = logging.getLogger("rescale_data")
 
 
@@ -40,12 +39,12 @@ class Setup:
     balance: Balance | None = None
 
     @cached_property
-    def counts_are_known(self) -> bool:
+    def epoch_size_is_known(self) -> bool:
         """True if the number of samples in an epoch can be computed from the pipeline without reading data."""
         return self.schema.epoch_end(self.schema.fresh_table(self.layout.num_logical_shards)) is not None
 
 
-def set_up(pipeline: Pipeline, options: Options) -> Setup:
+def make_setup(pipeline: Pipeline, options: Options) -> Setup:
     """Return the setup of a loader, with defaults; raise if the loader cannot run (collective with a process group)."""
     o = options.global_batch_size
     ranks = find_ranks(options.mesh, options.dp_rank, options.dp_world_size, options.timeout)
@@ -64,7 +63,6 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
     _check_epoch(setup)
     _check_steps(setup)
     _check_shards(setup)
-    _warn_if_not_proved(setup)
     compared_options = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
     ranks = ranks.with_new_loader(
         {
@@ -95,10 +93,10 @@ def _require_ranks(balance: Balance | None, ranks: Ranks) -> None:
 
 
 def _warn_if_not_aligned(setup: Setup) -> None:
-    if setup.layout.misfit is not None:
+    if setup.layout.misfit_reason is not None:
         setup.ranks.warn(
             "Not aligned: %s. Nothing is lost or repeated, but the order depends on this topology.",
-            setup.layout.misfit,
+            setup.layout.misfit_reason,
         )
 
 
@@ -111,7 +109,7 @@ def _check_steps(setup: Setup) -> None:
         raise ValueError(f"steps_per_epoch={steps_per_epoch}: it is at least 1.")
     if steps_per_epoch * setup.layout.gradient_accumulation_steps > sys.maxsize:
         raise ValueError(f"steps_per_epoch={steps_per_epoch}: len() cannot count so many. Leave it out for no end.")
-    if not setup.recipe.repeat and setup.counts_are_known:
+    if not setup.recipe.repeat and setup.epoch_size_is_known:
         raise ValueError(
             f"steps_per_epoch={steps_per_epoch}, but the pipeline knows how many samples an epoch has. Leave it out, or give "
             f"repeat=True."
@@ -172,17 +170,6 @@ def _check_epoch(setup: Setup) -> None:
         raise ValueError(
             f"An epoch has {int(epoch_end[0].sum())} samples, less than one global batch of {setup.layout.global_batch_size}, "
             f"so tail='drop' would drop them all. Use a smaller global_batch_size, tail='pad', repeat=True or more data."
-        )
-
-
-def _warn_if_not_proved(setup: Setup) -> None:
-    """Warn if `verify` cannot prove an epoch, because some rows are not read by a `Reader`."""
-    leaves = {path: node for path, node in setup.schema.root.walk() if len([*node.walk()]) == 1}
-    unproved = [path_name(path) for path, node in leaves.items() if not isinstance(node, Proves)]
-    if setup.recipe.verify and unproved:
-        setup.ranks.warn(
-            "verify=True proves nothing of the rows of %s: only an rd.Reader keeps a digest of what it reads.",
-            unproved,
         )
 
 

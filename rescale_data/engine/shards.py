@@ -8,19 +8,19 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.feed import InProcess
+from rescale_data.engine.feed import InProcessFeed
 from rescale_data.engine.options import Options
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
-from rescale_data.engine.setup import set_up
+from rescale_data.engine.setup import make_setup
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import local_state_dict
 from rescale_data.engine.stream import Stream
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode
 from rescale_data.nodes.function import require_function
 
-_STALE = (
+_STALE_STATE_WARNING = (
     "The state was of the end of an epoch, and the next one begins. If torchdata.nodes.Loader did that (torchdata 0.11), its "
     "state_dict() returns the state of that end from now on, whatever is read: who goes on from it reads all again. Give it "
     "restart_on_stop_iteration=False: then the first loop after such a load is empty, as with rd.DataLoader."
@@ -60,7 +60,7 @@ class LogicalShards(BaseNode[list[Any]]):
         [(8,), (8,), (8,), (8,)]
     """
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         pipeline: Pipeline,
@@ -86,29 +86,29 @@ class LogicalShards(BaseNode[list[Any]]):
             seed=seed,
             repeat=repeat,
         )
-        setup = set_up(pipeline, options)
+        setup = make_setup(pipeline, options)
         runner = Runner(setup.recipe, setup.schema)
-        self._stream = Stream(setup, runner, InProcess(runner, list))
+        self._stream = Stream(setup, runner, InProcessFeed(runner, list))
         self._state_requested: bool | None = None  # True if a state was asked for since a reset to an epoch's end
-        self._begun = 0  # samples after the last reset; a second reset there changes nothing
+        self._samples_at_reset = 0  # samples after the last reset; a second reset there changes nothing
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         """Load a state; without one, begin the run again or, at the end of an epoch, begin the next epoch."""
         super().reset(None)
         self._stream.ranks.require_no_group()
-        begun, self._begun = self._begun, -1
-        requested, self._state_requested = self._state_requested, None
+        samples_at_reset, self._samples_at_reset = self._samples_at_reset, -1
+        state_requested, self._state_requested = self._state_requested, None
         if initial_state is not None:
             load_state_dict(self._stream, initial_state)
             self._state_requested = False if self._stream.cursor.ended else None
             return
         if self._stream.cursor.ended:
-            if requested:
-                self._stream.ranks.warn(_STALE)
-            self._stream.move_on()
-        elif self._stream.clock.samples != begun:
+            if state_requested:
+                self._stream.ranks.warn(_STALE_STATE_WARNING)
+            self._stream.begin_next_epoch()
+        elif self._stream.clock.samples != samples_at_reset:
             self._stream.reset()
-        self._begun = self._stream.clock.samples
+        self._samples_at_reset = self._stream.clock.samples
 
     def next(self) -> list[Any]:
         self._stream.ranks.require_no_group()

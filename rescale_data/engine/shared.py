@@ -1,4 +1,4 @@
-"""`Shared`: the calls of a loader that the TP, PP and CP peers of a dp rank share.
+"""`SharedCalls`: the calls of a loader that the TP, PP and CP peers of a dp rank share.
 
 The first peer reads, and sends its batches to the other peers. These build no pipeline, open no file, make no request and start
 no worker. All calls except the numbers, `progress` and `close` are collective over the peers: the first peer makes the call,
@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.message import to_bytes
 from rescale_data.engine.options import Options
 from rescale_data.engine.ranks.meeting import by_dp_rank
-from rescale_data.engine.ranks.peers import BATCH, RESULT, Peers
-from rescale_data.engine.stream import ENDS_NOTHING
-from rescale_data.engine.transfer import function_of
-from rescale_data.errors import picklable, require_callable
+from rescale_data.engine.ranks.peers import BATCH_MESSAGE, RESULT, Peers
+from rescale_data.engine.stream import STOP_ITERATION_MESSAGE
+from rescale_data.engine.transfer import transfer_function
+from rescale_data.errors import require_callable, to_picklable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,7 +48,7 @@ class Numbers(NamedTuple):
         return cls(loader.step, loader.epoch, loader.last_batch_samples, per_step, num_batches, batches_left)
 
 
-class Shared:
+class SharedCalls:
     """Makes each call of a loader together with its peers: the first peer does the work, and sends the result to the others.
 
     Args:
@@ -69,50 +69,50 @@ class Shared:
                 "With peers= say which ranks read different samples: give mesh=mesh['dp'], or dp_rank= and dp_world_size= (0 "
                 "and 1 where all processes are peers)."
             )
-        self._pin = options.pin_memory and torch.accelerator.is_available()
-        self._transfer = function_of(options.transfer)
+        self._pins_batches = options.pin_memory and torch.accelerator.is_available()
+        self._transfer = transfer_function(options.transfer)
         arguments = {"pipeline": pipeline, **vars(options)}
         settings = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
-        self._peers = Peers(_members(options.peers), options.receives, settings, options.timeout)
+        self._peers = Peers(_peer_ranks(options.peers), options.receives, settings, options.timeout)
         self.numbers = Numbers() if self._peers.me else None
         if options.dp_rank is not None:
             _join_meeting(options.dp_rank, options.dp_world_size, options.timeout)
 
-    def call(self, loader: object, name: str, kind: int, work: Callable[[], Any]) -> Any:
+    def share_call(self, loader: object, call_text: str, message_kind: int, work: Callable[[], Any]) -> Any:
         """Return the result of the first peer's `work` on all peers; a batch only on peers that receive batches.
 
         Args:
             loader: The `Reading` whose call it is.
-            name: The method and its arguments, the same on all peers.
+            call_text: The method and its arguments, the same on all peers.
         """
         self._peers.require_no_fork()
-        value = self._receive(name) if self._peers.me else self._work(loader, name, kind, work)
-        return self._transferred(value) if kind != RESULT and value is not None else value
+        value = self._receive(call_text) if self._peers.me else self._work(loader, call_text, message_kind, work)
+        return self._transfer_batch(value) if message_kind != RESULT and value is not None else value
 
-    def _work(self, loader: Any, name: str, kind: int, work: Callable[[], Any]) -> Any:
-        call_digest = self._peers.digest_of(name)
+    def _work(self, loader: Any, call_text: str, message_kind: int, work: Callable[[], Any]) -> Any:
+        call_digest = self._peers.digest_of(call_text)
         try:
             value = work()
-            packed_bytes = to_bytes(value if kind != RESULT else (Numbers.from_loader(loader), value, None))
+            packed_bytes = to_bytes(value if message_kind != RESULT else (Numbers.from_loader(loader), value, None))
         except Exception as error:
-            packed_bytes = to_bytes((Numbers.from_loader(loader), None, picklable(error)))
+            packed_bytes = to_bytes((Numbers.from_loader(loader), None, to_picklable(error)))
             self._peers.send(RESULT, [call_digest, 0, 0, 0], packed_bytes)
             raise
-        batch_counts = (loader.step, loader.epoch, loader.last_batch_samples) if kind != RESULT else (0, 0, 0)
-        self._peers.send(kind, [call_digest, *batch_counts], packed_bytes)
+        batch_counts = (loader.step, loader.epoch, loader.last_batch_samples) if message_kind != RESULT else (0, 0, 0)
+        self._peers.send(message_kind, [call_digest, *batch_counts], packed_bytes)
         return value
 
     def _receive(self, name: str) -> Any:
-        kind, (call_digest, step, epoch, num_real), value = self._peers.receive(self._pin)
+        message_kind, (call_digest, step, epoch, num_real), value = self._peers.receive(self._pins_batches)
         if call_digest != self._peers.digest_of(name):
             raise RuntimeError(
                 f"This rank calls {name:.200} of a loader with peers=, the one that reads for it another method, with other "
                 f"arguments, or that of another loader. All peers of a dp rank make the same calls in the same order."
             )
-        if kind != RESULT:
+        if message_kind != RESULT:
             numbers = self.numbers or Numbers()
             num_left = numbers.batches_left
-            num_left = num_left - 1 if kind == BATCH and isinstance(num_left, int) else num_left
+            num_left = num_left - 1 if message_kind == BATCH_MESSAGE and isinstance(num_left, int) else num_left
             self.numbers = numbers._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=num_left)
             return value
         self.numbers, call_result, error = value
@@ -120,19 +120,19 @@ class Shared:
             raise error
         return call_result
 
-    def _transferred(self, batch: Any) -> Any:
+    def _transfer_batch(self, batch: Any) -> Any:
         try:
             return batch if self._transfer is None else self._transfer(batch)
         except StopIteration as error:
-            raise RuntimeError(ENDS_NOTHING) from error
+            raise RuntimeError(STOP_ITERATION_MESSAGE) from error
 
 
 def on_first_peer(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
     """Return a decorator for methods of a `Reading`: its peers call them together, and the first peer does the work.
 
     Args:
-        kind: `BATCH` if the methods return the next batch, `PEEKED` if it stays the next; only some peers receive it. Else
-            `RESULT`.
+        kind: `BATCH_MESSAGE` if the methods return the next batch, `PEEKED_MESSAGE` if it stays the next; only some peers
+            receive it. Else `RESULT`.
     """
 
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -140,8 +140,8 @@ def on_first_peer(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Cal
         def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
             if self._shared is None:
                 return method(self, *args, **kwargs)
-            name = f"{method.__name__.strip('_')}({_setting(args)}, {_setting(kwargs)})"
-            return self._shared.call(self, name, kind, functools.partial(method, self, *args, **kwargs))
+            call_text = f"{method.__name__.strip('_')}({_setting(args)}, {_setting(kwargs)})"
+            return self._shared.share_call(self, call_text, kind, functools.partial(method, self, *args, **kwargs))
 
         return call
 
@@ -162,7 +162,7 @@ def require_number(number: int | str) -> int:
     return number
 
 
-def _members(peers: object) -> list[int]:
+def _peer_ranks(peers: object) -> list[int]:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("peers= needs a process group: call torch.distributed.init_process_group first.")
     if isinstance(peers, DeviceMesh):

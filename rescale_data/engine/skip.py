@@ -23,7 +23,7 @@ from rescale_data.state import Ints
 _NOT_ENDED = 1 << 40  # samples: more than a shard has left of any epoch
 _STEPS_AT_ONCE = 16
 """The number of steps that ranks read between checks for the end of the epoch, if only reading can find it."""
-_COUNTS = [field.name for field in fields(Clock) if field.name != "skipped"]
+_COUNT_NAMES = [field.name for field in fields(Clock) if field.name != "skipped"]
 
 
 def require_countable(call: str, num_samples: int, num_logical_shards: int) -> None:
@@ -47,10 +47,10 @@ def skip(cursor: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
     while num_micro_batches:
         if cursor.ended:
             cursor = next_segment(cursor, ends)
-            epoch_starts = [*epoch_starts[-2:], (num_micro_batches, _to_numbers(cursor, ends))]
+            epoch_starts = [*epoch_starts[-2:], (num_micro_batches, _to_run_array(cursor, ends))]
             if not verify:
                 cursor, num_micro_batches = _skip_epochs(cursor, ends, epoch_starts)
-        cursor = _in_segment(next_segment(cursor, ends) if cursor.segment is None else cursor, ends)
+        cursor = _enter_segment(next_segment(cursor, ends) if cursor.segment is None else cursor, ends)
         segment, u = cursor.segment, cursor.u
         if segment is None:
             continue
@@ -60,28 +60,28 @@ def skip(cursor: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
                 cursor, segment, ends, u + min(num_to_skip, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps)
             )
         else:
-            num_left = segment.num_left_at(u)
+            num_left = segment.micro_batches_left_at(u)
             if num_left is None or num_micro_batches < num_left or verify:  # else no more of this epoch is delivered
-                cursor = _move(cursor, segment, ends, u + num_to_skip)
+                cursor = _move_cursor(cursor, segment, ends, u + num_to_skip)
             cursor = cursor._replace(u=u + num_to_skip)
         num_micro_batches -= cursor.u - u
-        cursor = _in_segment(
+        cursor = _enter_segment(
             cursor._replace(empty_epochs=0 if cursor.u > u else cursor.empty_epochs, resumed=False), ends
         )
     return cursor
 
 
-def _in_segment(cursor: Cursor, ends: Ends) -> Cursor:
+def _enter_segment(cursor: Cursor, end_finder: Ends) -> Cursor:
     """Return the cursor in the segment of its next micro batch, or at the end of the epoch if no segment follows."""
     while cursor.segment is not None and cursor.segment.stop == cursor.u:
-        cursor = next_segment(cursor, ends)
+        cursor = next_segment(cursor, end_finder)
     return cursor
 
 
-def _move(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
+def _move_cursor(cursor: Cursor, segment: Segment, end_finder: Ends, u: int) -> Cursor:
     """Return the cursor at micro batch ``u`` of its segment; each rank advances the table rows that it owns (collective)."""
-    table = call_on_all_ranks(ends.ranks, partial(ends.move, cursor, segment.samples_before(u)))
-    return cursor._replace(u=u, table=table, owners=ends.owners)
+    table = call_on_all_ranks(end_finder.ranks, partial(end_finder.move, cursor, segment.samples_before(u)))
+    return cursor._replace(u=u, table=table, owners=end_finder.owners)
 
 
 def _read_until(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
@@ -91,7 +91,7 @@ def _read_until(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
     until_u, delivered_at_step_end = segment.samples_before(u), segment.samples_before(step_end)
 
     def find() -> int:
-        num_left = np.full(len(table), _NOT_ENDED)
+        samples_left = np.full(len(table), _NOT_ENDED)
         ends.runner.load(table, segment.histories)
         for shard in ends.owned.tolist():
             num_drawn, next_slots = ends.runner.look_ahead(shard, int(until_u[shard] - samples[shard]))
@@ -100,14 +100,14 @@ def _read_until(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
                 num_more, next_slots = ends.runner.look_ahead(shard, int(delivered_at_step_end[shard] - until_u[shard]))
                 num_drawn += num_more
             if next_slots is not None:
-                num_left[shard] = num_drawn
-        return max(cursor.u, layout.main_phase_end(samples, num_left, cursor.u))
+                samples_left[shard] = num_drawn
+        return max(cursor.u, layout.main_phase_end(samples, samples_left, cursor.u))
 
     stop_u = ends.ranks.min_and_max(call_on_all_ranks(ends.ranks, find))[0]
     if stop_u > u:
         table[ends.owned, SAMPLES] = until_u[ends.owned]
         return cursor._replace(table=table, u=u)
-    return _move(cursor, segment, ends, stop_u)._replace(segment=replace(segment, stop=stop_u))
+    return _move_cursor(cursor, segment, ends, stop_u)._replace(segment=replace(segment, stop=stop_u))
 
 
 def _skip_epochs(cursor: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
@@ -120,21 +120,21 @@ def _skip_epochs(cursor: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]
     whole_steps = ends.layout.aligned or ends.setup.tail == "pad"  # else the dropped samples depend on earlier epochs
     if len(epoch_starts) < 3 or not whole_steps or not ends.schema.epochs_are_alike(cursor.table):
         return cursor, num_micro_batches
-    (_, oldest), (num_left_before, previous), _ = epoch_starts
-    if (current - previous != previous - oldest).any():
+    (_, oldest_counts), (batches_left_before, previous), _ = epoch_starts
+    if (current - previous != previous - oldest_counts).any():
         return cursor, num_micro_batches
-    epoch_size = num_left_before - num_micro_batches
+    epoch_size = batches_left_before - num_micro_batches
     epochs = (num_micro_batches - 1) // epoch_size  # at least one micro batch is left: an epoch ends with its last one
     return _from_numbers(cursor, ends, current + epochs * (current - previous)), num_micro_batches - epochs * epoch_size
 
 
-def _to_numbers(cursor: Cursor, ends: Ends) -> Ints:
+def _to_run_array(cursor: Cursor, end_finder: Ends) -> Ints:
     """Return the table and the counts of a run at the start of an epoch as one array, ``int64[any]``."""
-    run_counts = [getattr(cursor.clock_now(ends.layout), name) for name in _COUNTS]
+    run_counts = [getattr(cursor.clock_now(end_finder.layout), name) for name in _COUNT_NAMES]
     return np.concatenate([cursor.table.flatten(), np.array(run_counts, dtype=np.int64)])
 
 
-def _from_numbers(cursor: Cursor, ends: Ends, numbers: Ints) -> Cursor:
+def _from_numbers(cursor: Cursor, end_finder: Ends, numbers: Ints) -> Cursor:
     table, run_counts = numbers[: cursor.table.size].reshape(cursor.table.shape), numbers[cursor.table.size :].tolist()
-    clock = replace(cursor.clock, **dict(zip(_COUNTS, run_counts, strict=True)))
-    return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout))
+    clock = replace(cursor.clock, **dict(zip(_COUNT_NAMES, run_counts, strict=True)))
+    return cursor._replace(clock=clock, table=table, u=clock.micro_batch(end_finder.layout))

@@ -22,7 +22,7 @@ from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
-ENDS_NOTHING = (
+STOP_ITERATION_MESSAGE = (
     "collate_fn, transfer= or a function of rd.Balance raised StopIteration, which would end the epoch: return a value, or "
     "raise another error."
 )
@@ -41,7 +41,7 @@ def stream_of(loader: HasStream) -> Stream:
     return loader._stream  # pyright: ignore[reportPrivateUsage]
 
 
-class Queue:
+class MicroBatchQueue:
     """The micro batches of a segment that a feed has made, by number; numbers before the cursor's are consumed.
 
     Args:
@@ -136,11 +136,11 @@ class Stream:
     def num_micro_batches_left(self) -> int | None:
         """Return the number of micro batches left in the epoch; `None` if it is endless or its end is not known."""
         segment = self.begin()
-        return 0 if segment is None else segment.num_left_at(self.cursor.u)
+        return 0 if segment is None else segment.micro_batches_left_at(self.cursor.u)
 
     def num_micro_batches(self) -> int | None:
         """Return the number of micro batches in the whole epoch; `None` if it is endless or its size is not known."""
-        epoch_size = None if self.setup.recipe.repeat else self.schema.epoch_size(self.table)
+        epoch_size = None if self.setup.recipe.repeat else self.schema.samples_per_epoch(self.table)
         if epoch_size is None:
             return None
         steps, num_leftover = divmod(epoch_size, self.layout.global_batch_size)
@@ -173,20 +173,20 @@ class Stream:
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
         self.rewind()
-        samples_before, ends = self.clock.samples, Ends(self.setup, self.ends.runner)
-        cursor = skip(self.cursor.copy(), ends, num_micro_batches)
+        samples_before, end_finder = self.clock.samples, Ends(self.setup, self.ends.runner)
+        cursor = skip(self.cursor.copy(), end_finder, num_micro_batches)
         clock = cursor.clock_now(self.layout).with_skipped(samples_before)
-        self.ends = ends
+        self.ends = end_finder
         self.cursor = cursor._replace(clock=clock)
 
-    def move_on(self) -> None:
+    def begin_next_epoch(self) -> None:
         """Begin the next epoch, if the last micro batch of the current epoch was consumed."""
         if self.cursor.ended:
-            self.cursor = self._next_segment(self.cursor)
+            self.cursor = self._move_to_next_segment(self.cursor)
 
     def rewind(self, *, wait: bool = True) -> None:
         """Drop micro batches that were made but not consumed; make no more until the next one is requested."""
-        self._queue = Queue()
+        self._queue = MicroBatchQueue()
         self._failure: BaseException | None = None
         self.feed.stop(wait=wait)
 
@@ -207,29 +207,29 @@ class Stream:
             failure, self._failure = self._failure, None
             raise failure
         if self.cursor.segment is None and not self.cursor.ended:
-            self.cursor = self._next_segment(self.cursor)
-        self.cursor = self._in_segment(self.cursor)
+            self.cursor = self._move_to_next_segment(self.cursor)
+        self.cursor = self._enter_segment(self.cursor)
         self.cursor = self._at_epoch_end(self.cursor)
         return self.cursor.segment
 
-    def _in_segment(self, cursor: Cursor) -> Cursor:
+    def _enter_segment(self, cursor: Cursor) -> Cursor:
         """Return the cursor in the segment of its next micro batch: moved on if its present segment is over."""
         while cursor.segment is not None and not cursor.segment.is_last:
             current = cursor
-            if not self.ends.is_over(current, lambda u, current=current: self._make_until(current, u)):
+            if not self.ends.is_segment_over(current, lambda u, current=current: self._make_until(current, u)):
                 break
-            cursor = self._next_segment(current)
+            cursor = self._move_to_next_segment(current)
         return cursor
 
     def _at_epoch_end(self, cursor: Cursor) -> Cursor:
         """Return the cursor moved to the end of the epoch if the last micro batch of the epoch was consumed, else unchanged."""
         if cursor.segment is None or not cursor.segment.is_last or cursor.segment.stop != cursor.u:
             return cursor
-        ended_cursor = self._next_segment(cursor)
+        ended_cursor = self._move_to_next_segment(cursor)
         self.ends.runner.release_cache()
         return ended_cursor
 
-    def _next_segment(self, cursor: Cursor) -> Cursor:
+    def _move_to_next_segment(self, cursor: Cursor) -> Cursor:
         self.rewind()  # after this, the feed no longer uses the runner
         return next_segment(cursor.copy(), self.ends)
 
@@ -242,7 +242,7 @@ class Stream:
         raises the error, in place of the micro batch.
         """
         cursor = self.cursor
-        if cursor.segment is None or cursor.u + 1 >= cursor.segment.checks_from:
+        if cursor.segment is None or cursor.u + 1 >= cursor.segment.checks_from_u:
             return self._take_and_advance()
         micro_batch = self._next_micro_batch(cursor)
         self.cursor = cursor.advanced(micro_batch)
@@ -254,7 +254,7 @@ class Stream:
         queue, u = self._queue, self.cursor.u
         cursor = self.cursor.advanced(micro_batch)
         try:
-            cursor = self._in_segment(cursor)
+            cursor = self._enter_segment(cursor)
         except BaseException as error:  # also Ctrl-C: it is raised after this batch has arrived
             self._failure = error
         else:
@@ -277,7 +277,7 @@ class Stream:
         if segment is not None:
             self._find_queue(self.cursor, segment)
 
-    def _find_queue(self, cursor: Cursor, segment: Segment) -> Queue:
+    def _find_queue(self, cursor: Cursor, segment: Segment) -> MicroBatchQueue:
         """Return the queue of micro batches of a segment; start the feed at the cursor if it has not started there."""
         if self.feed.is_ahead and self._process not in (0, os.getpid()):
             raise RuntimeError(
@@ -287,9 +287,9 @@ class Stream:
         queue = self._queue
         if queue.segment is segment and (cursor.u == queue.next or cursor.u in queue.micro_batches):
             return queue
-        self._queue, self._process = Queue(), os.getpid()
+        self._queue, self._process = MicroBatchQueue(), os.getpid()
         self.feed.begin(segment, cursor.copy().table, cursor.u)
-        self._queue = Queue(segment, cursor.u)
+        self._queue = MicroBatchQueue(segment, cursor.u)
         return self._queue
 
     def _next_micro_batch(self, cursor: Cursor) -> MicroBatch:
@@ -317,7 +317,7 @@ class Stream:
                 # The runner is past the cursor now: the next call begins at the cursor again. Ctrl-C does not wait for a read.
                 self.rewind(wait=isinstance(error, Exception))
                 if isinstance(error, StopIteration):
-                    raise RuntimeError(ENDS_NOTHING) from error
+                    raise RuntimeError(STOP_ITERATION_MESSAGE) from error
                 raise
         return queue.next
 

@@ -38,13 +38,13 @@ class Flag:
         return self.is_set
 
 
-class Answer(Generic[T]):
+class WorkResult(Generic[T]):
     """The result of work that another thread does, or the error to raise in its place."""
 
     def __init__(self) -> None:
         self._results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
-    def set_by(self, work: Callable[[], T]) -> None:
+    def run_work(self, work: Callable[[], T]) -> None:
         """Run `work`, and store its result or its error for `get`."""
         try:
             self._results.put((work(), None))
@@ -72,8 +72,8 @@ class Answer(Generic[T]):
 
 def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
     """Return ``work()``, run in another thread; raise `Empty` after `seconds`, while the thread goes on."""
-    answer = Answer[T]()
-    threading.Thread(target=answer.set_by, args=(work,), daemon=True, name="rescale_data-store").start()
+    answer = WorkResult[T]()
+    threading.Thread(target=answer.run_work, args=(work,), daemon=True, name="rescale_data-store").start()
     return answer.get(seconds)
 
 
@@ -85,14 +85,14 @@ class TaskThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks, self._ended = _Tasks(), Flag()
+        self._tasks, self._ended_flag = _Tasks(), Flag()
         owner = ref(
             self, self._tasks.put
         )  # puts itself when self is collected; Ctrl-C within a `__del__` would be lost
-        args = self._tasks, self._ended, owner
+        args = self._tasks, self._ended_flag, owner
         self._thread = threading.Thread(target=_run_tasks, args=args, daemon=True, name=f"rescale_data-{name}")
         self._thread.start()
-        self._process = os.getpid()
+        self._owner_pid = os.getpid()
         _task_threads.add(self)
 
     def put(self, task: Callable[[], None]) -> None:
@@ -100,10 +100,10 @@ class TaskThread:
 
     def end(self, seconds: float | None = None) -> None:
         """End the thread after the tasks put so far, and wait for its end, at most `seconds`."""
-        if self._process != os.getpid():  # a forked process has no such thread
+        if self._owner_pid != os.getpid():  # a forked process has no such thread
             return
         self._tasks.put(None)
-        if self._ended.wait(seconds):
+        if self._ended_flag.wait(seconds):
             self._thread.join()
 
 
@@ -111,11 +111,11 @@ _Tasks: TypeAlias = SimpleQueue[Callable[[], Any] | None]
 _task_threads: WeakSet[TaskThread] = WeakSet()
 
 
-def _run_tasks(tasks: _Tasks, ended: Flag, owner: ref[TaskThread]) -> None:
+def _run_tasks(tasks: _Tasks, ended_flag: Flag, owner: ref[TaskThread]) -> None:
     while (task := tasks.get()) is not None and task is not owner:
         task()
         del task  # what it refers to can be collected
-    ended.set()
+    ended_flag.set()
 
 
 @atexit.register

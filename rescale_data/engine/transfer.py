@@ -46,7 +46,7 @@ def with_transfer(feed: Feed, transfer: Transfer, dp_rank: int, dp_world_size: i
     return MappedFeed(feed, transfer.bind(dp_rank, dp_world_size) if isinstance(transfer, DpTransfer) else transfer)
 
 
-def function_of(transfer: Transfer | None) -> Callable[[Any], Any] | None:
+def transfer_function(transfer: Transfer | None) -> Callable[[Any], Any] | None:
     """Return a transfer as a function of a batch, for peers that share batches; it copies in the current stream of the peer."""
     if isinstance(transfer, DpTransfer):
         raise ValueError(
@@ -67,15 +67,15 @@ class ToDevice(MappedFeed):
 
     def __init__(self, feed: Feed, device: torch.device) -> None:
         super().__init__(feed, partial(_to_device, device))
-        self._device, self._stream = device, nullcontext()
+        self._device, self._device_stream = device, nullcontext()
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         if is_accelerator(self._device):
-            self._stream: Any = torch.accelerator.current_stream(self._device)
+            self._device_stream: Any = torch.accelerator.current_stream(self._device)
         super().begin(segment, table, first_u)
 
     def next(self) -> Any:
-        with self._stream:
+        with self._device_stream:
             return super().next()
 
 

@@ -23,7 +23,7 @@ from rescale_data.sources.counts import counts
 
 _logger = logging.getLogger("rescale_data")
 _PACKAGE, _USER_FUNCTION = "rescale_data.", "in a function of the user's"
-_KINDS = (
+_WORK_KINDS = (
     ("rescale_data.sources.", "reading"),
     *((f"rescale_data.engine.{name}", "waiting for other ranks") for name in ("ranks", "agreement", "threads")),
     *((f"rescale_data.nodes.{name}", _USER_FUNCTION) for name in ("map", "filter", "tokenize", "clean", "foreign")),
@@ -40,59 +40,59 @@ class Watch:
     """Watches one thread, and reports work that takes longer than a given time, once each.
 
     Args:
-        seconds: Work that takes longer is reported.
+        report_after_seconds: Work that takes longer is reported.
         report: Makes a report; called with the seconds since the work began, and the innermost frame of the thread.
         clock: Returns the time in seconds.
 
     Attributes:
-        seconds: As given.
+        report_after_seconds: As given.
         began: The time at which the work began; `None` while there is no work. The watched thread sets it, since nothing else
             is cheap enough.
-        reported: True if a report was made; the watched thread may reset it.
-        thread: The id of the watched thread; 0 before `start`.
+        report_made: True if a report was made; the watched thread may reset it.
+        thread_id: The id of the watched thread; 0 before `start`.
     """
 
     def __init__(
         self,
-        seconds: float,
+        report_after_seconds: float,
         report: Callable[[float, FrameType | None], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.began: float | None = None
-        self.seconds, self._report, self._clock = seconds, report, clock
-        self.thread, self.reported, self._reported_work = 0, False, -1.0
-        self._stopped = Flag()
+        self.seconds, self._report, self._clock = report_after_seconds, report, clock
+        self.thread_id, self.report_made, self._reported_start_time = 0, False, -1.0
+        self._stop_flag = Flag()
         self._watcher: threading.Thread | None = None
-        self._process = 0  # the process that has the background thread
+        self._watcher_pid = 0  # the process that has the background thread
 
     def start(self) -> None:
         """Start to watch the calling thread, from a background thread that looks at intervals."""
-        if not self.thread:
-            self._stopped = Flag()
-            args = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stopped
+        if not self.thread_id:
+            self._stop_flag = Flag()
+            args = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stop_flag
             thread = threading.Thread(target=_watch_loop, args=args, daemon=True, name="rescale_data-watch")
             thread.start()
-            self._watcher, self._process = thread, os.getpid()  # only after the start, which Ctrl-C may prevent
-        self.thread = threading.get_ident()
+            self._watcher, self._watcher_pid = thread, os.getpid()  # only after the start, which Ctrl-C may prevent
+        self.thread_id = threading.get_ident()
 
     def stop(self) -> None:
         """Stop watching, until `start` is called again."""
-        self.thread = 0
-        if self._watcher is not None and self._process == os.getpid():  # a forked process has no such thread
-            self._stopped.set()
+        self.thread_id = 0
+        if self._watcher is not None and self._watcher_pid == os.getpid():  # a forked process has no such thread
+            self._stop_flag.set()
             self._watcher.join(1.0)  # a report may be under way
 
     def look(self) -> None:
         """Report the current work if it takes too long and was not reported before."""
         began = self.began
-        if began is None or began == self._reported_work or self._clock() - began < self.seconds:
+        if began is None or began == self._reported_start_time or self._clock() - began < self.seconds:
             return
-        self._reported_work, self.reported = began, True
-        self._report(self._clock() - began, frames().get(self.thread))
+        self._reported_start_time, self.report_made = began, True
+        self._report(self._clock() - began, frames().get(self.thread_id))
 
 
-def _watch_loop(watch_ref: weakref.ref[Watch], pause: float, stopped: Flag) -> None:
-    while not stopped.wait(pause) and (watch := watch_ref()) is not None:
+def _watch_loop(watch_ref: weakref.ref[Watch], pause_seconds: float, stop_flag: Flag) -> None:
+    while not stop_flag.wait(pause_seconds) and (watch := watch_ref()) is not None:
         with suppress(Exception):  # other threads change what it looks at
             watch.look()
         del watch
@@ -103,10 +103,10 @@ def frames() -> dict[int, FrameType]:
     return getattr(sys, "_current_frames")()  # noqa: B009 - documented, in spite of its name
 
 
-def describe(innermost: FrameType | None) -> str:
+def describe(innermost_frame: FrameType | None) -> str:
     """Return a text about the work of a thread: its kind, the function, the logical shard and the last row drawn."""
     callee = None
-    for frame in _outer_frames(innermost):
+    for frame in _outer_frames(innermost_frame):
         module = _module(frame)
         if module.startswith(_PACKAGE):
             return f"{_describe_work(module, callee)}{_describe_shard(frame)}"
@@ -114,9 +114,9 @@ def describe(innermost: FrameType | None) -> str:
     return "it is in no function of rescale_data"
 
 
-def waits(innermost: FrameType | None) -> bool:
+def waits_for_batches(innermost_frame: FrameType | None) -> bool:
     """True if the innermost function of this package on a thread's stack waits for batches that others make."""
-    modules = (_module(frame) for frame in _outer_frames(innermost) if _module(frame).startswith(_PACKAGE))
+    modules = (_module(frame) for frame in _outer_frames(innermost_frame) if _module(frame).startswith(_PACKAGE))
     return next(modules, "") in _WAITING_MODULES
 
 
@@ -128,7 +128,7 @@ def _describe_work(module: str, callee: FrameType | None) -> str:
     """
     if counts().file:
         return f"reading {counts().file}"
-    kind = next((kind for begin, kind in _KINDS if module.startswith(begin)), f"in {module}")
+    kind = next((kind for begin, kind in _WORK_KINDS if module.startswith(begin)), f"in {module}")
     if callee is None:
         return kind
     return f"{kind}, {callee.f_code.co_qualname} ({callee.f_code.co_filename}, line {callee.f_lineno})"

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 
-def set_worker_info(number: int, num_workers: int, seed: int, pipeline: Any) -> None:
+def set_worker_info(worker_number: int, num_workers: int, seed: int, pipeline: Any) -> None:
     """Make ``torch.utils.data.get_worker_info()`` return the given worker number, count, seed and pipeline in this process."""
     module: Any = sys.modules[get_worker_info.__module__]
-    module._worker_info = module.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=pipeline)
+    module._worker_info = module.WorkerInfo(id=worker_number, num_workers=num_workers, seed=seed, dataset=pipeline)

@@ -17,15 +17,15 @@ from itertools import islice
 import numpy as np
 
 from rescale_data.engine.board import Board
-from rescale_data.engine.feed import InProcess
-from rescale_data.engine.message import MAX_VALUES, Message, Packed, Slabs
+from rescale_data.engine.feed import InProcessFeed
+from rescale_data.engine.message import MAX_MESSAGE_VALUES, Message, PackedValue, Slabs
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.watch import Watch, describe
-from rescale_data.errors import picklable
+from rescale_data.errors import to_picklable
 from rescale_data.sources.counts import MADE_BATCHES, MAKE_SECONDS, counts
 from rescale_data.state import Ints
 
@@ -55,10 +55,10 @@ class Begin:
     num_logical_shards: int
 
     @classmethod
-    def from_table(cls, number: int, segment: Segment, table: Ints, first_u: int, num_slabs: int) -> Begin:
+    def from_table(cls, command_number: int, segment: Segment, table: Ints, first_u: int, num_slabs: int) -> Begin:
         owned_shards = segment.layout.owned(segment.rank) if segment.remainder is None else range(len(table))
         shards = slice(owned_shards.start, owned_shards.stop)
-        return cls(number, segment.for_a_worker(), first_u, num_slabs, shards, table[shards].copy(), len(table))
+        return cls(command_number, segment.for_a_worker(), first_u, num_slabs, shards, table[shards].copy(), len(table))
 
     @property
     def table(self) -> Ints:
@@ -71,15 +71,15 @@ class Begin:
 class Worker:
     """Makes micro batches in a worker process, in the same way as the trainer's process makes them without workers."""
 
-    def __init__(self, recipe: Recipe, collate: Collate | None, slow_after: float) -> None:
-        self.recipe, self._collate, self._slow_after = recipe, collate, slow_after
-        self._feed: InProcess | None = None
+    def __init__(self, recipe: Recipe, collate: Collate | None, slow_after_seconds: float) -> None:
+        self.recipe, self._collate, self._slow_after_seconds = recipe, collate, slow_after_seconds
+        self._feed: InProcessFeed | None = None
         self._sent_table: Ints | None = None  # in a mixture, whose rows are long: the table of the trainer's process
 
-    def attach(self, number: int, board: Board) -> None:
+    def attach(self, worker_number: int, board: Board) -> None:
         """Set the number of this worker, and the shared-memory board on which it reports work that takes long."""
-        self._number, self._board = number, board
-        self.watch = Watch(self._slow_after / 2, lambda _, frame: board.write(number, describe(frame)))
+        self._worker_number, self._board = worker_number, board
+        self.watch = Watch(self._slow_after_seconds / 2, lambda _, frame: board.write(worker_number, describe(frame)))
 
     def messages(self, begin: Begin, await_slab: Callable[[], object]) -> Iterator[Message]:
         """Yield messages with the micro batches of a segment, until other work is wanted or an error occurs.
@@ -95,60 +95,60 @@ class Worker:
         packed_values = self._values(begin)
         while True:
             await_slab()
-            started, message_values, num_bytes = time.perf_counter(), list[Packed](), 0
+            start_time, message_values, num_bytes = time.perf_counter(), list[PackedValue](), 0
             for value in islice(packed_values, max_values):
                 message_values.append(value)
                 num_bytes += value.num_bytes
-                if num_bytes >= _MESSAGE_BYTES or time.perf_counter() - started >= _MESSAGE_SECONDS:
+                if num_bytes >= _MESSAGE_BYTES or time.perf_counter() - start_time >= _MESSAGE_SECONDS:
                     break
             if not message_values or not self._is_wanted(begin):
                 return
             message = slabs.pack(slab, message_values)
-            counts().add(MAKE_SECONDS, time.perf_counter() - started)
+            counts().add(MAKE_SECONDS, time.perf_counter() - start_time)
             yield message
-            slab, max_values = (slab + 1) % begin.num_slabs, min(2 * max_values, MAX_VALUES)
+            slab, max_values = (slab + 1) % begin.num_slabs, min(2 * max_values, MAX_MESSAGE_VALUES)
 
     def _is_wanted(self, begin: Begin) -> bool:
         return self._board.wanted_begin == begin.number
 
-    def _values(self, begin: Begin) -> Iterator[Packed]:
+    def _values(self, begin: Begin) -> Iterator[PackedValue]:
         stop_u = sys.maxsize if begin.segment.stop is None else begin.segment.stop
         try:
-            feed = self._begin(begin)
-            for u in range(begin.first_u + self._number, stop_u, begin.segment.layout.workers):
+            feed = self._begin_feed(begin)
+            for u in range(begin.first_u + self._worker_number, stop_u, begin.segment.layout.workers):
                 if not self._is_wanted(begin):
                     return
-                packed_micro_batch = Packed(self._make(feed, u))
+                packed_micro_batch = PackedValue(self._make(feed, u))
                 counts().add(MADE_BATCHES, 1)
                 yield packed_micro_batch
         except Exhausted as error:
-            yield Packed(error)
+            yield PackedValue(error)
         except Exception as error:
-            sendable_error = picklable(error)
-            sendable_error.add_note(f"In worker process {self._number}:\n{traceback.format_exc()}")
-            yield Packed(sendable_error)
+            sendable_error = to_picklable(error)
+            sendable_error.add_note(f"In worker process {self._worker_number}:\n{traceback.format_exc()}")
+            yield PackedValue(sendable_error)
 
-    def _begin(self, begin: Begin) -> InProcess:
-        self._board.write(self._number, "")
+    def _begin_feed(self, begin: Begin) -> InProcessFeed:
+        self._board.write(self._worker_number, "")
         counts().values[MADE_BATCHES] = 0
         feed = self._feed
         if feed is None:
             schema = Schema(self.recipe.build(0))  # as in the trainer's process
-            feed = self._feed = InProcess(Runner(self.recipe, schema), self._collate)
+            feed = self._feed = InProcessFeed(Runner(self.recipe, schema), self._collate)
         feed.begin(begin.segment, begin.table, 0)
         # In a remainder, another worker may have changed a slot that this worker changes back.
         sends_slots = begin.segment.remainder is None and feed.runner.schema.is_mixture
         self._sent_table = begin.table if sends_slots else None
         return feed
 
-    def _make(self, feed: InProcess, u: int) -> MicroBatch:
+    def _make(self, feed: InProcessFeed, u: int) -> MicroBatch:
         watch = self.watch
         watch.began = time.perf_counter()
         try:
             micro_batch = feed.make(u)
         finally:
             watch.began = None
-        if watch.reported:
-            watch.reported = False
-            self._board.write(self._number, "")
+        if watch.report_made:
+            watch.report_made = False
+            self._board.write(self._worker_number, "")
         return micro_batch if self._sent_table is None else micro_batch.with_changes(self._sent_table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rescale_data.engine.reading import from_stream
+from rescale_data.engine.reading import call_with_stream
 from rescale_data.engine.stream import Stream
 from rescale_data.loader import DataLoader
 
@@ -13,10 +13,10 @@ def require_ranks(loader: DataLoader, num_ranks: int, build_location: str) -> No
     Args:
         build_location: The place where a loader for all of these ranks is built, for the message.
     """
-    loader_ranks = from_stream(loader, _dp_world_size)
-    if num_ranks != loader_ranks:
+    num_loader_ranks = call_with_stream(loader, _dp_world_size)
+    if num_ranks != num_loader_ranks:
         raise ValueError(
-            f"The trainer has {num_ranks} data-parallel ranks, but the loader serves its rows to {loader_ranks}. Build it "
+            f"The trainer has {num_ranks} data-parallel ranks, but the loader serves its rows to {num_loader_ranks}. Build it "
             f"{build_location} without dp_world_size=, or with mesh= of the data-parallel ranks."
         )
 

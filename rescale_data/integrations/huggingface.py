@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from rescale_data.engine.reading import from_stream
+from rescale_data.engine.reading import call_with_stream
 from rescale_data.engine.stream import Stream
 from rescale_data.integrations.dp_ranks import require_ranks
 from rescale_data.loader import DataLoader
@@ -95,7 +95,7 @@ def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int
             f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that, or another micro_batch_size."
         )
     allowed_values: dict[str, tuple[tuple[Any, ...], str]] = {  # values, and the argument of the loader that says it
-        "per_device_train_batch_size": ((from_stream(loader, _micro_batch_size),), "micro_batch_size"),
+        "per_device_train_batch_size": ((call_with_stream(loader, _micro_batch_size),), "micro_batch_size"),
         "dataloader_num_workers": ((0, loader.options.num_workers), "num_workers"),
         "data_seed": ((None, loader.options.seed), "seed"),
         "train_sampling_strategy": (("random",), "shuffle"),
@@ -125,7 +125,7 @@ def _has_shifted_labels(stream: Stream) -> bool:
 
 
 def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
-    if from_stream(loader, _has_shifted_labels) and loader.options.collate_fn is None:
+    if call_with_stream(loader, _has_shifted_labels) and loader.options.collate_fn is None:
         raise ValueError(
             "The packer has labels=True, so labels[t] is the token after tokens[t]. Models of transformers shift labels "
             "themselves, and would learn the token after the next. Give rd.DataLoader(collate_fn=causal_lm_batch), from "

@@ -12,11 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from rescale_data.engine.states.codec import Saved, at_next_epoch, is_state, read
+from rescale_data.engine.states.codec import SavedState, at_next_epoch, is_state, read
 from rescale_data.integrations.dp_ranks import require_ranks
 from rescale_data.loader import DataLoader
 
-_COUNTERS = ("ready", "started", "processed", "completed")
+_COUNTER_NAMES = ("ready", "started", "processed", "completed")
 """Names of Lightning's counters of micro batches."""
 
 
@@ -41,7 +41,7 @@ class DataState(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._loaded: list[dict[str, Any]] | None = None  # `None`: training does not begin from a checkpoint
+        self._loaded_states: list[dict[str, Any]] | None = None  # `None`: training does not begin from a checkpoint
         self._loader_exists = False  # True if Lightning made the loader before accumulation could be set
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -53,8 +53,8 @@ class DataState(pl.Callback):
 
         It loads none if it considers the epoch to be over.
         """
-        loaders, was_loaded = list(_our_loaders(trainer.train_dataloader)), self._loaded is not None
-        states, self._loaded = self._loaded or [], None
+        loaders, was_loaded = list(_our_loaders(trainer.train_dataloader)), self._loaded_states is not None
+        states, self._loaded_states = self._loaded_states or [], None
         if was_loaded and len(states) != len(loaders):
             raise ValueError(
                 f"The checkpoint has the states of {len(states)} rd.DataLoader, and the trainer has {len(loaders)}: rows would "
@@ -75,7 +75,7 @@ class DataState(pl.Callback):
         for loader in loaders:
             num_ranks = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
             require_ranks(loader, num_ranks, "in train_dataloader()")
-            self._accumulate(trainer, pl_module, loader.gradient_accumulation_steps)
+            self._set_accumulation(trainer, pl_module, loader.gradient_accumulation_steps)
             try:
                 len(loader)
             except TypeError as error:
@@ -91,7 +91,7 @@ class DataState(pl.Callback):
         for state in states[:1]:  # a batch has one of each loader
             _recount(trainer.fit_loop.epoch_loop.batch_progress.current, read(state), trainer.accumulate_grad_batches)
 
-    def _accumulate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
+    def _set_accumulation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
         """Set ``accumulate_grad_batches`` if it is free and not given by the user; raise if it is not the loader's number."""
         is_free = pl_module.automatic_optimization and not isinstance(trainer.strategy, DeepSpeedStrategy)
         if trainer.accumulate_grad_batches == 1 and is_free and not self._loader_exists:
@@ -120,8 +120,8 @@ class DataState(pl.Callback):
             return  # an evaluation of a checkpoint: the next fit does not go on from it
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         states[:] = [at_next_epoch(state) if is_state(state) else state for state in states]
-        self._loaded = [state for state in states if is_state(state)]
-        for state in self._loaded[:1]:
+        self._loaded_states = [state for state in states if is_state(state)]
+        for state in self._loaded_states[:1]:
             _undo_partial_step(checkpoint["loops"]["fit_loop"], read(state))
 
 
@@ -142,7 +142,7 @@ def _reset_loaders(dataloaders: Any) -> None:
         loader.reset()
 
 
-def _undo_partial_step(loop: dict[str, Any], state: Saved) -> None:
+def _undo_partial_step(loop: dict[str, Any], state: SavedState) -> None:
     """Reset Lightning's counts to the step's beginning, if a save came within a step that the loader begins anew.
 
     The model is that of the step's beginning, too: what Lightning has accumulated since is in no checkpoint.
@@ -153,11 +153,11 @@ def _undo_partial_step(loop: dict[str, Any], state: Saved) -> None:
     if num_begun and not state.clock.begun(global_batch_size):
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it again
         for lightning_counts in (progress["current"], progress["total"]):
-            for name in _COUNTERS:
+            for name in _COUNTER_NAMES:
                 lightning_counts[name] -= num_begun
 
 
-def _recount(current: Any, state: Saved, num_new: int) -> None:
+def _recount(current: Any, state: SavedState, num_new: int) -> None:
     """Convert Lightning's counts of micro batches in the epoch to the present number of micro batches a step.
 
     "completed", which is one less in some saves, stays one less.
@@ -172,5 +172,5 @@ def _recount(current: Any, state: Saved, num_new: int) -> None:
             f"a step."
         )
     count_change = steps * num_new + num_begun - current.ready
-    for name in _COUNTERS:
+    for name in _COUNTER_NAMES:
         setattr(current, name, getattr(current, name) + count_change)

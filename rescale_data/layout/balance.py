@@ -18,15 +18,15 @@ class FewestFirst:
     """Picks the next shard to serve: the one with the fewest delivered samples, the lowest index first among equals.
 
     Args:
-        samples: The number of samples that each shard has delivered.
+        sample_counts: The number of samples that each shard has delivered.
         first_shard: The index of the first of these shards.
     """
 
-    def __init__(self, samples: Sequence[int], first_shard: int) -> None:
-        self._heap = [(num_samples, first_shard + i) for i, num_samples in enumerate(samples)]
+    def __init__(self, sample_counts: Sequence[int], first_shard: int) -> None:
+        self._heap = [(num_samples, first_shard + i) for i, num_samples in enumerate(sample_counts)]
         heapq.heapify(self._heap)
 
-    def pick(self) -> int:
+    def pick_shard(self) -> int:
         num_samples, shard = self._heap[0]
         heapq.heapreplace(self._heap, (num_samples + 1, shard))
         return shard
@@ -60,20 +60,20 @@ def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
     return num_served
 
 
-def feasible_picks(samples: Ints, num_left: Ints, starts: Ints) -> Ints:
+def feasible_picks(samples: Ints, samples_left: Ints, block_starts: Ints) -> Ints:
     """Return how many samples each block of shards can serve, fewest delivered first, before a shard has none left.
 
     Args:
         samples: ``int64[M]``, the samples that each shard has delivered.
-        num_left: ``int64[M]``, the samples that each shard has left.
-        starts: ``int64[B + 1]``, as in `water_fill`.
+        samples_left: ``int64[M]``, the samples that each shard has left.
+        block_starts: ``int64[B + 1]``, as in `water_fill`.
 
     Returns:
         ``int64[B]``.
     """
-    end_samples, sizes, shards = samples + num_left, np.diff(starts), np.arange(len(samples))
-    lowest_end = np.repeat(np.minimum.reduceat(end_samples, starts[:-1]), sizes)
-    first_shard = np.minimum.reduceat(np.where(end_samples == lowest_end, shards, len(samples)), starts[:-1])
+    end_samples, shards_per_block, shards = samples + samples_left, np.diff(block_starts), np.arange(len(samples))
+    lowest_end = np.repeat(np.minimum.reduceat(end_samples, block_starts[:-1]), shards_per_block)
+    first_shard = np.minimum.reduceat(np.where(end_samples == lowest_end, shards, len(samples)), block_starts[:-1])
     # (least, first) is the first request (s, i) of a block that cannot be served
-    num_before = np.maximum(lowest_end - samples + (shards < np.repeat(first_shard, sizes)), 0)
-    return np.add.reduceat(num_before, starts[:-1])
+    num_before = np.maximum(lowest_end - samples + (shards < np.repeat(first_shard, shards_per_block)), 0)
+    return np.add.reduceat(num_before, block_starts[:-1])

@@ -54,19 +54,19 @@ class Clock:
     def next_epoch(self, global_batch_size: int) -> Clock:
         return replace(self.restarted(global_batch_size), epoch=self.epoch + 1)
 
-    def with_skipped(self, start: int) -> Clock:
-        """Return the same counts, with the samples from number ``start`` up to now recorded as skipped."""
+    def with_skipped(self, start_sample: int) -> Clock:
+        """Return the same counts, with the samples from number ``start_sample`` up to now recorded as skipped."""
         skipped_ranges = self.skipped
-        if skipped_ranges and skipped_ranges[-1][1] == start:
-            skipped_ranges, start = skipped_ranges[:-1], skipped_ranges[-1][0]
-        return replace(self, skipped=(*skipped_ranges, (start, self.samples)))
+        if skipped_ranges and skipped_ranges[-1][1] == start_sample:
+            skipped_ranges, start_sample = skipped_ranges[:-1], skipped_ranges[-1][0]
+        return replace(self, skipped=(*skipped_ranges, (start_sample, self.samples)))
 
-    def after_load(self, saved: tuple[int, int, int], layout: Layout) -> Clock:
+    def after_load(self, saved_sizes: tuple[int, int, int], layout: Layout) -> Clock:
         """Return the counts after a load: `origin` stays if the order can be kept, else it is the current sample.
 
         Args:
-            saved: O, W and b of the save.
+            saved_sizes: O, W and b of the save.
         """
         current_sizes = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
-        at_step = not self.begun(saved[0]) and saved[0] == current_sizes[0]
-        return self if at_step or saved == current_sizes else self.restarted(saved[0])
+        at_step = not self.begun(saved_sizes[0]) and saved_sizes[0] == current_sizes[0]
+        return self if at_step or saved_sizes == current_sizes else self.restarted(saved_sizes[0])

@@ -67,17 +67,17 @@ class Layout:
 
     def _indivisible_message(self) -> str:
         o, w, b = self.global_batch_size, self.dp_world_size, self.micro_batch_size
-        nearest = sorted({max(1, o // (w * b)) * w * b, -(-o // (w * b)) * w * b})
-        fitting = [size for size in range(1, o // w + 1) if o % (w * size) == 0] if o % w == 0 else []
+        nearest_sizes = sorted({max(1, o // (w * b)) * w * b, -(-o // (w * b)) * w * b})
+        fitting_sizes = [size for size in range(1, o // w + 1) if o % (w * size) == 0] if o % w == 0 else []
         size_advice = (
-            f"micro_batch_size is one of {fitting}"
-            if fitting
+            f"micro_batch_size is one of {fitting_sizes}"
+            if fitting_sizes
             else f"no micro_batch_size fits, as {w} ranks do not divide it"
         )
         return (
             f"global_batch_size={o} is not a multiple of dp_world_size * micro_batch_size = {w} * {b} = {w * b}. With "
             f"global_batch_size={o}, {size_advice}; with these ranks and this micro batch the nearest global_batch_size are "
-            f"{nearest}."
+            f"{nearest_sizes}."
         )
 
     @property
@@ -95,7 +95,7 @@ class Layout:
         return self.dp_world_size * self.micro_batch_size
 
     @property
-    def num_tracks(self) -> int:
+    def steps_between_visits(self) -> int:
         """G, the number of steps until a row of the global batch comes from the same shard again (1 if N divides O)."""
         return max(1, self.num_logical_shards // self.global_batch_size)
 
@@ -107,7 +107,7 @@ class Layout:
     @property
     def period(self) -> int:
         """The number of micro batches after which an aligned layout repeats the same sequence of shards."""
-        return self.num_tracks * self.gradient_accumulation_steps
+        return self.steps_between_visits * self.gradient_accumulation_steps
 
     @cached_property
     def aligned(self) -> bool:
@@ -115,7 +115,7 @@ class Layout:
         return is_aligned(*self._sizes().values())
 
     @cached_property
-    def misfit(self) -> str | None:
+    def misfit_reason(self) -> str | None:
         """A text that says why the layout is not aligned, with the nearest aligned sizes; `None` if it is aligned."""
         n, o, w, k = self.num_logical_shards, self.global_batch_size, self.dp_world_size, self.num_workers
         b, c = self.micro_batch_size, self.samples_per_visit
@@ -139,7 +139,7 @@ class Layout:
 
     def _cure(self, name: str) -> str:
         own_sizes = self._sizes()
-        fits = _nearest(own_sizes[name], lambda size: is_aligned(*{**own_sizes, name: size}.values()))
+        fits = _nearest_sizes(own_sizes[name], lambda size: is_aligned(*{**own_sizes, name: size}.values()))
         return (
             f"the nearest {name} that keep the order are {fits}" if fits else f"no other {name} alone keeps the order"
         )
@@ -163,21 +163,21 @@ class Layout:
         t, m = np.divmod(np.arange(worker, self.period, self.workers), self.gradient_accumulation_steps)
         first_row = rank * self.global_batch_size // self.dp_world_size + m[:, None] * self.micro_batch_size
         batch_rows = first_row + np.arange(self.micro_batch_size)
-        return np.unique(batch_rows // self.samples_per_visit * self.num_tracks + t[:, None])
+        return np.unique(batch_rows // self.samples_per_visit * self.steps_between_visits + t[:, None])
 
-    def delivered(self, samples: Ints, first_u: int, stop_u: int) -> Ints:
+    def delivered(self, samples_before: Ints, first_u: int, stop_u: int) -> Ints:
         """Return the number of samples that each shard delivers in the micro batches ``first_u .. stop_u - 1``.
 
         Args:
-            samples: ``int64[N]``, the samples that each has delivered before ``first_u``.
+            samples_before: ``int64[N]``, the samples that each has delivered before ``first_u``.
 
         Returns:
             ``int64[N]``.
         """
         if self.aligned:
-            return self._since_origin(stop_u) - self._since_origin(first_u)
+            return self._samples_since_origin(stop_u) - self._samples_since_origin(first_u)
         num_turns = self._turns(stop_u) - self._turns(first_u)
-        return water_fill(samples, num_turns * self.micro_batch_size, self._block_starts)
+        return water_fill(samples_before, num_turns * self.micro_batch_size, self._block_starts)
 
     def main_phase_end(self, samples: Ints, num_left: Ints, first_u: int) -> int:
         """Return the micro batch at which the main phase of an epoch ends: the last step boundary before a shard runs out.
@@ -192,8 +192,8 @@ class Layout:
         """
         a = self.gradient_accumulation_steps
         if self.aligned:
-            total_samples = num_left + self._since_origin(first_u)
-            steps = self._first_visit() + (total_samples // self.samples_per_visit) * self.num_tracks
+            total_samples = num_left + self._samples_since_origin(first_u)
+            steps = self._first_visit() + (total_samples // self.samples_per_visit) * self.steps_between_visits
             return int(steps.min()) * a
         turns = self._turns(first_u) + feasible_picks(samples, num_left, self._block_starts) // self.micro_batch_size
         return int((turns * self.workers + np.arange(len(turns)) % self.workers).min()) // a * a
@@ -211,12 +211,12 @@ class Layout:
         return (u - worker + self.workers - 1) // self.workers
 
     def _first_visit(self) -> Ints:
-        return np.arange(self.num_logical_shards, dtype=np.int64) % self.num_tracks
+        return np.arange(self.num_logical_shards, dtype=np.int64) % self.steps_between_visits
 
-    def _since_origin(self, u: int) -> Ints:
+    def _samples_since_origin(self, u: int) -> Ints:
         """Return the samples that each shard of an aligned layout delivers before micro batch ``u``: ``int64[N]``."""
         t, m = divmod(u, self.gradient_accumulation_steps)
-        g, c, track = self.num_tracks, self.samples_per_visit, self._first_visit()
+        g, c, track = self.steps_between_visits, self.samples_per_visit, self._first_visit()
         row_in_rank = (
             np.arange(self.num_logical_shards, dtype=np.int64) // g * c % (self.global_batch_size // self.dp_world_size)
         )
@@ -229,7 +229,7 @@ def block_of(rank: int, world_size: int, num_logical_shards: int) -> range:
     return range(rank * num_logical_shards // world_size, (rank + 1) * num_logical_shards // world_size)
 
 
-def owners(world_size: int, num_logical_shards: int) -> Ints:
+def owner_ranks(world_size: int, num_logical_shards: int) -> Ints:
     """Return the rank that owns each logical shard: ``int64[N]``."""
     return ((np.arange(num_logical_shards, dtype=np.int64) + 1) * world_size - 1) // num_logical_shards
 
@@ -247,9 +247,9 @@ def is_aligned(n: int, o: int, w: int, b: int, k: int) -> bool:
     return (b % c == 0 and a % k == 0) or (c % b == 0 and k == 1)
 
 
-def _nearest(value: int, fits: Callable[[int], bool]) -> list[int]:
-    lower_size = next((size for size in range(value - 1, 0, -1) if fits(size)), None)
-    upper_size = next((size for size in range(value + 1, 64 * value + 64) if fits(size)), None)
+def _nearest_sizes(start_size: int, size_fits: Callable[[int], bool]) -> list[int]:
+    lower_size = next((size for size in range(start_size - 1, 0, -1) if size_fits(size)), None)
+    upper_size = next((size for size in range(start_size + 1, 64 * start_size + 64) if size_fits(size)), None)
     return [size for size in (lower_size, upper_size) if size is not None]
 
 

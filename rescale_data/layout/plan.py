@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rescale_data.errors import checks_kinds, require, require_int
+from rescale_data.errors import checks_argument_types, require_int, require_type
 from rescale_data.layout.layout import default_num_logical_shards, is_aligned
 
 _ROWS_OF_A_SCREEN = 24
@@ -125,7 +125,7 @@ class Plan(Sequence[Option]):
         return workers_by_topology
 
 
-@checks_kinds
+@checks_argument_types
 def plan(
     global_batch_size: int | Sequence[int],
     micro_batch_size: int | None = None,
@@ -154,33 +154,33 @@ def plan(
         >>> rd.plan([1024, 1536, 2048]).num_logical_shards
         6144
     """
-    require(Sequence, "a list of sources", sources=sources)
-    o_values = _ints(global_batch_size=global_batch_size)
+    require_type(Sequence, "a list of sources", sources=sources)
+    o_values = _checked_ints(global_batch_size=global_batch_size)
     if not o_values:
         raise ValueError("global_batch_size is empty: give one O, or those of a ramp.")
-    workers = _ints(num_workers=num_workers)
+    worker_counts = _checked_ints(num_workers=num_workers)
     for o in o_values:
-        _check(1, global_batch_size=o, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
+        _require_at_least(1, global_batch_size=o, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
         if o > _MAX_SAMPLES:
             raise ValueError(f"global_batch_size={o}: a plan goes through all its divisors, up to {_MAX_SAMPLES}.")
-    for k in workers:
-        _check(0, num_workers=k)
+    for k in worker_counts:
+        _require_at_least(0, num_workers=k)
     if num_logical_shards is None:
-        plans = {n: _options(o_values, n, micro_batch_size, workers) for n in _candidates(o_values)}
+        plans = {n: _options(o_values, n, micro_batch_size, worker_counts) for n in _shard_count_candidates(o_values)}
         n, options = max(plans.items(), key=lambda item: (len(item[1]), -item[0]))
     else:
-        _check(1, num_logical_shards=num_logical_shards)
-        n, options = num_logical_shards, _options(o_values, num_logical_shards, micro_batch_size, workers)
+        _require_at_least(1, num_logical_shards=num_logical_shards)
+        n, options = num_logical_shards, _options(o_values, num_logical_shards, micro_batch_size, worker_counts)
     return Plan(o_values, n, options, sources)
 
 
-def _candidates(o_values: Sequence[int]) -> set[int]:
+def _shard_count_candidates(o_values: Sequence[int]) -> set[int]:
     """Return the numbers of logical shards to try for these global batch sizes."""
     defaults = {default_num_logical_shards(o) for o in o_values}
     return defaults if len(set(o_values)) == 1 else {*defaults, math.lcm(*o_values), math.gcd(*o_values)}
 
 
-def _options(o_values: Sequence[int], n: int, b: int | None, workers: Sequence[int]) -> list[Option]:
+def _options(o_values: Sequence[int], n: int, b: int | None, worker_counts: Sequence[int]) -> list[Option]:
     """Return the topologies that are aligned with every global batch size in ``o_values``."""
     sizes_gcd = math.gcd(*o_values)
     possible_sizes = [b] if b is not None else _divisors(sizes_gcd)
@@ -189,7 +189,7 @@ def _options(o_values: Sequence[int], n: int, b: int | None, workers: Sequence[i
         for w in _divisors(sizes_gcd)
         for size in possible_sizes
         if sizes_gcd % (w * size) == 0
-        for k in workers
+        for k in worker_counts
         if all(is_aligned(n, o, w, size, k) for o in o_values)
     ]
 
@@ -207,14 +207,14 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def _ints(**argument: object) -> list[int]:
+def _checked_ints(**argument: object) -> list[int]:
     """Return an argument that is an int, or a sequence of ints, as a checked list of ints."""
     ((name, value),) = argument.items()
     values: Sequence[object] = value if isinstance(value, Sequence) else [value]  # pyright: ignore[reportUnknownVariableType]
     return [number for item in values for number in require_int(**{name: item})]
 
 
-def _check(minimum: int, **values: int) -> None:
+def _require_at_least(minimum: int, **values: int) -> None:
     for name, value in values.items():
         if value < minimum:
             raise ValueError(f"{name}={value}: it is at least {minimum}.")

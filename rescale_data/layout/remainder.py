@@ -39,7 +39,7 @@ class Remainder:
     num_left: Ints
     samples: Ints
     pad: bool
-    _recent: dict[int, _Rows] = field(default_factory=dict, repr=False)
+    _recent_steps: dict[int, _Rows] = field(default_factory=dict, repr=False)
 
     @property
     def num_samples(self) -> int:
@@ -67,16 +67,16 @@ class Remainder:
             served = served + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.num_left))
         return served
 
-    def owners(self, owner: Ints, u: int) -> Ints:
+    def owners(self, owner_ranks: Ints, u: int) -> Ints:
         """Return the rank that has the up-to-date row of each shard after micro batch ``u`` of the remainder: ``int64[N]``.
 
         Args:
-            owner: The same before it.
+            owner_ranks: The same before it.
         """
         t, m = divmod(u, self.layout.gradient_accumulation_steps)
-        shards, _, real = self._step(t)
-        batch_rows = np.flatnonzero(real & (self._micro_batch_of_row == m))
-        new_owner = owner.copy()  # of a shard that several ranks serve, the highest has its last sample
+        shards, _, real_mask = self._step(t)
+        batch_rows = np.flatnonzero(real_mask & (self._micro_batch_of_row == m))
+        new_owner = owner_ranks.copy()  # of a shard that several ranks serve, the highest has its last sample
         new_owner[shards[batch_rows]] = batch_rows // (self.layout.global_batch_size // self.layout.dp_world_size)
         return new_owner
 
@@ -86,10 +86,10 @@ class Remainder:
         t, m = divmod(u, layout.gradient_accumulation_steps)
         first_row = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
         own_rows = slice(first_row, first_row + layout.micro_batch_size)
-        shards, sample_numbers, real = self._step(t)
-        shards, sample_numbers, real = shards[own_rows], sample_numbers[own_rows], real[own_rows]
-        shard_index, shard_counts = np.unique(shards[real], return_counts=True)
-        return Turn(shards.tolist(), shard_index, shard_counts, sample_numbers.tolist(), int(real.sum()))
+        shards, sample_numbers, real_mask = self._step(t)
+        shards, sample_numbers, real_mask = shards[own_rows], sample_numbers[own_rows], real_mask[own_rows]
+        shard_index, shard_counts = np.unique(shards[real_mask], return_counts=True)
+        return Turn(shards.tolist(), shard_index, shard_counts, sample_numbers.tolist(), int(real_mask.sum()))
 
     def _num_served(self, num_samples: int) -> Ints:
         """Return how many of the first ``num_samples`` samples of the remainder each shard serves: ``int64[N]``."""
@@ -110,10 +110,10 @@ class Remainder:
 
     def _step(self, t: int) -> _Rows:
         """Return the shard and the number of each sample in step ``t`` of the remainder, and a mask of real samples."""
-        if t not in self._recent:
-            self._recent.clear()
-            self._recent[t] = self._make_step(t)
-        return self._recent[t]
+        if t not in self._recent_steps:
+            self._recent_steps.clear()
+            self._recent_steps[t] = self._make_step(t)
+        return self._recent_steps[t]
 
     def _make_step(self, t: int) -> _Rows:
         o = self.layout.global_batch_size

@@ -22,9 +22,9 @@ import numpy.typing as npt
 from rescale_data.order import permutation
 from rescale_data.state import Ints
 
-_PRECISION = 256
+_COST_PRECISION = 256
 """The precision of the cost limit of padded bins: one part in this number."""
-Sync: TypeAlias = Literal["micro", "step"]
+SyncInterval: TypeAlias = Literal["micro", "step"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,20 +50,20 @@ class StepPlan:
     ranks: int
     micro_batches: int
     max_tokens: int
-    sync: Sync = "micro"
+    sync: SyncInterval = "micro"
     padded: bool = False
     seed: int = 0
     step: int = 0
 
     def assign(self) -> tuple[Ints, Ints]:
         """Return the rank and the micro batch that compute each sample: two arrays ``int64[samples]``."""
-        bin_of = self._padded_bins() if self.padded else self._bins()
-        loads = _totals(self.costs, bin_of, self.num_bins, padded=self.padded)
+        bin_of = self._assign_padded_bins() if self.padded else self._assign_bins()
+        loads = _bin_costs(self.costs, bin_of, self.num_bins, pads_bins=self.padded)
         if self.sync == "step":
             group = np.arange(self.num_bins) // self.micro_batches  # bins of one rank
             if self.padded:
                 ones, zeros = np.ones(self.num_bins, dtype=np.int64), np.zeros(self.ranks, dtype=np.int64)
-                group = fill(loads, ones, zeros, self.micro_batches)
+                group = fill_bins(loads, ones, zeros, self.micro_batches)
             rank = self._assign_ranks(group[bin_of], np.zeros(self.ranks, dtype=np.int64))
             return rank, _largest_in_middle(loads, group, self.micro_batches)[bin_of]
         level = np.empty(self.num_bins, dtype=np.int64)
@@ -73,25 +73,25 @@ class StepPlan:
 
     def num_tokens(self, rank: Ints, micro_batch: Ints) -> Ints:
         """Return the number of tokens in each micro batch of each rank: ``int64[ranks * micro_batches]``."""
-        return _totals(self.tokens, rank * self.micro_batches + micro_batch, self.num_bins, padded=self.padded)
+        return _bin_costs(self.tokens, rank * self.micro_batches + micro_batch, self.num_bins, pads_bins=self.padded)
 
     @property
     def num_bins(self) -> int:
         return self.ranks * self.micro_batches
 
-    def _bins(self) -> Ints:
+    def _assign_bins(self) -> Ints:
         """Return the bin (a micro batch of a rank) of each sample, if a bin costs the sum of its samples."""
         limit = max(self.max_tokens, -(-int(self.tokens.sum()) // self.num_bins))
         if self.sync == "step":
             zeros, rank_limit = np.zeros(self.ranks, dtype=np.int64), limit * self.micro_batches
-            rank = _fill_all(self.costs, self.tokens, zeros, rank_limit, fewest=self.micro_batches)
+            rank = _fill_all(self.costs, self.tokens, zeros, rank_limit, min_items=self.micro_batches)
             return rank * self.micro_batches + _fill_each(self.costs, self.tokens, rank, self.micro_batches, limit)
         first_cost, other_cost = self._level_costs(self.costs)
         offsets = np.full(self.num_bins, first_cost - other_cost, dtype=np.int64)
         offsets[: self.ranks] = 0
         return _fill_all(self.costs, self.tokens, offsets, limit)
 
-    def _padded_bins(self) -> Ints:
+    def _assign_padded_bins(self) -> Ints:
         """Return the bin (a micro batch of a rank) of each sample, if samples of a bin are padded to its largest.
 
         Samples of similar cost share a bin; their number is such that the bins of a level cost the same when padded.
@@ -103,14 +103,14 @@ class StepPlan:
         first_cost, low = self._level_costs(costs)
         num_first = self.ranks if self.sync == "micro" else 0
 
-        def cut(limit: int) -> list[int] | None:
+        def cut(cost_limit: int) -> list[int] | None:
             """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
-            other_ends = _bin_ends(costs, tokens, limit, most_tokens)
-            first_ends = _bin_ends(costs, tokens, max(limit, first_cost), most_tokens)
-            bin_starts, bin_end, least = [0], 0, len(costs) - self.num_bins
+            other_ends = _bin_ends(costs, tokens, cost_limit, most_tokens)
+            first_ends = _bin_ends(costs, tokens, max(cost_limit, first_cost), most_tokens)
+            bin_starts, bin_end, max_bin_end = [0], 0, len(costs) - self.num_bins
             for bin_number in range(self.num_bins):
-                bin_end, least = (first_ends if bin_number < num_first else other_ends)[bin_end], least + 1
-                bin_end = min(bin_end, least)  # one is left for each other bin
+                bin_end, max_bin_end = (first_ends if bin_number < num_first else other_ends)[bin_end], max_bin_end + 1
+                bin_end = min(bin_end, max_bin_end)  # one is left for each other bin
                 bin_starts.append(bin_end)
             return bin_starts if bin_end == len(costs) else None
 
@@ -120,7 +120,7 @@ class StepPlan:
         while (new_starts := cut(2 * low)) is None:
             low *= 2
         bin_starts, high = new_starts, 2 * low
-        while high - low > 1 + low // _PRECISION:
+        while high - low > 1 + low // _COST_PRECISION:
             middle = (low + high) // 2
             new_starts = cut(middle)
             low, high, bin_starts = (middle, high, bin_starts) if new_starts is None else (low, middle, new_starts)
@@ -137,7 +137,7 @@ class StepPlan:
         first_cost = max(int(costs.max()), mean_cost)
         return first_cost, max(1, (total_cost - first_cost * self.ranks) // max(self.num_bins - self.ranks, 1))
 
-    def _assign_ranks(self, group: Ints, level: Ints) -> Ints:
+    def _assign_ranks(self, group_of_sample: Ints, level_of_group: Ints) -> Ints:
         """Return the rank of each sample, chosen so that few tokens have to move from the ranks that own them.
 
         Samples of one group have one rank, and groups of one level have different ranks.
@@ -145,27 +145,27 @@ class StepPlan:
         The group and the rank that have the most tokens in common come together first.
 
         Args:
-            group: ``int64[samples]``.
-            level: ``int64[groups]``; each has as many groups as there are ranks.
+            group_of_sample: ``int64[samples]``.
+            level_of_group: ``int64[groups]``; each has as many groups as there are ranks.
         """
-        owner_pairs, pair_index = np.unique(group * self.ranks + self.owners, return_inverse=True)
+        owner_pairs, pair_index = np.unique(group_of_sample * self.ranks + self.owners, return_inverse=True)
         common_tokens = np.zeros(len(owner_pairs), dtype=np.int64)
         np.add.at(common_tokens, pair_index, self.tokens)
         groups, candidate_ranks = np.divmod(owner_pairs[np.argsort(-common_tokens, kind="stable")], self.ranks)
-        rank = np.full(len(level), -1, dtype=np.int64)
-        is_free = np.ones((len(level) // self.ranks, self.ranks), dtype=np.bool_)
+        rank = np.full(len(level_of_group), -1, dtype=np.int64)
+        is_free = np.ones((len(level_of_group) // self.ranks, self.ranks), dtype=np.bool_)
         while len(groups):
-            is_match = _is_first(groups) & _is_first(level[groups] * self.ranks + candidate_ranks)
+            is_match = _is_first(groups) & _is_first(level_of_group[groups] * self.ranks + candidate_ranks)
             rank[groups[is_match]] = candidate_ranks[is_match]
-            is_free[level[groups[is_match]], candidate_ranks[is_match]] = False
-            is_left = (rank[groups] < 0) & is_free[level[groups], candidate_ranks]
+            is_free[level_of_group[groups[is_match]], candidate_ranks[is_match]] = False
+            is_left = (rank[groups] < 0) & is_free[level_of_group[groups], candidate_ranks]
             groups, candidate_ranks = groups[is_left], candidate_ranks[is_left]
         unassigned = np.flatnonzero(rank < 0)
-        rank[unassigned[np.argsort(level[unassigned], kind="stable")]] = np.nonzero(is_free)[1]
-        return rank[group]
+        rank[unassigned[np.argsort(level_of_group[unassigned], kind="stable")]] = np.nonzero(is_free)[1]
+        return rank[group_of_sample]
 
 
-def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) -> Ints:
+def fill_bins(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, fewest: int = 1) -> Ints:
     """Assign items to bins, the costliest item first, to the cheapest bin; return the bin of each item, -1 if none has room.
 
     The bins with the least take an item each at a time, as many of them as would have taken one each in turn: so thousands of
@@ -173,9 +173,9 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
 
     Args:
         costs: ``int64[items]``.
-        sizes: ``int64[items]``.
+        item_sizes: ``int64[items]``.
         loads: ``int64[bins]``, what each bin costs before.
-        limit: The sizes in a bin with more than ``fewest`` items.
+        size_limit: The sizes in a bin with more than ``fewest`` items.
         fewest: Items of each bin at least; there are so many.
     """
     loads, used_sizes, item_counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
@@ -183,7 +183,7 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
     while len(unassigned):
         needs_item = item_counts < fewest
         num_spare = len(unassigned) - int(np.maximum(fewest - item_counts, 0).sum())  # items for bins which lack none
-        has_room = needs_item | (used_sizes <= limit - sizes[unassigned[0]]) if num_spare else needs_item
+        has_room = needs_item | (used_sizes <= size_limit - item_sizes[unassigned[0]]) if num_spare else needs_item
         open_bins = np.flatnonzero(has_room)
         if not len(open_bins):
             break
@@ -193,25 +193,25 @@ def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) 
         in_turn = (loads[bins[1:]] <= lowest_load[:-1]) & (np.cumsum(~needs_item[bins])[1:] <= num_spare)
         num_turns = 1 + int(np.argmin(np.append(in_turn, False)))
         items, bins, unassigned = items[:num_turns], bins[:num_turns], unassigned[num_turns:]
-        fits = needs_item[bins] | (used_sizes[bins] <= limit - sizes[items])
+        fits = needs_item[bins] | (used_sizes[bins] <= size_limit - item_sizes[items])
         unassigned, items, bins = np.concatenate([items[~fits], unassigned]), items[fits], bins[fits]
         bin_of[items] = bins
         loads[bins] += costs[items]
-        used_sizes[bins] += sizes[items]
+        used_sizes[bins] += item_sizes[items]
         item_counts[bins] += 1
     return bin_of
 
 
-def _fill_all(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) -> Ints:
+def _fill_all(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, min_items: int = 1) -> Ints:
     """Return the bin of each item as `fill` does, with the size limit raised until all items have a bin."""
-    while (bin_of := fill(costs, sizes, loads, limit, fewest=fewest)).min() < 0:
-        limit += limit // 16 + 1
+    while (bin_of := fill_bins(costs, item_sizes, loads, size_limit, fewest=min_items)).min() < 0:
+        size_limit += size_limit // 16 + 1
     return bin_of
 
 
-def _fill_each(costs: Ints, sizes: Ints, rank: Ints, bins_per_rank: int, limit: int) -> Ints:
+def _fill_each(costs: Ints, item_sizes: Ints, rank_of_item: Ints, bins_per_rank: int, size_limit: int) -> Ints:
     """Return the bin of each item within its rank, as `fill` does, for all ranks at once; without room, the least used bin."""
-    item_order, counts = np.lexsort((-costs, rank)), np.bincount(rank)
+    item_order, counts = np.lexsort((-costs, rank_of_item)), np.bincount(rank_of_item)
     first_items, max_items = np.cumsum(counts) - counts, int(counts.max())
     loads, used_sizes = np.zeros((2, len(counts), bins_per_rank), dtype=np.int64)
     bin_of = np.empty(len(costs), dtype=np.int64)
@@ -220,13 +220,13 @@ def _fill_each(costs: Ints, sizes: Ints, rank: Ints, bins_per_rank: int, limit: 
         items = item_order[first_items[ranks] + turn]
         is_empty = used_sizes[ranks] == 0
         must_fill_empty = is_empty.sum(axis=1) >= counts[ranks] - turn  # each item that is left goes to an empty bin
-        fits = is_empty | (used_sizes[ranks] <= (limit - sizes[items])[:, None])
+        fits = is_empty | (used_sizes[ranks] <= (size_limit - item_sizes[items])[:, None])
         fits = np.where(must_fill_empty[:, None], is_empty, fits)
         full_cost = loads.max() + 1 + used_sizes[ranks]
         bin_index = np.argmin(np.where(fits, loads[ranks], full_cost), axis=1)
         bin_of[items] = bin_index
         loads[ranks, bin_index] += costs[items]
-        used_sizes[ranks, bin_index] += sizes[items]
+        used_sizes[ranks, bin_index] += item_sizes[items]
     return bin_of
 
 
@@ -236,19 +236,19 @@ def _bin_ends(costs: Ints, tokens: Ints, max_cost: int, max_tokens: int) -> list
     return (np.arange(len(costs)) + np.maximum(bin_sizes, 1)).tolist()
 
 
-def _totals(costs: Ints, bin_of: Ints, num_bins: int, *, padded: bool) -> Ints:
+def _bin_costs(costs: Ints, bin_of: Ints, num_bins: int, *, pads_bins: bool) -> Ints:
     """Return the cost of each bin, ``int64[num_bins]``; if padded, its number of samples times their largest cost."""
     bin_totals = np.zeros(num_bins, dtype=np.int64)
-    if not padded:
+    if not pads_bins:
         np.add.at(bin_totals, bin_of, costs)
         return bin_totals
     np.maximum.at(bin_totals, bin_of, costs)
     return bin_totals * np.bincount(bin_of, minlength=num_bins)
 
 
-def _largest_in_middle(loads: Ints, group: Ints, micro_batches: int) -> Ints:
+def _largest_in_middle(loads: Ints, group_of_bin: Ints, micro_batches: int) -> Ints:
     """Return the micro batch of each bin in its group: the cheapest bins come first and last, the costliest in the middle."""
-    ascending_bins = np.lexsort((loads, group)).reshape(-1, micro_batches)
+    ascending_bins = np.lexsort((loads, group_of_bin)).reshape(-1, micro_batches)
     hill_order = np.concatenate([np.arange(0, micro_batches, 2), np.arange(1, micro_batches, 2)[::-1]])
     micro_batch = np.empty(len(loads), dtype=np.int64)
     micro_batch[ascending_bins[:, hill_order]] = np.arange(micro_batches)

@@ -37,7 +37,7 @@ class Turn:
         return [i < self.num_real or self.num_real < 0 for i in range(len(self.shards))]
 
 
-Turns: TypeAlias = Callable[[int], Turn]
+TurnFunction: TypeAlias = Callable[[int], Turn]
 """Returns the turn of micro batch ``u`` of one rank. Calls come in ascending order of all u, or of those of one worker."""
 
 
@@ -48,12 +48,12 @@ class AlignedTurns:
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
-        self._layout, self._rank, self._period = layout, rank, layout.period
+        self._layout, self._rank, self._period_micro_batches = layout, rank, layout.period
         self._turns: dict[int, Turn] = {}
         self._by_first_shard: dict[int, Turn] = {}  # by their first shard
 
     def turn(self, u: int) -> Turn:
-        u %= self._period
+        u %= self._period_micro_batches
         turn = self._turns.get(u)
         if turn is None:
             new_turn = self._make(u)
@@ -63,7 +63,7 @@ class AlignedTurns:
     def _make(self, u: int) -> Turn:
         layout = self._layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
-        b, g, c = layout.micro_batch_size, layout.num_tracks, layout.samples_per_visit
+        b, g, c = layout.micro_batch_size, layout.steps_between_visits, layout.samples_per_visit
         own_first_row = self._rank * (layout.global_batch_size // layout.dp_world_size) + m * b
         shards = [(own_first_row + i) // c * g + t for i in range(b)]
         return Turn(shards, slice(shards[0], shards[-1] + 1, g), min(b, c))
@@ -81,10 +81,10 @@ class BalancedTurns:
     def __init__(self, layout: Layout, rank: int, samples: Ints) -> None:
         self._layout = layout
         blocks = [layout.owned(rank, worker) for worker in range(layout.workers)]
-        self._fewest = [FewestFirst(samples[block.start : block.stop].tolist(), block.start) for block in blocks]
+        self._shard_pickers = [FewestFirst(samples[block.start : block.stop].tolist(), block.start) for block in blocks]
 
     def turn(self, u: int) -> Turn:
-        fewest_first = self._fewest[u % len(self._fewest)]
-        shards = [fewest_first.pick() for _ in range(self._layout.micro_batch_size)]
+        fewest_first = self._shard_pickers[u % len(self._shard_pickers)]
+        shards = [fewest_first.pick_shard() for _ in range(self._layout.micro_batch_size)]
         index, counts = np.unique(np.array(shards, dtype=np.int64), return_counts=True)
         return Turn(shards, index, counts)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rescale_data.nodes.base import Node, View
-    from rescale_data.nodes.batch_buffer import BatchBuffer, Columns
-    from rescale_data.nodes.reading.documents import Documents, Texts
+    from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats
+    from rescale_data.nodes.reading.documents import DocumentReader, TextReader
     from rescale_data.state import Ints
 
 
@@ -76,7 +76,7 @@ class HasDocuments(Ability):
     """A node whose token columns may be read many documents at a time."""
 
     @abstractmethod
-    def open_documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> DocumentReader | None:
         """Open a token column of this node's samples, to be read many documents at a time; `None` if that is not possible.
 
         From here on this column alone is used, and `Node.parameters` may name no other. The caller keeps the positions from
@@ -97,7 +97,7 @@ class HasTexts(Ability):
     """A node whose columns of strings may be read many at a time."""
 
     @abstractmethod
-    def texts(self, column: str) -> Texts | None:
+    def texts(self, column: str) -> TextReader | None:
         """Return a column of strings of this node's samples, to be read many at a time; `None` if that is not possible."""
 
 
@@ -107,7 +107,7 @@ class HasTexts(Ability):
 class Writes(Ability):
     """A node that writes its samples into the rows of a `BatchBuffer`."""
 
-    writes: Columns
+    writes: ColumnFormats
     """The columns of samples that are dicts of 1-D arrays of known length and dtype; empty if samples are something else."""
 
     @abstractmethod

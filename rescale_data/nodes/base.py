@@ -38,10 +38,10 @@ from rescale_data.state import (
     Field,
     copy_of,
     join_fields,
-    offsets,
-    place_slots,
+    position_slots,
     require_limits,
     row_of,
+    slot_offsets,
     state_of,
 )
 
@@ -61,22 +61,22 @@ __all__ = [
     "bind_once",
     "changing_children",
     "copy_of",
-    "draw",
-    "end_epoch",
+    "draw_and_drop",
     "go_to",
     "initial",
     "is_bound",
+    "record_epoch_end",
     "slots_of",
     "unbind",
 ]
 
 T = TypeVar("T")
 View: TypeAlias = memoryview  # of int64, always over a NumPy row, so that one slice can be copied into another
-_ENDED = "_ended"
+_ENDED_KEY = "_ended"
 _NO_CHILDREN: dict[str, Any] = {}  # shared by all leaves: there may be many
 
 
-_BYPASSES = {
+_BYPASSING_METHODS = {
     "next": ("open_documents", "texts", "write", "write_ready", "skip", "skip_ahead", "epoch_end"),
     "write": ("write_ready",),
     "skip": ("skip_ahead",),
@@ -135,18 +135,18 @@ class Node(BaseNode[T]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for claim in ("one_for_one", "repeats_itself"):  # of a parent, about the parent's `next`
-            if getattr(cls, claim, False) and _definer(cls, "next") < _definer(cls, claim):
+            if getattr(cls, claim, False) and _definer_index(cls, "next") < _definer_index(cls, claim):
                 setattr(cls, claim, False)
-        for method in [name for name in _BYPASSES if getattr(cls, name, None) is not None]:
-            index = _definer(cls, method)
+        for method in [name for name in _BYPASSING_METHODS if getattr(cls, name, None) is not None]:
+            index = _definer_index(cls, method)
             bypasses = [
                 name
-                for name in _BYPASSES[method]
-                if getattr(cls, name, None) is not None and _definer(cls, name) > index
+                for name in _BYPASSING_METHODS[method]
+                if getattr(cls, name, None) is not None and _definer_index(cls, name) > index
             ]
             if bypasses:
                 override = f"the {method}() of {cls.__mro__[index].__name__}" if index else f"a {method}() of its own"
-                parent = cls.__mro__[_definer(cls, bypasses[0])].__name__
+                parent = cls.__mro__[_definer_index(cls, bypasses[0])].__name__
                 raise TypeError(
                     f"{cls.__name__} has {override}, and from {parent} {', '.join(f'{name}()' for name in bypasses)}, "
                     f"which go past it. Put it above in place of deriving it: rd.Map, or a subclass of rd.Node with the "
@@ -155,7 +155,7 @@ class Node(BaseNode[T]):
 
     def __init__(self, **children: BaseNode[Any]) -> None:
         super().__init__()
-        self._is_bound = self._ended = False
+        self._is_bound = self._epoch_ended = False
         self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()} or _NO_CHILDREN
         self.fields, self._slices = join_fields(
             self.FIELDS, tuple((name, child.fields) for name, child in self.children.items())
@@ -178,7 +178,7 @@ class Node(BaseNode[T]):
     def bind(self, position: View) -> None:
         """Continue from ``position``, int64 numbers in the order of `fields`, and keep the state in that row from now on."""
         super().reset(None)
-        self._is_bound, self._ended = True, False
+        self._is_bound, self._epoch_ended = True, False
         self.position = position
         self._bind_children()
         self.seek()
@@ -197,15 +197,15 @@ class Node(BaseNode[T]):
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         state_values = dict(initial_state or {})
-        ended = bool(state_values.pop(_ENDED, False))
+        epoch_ended = bool(state_values.pop(_ENDED_KEY, False))
         if initial_state is not None:
             position = row_of(self.fields, state_values, type(self).__name__)
             require_limits(self.fields, np.asarray(position)[None], f"a {type(self).__name__}")
             self.position[:] = position
-        elif not self._ended:
+        elif not self._epoch_ended:
             self.next_epoch(self.position)
         self.bind(self.position)
-        self._ended = ended
+        self._epoch_ended = epoch_ended
 
     def get_state(self) -> dict[str, Any]:
         return state_of(self.fields, self.position)
@@ -215,17 +215,17 @@ class Node(BaseNode[T]):
 
         Nodes of torchdata keep this state of a source. Some of them draw from it once more after the end.
         """
-        return {**super().state_dict(), _ENDED: self._ended}
+        return {**super().state_dict(), _ENDED_KEY: self._epoch_ended}
 
     def __next__(self) -> T:
-        if self._ended:
+        if self._epoch_ended:
             raise StopIteration
         if not self._is_bound:
             self.bind(self.position)
         try:
             return self.next()
         except StopIteration:
-            self._ended = True
+            self._epoch_ended = True
             raise
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
@@ -235,7 +235,7 @@ class Node(BaseNode[T]):
             is_drawn: True if something was drawn although the row does not show it: a node above is within the first sample.
         """
         initial_row = initial(self)
-        for slot in place_slots(self.FIELDS):
+        for slot in position_slots(self.FIELDS):
             is_drawn |= self.READS_AHEAD and position[slot] != initial_row[slot]
             position[slot] = initial_row[slot]
         for name, child in self.children.items():
@@ -259,14 +259,14 @@ class Node(BaseNode[T]):
         return self._slices[child]
 
 
-def _definer(cls: type, name: str) -> int:
+def _definer_index(cls: type, name: str) -> int:
     """Return the index, in the method resolution order of a class, of the first class that defines ``name``."""
-    return next((index for index, kind in enumerate(cls.__mro__) if name in vars(kind)), len(cls.__mro__))
+    return next((index for index, base_class in enumerate(cls.__mro__) if name in vars(base_class)), len(cls.__mro__))
 
 
 def initial(node: Node[Any]) -> View:
     """Return the initial position of a node, before its first sample, as a new row."""
-    initial_row = np.zeros(offsets(node.fields)[-1], dtype=np.int64)
+    initial_row = np.zeros(slot_offsets(node.fields)[-1], dtype=np.int64)
     for name, child in node.children.items():
         initial_row[node._slots(name)] = initial(child)
     if isinstance(node, MayChange):
@@ -281,7 +281,7 @@ def slots_of(node: Node[Any], path: tuple[str, ...]) -> slice | None:
         if name not in node.children:
             return None
         node, first_slot = node.children[name], first_slot + node._slots(name).start
-    return slice(first_slot, first_slot + offsets(node.fields)[-1])
+    return slice(first_slot, first_slot + slot_offsets(node.fields)[-1])
 
 
 def changing_children(node: Node[Any]) -> Sequence[tuple[Node[Any], slice]]:
@@ -313,12 +313,12 @@ def unbind(node: Node[Any]) -> None:
         del node.position
 
 
-def end_epoch(node: Node[Any]) -> None:
+def record_epoch_end(node: Node[Any]) -> None:
     """Record that a node has raised `StopIteration` outside of ``next``: `reset(None)` then begins the next epoch."""
-    node._ended = True
+    node._epoch_ended = True
 
 
-def draw(node: Node[Any], num_samples: int) -> None:
+def draw_and_drop(node: Node[Any], num_samples: int) -> None:
     """Skip ``num_samples`` samples by drawing and dropping them."""
     for _ in range(num_samples):
         next(node)

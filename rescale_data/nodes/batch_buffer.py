@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Columns: TypeAlias = Mapping[str, tuple[int, np.dtype[Any]]]
+ColumnFormats: TypeAlias = Mapping[str, tuple[int, np.dtype[Any]]]
 """Length and dtype of each column's value, which is a 1-D array."""
 
 
@@ -28,7 +28,7 @@ class BatchBuffer:
 
     __slots__ = ("arrays", "lists")
 
-    def __init__(self, columns: Columns, num_samples: int) -> None:
+    def __init__(self, columns: ColumnFormats, num_samples: int) -> None:
         self.arrays: dict[str, npt.NDArray[Any]] = {}
         for name, (length, dtype) in columns.items():  # a comprehension costs a call
             self.arrays[name] = np.empty((num_samples, length), dtype)

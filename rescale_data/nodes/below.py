@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from rescale_data.nodes.abilities import Counts, HasDocuments, HasTexts, MayChange, Mixes, Skips, SkipsAhead, Writes
-from rescale_data.nodes.base import Node, bind_once, draw, end_epoch, slots_of
-from rescale_data.nodes.batch_buffer import Columns
+from rescale_data.nodes.base import Node, bind_once, draw_and_drop, record_epoch_end, slots_of
+from rescale_data.nodes.batch_buffer import ColumnFormats
 from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.reading.documents import Documents, Texts
+from rescale_data.nodes.reading.documents import DocumentReader, TextReader
 from rescale_data.shard import Shard, require_shard
-from rescale_data.state import Ints, offsets, place_slots
+from rescale_data.state import Ints, position_slots, slot_offsets
 
 
 def find_shard(node: Node[Any]) -> Shard | None:
@@ -61,13 +61,13 @@ def readers_of(node: Node[Any], start: int) -> list[tuple[Reader, int]]:
     return [(reader, start + slots.start) for reader, slots in readers if slots is not None]
 
 
-def pass_epochs(node: Node[Any], row: Ints, shard: int, num_to_skip: int) -> int:
-    """Advance a node's position by whole epochs, up to the epoch that holds the last of the next ``num_to_skip`` samples.
+def pass_epochs(node: Node[Any], row: Ints, shard: int, samples_to_skip: int) -> int:
+    """Advance a node's position by whole epochs, up to the epoch that holds the last of the next ``samples_to_skip`` samples.
 
     Args:
         row: ``int64[slots]``, at the beginning of an epoch; changed in place.
         shard: Index of the logical shard.
-        num_to_skip: Number of samples, at least 1.
+        samples_to_skip: Number of samples, at least 1.
 
     Returns:
         The number of samples in the epochs that were passed; 0 if it is not known.
@@ -77,18 +77,18 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, num_to_skip: int) -> int
         readers_of(node, 0),
         [n for _, n in node.walk()],
     )
-    if end is None or not all(map(repeats_itself, nodes)):
+    if end is None or not all(map(has_equal_epochs, nodes)):
         return 0
     if not any(reader.rows.is_small or reader.rows.is_growing for reader, _ in readers):  # each epoch is like the next
         epoch_size = int(end[0][0])
-        num = (num_to_skip - 1) // epoch_size if epoch_size else 0
-        row += num * (end[1][0] - row)
-        return num * epoch_size
+        num_passed = (samples_to_skip - 1) // epoch_size if epoch_size else 0
+        row += num_passed * (end[1][0] - row)
+        return num_passed * epoch_size
     reader, slot = readers[0]
     if not all(inner is reader or inner.one_for_one for inner in nodes):  # a window spans several epochs of a round
         return 0
-    row[slot], num = reader.rows.epoch_after(int(row[slot]), num_to_skip, shard)
-    return num
+    row[slot], num_passed = reader.rows.epoch_after_rows(int(row[slot]), samples_to_skip, shard)
+    return num_passed
 
 
 # Abilities: the node's own method, or what holds for a node without the ability
@@ -120,12 +120,12 @@ def epoch_end(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | 
 
 def epoch_end_of_source(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
     """Return `epoch_end` of a node that yields one sample for each sample of its source and keeps its own slots."""
-    num_own = offsets(node.FIELDS)[-1]
+    num_own = slot_offsets(node.FIELDS)[-1]
     end = epoch_end(node.children["source"], rows[:, num_own:], shards)
     return None if end is None else (end[0], np.concatenate([rows[:, :num_own], end[1]], axis=1))
 
 
-def repeats_itself(node: Node[Any]) -> bool:
+def has_equal_epochs(node: Node[Any]) -> bool:
     """True if each epoch of a node whose end is known moves the position by the same amount, as epochs of its readers do.
 
     A node says so by ``repeats_itself = True``; a class with a `Node.next` of its own says so anew.
@@ -157,9 +157,9 @@ def skip(node: Node[Any], num_samples: int) -> None:
         elif node.one_for_one:
             skip(node.children["source"], num_samples)
         else:
-            draw(node, num_samples)
+            draw_and_drop(node, num_samples)
     except StopIteration:
-        end_epoch(node)
+        record_epoch_end(node)
         raise
 
 
@@ -175,7 +175,7 @@ def skip_ahead(node: Node[Any], num_samples: int) -> int:
     return node.skip_ahead(num_samples) if isinstance(node, SkipsAhead) else 0
 
 
-def open_documents(node: Node[Any], column: str) -> Documents | None:
+def open_documents(node: Node[Any], column: str) -> DocumentReader | None:
     """Return a reader of a node's token column, many documents at a time; `None` if that is not possible (`HasDocuments`)."""
     return node.open_documents(column) if isinstance(node, HasDocuments) else None
 
@@ -185,17 +185,17 @@ def dtype_of(node: Node[Any], column: str) -> np.dtype[Any] | None:
     return node.dtype_of(column) if isinstance(node, HasDocuments) else None
 
 
-def texts_of(node: Node[Any], column: str) -> Texts | None:
+def texts_of(node: Node[Any], column: str) -> TextReader | None:
     """Return a reader of a node's string column, many rows at a time (`HasTexts.texts`); `None` if that is not possible."""
     return node.texts(column) if isinstance(node, HasTexts) else None
 
 
-def columns_of(node: Node[Any]) -> Columns:
+def columns_of(node: Node[Any]) -> ColumnFormats:
     """Return the columns that a node writes; empty if it writes none."""
     return node.writes if isinstance(node, Writes) else {}
 
 
-def names_rows(node: Node[Any]) -> bool:
+def has_provenance(node: Node[Any]) -> bool:
     """True if a node reads rows itself and each sample names its row (``provenance``)."""
     return getattr(node, "provenance", False)
 
@@ -212,10 +212,10 @@ def place(node: Node[Any]) -> list[int]:
     """
     if isinstance(node, Mixes):
         return node.place()
-    slots, first_slot = place_slots(node.FIELDS), offsets(node.FIELDS)[-1]
+    slots, first_slot = position_slots(node.FIELDS), slot_offsets(node.FIELDS)[-1]
     for child in node.children.values():
         slots += [first_slot + slot for slot in place(child)]
-        first_slot += offsets(child.fields)[-1]
+        first_slot += slot_offsets(child.fields)[-1]
     return slots
 
 

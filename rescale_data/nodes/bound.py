@@ -15,9 +15,9 @@ _MAX_EPOCHS_IF_SOME_IDLE = 64
 _MAX_DRAWS = 2**24  # the limit where no source of ours shows progress
 
 
-def require_tokens(num_epochs: int) -> None:
+def limit_silent_epochs(num_silent_epochs: int) -> None:
     """Raise ``DataStateError`` if an endless stream of documents had no token in more whole epochs than are allowed."""
-    if num_epochs > SILENT_EPOCHS:
+    if num_silent_epochs > SILENT_EPOCHS:
         raise DataStateError(
             f"A logical shard had no token in {SILENT_EPOCHS} whole epochs: its documents are empty, filtered out or dropped. "
             f"Check the column and the filters, or give fewer logical shards."
@@ -39,18 +39,18 @@ class EmptyDrawLimit:
         self._node, self._name = node, name or type(node).__name__
         self._start_positions: list[list[int]] = []
 
-    def count_empty(self, num_before: int, position: View | None = None, num: int = 1) -> int:
+    def count_empty_draws(self, num_draws_before: int, position: View | None = None, num: int = 1) -> int:
         """Return the number of draws without a result, after ``num`` more; raise `DataStateError` if there are too many.
 
         Args:
-            num_before: The count so far.
+            num_draws_before: The count so far.
             position: The position of ``node``, if it is not its own.
             num: Number of draws without a result since then.
         """
-        num_after = num_before + num
-        if num_after // _DRAWS_PER_CHECK > num_before // _DRAWS_PER_CHECK:
+        num_after = num_draws_before + num
+        if num_after // _DRAWS_PER_CHECK > num_draws_before // _DRAWS_PER_CHECK:
             current_position = self._node.position if position is None else position
-            self._check_progress(num_after, current_position, is_first=num_before < _DRAWS_PER_CHECK)
+            self._check_progress(num_after, current_position, is_first=num_draws_before < _DRAWS_PER_CHECK)
         return num_after
 
     def _check_progress(self, num_empty: int, position: View, *, is_first: bool) -> None:
@@ -64,9 +64,9 @@ class EmptyDrawLimit:
         num_idle = len(positions) - len(epochs)
         required_epochs = _MAX_EPOCHS_IF_SOME_IDLE if num_idle else SILENT_EPOCHS + 1
         if num_empty >= _MAX_DRAWS if not epochs else min(epochs) > SILENT_EPOCHS and max(epochs) >= required_epochs:
-            self._raise(num_empty)
+            self._raise_limit_error(num_empty)
 
-    def _raise(self, num_empty: int) -> None:
+    def _raise_limit_error(self, num_empty: int) -> None:
         names, shard = ", ".join(source_names(self._node)), find_shard(self._node)
         in_shard = "" if shard is None else f" in logical shard {shard.index} of {shard.num_logical_shards}"
         raise DataStateError(

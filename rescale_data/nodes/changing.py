@@ -8,7 +8,7 @@ through the nodes above.
 
 A node that `READS_AHEAD` says by ``WITHIN`` what it reads again to go on: "document", which may be found again, or "window",
 whose content follows from the old blocklist. It is within one while an own slot that gives its place is not 0, and calls
-`take_effect` when it begins one.
+`apply_changes` when it begins one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rescale_data.nodes.abilities import MayChange
 from rescale_data.nodes.base import Node, View, changing_children
-from rescale_data.state import offsets, place_slots
+from rescale_data.state import position_slots, slot_offsets
 
 
 def within(node: Node[Any]) -> Literal["document", "window"] | None:
@@ -40,17 +40,17 @@ def settle(node: Node[Any], position: View) -> bool:
         return sum(settle(child, position[slots]) for child, slots in changing_children(node)) > 0
     if within(node) is None:
         return False
-    source, source_position, restarts = node.children["source"], position[offsets(node.FIELDS)[-1] :], False
+    source, source_position, restarts = node.children["source"], position[slot_offsets(node.FIELDS)[-1] :], False
     if _is_within(node, position):
         restarts = is_lost(source, source_position) if within(node) == "document" else is_stale(source, source_position)
         if not restarts:
             return False
-        for slot in place_slots(node.FIELDS):
+        for slot in position_slots(node.FIELDS):
             position[slot] = 0
     return settle(source, source_position) or restarts
 
 
-def take_effect(node: Node[Any]) -> None:
+def apply_changes(node: Node[Any]) -> None:
     """Apply changes between segments at a node's position, unless a node above reads again from an earlier position."""
     if not node.reread and changing_children(node):
         settle(node, node.position)
@@ -95,8 +95,8 @@ def is_pending(node: Node[Any], position: View) -> bool:
 
 
 def _source(node: Node[Any], position: View) -> tuple[Node[Any], View]:
-    return node.children["source"], position[offsets(node.FIELDS)[-1] :]
+    return node.children["source"], position[slot_offsets(node.FIELDS)[-1] :]
 
 
 def _is_within(node: Node[Any], position: View) -> bool:
-    return any(position[slot] for slot in place_slots(node.FIELDS))
+    return any(position[slot] for slot in position_slots(node.FIELDS))

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rescale_data.errors import checks_kinds, require, require_int
+from rescale_data.errors import checks_argument_types, require_int, require_type
 from rescale_data.nodes.base import BaseNode, Node, go_to
 from rescale_data.nodes.below import dtype_of, open_documents
 from rescale_data.nodes.bound import EmptyDrawLimit
-from rescale_data.nodes.changing import take_effect
-from rescale_data.nodes.column import integers
-from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.changing import apply_changes
+from rescale_data.nodes.column import tokens_of_sample
+from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.state import COUNT_LIMITS, Field, Ints
@@ -53,7 +53,7 @@ class CleanDocuments(Node[dict[str, Any]]):
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "window"
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         source: BaseNode[Any],
@@ -67,7 +67,7 @@ class CleanDocuments(Node[dict[str, Any]]):
             raise ValueError(
                 f"min_length={min_length}, max_length={max_length}: give at least 0, and None or at least min_length and 1."
             )
-        require(Iterable, "a list of token ids", strip=strip)
+        require_type(Iterable, "a list of token ids", strip=strip)
         super().__init__(source=source)
         self.column = column
         strip_tokens = require_int(**{f"strip[{i}]": token for i, token in enumerate(strip)})
@@ -90,10 +90,10 @@ class CleanDocuments(Node[dict[str, Any]]):
                 self.position[_PIECE] = piece_number + 1
             if piece_number < len(pieces):
                 return {**self._sample, self.column: self._tokens[pieces[piece_number]]}
-            num_empty = self._draw_limit.count_empty(num_empty)
+            num_empty = self._draw_limit.count_empty_draws(num_empty)
         raise StopIteration
 
-    def open_documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> DocumentReader | None:
         if column != self.column:
             return None
         documents, limit = open_documents(self._source, column), EmptyDrawLimit(self._source, type(self).__name__)
@@ -131,7 +131,7 @@ class CleanDocuments(Node[dict[str, Any]]):
     def _current_pieces(self) -> list[slice]:
         """Return the pieces of the current document, read if needed; none if it is too short or the epoch has ended."""
         if self._pieces is None:
-            take_effect(self)
+            apply_changes(self)
             if self._source.position != self._bookmark:
                 go_to(self._source, self._bookmark)
             try:
@@ -139,7 +139,7 @@ class CleanDocuments(Node[dict[str, Any]]):
             except StopIteration:
                 self._is_epoch_over = True
                 return []
-            self._tokens = integers(self._sample, self.column, type(self).__name__, self._source)
+            self._tokens = tokens_of_sample(self._sample, self.column, type(self).__name__, self._source)
             self._pieces = self.pieces(self._tokens.data)
             self.position[_SHORT] += not self._pieces
         return self._pieces

@@ -13,11 +13,11 @@ import torch
 from rescale_data.nodes.base import Node, View, copy_of, go_to
 from rescale_data.nodes.below import may_change
 from rescale_data.nodes.changing import pass_blocked
-from rescale_data.nodes.guard import add_place, described
+from rescale_data.nodes.guard import add_location_note, described
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans
-from rescale_data.sources.decoded.sizes import size_of
+from rescale_data.nodes.reading.documents import DocumentReader
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
+from rescale_data.sources.decoded.sizes import memory_bytes_of
 
 ValueExtractor: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 """Function of a sample and its number of tokens, which returns the values to keep alongside the tokens, by name."""
@@ -28,51 +28,51 @@ class DocumentValues(dict[str, Any]):
 
     @property
     def nbytes(self) -> int:
-        return size_of(self)
+        return memory_bytes_of(self)
 
 
 class ColumnDocuments:
-    """Reads a token column of any node through the interface `Documents`, by drawing one sample at a time.
+    """Reads a token column of any node through the interface `DocumentReader`, by drawing one sample at a time.
 
     The node is bound again whenever another position is read.
 
     Args:
         node: The node.
         column: The column of its samples that holds tokens.
-        reader: The name of the node that reads the documents, for messages.
+        reader_name: The name of the node that reads the documents, for messages.
         extractors: Functions that take further values out of each sample, for the `Spans` to keep.
     """
 
-    def __init__(self, node: Node[Any], column: str, reader: str, *extractors: ValueExtractor) -> None:
+    def __init__(self, node: Node[Any], column: str, reader_name: str, *extractors: ValueExtractor) -> None:
         self._extractors = extractors
-        self._node, self._column, self._reader = node, column, reader
+        self._node, self._column, self._reader_name = node, column, reader_name
         for _, inner in node.walk():
             inner.reread = True
-        self._ended, self._leaves_out = False, any(may_change(inner) for _, inner in node.walk())
+        self._epoch_ended, self._has_changeable_node = False, any(may_change(inner) for _, inner in node.walk())
 
     is_costly = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         del max_documents
-        if self._ended or self._node.position != position:
+        if self._epoch_ended or self._node.position != position:
             go_to(self._node, position)
         try:
-            self._ended = False
+            self._epoch_ended = False
             sample = next(self._node)
         except StopIteration:
-            self._ended = True
-            return EMPTY
+            self._epoch_ended = True
+            return EMPTY_SPANS
         provenance = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
         document_values = DocumentValues()
         try:
-            tokens = _integers(sample, self._column, self._reader)
+            tokens = _convert_to_tokens(sample, self._column, self._reader_name)
             for extract in self._extractors:
                 document_values.update(extract(sample, len(tokens)))
         except (TypeError, ValueError) as error:
-            add_place(error, self._reader, self._node.locate())
+            add_location_note(error, self._reader_name, self._node.locate())
             raise
         next_position = copy_of(self._node.position)
-        if self._leaves_out:
+        if self._has_changeable_node:
             pass_blocked(self._node, next_position)
         spans = Spans.of(tokens.copy(), PositionUpdates.between(position, next_position), provenance)
         return replace(spans, keeps=(document_values,)) if self._extractors else spans
@@ -82,12 +82,12 @@ class ColumnDocuments:
         pass_blocked(self._node, position)
 
 
-def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:
+def tokens_of_sample(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:
     """Return the token column of a sample of ``node`` as an array; an error names the row and ``reader``, the node above."""
     try:
-        return _integers(sample, column, reader)
+        return _convert_to_tokens(sample, column, reader)
     except (TypeError, ValueError) as error:
-        add_place(error, reader, node.locate())
+        add_location_note(error, reader, node.locate())
         raise
 
 
@@ -103,9 +103,9 @@ class DocumentsUntilError:
 
     is_costly = True
 
-    def __init__(self, documents: Documents, open_samples: Callable[[], Documents]) -> None:
-        self._documents: Documents = documents
-        self._open_samples: Callable[[], Documents] | None = open_samples  # `None` after an error
+    def __init__(self, documents: DocumentReader, open_samples: Callable[[], DocumentReader]) -> None:
+        self._documents: DocumentReader = documents
+        self._open_samples: Callable[[], DocumentReader] | None = open_samples  # `None` after an error
 
     def read(self, position: View, max_documents: int) -> Spans:
         if self._open_samples is not None:
@@ -119,7 +119,7 @@ class DocumentsUntilError:
         self._documents.begin_next_epoch(position)
 
 
-def length_of(sample: Any, column: str, node: Node[Any]) -> int:
+def num_tokens_of(sample: Any, column: str, node: Node[Any]) -> int:
     """Return the number of tokens in a sample of ``node``, for a mixture by tokens; ``TypeError`` if it has no length."""
     try:
         return len(sample[column])
@@ -129,27 +129,27 @@ def length_of(sample: Any, column: str, node: Node[Any]) -> int:
             f"key nothing that has a length. Yield dicts with the tokens of one document there, or leave such samples out "
             f"with rd.Filter."
         )
-        add_place(error, "WeightedSampler", node.locate())
+        add_location_note(error, "WeightedSampler", node.locate())
         raise error from cause
 
 
-def _integers(sample: Any, column: str, reader: str) -> npt.NDArray[Any]:
+def _convert_to_tokens(sample: Any, column: str, reader_name: str) -> npt.NDArray[Any]:
     if not isinstance(sample, Mapping) or column not in sample:
         raise ValueError(
-            f"{reader}(column={column!r}) was given a sample with {described(sample)}. Yield dicts with the tokens of one "
+            f"{reader_name}(column={column!r}) was given a sample with {described(sample)}. Yield dicts with the tokens of one "
             f"document under that key."
         )
     value: Any = sample[column]
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else _array(value)
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else _to_array(value)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise TypeError(
-            f"{reader}(column={column!r}) was given {_describe(value, array)}. Tokens are a 1-D array, tensor or "
+            f"{reader_name}(column={column!r}) was given {_describe(value, array)}. Tokens are a 1-D array, tensor or "
             f"list of integers; of text rd.Tokenize makes them, and rd.Filter leaves out rows that have none."
         )
     return np.ascontiguousarray(array if array.dtype.kind in "iu" else array.astype(np.int64))
 
 
-def _array(value: Any) -> npt.NDArray[Any]:
+def _to_array(value: Any) -> npt.NDArray[Any]:
     try:
         return np.asarray(value)
     except ValueError:  # lists of lists of different lengths

@@ -15,17 +15,17 @@ from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import dtype_of, open_documents, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import ColumnDocuments, DocumentsUntilError
-from rescale_data.nodes.function import identity
+from rescale_data.nodes.function import function_identity
 from rescale_data.nodes.guard import OnError, guard_of
-from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.gather import SpecialTokens, joined
+from rescale_data.nodes.reading.documents import DocumentReader
+from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
 from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 _DROPS_PER_CHECK = 1000
 _log = logging.getLogger("rescale_data")
-_counts: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
+_counts_by_predicate: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
 """Counts of this process by predicate: samples kept, samples dropped, and True if a warning was logged."""
 
 
@@ -69,14 +69,14 @@ class Filter(Node[Any]):
         version: str | int | None = None,
     ) -> None:
         super().__init__(source=source)
-        self._identity = identity(predicate, version)
+        self._fn_identity = function_identity(predicate, version)
         self.predicate = predicate
         self._source = self.children["source"]
-        self._guard, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
-        self._name = (
+        self._error_handler, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
+        self._predicate_name = (
             f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(source_names(self))}"
         )
-        self._counts = _counts[self._name]
+        self._sample_counts = _counts_by_predicate[self._predicate_name]
 
     def next(self) -> Any:
         num_empty = 0
@@ -85,21 +85,21 @@ class Filter(Node[Any]):
             try:
                 stays = bool(self.predicate(sample))
             except Exception as error:
-                stays = self._guard.handle(error, self.locate(), self.position[1])
+                stays = self._error_handler.handle(error, self.locate(), self.position[1])
             if stays:
-                self._counts[0] += 1
+                self._sample_counts[0] += 1
                 return sample
             if stays is None:
                 self.position[1] += 1
             else:
                 self.position[0] += 1
-                self._drop()
-            num_empty = self._draw_limit.count_empty(num_empty)
+                self._count_dropped_sample()
+            num_empty = self._draw_limit.count_empty_draws(num_empty)
 
-    def open_documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> DocumentReader | None:
         """Return a reader of many documents at a time if samples have this column alone; else `None`."""
         dtype = self.dtype_of(column)
-        documents = None if self._guard.skips or dtype is None else open_documents(self._source, column)
+        documents = None if self._error_handler.skips or dtype is None else open_documents(self._source, column)
         if documents is None or dtype is None:
             return None
         limit = EmptyDrawLimit(self._source, type(self).__name__)
@@ -111,7 +111,7 @@ class Filter(Node[Any]):
 
     def _pieces(self, column: str, dtype: np.dtype[Any], spans: Spans) -> list[list[slice]]:
         """Return the parts to keep of each document (all or nothing), by calling the predicate until it raises an error."""
-        tokens, ends = joined(spans, SpecialTokens(None, None, dtype))
+        tokens, ends = join_documents(spans, SpecialTokens(None, None, dtype))
         token_copies, kept_parts = tokens.astype(dtype), list[list[slice]]()
         for first_token, stop_token in pairwise(ends.tolist()):
             sample = {column: token_copies[first_token:stop_token]}
@@ -128,24 +128,24 @@ class Filter(Node[Any]):
         if not np.array_equal(token_copies, tokens):
             raise _SampleModifiedError
         for pieces in kept_parts:
-            self._counts[0] += len(pieces)
+            self._sample_counts[0] += len(pieces)
             if not pieces:
-                self._drop()
+                self._count_dropped_sample()
         return kept_parts
 
-    def _drop(self) -> None:
-        self._counts[1] += 1
-        num_kept, num_dropped, has_warned = self._counts
+    def _count_dropped_sample(self) -> None:
+        self._sample_counts[1] += 1
+        num_kept, num_dropped, has_warned = self._sample_counts
         if not num_dropped % _DROPS_PER_CHECK and num_dropped > 9 * num_kept and not has_warned:
-            self._counts[2] = True
+            self._sample_counts[2] = True
             _log.warning(
                 "Filter(%s) has dropped %d of %d samples, all of which were read. Filter the files once and read what is left, "
                 "or give ParquetSource and ArrowSource a filter=, which reads no more than what matches.",
-                self._name, num_dropped, num_kept + num_dropped,
+                self._predicate_name, num_dropped, num_kept + num_dropped,
             )  # fmt: skip
 
     def parameters(self) -> dict[str, Any]:
-        return self._identity
+        return self._fn_identity
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         num_filtered, num_skipped = rows[:, :2].sum(axis=0).tolist()

@@ -33,7 +33,7 @@ _NUM_COMPARED = 8
 _UNSUPPORTED_SAMPLER = "StatefulDistributedSampler"  # by name, because importing it would import torchdata's loader
 _STATUS_FIELD = Field(("begun",))
 _UNBATCHER_KEYS = {Unbatcher.SOURCE_KEY, Unbatcher.BATCH_IDX_KEY}
-_AS_BUILT, _AT_BEGINNING, _WITHIN = range(3)
+_STATUS_AS_BUILT, _STATUS_EPOCH_START, _STATUS_WITHIN_EPOCH = range(3)
 
 
 class Foreign(Node[T]):
@@ -45,7 +45,7 @@ class Foreign(Node[T]):
     """
 
     def __init__(self, node: BaseNode[T]) -> None:
-        self.node = node
+        self.wrapped_node = node
         self._samplers = [inner for inner in _all_below(node) if isinstance(inner, SamplerWrapper)]
         self._built_state = node.state_dict()
         self.FIELDS = (_STATUS_FIELD, *(field_of(path, value) for path, value in flatten(self._built_state)))
@@ -55,28 +55,28 @@ class Foreign(Node[T]):
         self._reset(self.position)
 
     def next(self) -> T:
-        status = _WITHIN
+        status = _STATUS_WITHIN_EPOCH
         try:
-            return next(self.node)
+            return next(self.wrapped_node)
         except StopIteration:
-            status = _AT_BEGINNING
+            status = _STATUS_EPOCH_START
             self._begin_epoch()
             raise
         finally:
             self._save_state(self.position, status)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
-        if is_drawn or position[0] == _WITHIN:
+        if is_drawn or position[0] == _STATUS_WITHIN_EPOCH:
             self._reset(position)
             self._begin_epoch()
-            self._save_state(position, _AT_BEGINNING)
+            self._save_state(position, _STATUS_EPOCH_START)
 
     def _begin_epoch(self) -> None:
         epochs = [(sampler, sampler.epoch) for sampler in self._samplers if isinstance(sampler.sampler, Stateful)]
         for sampler in self._samplers:  # a sampler without a call since a resume would stay in its epoch
             if not isinstance(sampler.sampler, Stateful):
                 next(sampler, None)
-        self.node.reset(None)
+        self.wrapped_node.reset(None)
         for sampler, epoch in epochs:
             if sampler.epoch == epoch:  # so would this one, and a call would move its place
                 sampler.epoch = sampler.epoch_updater(epoch)
@@ -84,21 +84,21 @@ class Foreign(Node[T]):
 
     def _reset(self, position: View) -> None:
         state = state_of(self.fields, position)
-        as_built = state.pop(_STATUS_FIELD.key) == _AS_BUILT
+        as_built = state.pop(_STATUS_FIELD.key) == _STATUS_AS_BUILT
         # the node may go on writing into the state that it receives
-        self.node.reset(_with_unbatcher_copies(copy.deepcopy(self._built_state) if as_built else state))
+        self.wrapped_node.reset(_with_unbatcher_copies(copy.deepcopy(self._built_state) if as_built else state))
 
     def _save_state(self, position: View, status: int) -> None:
         position[:] = row_of(
-            self.fields, {_STATUS_FIELD.key: status, **self.node.state_dict()}, type(self.node).__name__
+            self.fields, {_STATUS_FIELD.key: status, **self.wrapped_node.state_dict()}, type(self.wrapped_node).__name__
         )
 
     def parameters(self) -> dict[str, Any]:
-        return _parameters(self.node)
+        return _parameters(self.wrapped_node)
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
         yield path, self
-        for inner_path, node in _nodes_below(self.node, path):
+        for inner_path, node in _nodes_below(self.wrapped_node, path):
             yield from node.walk(inner_path)
 
 
@@ -127,14 +127,14 @@ class MappedNode(Node[Any]):
     def __init__(self, mapper: ParallelMapper[Any]) -> None:
         super().__init__(source=mapper.source)
         self._map = mapper.map_fn
-        self._guard = guard_of(self, "raise", "in the function of Mapper, given")
+        self._error_handler = guard_of(self, "raise", "in the function of Mapper, given")
 
     def next(self) -> Any:
         sample = next(self.children["source"])
         try:
             return self._map(sample)
         except Exception as error:
-            self._guard.handle(error, self.locate(), 0)
+            self._error_handler.handle(error, self.locate(), 0)
 
 
 @as_node.register(BaseNode)
@@ -149,7 +149,7 @@ def _wrap(node: BaseNode[Any]) -> Node[Any]:
 def refuse_ranks(root: Node[Any], shard: Shard) -> None:
     """Raise ``TypeError`` if a part of the pipeline reads the rows of a rank instead of the rows of a logical shard."""
     for _, node in root.walk():
-        for part in _with_ranks(node.node) if isinstance(node, Foreign) else ():
+        for part in _objects_with_ranks(node.wrapped_node) if isinstance(node, Foreign) else ():
             rank, world_size = _ranks_of(part)
             if (rank, world_size) not in ((0, 1), (shard.index, shard.num_logical_shards)):
                 raise TypeError(
@@ -221,7 +221,7 @@ def _wrapped_by(node: BaseNode[Any]) -> Any:
     return node.iterable if isinstance(node, IterableWrapper) else None
 
 
-def _with_ranks(node: BaseNode[Any]) -> Iterator[Any]:
+def _objects_with_ranks(node: BaseNode[Any]) -> Iterator[Any]:
     """Yield each object that has a rank and a number of ranks: ``node``, the nodes below it and the samplers they wrap."""
     for inner in _all_below(node):
         yield from (part for part in (inner, _wrapped_by(inner)) if all(value is not None for value in _ranks_of(part)))
@@ -240,12 +240,12 @@ def _parameters(node: BaseNode[Any]) -> dict[str, Any]:
         for name, child in _children(node)
         if not isinstance(child, Node)
     }
-    return {**{k: v for k, v in public.items() if _is_plain(v)}, **children}
+    return {**{k: v for k, v in public.items() if _is_json_value(v)}, **children}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_json_value(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return bool(value) and all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+        return bool(value) and all(isinstance(k, str) and _is_json_value(v) for k, v in value.items())
     return isinstance(value, str | int | float | bool)
 
 

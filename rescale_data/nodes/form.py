@@ -14,30 +14,30 @@ from rescale_data.state import Ints
 
 EARLIER_KEY = "earlier"
 """Key in a state, next to the parameters of a node, for the earlier parameters that the node still needs."""
-_BITS = 21
-MOST = 2**_BITS - 1
+_BITS_PER_COUNT = 21
+MOST = 2**_BITS_PER_COUNT - 1
 """Largest number of samples in a window."""
 
 WINDOW_PARAMETERS = ("seq_len", "max_documents", "limits")
 """Parameters on which the position of a packer depends within a window."""
-History: TypeAlias = Sequence[tuple[int, Mapping[str, Any]]]
+ParameterHistory: TypeAlias = Sequence[tuple[int, Mapping[str, Any]]]
 """``(samples, {"seq_len": ..., "tokens": ..., "shards": N, ...})``, oldest first: the sample of the run up to which a form
 held, and the tokens that all logical shards had delivered by then."""
 
 
-STATE_DOES_NOT_FIT = (
+BAD_STATE_MESSAGE = (
     "The state is within a window of samples that has fewer than it says: the state was changed or damaged, or the data is not "
     "what it was when the state was saved. Load another checkpoint."
 )
 
 
-def num_tokens(history: History, samples: Ints, seq_len: int) -> float:
+def num_tokens(history: ParameterHistory, samples_per_shard: Ints, seq_len: int) -> float:
     """Return the number of tokens, with padding, in samples delivered by some logical shards; exact if all N are given."""
     if not history:
-        return float(samples.sum()) * seq_len
-    num_before, form = history[-1]
-    fraction = len(samples) / form["shards"]
-    return fraction * form["tokens"] + (float(samples.sum()) - fraction * num_before) * seq_len
+        return float(samples_per_shard.sum()) * seq_len
+    samples_before, sample_format = history[-1]
+    fraction = len(samples_per_shard) / sample_format["shards"]
+    return fraction * sample_format["tokens"] + (float(samples_per_shard.sum()) - fraction * samples_before) * seq_len
 
 
 class Stage(NamedTuple):
@@ -46,26 +46,26 @@ class Stage(NamedTuple):
     seq_len: int
     max_documents: int
     limits: Mapping[str, int]
-    num_emitted: int = 0
+    num_samples_emitted: int = 0
 
 
-def stages(emitted: int, history: History, present: Stage) -> Iterator[Stage]:
-    """Yield the earlier formats in which samples of a window were yielded, oldest first, then the ``present`` format."""
-    for age in (2, 1):
-        num_emitted = emitted >> (age * _BITS) & MOST
+def stages(emitted_counts: int, history: ParameterHistory, present_format: Stage) -> Iterator[Stage]:
+    """Yield the earlier formats in which samples of a window were yielded, oldest first, then the ``present_format`` format."""
+    for formats_back in (2, 1):
+        num_emitted = emitted_counts >> (formats_back * _BITS_PER_COUNT) & MOST
         if num_emitted:
-            if age > len(history):
-                raise DataStateError(STATE_DOES_NOT_FIT)
-            form = history[-age][1]
+            if formats_back > len(history):
+                raise DataStateError(BAD_STATE_MESSAGE)
+            form = history[-formats_back][1]
             yield Stage(form["seq_len"], form["max_documents"], form.get("limits", {}), num_emitted)
-    yield present
+    yield present_format
 
 
 def begin_form(emitted: Ints) -> None:
     """Move the numbers of samples that windows have yielded to the previous sample format; ``emitted`` changes in place."""
-    if (emitted >> (2 * _BITS)).any():
+    if (emitted >> (2 * _BITS_PER_COUNT)).any():
         raise DataStateError(
             "A third change of seq_len, max_documents or limits within one window of a WholeDocumentPacker. Train on with the "
             "form before until the logical shards have begun their next windows."
         )
-    emitted <<= _BITS
+    emitted <<= _BITS_PER_COUNT

@@ -18,7 +18,7 @@ def require_function(fn: object, argument: str) -> None:
         raise TypeError(f"{fn!r} is a {type(fn).__name__}: give a function of {argument}.")
 
 
-def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
+def function_identity(fn: Any, version: str | int | None) -> dict[str, Any]:
     """Return the parameters that identify ``fn`` in a state: its version, or its name and a digest of its source code."""
     require_function(fn, "a sample")
     if version is not None:

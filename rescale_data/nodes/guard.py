@@ -17,7 +17,7 @@ place: it raises, returns a value to use in place of the result, or returns `Non
 BUGS = (NameError, AttributeError, ImportError, NotImplementedError, SyntaxError, MemoryError)
 """Errors of the program, not of the data: because of them "skip" would leave out every sample."""
 
-_LOGGED_IN_FULL = 10
+_NUM_SKIPS_ALL_LOGGED = 10
 _log = logging.getLogger("rescale_data")
 
 
@@ -25,25 +25,25 @@ class Guard:
     """Handles the error of one sample: raises it with the sample's source and row, or logs it and skips the sample.
 
     Args:
-        kind: Class of the node that called the function.
+        node_class: Class of the node that called the function.
         on_error: See `OnError`.
         note: Words for the error's note, before the place of the sample. Default: the sample was given to the node's function.
         faults: Errors that "skip" raises in addition to `BUGS`.
     """
 
-    __slots__ = ("_always_raised", "_decide", "_name", "_note", "skips")
+    __slots__ = ("_always_raised_types", "_name", "_note", "_on_error", "skips")
 
     def __init__(
-        self, kind: type[Node[Any]], on_error: OnError, note: str = "", faults: tuple[type[Exception], ...] = ()
+        self, node_class: type[Node[Any]], on_error: OnError, note: str = "", faults: tuple[type[Exception], ...] = ()
     ) -> None:
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(
                 f"on_error={on_error!r}: give 'raise', 'skip' to leave out samples that raise, or a function of the error and "
                 f"the place of the sample, which decides."
             )
-        self._decide, self._always_raised = on_error, (*BUGS, *faults)
+        self._on_error, self._always_raised_types = on_error, (*BUGS, *faults)
         self.skips = on_error != "raise"
-        self._name = kind.__name__
+        self._name = node_class.__name__
         self._note = note or f"in the function of {self._name}, given"
 
     def handle(self, error: Exception, location: str, num_before: int) -> Any:
@@ -57,13 +57,13 @@ class Guard:
             num_before: Number of samples that this logical shard left out before. The first few are logged, then ever fewer.
         """
         location = location or "a sample whose place is not known"
-        if not self.skips or (self._decide == "skip" and isinstance(error, self._always_raised)):
-            _raise(error, f"{self._note} {location}")
-        replacement = self._decide(error, location) if callable(self._decide) else None
+        if not self.skips or (self._on_error == "skip" and isinstance(error, self._always_raised_types)):
+            _raise_with_note(error, f"{self._note} {location}")
+        replacement = self._on_error(error, location) if callable(self._on_error) else None
         if replacement is not None:
             return replacement
         skip_number = num_before + 1
-        if skip_number <= _LOGGED_IN_FULL or not skip_number & num_before:
+        if skip_number <= _NUM_SKIPS_ALL_LOGGED or not skip_number & num_before:
             _log.warning(
                 "%s left out %s (number %d of its logical shard): %s: %s",
                 self._name, location, skip_number, type(error).__name__, error,
@@ -77,8 +77,8 @@ def guard_of(node: Node[Any], on_error: OnError, note: str = "", faults: tuple[t
 
 
 @lru_cache(maxsize=64)
-def _raising_guard(kind: type[Node[Any]], note: str) -> Guard:
-    return Guard(kind, "raise", note)
+def _raising_guard(node_class: type[Node[Any]], note: str) -> Guard:
+    return Guard(node_class, "raise", note)
 
 
 def described(sample: object) -> str:
@@ -86,19 +86,19 @@ def described(sample: object) -> str:
     return f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
 
 
-def add_place(error: Exception, node: str, location: str) -> None:
+def add_location_note(error: Exception, node_name: str, location: str) -> None:
     """Add a note with the sample's source and row to an error; do nothing if these are not known.
 
     Args:
         error: An error in the content of the sample.
-        node: Name of the node that raised it.
+        node_name: Name of the node that raised it.
         location: The place, from `Node.locate`.
     """
     if location:
-        error.add_note(f"in {node}, given {location}")
+        error.add_note(f"in {node_name}, given {location}")
 
 
-def _raise(error: Exception, note: str) -> NoReturn:
+def _raise_with_note(error: Exception, note: str) -> NoReturn:
     if isinstance(error, StopIteration):  # it would end the epoch
         error = RuntimeError("it raised StopIteration")
     error.add_note(note)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import num_nodes_below, place, shard_of
 from rescale_data.nodes.bound import EmptyDrawLimit
-from rescale_data.nodes.function import identity
+from rescale_data.nodes.function import function_identity
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import copy_provenance
 from rescale_data.order import generator
@@ -31,11 +31,11 @@ class PerSample(Node[Any]):
         self, source: BaseNode[Any], fn: Callable[..., Any], on_error: OnError, version: str | int | None
     ) -> None:
         super().__init__(source=source)
-        self._identity = identity(fn, version)
+        self._fn_identity = function_identity(fn, version)
         self.fn = fn
         self._source = self.children["source"]
-        self._guard, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
-        self.one_for_one = self.one_for_one and not self._guard.skips
+        self._error_handler, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
+        self.one_for_one = self.one_for_one and not self._error_handler.skips
 
     def next(self) -> Any:
         num_empty = 0
@@ -45,14 +45,14 @@ class PerSample(Node[Any]):
             try:
                 return copy_provenance(sample, self.fn(sample) if extra is None else self.fn(sample, extra))
             except Exception as error:
-                replacement = self._guard.handle(error, self.locate(), self.position[0])
+                replacement = self._error_handler.handle(error, self.locate(), self.position[0])
                 if replacement is not None:
                     return copy_provenance(sample, replacement)
                 self.position[0] += 1
-                num_empty = self._draw_limit.count_empty(num_empty)
+                num_empty = self._draw_limit.count_empty_draws(num_empty)
 
     def parameters(self) -> dict[str, Any]:
-        return self._identity
+        return self._fn_identity
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"skipped_rows": float(rows[:, 0].sum())}
@@ -114,7 +114,7 @@ class RandomMap(PerSample):
         True
     """
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         source: BaseNode[Any],
@@ -128,12 +128,12 @@ class RandomMap(PerSample):
         super().__init__(source, fn, on_error, version)
         self.label = label
         shard = shard_of(self, shard)
-        self._key = (shard.seed, shard.index, num_nodes_below(self, RandomMap))
+        self._random_key = (shard.seed, shard.index, num_nodes_below(self, RandomMap))
         self._place_slots = place(self._source)
 
     def _extra_argument(self) -> np.random.Generator:
         position = self._source.position
-        return generator(f"random_map/{self.label}", *self._key, *(position[slot] for slot in self._place_slots))
+        return generator(f"random_map/{self.label}", *self._random_key, *(position[slot] for slot in self._place_slots))
 
     def parameters(self) -> dict[str, Any]:
-        return {"label": self.label, **self._identity}
+        return {"label": self.label, **self._fn_identity}

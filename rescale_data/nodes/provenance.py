@@ -28,6 +28,6 @@ def copy_provenance(sample: Any, result: Any) -> Any:
     return {PROVENANCE: sample[PROVENANCE], **result}
 
 
-def joined(lines: Iterable[str]) -> str:
+def join_provenance(lines: Iterable[str]) -> str:
     """Return the provenance of a sample that is made of several documents: one line for each document."""
     return "\n".join(lines)

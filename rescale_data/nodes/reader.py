@@ -9,18 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import Node, View, copy_of, draw
+from rescale_data.errors import checks_argument_types
+from rescale_data.nodes.base import Node, View, copy_of, draw_and_drop
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
-from rescale_data.nodes.reading.blocklist import Blocklist, Excluded, blocklist_of
-from rescale_data.nodes.reading.chunks import Chunks
-from rescale_data.nodes.reading.documents import Documents, Texts
+from rescale_data.nodes.reading.blocklist import Blocklist, ExcludedRows, blocklist_of
+from rescale_data.nodes.reading.chunks import ChunkFetcher
+from rescale_data.nodes.reading.documents import DocumentReader, TextReader
 from rescale_data.nodes.reading.epochs import EpochView
-from rescale_data.nodes.reading.fetching import Fetching
+from rescale_data.nodes.reading.fetching import FragmentPrefetcher
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
-from rescale_data.nodes.reading.proof import Proof
-from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, check_order, reader_numbers
+from rescale_data.nodes.reading.proof import RowDigestChecker
+from rescale_data.nodes.reading.rows import DEFAULT_WINDOW_ROWS, ShardRows, WindowPlan, check_order, reader_numbers
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import PositionUpdates
 from rescale_data.shard import Shard, require_shard
@@ -30,10 +30,10 @@ from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import FiledSource, Source, TokenSource
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
-__all__ = ["DEFAULT_WINDOW", "Reader"]
+__all__ = ["DEFAULT_WINDOW_ROWS", "Reader"]
 
-_BLOCKED, _LIST_DIGEST = -2, -1  # slots, if `exclude` is given
-_MAY_CHANGE = frozenset({"exclude"})
+_BLOCKED, _LIST_DIGEST_SLOT = -2, -1  # slots, if `exclude` is given
+_CHANGEABLE_ARGUMENTS = frozenset({"exclude"})
 
 
 class Reader(Node[Any]):
@@ -96,14 +96,14 @@ class Reader(Node[Any]):
     provenance = False
 
     # Defaults on the class: an instance with more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
-    _chunks: Chunks | None = None
-    _fetching: Fetching | None = None
-    _proof: Proof | None = None
+    _chunk_fetcher: ChunkFetcher | None = None
+    _fetching: FragmentPrefetcher | None = None
+    _proof: RowDigestChecker | None = None
     _blocklist: Blocklist | None = None
-    _views: list[EpochView] | None = None
+    _epoch_views: list[EpochView] | None = None
     _on_evict: Callable[[], None] | None = None
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         source: Source | MapStyle,
@@ -113,14 +113,14 @@ class Reader(Node[Any]):
         by_global_batch: bool = False,
         provenance: bool = False,
         on_error: OnError = "raise",
-        exclude: Excluded | None = None,
+        exclude: ExcludedRows | None = None,
     ) -> None:
         require_shard(shard, self)
         self.shard = self.of_shard = shard
         self.reads = self.source = as_source(source)
         if exclude is not None:
             self._blocklist = blocklist_of(self.source, exclude)
-            self.changeable = _MAY_CHANGE
+            self.changeable = _CHANGEABLE_ARGUMENTS
         self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.LISTED)
         super().__init__()
         self.shuffle, self.provenance, self._adds_provenance = shuffle, provenance or shard.provenance, provenance
@@ -130,7 +130,7 @@ class Reader(Node[Any]):
         self._by_global_batch = by_global_batch
         self._reader_number = next(reader_numbers)
         self._rows: ShardRows | None = None
-        self._farthest = 0
+        self._farthest_epoch = 0
         self._used_column: str | None = None  # the only column that is used, however the rows are read
         self._document_column: str | None = None  # the column that is read without its rows
         self._is_epoch_over = self._cuts_fragments = False
@@ -138,12 +138,12 @@ class Reader(Node[Any]):
         self._share: ShardShare | None = None
         source = self.source
         if source.batch_rows > 1:
-            self._chunks = Chunks(source)
+            self._chunk_fetcher = ChunkFetcher(source)
         if source.reads_ahead and source.fragments is not None:
-            self._fetching = Fetching(source, source.fragments, owner_of(source), self.rows.width)
+            self._fetching = FragmentPrefetcher(source, source.fragments, owner_of(source), self.rows.width)
         if shard.verify:
-            self._proof = Proof(self)
-        self._is_plain = not shard.verify and not self._leaves_out
+            self._proof = RowDigestChecker(self)
+        self._only_row_advances = not shard.verify and not self._leaves_out_rows
 
     @property
     def rows(self) -> ShardRows:
@@ -155,7 +155,7 @@ class Reader(Node[Any]):
                 self.shard,
                 self.shuffle,
                 self._by_global_batch,
-                self._views,
+                self._epoch_views,
                 self,
                 self._reader_number,
                 self._blocklist,
@@ -170,8 +170,8 @@ class Reader(Node[Any]):
             and isinstance(other, Reader)
             and self._settings == other._settings
             and self.source is other.source
-            and self._views is other._views
-            and self._chunks is None
+            and self._epoch_views is other._epoch_views
+            and self._chunk_fetcher is None
             and self._blocklist is None  # each shard passes other rows
             and replace(other.shard, index=self.shard.index) == self.shard
         )
@@ -197,7 +197,7 @@ class Reader(Node[Any]):
             provenance=self._adds_provenance,
             on_error=self._on_error,
         )
-        reader._views, reader._reader_number, reader._on_evict = self._views, self._reader_number, on_evict
+        reader._epoch_views, reader._reader_number, reader._on_evict = self._epoch_views, self._reader_number, on_evict
         return reader
 
     @property
@@ -208,17 +208,17 @@ class Reader(Node[Any]):
     @property
     def farthest(self) -> int:
         """The highest epoch that has been read."""
-        return self._farthest if self._rows is None else max(self._farthest, self._rows.farthest)
+        return self._farthest_epoch if self._rows is None else max(self._farthest_epoch, self._rows.farthest)
 
     def drop_order(self) -> None:
-        self._farthest = self.farthest
+        self._farthest_epoch = self.farthest
         self._rows = self._share = None
         if self._on_evict is not None:
             self._on_evict()
 
     def begin(self, row: View) -> None:
         if self._blocklist is not None:  # also at the beginning of the first window, which a node above reads again
-            row[_LIST_DIGEST] = self._blocklist.digest
+            row[_LIST_DIGEST_SLOT] = self._blocklist.digest
 
     def seek(self) -> None:
         self._is_epoch_over = False
@@ -236,14 +236,14 @@ class Reader(Node[Any]):
             plan_index = row - plan.first_row
             self._drawn_row = int(plan.rows[plan_index])
             try:
-                sample = self._read(plan, plan_index)
+                sample = self._read_sample(plan, plan_index)
             except Exception as error:
                 sample = self._guard.handle(error, self.locate(), position[2])
                 if sample is None:
                     self.advance(position, 1)
                     position[2] += 1
                     continue
-            if self._is_plain and plan_index + 1 < len(plan.rows):
+            if self._only_row_advances and plan_index + 1 < len(plan.rows):
                 position[1] = row + 1  # equals `advance` if the epoch goes on after this row
             else:
                 self.advance(position, 1)
@@ -252,8 +252,8 @@ class Reader(Node[Any]):
 
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:  # only reading shows which rows are samples
-            return draw(self, num_samples)
-        if self._leaves_out:
+            return draw_and_drop(self, num_samples)
+        if self._leaves_out_rows:
             for _ in range(num_samples):
                 if self._is_epoch_over or not self.to_next_row(self.position):
                     self._end_epoch()
@@ -268,7 +268,7 @@ class Reader(Node[Any]):
         if stop_row > self.rows.size(epoch) and stop_row > self.rows.epoch_end(epoch, self.shard.index)[0]:
             self._end_epoch()
         if stop_row > self.rows.size(epoch):  # it goes on at once to other epochs
-            self.position[0], num_before = self.rows.epoch_after(epoch, stop_row, self.shard.index)
+            self.position[0], num_before = self.rows.epoch_after_rows(epoch, stop_row, self.shard.index)
             self.position[1], num_samples = 0, stop_row - num_before
             if self._proof is not None:
                 self.position[3] = 0
@@ -277,7 +277,7 @@ class Reader(Node[Any]):
     # Moves of a position: to the next row that is not left out, past rows, to the next epoch
 
     @property
-    def _leaves_out(self) -> bool:
+    def _leaves_out_rows(self) -> bool:
         return self._blocklist is not None and len(self._blocklist.rows) > 0
 
     def to_next_row(self, position: View) -> bool:
@@ -288,7 +288,7 @@ class Reader(Node[Any]):
         while position[1] < size_of_epoch(position[0]) and (num_blocked := self._num_blocked(position)):
             self.advance(position, num_blocked)
             position[_BLOCKED] += num_blocked
-        position[_LIST_DIGEST] = self._blocklist.digest
+        position[_LIST_DIGEST_SLOT] = self._blocklist.digest
         return position[1] < size_of_epoch(position[0])
 
     def advance(self, position: View, num_rows: int) -> None:
@@ -317,7 +317,7 @@ class Reader(Node[Any]):
 
     def advances_by_one(self, epoch: int) -> bool:
         """True if reading any row of an epoch only adds 1 to the row number in the position."""
-        return self._proof is None and not self._leaves_out and not self.rows.continues_round(epoch)
+        return self._proof is None and not self._leaves_out_rows and not self.rows.continues_round(epoch)
 
     def moves(self, position: View, start: View, num_rows: int) -> tuple[Ints | None, PositionUpdates]:
         """Return the indices of the next rows that are not blocked, and the position update of each of these rows.
@@ -336,7 +336,7 @@ class Reader(Node[Any]):
             self.pass_blocked(position_after)
             return None, PositionUpdates.between(position, position_after)
         ends = np.arange(1, num_rows + 1)
-        if self._is_plain and start == position:
+        if self._only_row_advances and start == position:
             return None, PositionUpdates(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends + start[1])
         plan = self.plan(start[0], start[1])
         first_index = start[1] - plan.first_row
@@ -384,7 +384,7 @@ class Reader(Node[Any]):
         return self._guard.skips and self.is_stale(position)
 
     def is_stale(self, position: View) -> bool:
-        return self._blocklist is not None and position[_LIST_DIGEST] != self._blocklist.digest
+        return self._blocklist is not None and position[_LIST_DIGEST_SLOT] != self._blocklist.digest
 
     def is_pending(self, position: View) -> bool:
         return self.is_stale(position)
@@ -408,12 +408,12 @@ class Reader(Node[Any]):
                 EpochView(epoch, int(fragment_lengths[subset].sum()), subset, hash(subset.tobytes()))
                 for (epoch, _), subset in zip(history, subsets, strict=True)
             ]
-        if views is not self._views:
-            self._views = views
+        if views is not self._epoch_views:
+            self._epoch_views = views
             self.drop_order()
-            self._farthest, self._reader_number = 0, next(reader_numbers)
+            self._farthest_epoch, self._reader_number = 0, next(reader_numbers)
 
-    def open_documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> DocumentReader | None:
         if not isinstance(self.source, TokenSource):
             return None
         self._used_column = column
@@ -423,10 +423,10 @@ class Reader(Node[Any]):
         num_shards = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
         return FragmentDocuments(self.source, column, self, block_bytes(room_for(self.source), num_shards))
 
-    def texts(self, column: str) -> Texts | None:
+    def texts(self, column: str) -> TextReader | None:
         if self._guard.skips or self.provenance or not self.source.has_texts:
             return None
-        return Texts(self.source, column, self)
+        return TextReader(self.source, column, self)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         source = self.source
@@ -462,7 +462,7 @@ class Reader(Node[Any]):
         return plan.rows[row - plan.first_row :]
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        if self._guard.skips or self._leaves_out:
+        if self._guard.skips or self._leaves_out_rows:
             return None
         next_rows = rows.copy()
         num_left, next_rows[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
@@ -493,23 +493,23 @@ class Reader(Node[Any]):
             **({} if self._blocklist is None else {"blocked_rows": float(rows[:, _BLOCKED].sum())}),
         }
 
-    def plan(self, epoch: int, row: int) -> Plan:
+    def plan(self, epoch: int, row: int) -> WindowPlan:
         """Return the order of rows in the window around ``row``. If it is new, start to fetch the next windows' fragments."""
         plan, is_new = self.rows.plan(epoch, row)
         if is_new and self._fetching is not None:
             self._fetch_ahead(self._fetching, epoch, row)
         return plan
 
-    def _fetch_ahead(self, fetching: Fetching, epoch: int, row: int) -> None:
+    def _fetch_ahead(self, fetching: FragmentPrefetcher, epoch: int, row: int) -> None:
         """Start to fetch the fragments that the windows after the window of ``row`` need."""
         for _ in range(1 if self._cuts_fragments else fetching.num_windows - 1):
             epoch, row = self.rows.next_window(epoch, row)
             share = self.rows.share(epoch) if self._cuts_fragments else None
             fetching.begin(self._document_column, self.rows.fragments_around(epoch, row), share)
 
-    def _read(self, plan: Plan, start: int) -> Any:
-        if self._chunks is not None:
-            return self._chunks.take(plan, start)
+    def _read_sample(self, plan: WindowPlan, index_in_plan: int) -> Any:
+        if self._chunk_fetcher is not None:
+            return self._chunk_fetcher.take(plan, index_in_plan)
         share = self.share(plan.epoch) if self._cuts_fragments else None
         return self.source.row(self._drawn_row) if share is None else self.source.row_of(self._drawn_row, share)
 

@@ -11,7 +11,7 @@ from rescale_data.sources.decoded.interest import served_shards
 
 _DROPS_BEFORE_WARNING = 2  # drops at which it warns: one drop may be a cleared cache or a large fragment
 _log = logging.getLogger("rescale_data")
-_warned: set[tuple[str, int]] = set()
+_warned_keys: set[tuple[str, int]] = set()
 
 
 class CacheRoom:
@@ -19,15 +19,15 @@ class CacheRoom:
 
     Args:
         node: The node.
-        argument: Name of the node's argument that sets how many samples are made at a time.
+        argument_name: Name of the node's argument that sets how many samples are made at a time.
         num_samples: The value of that argument.
     """
 
-    __slots__ = ("_argument", "_is_size_checked", "_node", "_num_dropped", "_num_samples")
+    __slots__ = ("_argument", "_is_size_checked", "_node", "_num_evictions", "_num_samples")
 
-    def __init__(self, node: Node[Any], argument: str, num_samples: int) -> None:
-        self._node, self._argument, self._num_samples = node, argument, num_samples
-        self._is_size_checked, self._num_dropped = False, 0
+    def __init__(self, node: Node[Any], argument_name: str, num_samples: int) -> None:
+        self._node, self._argument, self._num_samples = node, argument_name, num_samples
+        self._is_size_checked, self._num_evictions = False, 0
 
     def check(self, nbytes: int, num_samples: int, *, is_made_again: bool) -> None:
         """Warn once if as many samples as the argument says do not fit for all shards, or if the cache evicts samples.
@@ -39,8 +39,8 @@ class CacheRoom:
             num_samples: Number of these samples.
             is_made_again: True if they were made before, and the cache evicted them.
         """
-        self._num_dropped += is_made_again
-        is_evicting = is_made_again and self._num_dropped >= _DROPS_BEFORE_WARNING
+        self._num_evictions += is_made_again
+        is_evicting = is_made_again and self._num_evictions >= _DROPS_BEFORE_WARNING
         if not is_evicting and (self._is_size_checked or num_samples < self._num_samples):
             return
         self._is_size_checked, num_shards = True, self._num_shards()
@@ -59,9 +59,9 @@ class CacheRoom:
 
     def _warn(self, num_bytes: int, num_shards: int) -> None:
         key, budget = (type(self._node).__name__, self._num_samples), cache().budget
-        if key in _warned:
+        if key in _warned_keys:
             return
-        _warned.add(key)
+        _warned_keys.add(key)
         num_fitting = max(1, self._num_samples * (budget // 2) // max(num_bytes, budget // 2 + 1))
         _log.warning(
             "%s(%s=%d): what is made ahead does not fit the cache, and is made again at each draw. For the %d logical shards "

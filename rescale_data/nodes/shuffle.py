@@ -7,24 +7,24 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rescale_data.errors import DataStateError, checks_kinds
+from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.nodes.abilities import Writes
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, go_to
-from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written_sample
+from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import columns_of, epoch_end, num_nodes_below, place, shard_of, skip
-from rescale_data.nodes.changing import is_pending, take_effect
-from rescale_data.nodes.form import STATE_DOES_NOT_FIT
+from rescale_data.nodes.changing import apply_changes, is_pending
+from rescale_data.nodes.form import BAD_STATE_MESSAGE
 from rescale_data.nodes.room import CacheRoom
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import Derived, cache, owner_of
-from rescale_data.sources.decoded.sizes import size_of
+from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_of
+from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
-_EMITTED = 0
+_EMITTED_SLOT = 0
 
 
-class Window(Derived):
+class Window(DerivedValue):
     """Samples that are permuted together; each is kept until it is yielded.
 
     Args:
@@ -37,7 +37,7 @@ class Window(Derived):
     def __init__(self, samples: list[Any], locations: list[str], order: Ints, next_position: View) -> None:
         self.samples: list[Any] = samples
         self.locations, self.order, self.next_position = locations, order.tolist(), next_position
-        self.nbytes = sum(size_of((s.arrays, s.lists) if isinstance(s, BatchBuffer) else s) for s in samples)
+        self.nbytes = sum(memory_bytes_of((s.arrays, s.lists) if isinstance(s, BatchBuffer) else s) for s in samples)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -72,9 +72,9 @@ class Shuffle(Node[Any]):
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
     WITHIN = "window"
-    writes: Columns = MappingProxyType({})
+    writes: ColumnFormats = MappingProxyType({})
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(self, source: BaseNode[Any], window: int, *, shard: Shard | None = None) -> None:
         if window < 1:
             raise ValueError(f"window={window}: give the samples that are permuted among themselves, at least 1.")
@@ -83,16 +83,16 @@ class Shuffle(Node[Any]):
         self._source = self.children["source"]
         self.writes = columns_of(self._source)
         shard = shard_of(self, shard)
-        self._shard, self._order_key = shard.index, (shard.seed, shard.index, num_nodes_below(self, Shuffle))
-        self._place_slots = place(self._source)
+        self._shard_index, self._order_key = shard.index, (shard.seed, shard.index, num_nodes_below(self, Shuffle))
+        self._order_key_slots = place(self._source)
         self._inner_nodes = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
-        self._key, self._cache_room = (owner_of(self), "window"), CacheRoom(self, "window", window)
+        self._cache_key, self._cache_room_warner = (owner_of(self), "window"), CacheRoom(self, "window", window)
         self._is_unpermuted, self._location = True, ""
         self._set_unpermuted(False)
 
     def seek(self) -> None:
         self._bookmark = self.position[self._slots("source")]
-        self._is_cached = self._is_epoch_over = False
+        self._is_window_cached = self._is_epoch_over = False
         self._is_source_bound = True  # false if the source has ended, and has to be bound again
 
     def next(self) -> Any:
@@ -108,7 +108,7 @@ class Shuffle(Node[Any]):
     def prepare(self, rows: Ints, shards: Ints) -> None:
         if self.writes:  # then all samples have the same size
             sample_bytes = sum(length * dtype.itemsize for length, dtype in self.writes.values())
-            self._cache_room.check(self.window * sample_bytes, self.window, is_made_again=False)
+            self._cache_room_warner.check(self.window * sample_bytes, self.window, is_made_again=False)
 
     def skip(self, num_samples: int) -> None:
         """Skip samples: whole windows by `skip` of the source if it knows how many are left, the others by drawing them."""
@@ -116,15 +116,15 @@ class Shuffle(Node[Any]):
         while num_samples:
             num_windows = (
                 0
-                if self.position[_EMITTED] or self._is_epoch_over
-                else min(num_samples, self._num_left()) // self.window
+                if self.position[_EMITTED_SLOT] or self._is_epoch_over
+                else min(num_samples, self._num_samples_left()) // self.window
             )
-            if num_windows and not self._is_pending():
-                take_effect(self)
+            if num_windows and not self._is_change_pending():
+                apply_changes(self)
                 self._seek_source(unpermuted=False)
                 skip(self._source, num_windows * self.window)
                 self._bookmark[:] = self._source.position
-                self._is_cached = False
+                self._is_window_cached = False
                 num_samples -= num_windows * self.window
             else:
                 self._draw()
@@ -135,8 +135,8 @@ class Shuffle(Node[Any]):
         if source_end is None:
             return None
         next_rows = rows.copy()
-        next_rows[:, _EMITTED], next_rows[:, 1:] = 0, source_end[1]
-        return source_end[0] - rows[:, _EMITTED], next_rows
+        next_rows[:, _EMITTED_SLOT], next_rows[:, 1:] = 0, source_end[1]
+        return source_end[0] - rows[:, _EMITTED_SLOT], next_rows
 
     def locate(self) -> str:
         return self._location
@@ -146,32 +146,32 @@ class Shuffle(Node[Any]):
 
     def _draw(self) -> Any:
         """Return the next sample, or a batch buffer that holds it; raise `StopIteration` at the end of the epoch."""
-        window: Window | None = cache().get(self._key) if self._is_cached else None
+        window: Window | None = cache().get(self._cache_key) if self._is_window_cached else None
         if window is None:
             window = self._make_window()
-            self._cache_room.check(window.nbytes, len(window), is_made_again=self._is_cached)
-            if self.position[_EMITTED] >= len(window):
-                raise DataStateError(STATE_DOES_NOT_FIT)
-            cache().put(self._key, window)
-            self._is_cached = True
-        order_index = self.position[_EMITTED]
+            self._cache_room_warner.check(window.nbytes, len(window), is_made_again=self._is_window_cached)
+            if self.position[_EMITTED_SLOT] >= len(window):
+                raise DataStateError(BAD_STATE_MESSAGE)
+            cache().put(self._cache_key, window)
+            self._is_window_cached = True
+        order_index = self.position[_EMITTED_SLOT]
         chosen = window.order[order_index]
         sample, window.samples[chosen], self._location = window.samples[chosen], None, window.locations[chosen]
         if order_index + 1 < len(window):
-            self.position[_EMITTED] = order_index + 1
+            self.position[_EMITTED_SLOT] = order_index + 1
         else:
             self._bookmark[:] = window.next_position
-            self.position[_EMITTED], self._is_cached = 0, False
-            cache().forget(self._key)
+            self.position[_EMITTED_SLOT], self._is_window_cached = 0, False
+            cache().forget(self._cache_key)
         return sample
 
     def _make_window(self) -> Window:
         """Draw the samples of a new window from the source, and the order in which to yield them."""
         if self._is_epoch_over:
             raise StopIteration
-        take_effect(self)
-        unpermuted = self._is_pending()
-        key_values = [self._bookmark[slot] for slot in self._place_slots]
+        apply_changes(self)
+        unpermuted = self._is_change_pending()
+        key_values = [self._bookmark[slot] for slot in self._order_key_slots]
         self._seek_source(unpermuted=unpermuted)
         samples: list[Any] = []
         locations: list[str] = []
@@ -196,16 +196,16 @@ class Shuffle(Node[Any]):
         self._source.write(buffer, 0)
         return buffer
 
-    def _num_left(self) -> int:
+    def _num_samples_left(self) -> int:
         """Return the number of samples from the beginning of the window to the end of the epoch; 0 if unknown."""
-        source_end = epoch_end(self._source, np.array(self._bookmark)[None], np.array([self._shard]))
+        source_end = epoch_end(self._source, np.array(self._bookmark)[None], np.array([self._shard_index]))
         return 0 if source_end is None else int(source_end[0][0])
 
     # Weights that change below
 
-    def _is_pending(self) -> bool:
+    def _is_change_pending(self) -> bool:
         """True if samples pass unpermuted for now, because a node below must finish a document before a change applies."""
-        return not (self.reread or self.position[_EMITTED]) and is_pending(self._source, self._bookmark)
+        return not (self.reread or self.position[_EMITTED_SLOT]) and is_pending(self._source, self._bookmark)
 
     def _seek_source(self, *, unpermuted: bool) -> None:
         """Move the source to the window's beginning, unless it is there; ``unpermuted`` is as in `_set_unpermuted`."""
@@ -214,7 +214,7 @@ class Shuffle(Node[Any]):
             go_to(self._source, self._bookmark)
             self._is_source_bound = True
 
-    def _set_unpermuted(self, unpermuted: bool) -> None:
-        self._is_unpermuted = unpermuted
+    def _set_unpermuted(self, is_unpermuted: bool) -> None:
+        self._is_unpermuted = is_unpermuted
         for node in self._inner_nodes:
-            node.reread = not unpermuted
+            node.reread = not is_unpermuted

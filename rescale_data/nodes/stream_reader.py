@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rescale_data.errors import DataStateError, require
+from rescale_data.errors import DataStateError, require_type
 from rescale_data.nodes.base import Node, View, initial
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.shard import Shard, require_shard
@@ -18,8 +18,8 @@ from rescale_data.sources.iterable import IterableSource, Stateful
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 _log = logging.getLogger("rescale_data")
-_warned: set[str] = set()
-_EPOCH, _STREAM, _COUNT, _LENGTH, _STATE = range(5)
+_warned_sources: set[str] = set()
+_EPOCH_SLOT, _STREAM_SLOT, _ROW_COUNT_SLOT, _LENGTH, _STATE_SLOT = range(5)
 
 
 class StreamReader(Node[Any]):
@@ -52,14 +52,14 @@ class StreamReader(Node[Any]):
 
     def __init__(self, source: IterableSource, shard: Shard) -> None:
         require_shard(shard, self)
-        require(IterableSource, "an rd.IterableSource", source=source)
+        require_type(IterableSource, "an rd.IterableSource", source=source)
         self.source = source
         self.FIELDS = self.ROW + (_state_fields(source.state_bytes) if source.keeps == "state" else ())
         super().__init__()
         self.reads, self.of_shard, self.provenance = source, shard, shard.provenance
-        self._streams = range(shard.index, source.num_streams, shard.num_logical_shards)
+        self._stream_numbers = range(shard.index, source.num_streams, shard.num_logical_shards)
         self._rows: Iterator[Any] | None = None
-        self._stateful: Stateful | None = None
+        self._stateful_stream: Stateful | None = None
         self._is_epoch_over = False
         if shard.repeat and source.num_streams < shard.num_logical_shards:
             raise ValueError(
@@ -67,79 +67,73 @@ class StreamReader(Node[Any]):
                 f"none, and an endless stream (repeat=True) cannot be made of none. Give num_logical_shards of at most "
                 f"{source.num_streams}, or split the data into more streams."
             )
-        _warn(source)
+        _warn_of_no_state(source)
 
     def seek(self) -> None:
         self._rows, self._is_epoch_over = None, False
 
     def next(self) -> Any:
-        while not self._is_epoch_over and self.position[_STREAM] < len(self._streams):
+        while not self._is_epoch_over and self.position[_STREAM_SLOT] < len(self._stream_numbers):
             rows, self._rows = self._rows or self._open(), None  # an error ends a generator: the stream is opened again
             try:
                 row = next(rows)
             except StopIteration:
-                self._begin(self.position[_EPOCH], self.position[_STREAM] + 1)
+                self._begin_stream(self.position[_EPOCH_SLOT], self.position[_STREAM_SLOT] + 1)
                 continue
             self._rows = rows
-            self.position[_COUNT] += 1
-            if self._stateful is not None:
-                self._save_state(self._stateful)
+            self.position[_ROW_COUNT_SLOT] += 1
+            if self._stateful_stream is not None:
+                self._save_state(self._stateful_stream)
             has_provenance = self.provenance and isinstance(row, Mapping)
             return with_provenance(row, self.locate()) if has_provenance else row
         if not self._is_epoch_over:
-            self._begin(self.position[_EPOCH] + 1, 0)
+            self._begin_stream(self.position[_EPOCH_SLOT] + 1, 0)
             self._is_epoch_over = True
         raise StopIteration
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
-        epoch, is_drawn = position[_EPOCH], is_drawn or position[_STREAM] + position[_COUNT] > 0
+        epoch, is_drawn = position[_EPOCH_SLOT], is_drawn or position[_STREAM_SLOT] + position[_ROW_COUNT_SLOT] > 0
         position[:] = initial(self)
-        position[_EPOCH] = epoch + is_drawn
+        position[_EPOCH_SLOT] = epoch + is_drawn
 
     def locate(self) -> str:
-        stream, count = self.position[_STREAM], self.position[_COUNT]
-        is_known = stream < len(self._streams) and count > 0
-        return f"{self.source.name}: stream {self._streams[stream]}, row {count - 1}" if is_known else ""
+        stream, num_rows_read = self.position[_STREAM_SLOT], self.position[_ROW_COUNT_SLOT]
+        is_known = stream < len(self._stream_numbers) and num_rows_read > 0
+        return f"{self.source.name}: stream {self._stream_numbers[stream]}, row {num_rows_read - 1}" if is_known else ""
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         name = self.source.name
         return {f"epoch_min/{name}": float(rows[:, 0].min()), f"epoch_max/{name}": float(rows[:, 0].max())}
 
-    def _begin(self, epoch: int, stream: int) -> None:
+    def _begin_stream(self, epoch: int, stream_index: int) -> None:
         """Set the position to the beginning of a stream in an epoch."""
         self._rows = None
-        self.position[_EPOCH], self.position[_STREAM], self.position[_COUNT] = epoch, stream, 0
+        self.position[_EPOCH_SLOT], self.position[_STREAM_SLOT], self.position[_ROW_COUNT_SLOT] = epoch, stream_index, 0
         if self.source.keeps == "state":
             self.position[_LENGTH] = 0
-            _bytes(self.position)[:] = bytes(len(_bytes(self.position)))
+            _stream_state_bytes(self.position)[:] = bytes(len(_stream_state_bytes(self.position)))
 
     def _open(self) -> Iterator[Any]:
         """Open the stream at the position and return an iterator over its remaining rows."""
-        epoch, number, count = self.position[_EPOCH], self.position[_STREAM], self.position[_COUNT]
-        stream = self.source.stream(self._streams[number], epoch)
-        is_restored = self._restore(stream)  # before it is read
+        epoch, number, count = self.position[_EPOCH_SLOT], self.position[_STREAM_SLOT], self.position[_ROW_COUNT_SLOT]
+        stream = self.source.stream(self._stream_numbers[number], epoch)
+        is_restored = self._restore_stream(stream)  # before it is read
         rows = iter(stream)
-        is_restored = is_restored or (self._stateful is None and self._restore(rows))
+        is_restored = is_restored or (self._stateful_stream is None and self._restore_stream(rows))
         if not is_restored and sum(1 for _ in islice(rows, count)) < count:
             raise DataStateError(
-                f"{self.source.name}: stream {self._streams[number]} ended before row {count}, at which it was left. It "
+                f"{self.source.name}: stream {self._stream_numbers[number]} ended before row {count}, at which it was left. It "
                 f"must yield the same rows again when it is read again."
             )
         return rows
 
-    def _restore(self, stream: object) -> bool:
+    def _restore_stream(self, stream: object) -> bool:
         """Keep the state of a stream, or of its iterator, from now on if it has one; return True if a state was loaded."""
-        self._stateful = stream if self.source.keeps == "state" and isinstance(stream, Stateful) else None
-        state_length = self.position[_LENGTH] if self._stateful is not None else 0
-        if self._stateful is None or not state_length:
+        self._stateful_stream = stream if self.source.keeps == "state" and isinstance(stream, Stateful) else None
+        state_length = self.position[_LENGTH] if self._stateful_stream is not None else 0
+        if self._stateful_stream is None or not state_length:
             return False
-        try:
-            state = json.loads(bytes(_bytes(self.position)[:state_length]))
-        except ValueError as error:
-            raise DataStateError(
-                f"{self.source.name}: the state of a stream is no JSON ({error}): it was changed or damaged. Load another one."
-            ) from None
-        self._stateful.load_state_dict(state)
+        self._stateful_stream.load_state_dict(json.loads(bytes(_stream_state_bytes(self.position)[:state_length])))
         return True
 
     def _save_state(self, stream: Stateful) -> None:
@@ -157,7 +151,7 @@ class StreamReader(Node[Any]):
                 f"state_bytes={limit}, which is fixed for a whole run. Give IterableSource(state_bytes={2 * len(state)}), or "
                 f"state_bytes=0 to count rows instead."
             )
-        state_view = _bytes(self.position)
+        state_view = _stream_state_bytes(self.position)
         state_view[: len(state)] = state
         state_view[len(state) : self.position[_LENGTH]] = bytes(max(0, self.position[_LENGTH] - len(state)))
         self.position[_LENGTH] = len(state)
@@ -171,13 +165,13 @@ def _state_fields(num_bytes: int) -> tuple[Field, ...]:
     )
 
 
-def _bytes(position: View) -> memoryview:
-    return position[_STATE:].cast("B")
+def _stream_state_bytes(position: View) -> memoryview:
+    return position[_STATE_SLOT:].cast("B")
 
 
-def _warn(source: IterableSource) -> None:
-    if source.keeps == "count" and source.name not in _warned:
-        _warned.add(source.name)
+def _warn_of_no_state(source: IterableSource) -> None:
+    if source.keeps == "count" and source.name not in _warned_sources:
+        _warned_sources.add(source.name)
         _log.warning(
             "%s: its streams have no state_dict(), or one that leaves out a shuffle buffer. A resumed run reads each again to "
             "the row at which it was left, which takes the longer the later that is.", source.name,

@@ -15,17 +15,17 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, draw, go_to
-from rescale_data.nodes.below import epoch_end_of_source, may_change, names_rows, skip, texts_of
+from rescale_data.errors import checks_argument_types
+from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, draw_and_drop, go_to
+from rescale_data.nodes.below import epoch_end_of_source, has_provenance, may_change, skip, texts_of
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import DocumentsUntilError
 from rescale_data.nodes.function import require_function
 from rescale_data.nodes.guard import OnError, described, guard_of
-from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.room import CacheRoom
-from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments, TokenizedSamples
-from rescale_data.sources.decoded.cache import Derived, cache, owner_of
+from rescale_data.nodes.tokenized import NUM_FIRST_TEXTS, TokenizedDocuments, TokenizedSamples
+from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_of
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
@@ -47,7 +47,7 @@ class _Mark(Enum):
 
 
 @dataclass(frozen=True)
-class Batch(Derived):
+class Batch(DerivedValue):
     """Samples that were tokenized together, each with the source's position after it; a mark replaces a missing sample.
 
     Args:
@@ -101,7 +101,7 @@ class Tokenize(Node[dict[str, Any]]):
     WITHIN = "document"  # and never is: it has no own slot that says where it stands
     repeats_itself = True
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         source: BaseNode[Any],
@@ -119,16 +119,16 @@ class Tokenize(Node[dict[str, Any]]):
         self.tokenizer, self.column, self.into, self.batch_size = tokenizer, column, into, batch_size
         self._source = self.children["source"]
         self._guard, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
-        self._key, self._cache_room = (owner_of(self), "batch"), CacheRoom(self, "batch_size", batch_size)
+        self._cache_key, self._cache_room_warner = (owner_of(self), "batch"), CacheRoom(self, "batch_size", batch_size)
 
     def seek(self) -> None:
         self._bookmark = self.position[self._slots("source")]
         self._index = -1  # index in the cached batch; -1 before there is a batch
-        self._num_texts = FIRST_TEXTS  # texts of the next batch
+        self._num_next_texts = NUM_FIRST_TEXTS  # texts of the next batch
         self._is_epoch_over = False
 
     def next(self) -> dict[str, Any]:
-        num_empty = 0
+        num_empty_draws = 0
         while not self._is_epoch_over:
             sample, next_position = self._next_entry()
             self._bookmark[:] = next_position
@@ -136,14 +136,14 @@ class Tokenize(Node[dict[str, Any]]):
                 self._is_epoch_over = True
             elif sample is _Mark.FAILED:
                 self.position[0] += 1
-                num_empty = self._draw_limit.count_empty(num_empty)
+                num_empty_draws = self._draw_limit.count_empty_draws(num_empty_draws)
             else:
                 return sample
         raise StopIteration
 
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:
-            return draw(self, num_samples)
+            return draw_and_drop(self, num_samples)
         bind_once(self)
         if self._is_epoch_over:  # a new bind would let the source go on with its next epoch
             raise StopIteration
@@ -162,28 +162,28 @@ class Tokenize(Node[dict[str, Any]]):
         return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
 
     def parameters(self) -> dict[str, Any]:
-        return {"column": self.column, "into": self.into, "tokenizer": self._fingerprint()}
+        return {"column": self.column, "into": self.into, "tokenizer": self._tokenizer_fingerprint()}
 
     def locate(self) -> str:
-        batch: Batch | None = cache().get(self._key) if self._index > 0 else None
+        batch: Batch | None = cache().get(self._cache_key) if self._index > 0 else None
         return "" if batch is None or self._index > len(batch.locations) else batch.locations[self._index - 1]
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"skipped_rows": float(rows[:, 0].sum())}
 
     def _next_entry(self) -> tuple[dict[str, Any] | _Mark, View]:
-        batch: Batch | None = cache().get(self._key) if self._index >= 0 else None
+        batch: Batch | None = cache().get(self._cache_key) if self._index >= 0 else None
         if batch is None or self._index == len(batch.entries):
             was_dropped = batch is None and self._index >= 0
-            batch, self._index = self._load(), 0
-            self._cache_room.check(batch.nbytes, len(batch.entries), is_made_again=was_dropped)
-            cache().put(self._key, batch)
+            batch, self._index = self._load_batch(), 0
+            self._cache_room_warner.check(batch.nbytes, len(batch.entries), is_made_again=was_dropped)
+            cache().put(self._cache_key, batch)
         self._index += 1
         return batch.entries[self._index - 1]
 
-    def open_documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> DocumentReader | None:
         nodes = [node for _, node in self.walk()]
-        if column != self.into or self._guard.skips or any(names_rows(node) or may_change(node) for node in nodes):
+        if column != self.into or self._guard.skips or any(has_provenance(node) or may_change(node) for node in nodes):
             return None
         texts = texts_of(self._source, self.column)
         if texts is None:
@@ -199,7 +199,7 @@ class Tokenize(Node[dict[str, Any]]):
         The node moves to the last of these positions.
         """
         tokens_and_positions: list[tuple[Tokens, View]] = []
-        for sample, next_position in self._load(max_texts).entries:
+        for sample, next_position in self._load_batch(max_texts).entries:
             if tokens_and_positions and isinstance(sample, _Mark):
                 break
             self._bookmark[:] = next_position
@@ -207,18 +207,18 @@ class Tokenize(Node[dict[str, Any]]):
                 tokens_and_positions.append((sample[self.into], copy_of(self.position)))
         return tokens_and_positions
 
-    def _load(self, max_texts: int = sys.maxsize) -> Batch:
+    def _load_batch(self, max_texts: int = sys.maxsize) -> Batch:
         """Draw and tokenize the samples after the last yielded one, up to ``max_texts``."""
         if self._source.position != self._bookmark:
             go_to(self._source, self._bookmark)
         samples, locations = list[Any](), list[str]()
         next_positions: list[View] = []
-        while len(next_positions) < min(max_texts, self._num_texts) and len(samples) == len(next_positions):
+        while len(next_positions) < min(max_texts, self._num_next_texts) and len(samples) == len(next_positions):
             with suppress(StopIteration):
                 samples.append(next(self._source))
                 locations.append(self._source.locate())
             next_positions.append(copy_of(self._source.position))
-        self._num_texts = min(2 * self._num_texts, self.batch_size)
+        self._num_next_texts = min(2 * self._num_next_texts, self.batch_size)
         tokens = self._tokenize(samples, locations)
         tokenized = [self._sample(*pair) for pair in zip(samples, tokens, strict=True)]
         entries = list(zip([*tokenized, _Mark.END], next_positions, strict=False))
@@ -229,7 +229,7 @@ class Tokenize(Node[dict[str, Any]]):
             tokens = self._tokens(samples)
         except Exception:
             return self._one_by_one(samples, locations)
-        return _require_count(tokens, len(samples))
+        return _require_one_per_text(tokens, len(samples))
 
     def _one_by_one(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:
         """Tokenize samples one by one, to handle the error of each sample that cannot be tokenized."""
@@ -241,15 +241,15 @@ class Tokenize(Node[dict[str, Any]]):
             except Exception as error:
                 replacement = self._guard.handle(error, location, num_failed)
                 num_failed += replacement is None
-                tokens.append(None if replacement is None else _integers(replacement))
+                tokens.append(None if replacement is None else _to_token_array(replacement))
                 continue
-            tokens += _require_count(tokens_of_sample, 1)
+            tokens += _require_one_per_text(tokens_of_sample, 1)
         return tokens
 
     def _tokens(self, samples: list[Any]) -> list[Tokens | None]:
         """Return the token ids of each sample; raise an error if a sample has no text or a result is not token ids."""
         texts = [self._text(sample) for sample in samples]
-        return [_integers(ids) for ids in self.tokenizer(texts)] if texts else []
+        return [_to_token_array(ids) for ids in self.tokenizer(texts)] if texts else []
 
     def _text(self, sample: Any) -> str:
         text = sample.get(self.column) if isinstance(sample, Mapping) else None
@@ -265,9 +265,9 @@ class Tokenize(Node[dict[str, Any]]):
             return _Mark.FAILED
         return {**{key: value for key, value in sample.items() if key != self.column}, self.into: tokens}
 
-    def _fingerprint(self) -> str:
+    def _tokenizer_fingerprint(self) -> str:
         try:
-            tokens = [_integers(ids) for ids in self.tokenizer(list(_FINGERPRINT_TEXTS))]
+            tokens = [_to_token_array(ids) for ids in self.tokenizer(list(_FINGERPRINT_TEXTS))]
         except Exception as error:  # the tokenizer may take something else than text
             _log.warning(
                 "The tokenizer of Tokenize(column=%r) raises for the text that it is known by, %r (%s: %s). So "
@@ -278,7 +278,7 @@ class Tokenize(Node[dict[str, Any]]):
         return hashlib.blake2b(repr([ids.tolist() for ids in tokens]).encode(), digest_size=8).hexdigest()
 
 
-def _require_count(tokens: list[Tokens | None], num_texts: int) -> list[Tokens | None]:
+def _require_one_per_text(tokens: list[Tokens | None], num_texts: int) -> list[Tokens | None]:
     if len(tokens) != num_texts:
         raise ValueError(
             f"The tokenizer returned {len(tokens)} values for {num_texts} texts. Give a function from a list of strings to a "
@@ -287,7 +287,7 @@ def _require_count(tokens: list[Tokens | None], num_texts: int) -> list[Tokens |
     return tokens
 
 
-def _integers(ids: Any) -> Tokens:
+def _to_token_array(ids: Any) -> Tokens:
     array = np.asarray(ids)
     if array.ndim == 1 and not len(array) and array.dtype.kind not in "iu":  # of an empty list
         return np.zeros(0, dtype=np.int64)

@@ -9,48 +9,48 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rescale_data.nodes.base import View, copy_of, go_to
-from rescale_data.nodes.reading.documents import Texts
-from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans, TokenArray, plain
+from rescale_data.nodes.reading.documents import TextReader
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans, TokenArray, as_native_array
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:
     from rescale_data.nodes.tokenize import Tokenize
 
-FIRST_TEXTS = 1
+NUM_FIRST_TEXTS = 1
 """Texts that are tokenized first after a start or a resume. The number then doubles each time, so that at most twice the
 texts needed are tokenized."""
 
 
 class TokenizedDocuments:
-    """Reads the tokenized texts of a `Tokenize` node through the interface `Documents`.
+    """Reads the tokenized texts of a `Tokenize` node through the interface `DocumentReader`.
 
     Args:
         node: The node.
         texts: The texts below it.
     """
 
-    def __init__(self, node: Tokenize, texts: Texts) -> None:
+    def __init__(self, node: Tokenize, texts: TextReader) -> None:
         self._node, self._texts = node, texts
-        self._num_texts = FIRST_TEXTS
+        self._num_next_texts = NUM_FIRST_TEXTS
         self._next_position: View | None = None  # the position behind the texts that were read last
 
     is_costly = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         if self._next_position != position:
-            self._num_texts = FIRST_TEXTS
-        strings, moves = self._texts.read(position[1:], min(max_documents, self._num_texts))
+            self._num_next_texts = NUM_FIRST_TEXTS
+        strings, moves = self._texts.read(position[1:], min(max_documents, self._num_next_texts))
         if not strings:
-            return EMPTY
-        tokens = end_to_end(self._node.tokenizer(strings))
+            return EMPTY_SPANS
+        tokens = concatenate_ids(self._node.tokenizer(strings))
         if tokens is None or len(tokens[1]) != len(strings):
             raise ValueError("The tokenizer did not return one list or array of token ids for each text.")
         all_ids, length = tokens
         spans = Spans((all_ids,), np.zeros_like(length), np.cumsum(length) - length, length, moves.shifted(1), (None,))
         self._next_position = copy_of(position)
         spans.move(self._next_position, len(spans))
-        self._num_texts = min(2 * self._num_texts, self._node.batch_size)
+        self._num_next_texts = min(2 * self._num_next_texts, self._node.batch_size)
         return spans
 
     def begin_next_epoch(self, position: memoryview) -> None:
@@ -64,18 +64,18 @@ class TokenizedSamples:
     is_costly = True
 
     def __init__(self, node: Tokenize) -> None:
-        self._node, self._ended = node, False
+        self._node, self._epoch_ended = node, False
         for _, inner in node.walk():
             inner.reread = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
-        if self._ended or self._node.position != position:
+        if self._epoch_ended or self._node.position != position:
             go_to(self._node, position)
         samples = self._node.next_texts(max_documents)
-        self._ended = not samples
+        self._epoch_ended = not samples
         if not samples:
-            return EMPTY
-        arrays = tuple(plain(tokens.copy()) for tokens, _ in samples)
+            return EMPTY_SPANS
+        arrays = tuple(as_native_array(tokens.copy()) for tokens, _ in samples)
         document_index, length = np.arange(len(samples)), np.array([*map(len, arrays)])
         moves = PositionUpdates.of(np.arange(len(position)), np.array([end for _, end in samples], dtype=np.int64))
         return Spans(arrays, document_index, np.zeros_like(document_index), length, moves, (None,) * len(samples))
@@ -84,26 +84,26 @@ class TokenizedSamples:
         position[:] = self._node.position
 
 
-def end_to_end(lists: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
+def concatenate_ids(id_lists: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
     """Return the token ids of all texts as one array, and the number of ids in each text.
 
     `None` if they are not all lists of ints, or all 1-D arrays of ints.
     """
-    list_types = {type(ids) for ids in lists}
+    list_types = {type(ids) for ids in id_lists}
     if list_types == {list}:
-        if any(ids and ids[0].__class__ is bool for ids in lists):  # a mask is no list of ids
+        if any(ids and ids[0].__class__ is bool for ids in id_lists):  # a mask is no list of ids
             return None
         try:
             # takes half the time of array.array or NumPy
-            packed_ids = [struct.pack(f"{len(ids)}q", *ids) for ids in lists]
+            packed_ids = [struct.pack(f"{len(ids)}q", *ids) for ids in id_lists]
         except struct.error:
             return None
         all_ids = np.frombuffer(b"".join(packed_ids), dtype=np.int64)
     elif list_types == {np.ndarray}:
-        all_ids = np.concatenate(lists)
+        all_ids = np.concatenate(id_lists)
     else:
         return None
     if all_ids.dtype.kind not in "iu" or all_ids.ndim != 1:
         return None
-    tokens = Tokens(all_ids, np.array([*map(len, lists)])).tight()
-    return plain(tokens.values), tokens.offsets
+    tokens = Tokens(all_ids, np.array([*map(len, id_lists)])).with_narrow_dtype()
+    return as_native_array(tokens.values), tokens.offsets

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rescale_data.sources import ipc
 from rescale_data.sources.arrow_types import ArrowArray, ArrowBuffer, ArrowSchema, ArrowTable
-from rescale_data.sources.decoded.cache import handles, owner_of
+from rescale_data.sources.decoded.cache import open_files, owner_of
 from rescale_data.sources.decoded.place import Place
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges
@@ -19,10 +19,10 @@ from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cumulative_sums, group_pieces
 from rescale_data.sources.saved_dataset import data_files
 from rescale_data.sources.source import Tokens
-from rescale_data.sources.tables import TableSource, has_dictionary, schema_kind
+from rescale_data.sources.tables import TableSource, has_dictionary, schema_to_json
 from rescale_data.state import Ints
 
-FRAGMENT_ROWS = 1024
+MAX_FRAGMENT_ROWS = 1024
 FRAGMENT_BYTES = 2**24
 
 
@@ -73,21 +73,21 @@ class ArrowSource(TableSource):
         blocks, has_footer = ipc.read_blocks(ranges), ipc.is_file_format(ranges)
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
-        rows = ipc.read_rows(ranges, blocks)
+        rows = ipc.read_row_counts(ranges, blocks)
         forced_starts = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
         batch_bounds = group_pieces(
-            cumulative_sums(rows), cumulative_sums(blocks.body_size), FRAGMENT_ROWS, FRAGMENT_BYTES, forced_starts
+            cumulative_sums(rows), cumulative_sums(blocks.body_size), MAX_FRAGMENT_ROWS, FRAGMENT_BYTES, forced_starts
         )
         starts, last_batches = batch_bounds[:-1], batch_bounds[1:] - 1
         locations = {"batch": starts, "batches": np.diff(batch_bounds), "offset": blocks.offset[starts]}
         locations["length"] = blocks.stop[last_batches] - locations["offset"]
         rows, nbytes = (np.add.reduceat(nums, starts) if len(nums) else nums for nums in (rows, blocks.body_size))
-        is_compressed = ipc.starts_compressed(ranges, blocks)
-        kind = {**schema_kind(schema), "has_footer": has_footer, "is_compressed": is_compressed}
-        return Footer(rows, nbytes, locations, kind)
+        is_compressed = ipc.first_batch_compressed(ranges, blocks)
+        file_kind = {**schema_to_json(schema), "has_footer": has_footer, "is_compressed": is_compressed}
+        return Footer(rows, nbytes, locations, file_kind)
 
-    def _open(self, file: int) -> _Opened:
-        return _Opened(self._files.ranges(file))
+    def _open(self, file: int) -> _OpenArrowFile:
+        return _OpenArrowFile(self._files.ranges(file))
 
     def _raw_byte_range(self, fragment: int) -> tuple[int, int] | None:
         file = self._index.file_of(fragment)
@@ -99,7 +99,7 @@ class ArrowSource(TableSource):
         file = self._index.file_of(fragment)
         if self._files.filesystem is not None or self._index.kind(file)["is_compressed"]:
             return super()._load_tokens(column, fragment)
-        open_file: _Opened = self._handle(file)
+        open_file: _OpenArrowFile = self._file_handle(file)
         data = open_file.ranges.read(*self._byte_range(fragment))
         if (column, fragment) not in open_file.column_places:
             # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
@@ -118,14 +118,14 @@ class ArrowSource(TableSource):
 
         Arrow itself does not check that offsets lie within their buffers, and would read beyond them.
         """
-        table, validated = (
+        table, validated_keys = (
             self._columns_of(fragment, columns),
-            self._handle(self._index.file_of(fragment)).validated_columns,
+            self._file_handle(self._index.file_of(fragment)).validated_columns,
         )
-        if (fragment, *columns) not in validated:
+        if (fragment, *columns) not in validated_keys:
             for column in table.columns:
                 _as_bytes(column).validate(full=True)
-            validated.add((fragment, *columns))
+            validated_keys.add((fragment, *columns))
         return table
 
     def _columns_of(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
@@ -140,10 +140,10 @@ class ArrowSource(TableSource):
         first_batch = self._index.location("batch", fragment)
         return range(first_batch, first_batch + self._index.location("batches", fragment))
 
-    def _release_with(self, decoded: object, fragment: int) -> None:
+    def _free_with_holder(self, decoded: object, fragment: int) -> None:
         if self._files.filesystem is not None:
             return  # the fetched bytes are a copy, freed with the decoded columns
-        ranges = self._ranges(self._index.file_of(fragment))
+        ranges = self._range_reader(self._index.file_of(fragment))
         ranges.release_with(decoded, ranges.read(*self._byte_range(fragment)))
 
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
@@ -152,17 +152,17 @@ class ArrowSource(TableSource):
         return has_footer and (set(columns) != set(schema.names) or has_dictionary(schema))
 
     def _read_columns(self, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
-        schema, ranges = self._file_schema(file), self._ranges(file)
+        schema, ranges = self._file_schema(file), self._range_reader(file)
         field_indices = [schema.get_field_index(name) for name in columns]
         read_options = pa.ipc.IpcReadOptions(included_fields=field_indices)
         key = (owner_of(self), file, "reader", *field_indices)
         source_file = ranges.as_arrow()
-        reader: Any = handles().make(key, lambda: pa.ipc.open_file(source_file, options=read_options))
+        reader: Any = open_files().make(key, lambda: pa.ipc.open_file(source_file, options=read_options))
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OpenArrowFile:
     """An open Arrow file, with cached facts about the columns of its fragments.
 
     Args:
@@ -176,7 +176,7 @@ class _Opened:
     validated_columns: set[tuple[int | str, ...]] = field(default_factory=set[tuple[int | str, ...]])
 
 
-def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
+def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.RecordBatchBlocks) -> ArrowTable:
     """Return a table of record batches, decoded from their messages without the footer of the file."""
     message_extents = zip(blocks.offset.tolist(), (blocks.metadata_size + blocks.body_size).tolist(), strict=True)
     messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in message_extents]
@@ -192,7 +192,7 @@ def _as_bytes(column: ArrowArray) -> ArrowArray:
     return column if bytes_type is None else column.cast(bytes_type)
 
 
-def _batches_after_gaps(blocks: ipc.Blocks) -> Ints:
+def _batches_after_gaps(blocks: ipc.RecordBatchBlocks) -> Ints:
     """Return the indices of the record batches that do not begin where the one before them ends."""
     return np.flatnonzero(blocks.offset[1:] != blocks.stop[:-1]) + 1
 

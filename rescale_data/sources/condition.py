@@ -1,4 +1,4 @@
-"""`Condition`: finds the rows of a table that match an expression of ``pyarrow.compute``."""
+"""`RowFilter`: finds the rows of a table that match an expression of ``pyarrow.compute``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rescale_data.state import Ints
 _MATCH_COLUMN = "match"
 
 
-class Condition:
+class RowFilter:
     """A filter on the rows of a table: an expression of ``pyarrow.compute``.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FIELDS = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, READ_SECONDS, MAKE_SECONDS, MADE_BATCHES = range(7)
+COUNTER_INDICES = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, READ_SECONDS, MAKE_SECONDS, MADE_BATCHES = range(7)
 """Indices of the counters:
 
 - READ_BYTES: bytes of fragments, as they are in memory;
@@ -25,23 +25,23 @@ BACKGROUND_PREFIX = "rescale_data_"
 """Prefix of the names of threads that read ahead: their reading does not count as time that a batch waited."""
 
 
-class Counts:
+class ReadCounters:
     """The counters, one for each of `FIELDS`, and the name of the file that is being read, empty if there is none."""
 
     def __init__(self) -> None:
-        self.values: npt.NDArray[np.float64] = np.zeros(len(FIELDS))
+        self.values: npt.NDArray[np.float64] = np.zeros(len(COUNTER_INDICES))
         self.file = ""
         self._lock = threading.Lock()
 
-    def add(self, field: int, value: float) -> None:
+    def add(self, counter_index: int, value: float) -> None:
         with self._lock:
-            self.values[field] += value
+            self.values[counter_index] += value
 
-    def move_to(self, values: npt.NDArray[np.float64]) -> None:
+    def move_values_to(self, target_array: npt.NDArray[np.float64]) -> None:
         """Copy the counters into another array, such as shared memory, and update that array from then on."""
         with self._lock:
-            values[:] = self.values
-            self.values = values
+            target_array[:] = self.values
+            self.values = target_array
 
     @contextmanager
     def reading(self, file: str) -> Generator[None]:
@@ -60,35 +60,35 @@ class Counts:
             self.add(READ_SECONDS, time.perf_counter() - started)
 
 
-_counts = Counts()
+_counts = ReadCounters()
 
 
-def counts() -> Counts:
+def counts() -> ReadCounters:
     """Return the counters of this process."""
     return _counts
 
 
-def by_name(values: Any) -> dict[str, float]:
+def by_name(counters: Any) -> dict[str, float]:
     """Return the counters as a dict by name, for a logger.
 
     Args:
-        values: ``float64[FIELDS]``.
+        counters: ``float64[FIELDS]``.
     """
-    read_seconds = float(values[READ_SECONDS])
+    read_seconds = float(counters[READ_SECONDS])
     return {
-        "read_bytes": float(values[READ_BYTES]),
+        "read_bytes": float(counters[READ_BYTES]),
         "read_seconds": read_seconds,
-        "transform_seconds": max(0.0, float(values[MAKE_SECONDS]) - read_seconds),
-        "requests": float(values[REQUESTS]),
-        "request_bytes": float(values[REQUEST_BYTES]),
-        "retries": float(values[RETRIES]),
+        "transform_seconds": max(0.0, float(counters[MAKE_SECONDS]) - read_seconds),
+        "requests": float(counters[REQUESTS]),
+        "request_bytes": float(counters[REQUEST_BYTES]),
+        "retries": float(counters[RETRIES]),
     }
 
 
 def _reset_after_fork() -> None:
     """Replace the counters in a forked child, since another thread of the parent may have held their lock."""
     global _counts
-    _counts = Counts()
+    _counts = ReadCounters()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

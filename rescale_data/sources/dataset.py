@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import pyarrow as pa
 
-from rescale_data.errors import checks_kinds
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES
+from rescale_data.errors import checks_argument_types
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
 from rescale_data.sources.source import Source
 
 
@@ -50,14 +50,14 @@ class DatasetSource(Source):
         'two'
     """
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         dataset: MapStyle,
         name: str | None = None,
         *,
         batch_rows: int = 16,
-        cache_bytes: int = DEFAULT_BYTES,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
         if isinstance(dataset, str | bytes | os.PathLike | Mapping):
             raise TypeError(

@@ -12,21 +12,21 @@ from typing import Any, Protocol, TypeVar
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.counts import READ_BYTES, counts
-from rescale_data.sources.decoded.ahead import fetch_ahead
-from rescale_data.sources.decoded.cache import Derived, Sized, cache, handles, owner_of, room_for
-from rescale_data.sources.decoded.interest import beside
+from rescale_data.sources.decoded.ahead import fetch_runner
+from rescale_data.sources.decoded.cache import DerivedValue, Sized, cache, open_files, owner_of, room_for
+from rescale_data.sources.decoded.interest import num_sources_and_shards
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.fragmented import FragmentedSource
 
 V = TypeVar("V", bound=Sized)
 
-_GOLDEN_FACTOR = (
+_HASH_MULTIPLIER = (
     2654435769  # its multiples, modulo 2**32, are spread evenly (Knuth, "The Art of Computer Programming", 6.4)
 )
 
 
-class Rows(Protocol):
+class FragmentRows(Protocol):
     """The rows of one fragment, in memory."""
 
     @property
@@ -49,7 +49,7 @@ class FetchedBytes:
 
 
 @dataclass(frozen=True)
-class FileIndex(FetchedBytes, Derived):
+class FileIndex(FetchedBytes, DerivedValue):
     """The bytes of a file's footer or index, which the cache keeps longer than fragments."""
 
 
@@ -61,7 +61,7 @@ class FileSource(FragmentedSource):
         """Open a file, and return a handle from which its fragments are read. The process keeps some handles open."""
 
     @abstractmethod
-    def _load(self, fragment: int) -> Rows:
+    def _load(self, fragment: int) -> FragmentRows:
         """Return the rows of a fragment, read from its file."""
 
     def _raw_byte_range(self, fragment: int) -> tuple[int, int] | None:
@@ -73,9 +73,9 @@ class FileSource(FragmentedSource):
         del fragment
         return None
 
-    def _ranges(self, file: int) -> Ranges:
+    def _range_reader(self, file: int) -> Ranges:
         """Return an object that reads byte ranges of an open file. Called only if `_raw_byte_range` is not `None`."""
-        return self._handle(file).ranges
+        return self._file_handle(file).ranges
 
     def row(self, index: int) -> dict[str, Any]:
         fragment = self._known_files.fragment_at(index)
@@ -95,36 +95,36 @@ class FileSource(FragmentedSource):
             return
         byte_range = self._raw_byte_range(fragment) if share is None else None
         if byte_range is None:
-            fetch_ahead().begin(key, partial(self._fill_cache, column, fragment, share))
+            fetch_runner().begin(key, partial(self._fill_cache, column, fragment, share))
         elif cache().get(key := self._bytes_key(fragment)) is None:
-            fetch_ahead().begin(key, partial(self._fetch_bytes, key, self._index.file_of(fragment), byte_range))
+            fetch_runner().begin(key, partial(self._fetch_bytes, key, self._index.file_of(fragment), byte_range))
 
     def _fill_cache(self, column: str | None, fragment: int, share: Share | None) -> None:
         """Put a fragment into the cache before it is needed. Runs in a background thread, once at a time for a key."""
         del column, share  # a format with token columns or pieces overrides this
         self._get_or_make(self._key(fragment), partial(self._load, fragment))
 
-    def _fetch_bytes(self, key: tuple[Any, ...], file: int, byte_range: tuple[int, int]) -> None:
-        self._get_or_make(key, lambda: FetchedBytes(self._ranges(file).read(*byte_range)))
+    def _fetch_bytes(self, cache_key: tuple[Any, ...], file: int, byte_range: tuple[int, int]) -> None:
+        self._get_or_make(cache_key, lambda: FetchedBytes(self._range_reader(file).read(*byte_range)))
 
     def _bytes(self, fragment: int, byte_range: tuple[int, int]) -> ArrowBuffer:
         """Return the bytes of a fragment; they were fetched ahead, or are read now."""
         key = self._bytes_key(fragment)
         if self.reads_ahead:
-            fetch_ahead().wait(key)
+            fetch_runner().wait(key)
         fetched: FetchedBytes | None = cache().get(key)
         if fetched is None:
-            return self._ranges(self._index.file_of(fragment)).read(*byte_range)
+            return self._range_reader(self._index.file_of(fragment)).read(*byte_range)
         cache().forget(key)
         return fetched.data
 
     def _footer_bytes(
-        self, section: str, file: int, fetch: Callable[[], ArrowBuffer], *, read_soon: bool = True
+        self, section_name: str, file: int, fetch: Callable[[], ArrowBuffer], *, read_soon: bool = True
     ) -> ArrowBuffer:
         """Return the bytes of a file's footer or index. For a remote file, the cache keeps them after the file is closed.
 
         Args:
-            section: "footer" or "index", a part of the key in the cache.
+            section_name: "footer" or "index", a part of the key in the cache.
             file: Number of the file.
             fetch: Reads the bytes.
             read_soon: True if the file is about to be read. Otherwise the bytes are kept only if as many bytes for each file
@@ -132,7 +132,7 @@ class FileSource(FragmentedSource):
         """
         if self._files.filesystem is None:
             return fetch()
-        key = (owner_of(self), section, file)
+        key = (owner_of(self), section_name, file)
         with cache().lock_for(key):
             cached: FileIndex | None = cache().get(key)
             file_index = FileIndex(fetch()) if cached is None else cached
@@ -148,7 +148,7 @@ class FileSource(FragmentedSource):
         """Return ``(offset, length)`` of a fragment in its file, as the index holds them for most formats."""
         return self._index.location("offset", fragment), self._index.location("length", fragment)
 
-    def _rows(self, fragment: int) -> Rows:
+    def _rows(self, fragment: int) -> FragmentRows:
         key = self._key(fragment)
         return cache().get(key) or self._read(key, fragment, self._load)
 
@@ -158,43 +158,43 @@ class FileSource(FragmentedSource):
         Args:
             cached: Whether the cache keeps the value. If not, this thread reads it without a look at other threads.
         """
-        with self._reading(fragment):
+        with self._record_file_reading(fragment):
             return self._get_or_make(key, partial(load, fragment)) if cached else _count_read_bytes(load(fragment))
 
     @contextmanager
-    def _reading(self, fragment: int) -> Generator[None]:
+    def _record_file_reading(self, fragment: int) -> Generator[None]:
         """Name the file that this thread waits for, in counters and in errors."""
         file = self._index.file_of(fragment)
         with counts().reading(self._files.path(file)), self._name_file_in_errors(file):
             yield
 
-    def _get_or_make(self, key: tuple[Any, ...], make: Callable[[], V]) -> V:
+    def _get_or_make(self, cache_key: tuple[Any, ...], make_value: Callable[[], V]) -> V:
         """Return the value at a key of the cache. If it is missing, one thread makes it while the others wait."""
         cache().register(self)
-        return cache().make(key, lambda: _count_read_bytes(make()))
+        return cache().make(cache_key, lambda: _count_read_bytes(make_value()))
 
-    def _may_stay(self, fragment: int) -> bool:
+    def _may_stay_cached(self, fragment: int) -> bool:
         """True if a memory-mapped fragment may stay in the cache; False for some fragments if not all of them fit.
 
         Each fragment is read once an epoch. If a source is larger than the cache and all its fragments were kept, most would be
         evicted before they are read again. So some fragments stay, always the same ones: as many as the cache holds in addition
         to the fragments that are being read.
         """
-        num_sources, num_shards = beside(owner_of(self))
-        room = room_for(self)
-        spare_bytes = room - 2 * num_sources * num_shards * self.fragment_bytes
+        num_sources, num_shards = num_sources_and_shards(owner_of(self))
+        room_bytes = room_for(self)
+        spare_bytes = room_bytes - 2 * num_sources * num_shards * self.fragment_bytes
         total_bytes = num_sources * len(self._index) * self.fragment_bytes
-        if self._files.filesystem is not None or total_bytes <= room or 2 * spare_bytes < room:
+        if self._files.filesystem is not None or total_bytes <= room_bytes or 2 * spare_bytes < room_bytes:
             return True
-        return fragment * _GOLDEN_FACTOR % 2**32 * total_bytes < spare_bytes * 2**32
+        return fragment * _HASH_MULTIPLIER % 2**32 * total_bytes < spare_bytes * 2**32
 
     def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
         """Return the cache key of a fragment, of one of its columns, or of the piece that one logical shard reads."""
         column_key = () if column is None else (column,)
         return (owner_of(self), fragment, *column_key, *(() if share is None else ("piece", share.key)))
 
-    def _handle(self, file: int) -> Any:
-        return handles().make((owner_of(self), file), lambda: self._open(file))
+    def _file_handle(self, file: int) -> Any:
+        return open_files().make((owner_of(self), file), lambda: self._open(file))
 
     def _bad_row_error(self, index: int, bad_row: BadRow) -> ValueError:
         return ValueError(f"{self.locate(index)}: {bad_row}")

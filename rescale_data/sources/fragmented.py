@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from rescale_data.errors import DataStateError, checks_kinds
+from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES
-from rescale_data.sources.files.local_store import store_in
-from rescale_data.sources.files.paths import Files, Paths, find
-from rescale_data.sources.files.ranges import ChangedFileError
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
+from rescale_data.sources.files.local_store import local_store_for
+from rescale_data.sources.files.paths import Files, Paths, find_matching_files
 from rescale_data.sources.files.remote import Remote, RemoteError
 from rescale_data.sources.folders import FILES, FOLDERS, fold
 from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, join_footers
@@ -32,7 +31,7 @@ from rescale_data.state import Ints
 INDEX_FOLDER = ".rescale_data"
 """Name of the folder beside local files that holds their index and copies of compressed files."""
 
-CACHE_DIR_BYTES = 2**36
+DEFAULT_CACHE_DIR_BYTES = 2**36
 _OPENING_THREADS = 16
 _DAMAGE_ERRORS = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
 
@@ -46,23 +45,23 @@ class FragmentedSource(FiledSource):
     FILES_A_PART: ClassVar[int] = 32
     """Number of files whose footers one process reads, as one part of an index."""
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         paths: Paths,
         *,
-        cache_bytes: int = DEFAULT_BYTES,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_bytes: int = CACHE_DIR_BYTES,
+        cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
     ) -> None:
         if cache_bytes < 1 or cache_dir_bytes < 1:
             raise ValueError(f"{cache_bytes=}, {cache_dir_bytes=}: give numbers of bytes, at least 1.")
         if cache_dir is not None and not os.fspath(cache_dir):
             raise ValueError("cache_dir='': give a local folder, or None to keep nothing on disk.")
-        store = None if cache_dir is None else store_in(os.path.abspath(os.fspath(cache_dir)), cache_dir_bytes)
+        store = None if cache_dir is None else local_store_for(os.path.abspath(os.fspath(cache_dir)), cache_dir_bytes)
         self.cache_bytes, self.cache_dir_bytes = cache_bytes, 0 if store is None else cache_dir_bytes
         if index_dir is not None and not os.fspath(index_dir):
             raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
@@ -138,7 +137,7 @@ class FragmentedSource(FiledSource):
         cls, paths: Paths, storage_options: Mapping[str, Any] | None = None, remote: Remote | None = None
     ) -> Files:
         """Return the files that a source of this class reads, given its arguments."""
-        return find(paths, cls.SUFFIXES, storage_options, remote)
+        return find_matching_files(paths, cls.SUFFIXES, storage_options, remote)
 
     @abstractmethod
     def _footer(self, file: int) -> Footer:
@@ -160,10 +159,10 @@ class FragmentedSource(FiledSource):
         if FILES in manifest:
             return manifest
         other_fields = {key: value for key, value in manifest.items() if key != FOLDERS}
-        manifests = ({**other_fields, FILES: files.entries()} for files in self._all_known())
+        manifests = ({**other_fields, FILES: files.entries()} for files in self._all_known_files())
         return next((full_manifest for full_manifest in manifests if fold(full_manifest) == manifest), None)
 
-    def _all_known(self) -> Iterator[KnownFiles]:
+    def _all_known_files(self) -> Iterator[KnownFiles]:
         """Yield files with their fragments: the current ones, then the ones in each index of ``index_dir``, newest first."""
         yield self._known_files
         for bundle in () if self._index_dir is None else self._folder.indices():
@@ -215,15 +214,14 @@ class FragmentedSource(FiledSource):
             if isinstance(error, OSError) and error.errno:  # a fault of the machine, such as a full disk
                 error.add_note(f"This was met while {self._files.path(file)} was read.")
                 raise
-            kind = ChangedFileError if isinstance(error, ChangedFileError) else ValueError
-            raise kind(
+            raise ValueError(
                 f"{self._files.path(file)} cannot be read as {self.FORMAT}: {error}. It may be half-written or of another "
                 f"format: write it again, or leave it out."
             ) from error
 
-    def _read_footers(self, files: Sequence[int]) -> list[Footer]:
+    def _read_footers(self, file_indices: Sequence[int]) -> list[Footer]:
         with ThreadPoolExecutor(_OPENING_THREADS) as pool:
-            return list(pool.map(self._try_footer, files))
+            return list(pool.map(self._try_footer, file_indices))
 
     def _try_footer(self, file: int) -> Footer:
         with self._name_file_in_errors(file):

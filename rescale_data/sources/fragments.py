@@ -13,9 +13,9 @@ import numpy.typing as npt
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.state import Ints
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+NamedArrays = Mapping[str, npt.NDArray[Any]]
 
-_PLACE, _CHOSEN, _UNFILTERED_ROWS = "place.", "chosen", "unfiltered_rows"
+_PLACE, _CHOSEN_ARRAY, _UNFILTERED_ROWS_ARRAY = "place.", "chosen", "unfiltered_rows"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Footer:
     locations: Mapping[str, Ints] = field(default_factory=dict[str, Ints])
     kind: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chosen: npt.NDArray[np.uint32] | None = None
-    arrays: Arrays = field(default_factory=dict[str, npt.NDArray[Any]])
+    arrays: NamedArrays = field(default_factory=dict[str, npt.NDArray[Any]])
     unfiltered_rows: int = 0
 
 
@@ -81,7 +81,7 @@ class Fragments:
         return int(self.starts[self.files[file]])
 
     @property
-    def file_rows(self) -> list[int]:
+    def file_row_counts(self) -> list[int]:
         return np.diff(self.starts[self.files]).tolist()
 
     def chosen_of(self, fragment: int) -> npt.NDArray[np.uint32] | None:
@@ -103,8 +103,8 @@ class Fragments:
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return all arrays of the fragments, by name, as an index stores them; `load` reads them back."""
         base_arrays = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
-        filtering = {_CHOSEN: self.chosen, _UNFILTERED_ROWS: self.unfiltered_rows}
-        filter_arrays = {name: values for name, values in filtering.items() if values is not None}
+        filter_fields = {_CHOSEN_ARRAY: self.chosen, _UNFILTERED_ROWS_ARRAY: self.unfiltered_rows}
+        filter_arrays = {name: values for name, values in filter_fields.items() if values is not None}
         return {**base_arrays, **filter_arrays, **{_PLACE + name: values for name, values in self.locations.items()}}
 
     @staticmethod
@@ -116,7 +116,7 @@ class Fragments:
 
         base_arrays = {name: load_array(name) for name in ("starts", "nbytes", "files", "kind_of")}
         locations = {name.removeprefix(_PLACE): load_array(name) for name in bundle.names if name.startswith(_PLACE)}
-        filtering = {name: load_array(name) for name in (_CHOSEN, _UNFILTERED_ROWS) if name in bundle.names}
+        filtering = {name: load_array(name) for name in (_CHOSEN_ARRAY, _UNFILTERED_ROWS_ARRAY) if name in bundle.names}
         return Fragments(**base_arrays, **filtering, locations=locations, kinds=bundle.facts["kinds"])
 
 
@@ -124,46 +124,46 @@ def join_footers(footers: Sequence[Footer]) -> Fragments:
     """Join the fragments of several files, in the order of the files."""
     kind_indices: dict[str, int] = {}
     distinct_kinds: list[Mapping[str, Any]] = []
-    kind_of: list[int] = []
+    kind_index_by_file: list[int] = []
     for footer in footers:
         kind_index = kind_indices.setdefault(repr(footer.kind), len(kind_indices))
         if kind_index == len(distinct_kinds):
             distinct_kinds.append(footer.kind)
-        kind_of.append(kind_index)
+        kind_index_by_file.append(kind_index)
     return Fragments(
         cumulative_sums(_joined([footer.rows for footer in footers])),
         _joined([footer.nbytes for footer in footers]),
         {name: _joined([footer.locations[name] for footer in footers]) for name in footers[0].locations},
         cumulative_sums(np.array([len(footer.rows) for footer in footers], dtype=np.int64)),
         distinct_kinds,
-        np.array(kind_of, dtype=np.int32),
-        None if footers[0].chosen is None else np.concatenate([_or_empty(footer.chosen) for footer in footers]),
+        np.array(kind_index_by_file, dtype=np.int32),
+        None if footers[0].chosen is None else np.concatenate([_chosen_or_empty(footer.chosen) for footer in footers]),
         None if footers[0].chosen is None else np.array([footer.unfiltered_rows for footer in footers], dtype=np.int64),
     )
 
 
-def adjacent_locations(bounds: Ints) -> tuple[Ints, dict[str, Ints]]:
+def adjacent_locations(byte_bounds: Ints) -> tuple[Ints, dict[str, Ints]]:
     """Return sizes and locations of adjacent fragments, given the bytes at which they begin and the last one ends."""
-    lengths = np.diff(bounds)
-    return lengths, {"offset": bounds[:-1], "length": lengths}
+    lengths = np.diff(byte_bounds)
+    return lengths, {"offset": byte_bounds[:-1], "length": lengths}
 
 
-def group_pieces(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | None = None) -> Ints:
+def group_pieces(cumulative_rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | None = None) -> Ints:
     """Group consecutive pieces into fragments, each with as many pieces as the limits allow, at least one.
 
     Return the first piece of each fragment, and the number of pieces.
 
     Args:
-        rows: ``int64[P + 1]``, the number of rows before each piece, and of all pieces.
+        cumulative_rows: ``int64[P + 1]``, the number of rows before each piece, and of all pieces.
         nbytes: ``int64[P + 1]``, the number of bytes before each piece, and of all pieces.
         max_rows: Rows of a fragment at most, unless its only piece has more.
         max_bytes: Bytes of a fragment at most, unless its only piece has more.
         ends: Pieces at which a fragment begins in any case, ascending.
     """
-    num_pieces = len(rows) - 1
+    num_pieces = len(cumulative_rows) - 1
     stops, cuts = np.append([] if ends is None else ends, num_pieces).astype(np.int64), [0]
     while (start := cuts[-1]) < num_pieces:
-        row_stop = np.searchsorted(rows, rows[start] + max_rows, side="right") - 1
+        row_stop = np.searchsorted(cumulative_rows, cumulative_rows[start] + max_rows, side="right") - 1
         byte_stop = np.searchsorted(nbytes, nbytes[start] + max_bytes, side="right") - 1
         cuts.append(max(start + 1, int(min(row_stop, byte_stop, stops[np.searchsorted(stops, start, side="right")]))))
     return np.array(cuts, dtype=np.int64)
@@ -178,8 +178,8 @@ def _joined(arrays: Sequence[Ints]) -> Ints:
     return np.concatenate(arrays).astype(np.int64)
 
 
-def _or_empty(chosen: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:
-    return np.zeros(0, np.uint32) if chosen is None else chosen
+def _chosen_or_empty(chosen_rows: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:
+    return np.zeros(0, np.uint32) if chosen_rows is None else chosen_rows
 
 
 NO_FRAGMENTS = join_footers([Footer(np.zeros(0, np.int64), np.zeros(0, np.int64))])

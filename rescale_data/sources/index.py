@@ -8,7 +8,7 @@ no index is ever changed: other files have another index, and a part that a kill
 Processes that find no index make it together: the first process that comes to a part makes it. Every process maps the index.
 
 A local file may have another time than in an earlier index, as on a host to which files were copied. It counts as unchanged if
-its size and its probed bytes (`Files.probe`) are the same.
+its size and its probed bytes (`Files.probe_digest`) are the same.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from rescale_data.sources.fragments import Footer, Fragments, join_footers
 
 ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
-_VERSION = 4
+_INDEX_FORMAT_VERSION = 4
 _OPENING_THREADS = 16
-_SUFFIX, _PART = ".rdindex", ".rdpart"
+_INDEX_SUFFIX, _PART_SUFFIX = ".rdindex", ".rdpart"
 _PROBES, _PARTS, _PART_OF, _FORMAT_PREFIX = "probes", "parts", "part_of", "own."
-_MAX_SHOWN = 5
+_MAX_SHOWN_NAMES = 5
 _log = logging.getLogger("rescale_data")
 
 
@@ -60,23 +60,23 @@ class IndexFolder:
     @property
     def _identity(self) -> dict[str, Any]:
         """The values that identify an index: ``identity``, and the version of the index format."""
-        return {"version": _VERSION, **self.identity}
+        return {"version": _INDEX_FORMAT_VERSION, **self.identity}
 
-    def open(self, files: Files, read: ReadFooters) -> Bundle:
+    def open(self, files: Files, read_footers: ReadFooters) -> Bundle:
         """Return the index of these files, memory-mapped; it is written first if it is missing or damaged.
 
         Args:
             files: The files, as they are now.
-            read: Reads the footers of files, given their numbers.
+            read_footers: Reads the footers of files, given their numbers.
 
         Raises:
             ValueError: The index under that name is of other files, or of another format or arguments.
         """
-        path = self._path(files, _SUFFIX)
+        path = self._path(files, _INDEX_SUFFIX)
         try:
             bundle = Bundle(path)
         except (FileNotFoundError, ValueError):
-            bundle = self._make(path, files, read)
+            bundle = self._make(path, files, read_footers)
         return self._require_own_index(bundle)
 
     def indices(self) -> Iterator[Bundle]:
@@ -97,7 +97,7 @@ class IndexFolder:
 
     def part_path(self, files: Files) -> str:
         """Return the path of the part of an index that describes these files."""
-        return self._path(files, _PART)
+        return self._path(files, _PART_SUFFIX)
 
     def part_of_file(self, index: Bundle, file: int) -> str:
         """Return the path of the part from which an index took the fragments of a file."""
@@ -110,32 +110,32 @@ class IndexFolder:
         write_times: dict[str, int] = {}
         with suppress(OSError):
             for entry in os.scandir(self.folder):
-                if entry.name.startswith(prefix) and entry.name.endswith(_SUFFIX):
+                if entry.name.startswith(prefix) and entry.name.endswith(_INDEX_SUFFIX):
                     with suppress(FileNotFoundError):  # deleted after it was listed
                         write_times[entry.path] = entry.stat().st_mtime_ns
         yield from sorted(write_times, key=write_times.__getitem__, reverse=True)
 
-    def _make(self, path: str, files: Files, read: ReadFooters) -> Bundle:
+    def _make(self, path: str, files: Files, read_footers: ReadFooters) -> Bundle:
         footers = self._unchanged_footers(files)
         os.makedirs(self.folder, exist_ok=True)
         to_read = [file for file, name in enumerate(files.names) if name not in footers]
         _log.info("%s: %d of %d files are read for its index, %s", files.root, len(to_read), len(files.names), path)
         chunks = [to_read[start : start + self.files_a_part] for start in range(0, len(to_read), self.files_a_part)]
         files_by_part = {self.part_path(files.select(chunk)): chunk for chunk in chunks}
-        self._make_parts(files_by_part, read)
+        self._make_parts(files_by_part, read_footers)
         for target, chunk in files_by_part.items():
             index = Fragments.load(Bundle(target), copy=True)  # a copy: too many parts to map them all
             footers |= {files.names[file]: (index.footer(i), os.path.basename(target)) for i, file in enumerate(chunk)}
         return cast(Bundle, open_or_create(path, Bundle, lambda temporary: self._write(temporary, files, footers)))
 
-    def _make_parts(self, files_by_part: Mapping[str, Sequence[int]], read: ReadFooters) -> None:
+    def _make_parts(self, files_by_part: Mapping[str, Sequence[int]], read_footers: ReadFooters) -> None:
         """Write the missing parts of an index: first the ones that no other process is writing, then the unfinished ones."""
         shuffled_parts = random.sample(list(files_by_part), len(files_by_part))
         with ThreadPoolExecutor(max(1, _OPENING_THREADS // self.files_a_part)) as pool:
-            for wait in (False, True):
+            for wait_for_writer in (False, True):
 
-                def make(path: str, wait: bool = wait) -> None:
-                    make_part(path, files_by_part[path], read, wait=wait)
+                def make(path: str, wait: bool = wait_for_writer) -> None:
+                    make_part(path, files_by_part[path], read_footers, wait=wait)
 
                 list(pool.map(make, shuffled_parts))
 
@@ -144,7 +144,7 @@ class IndexFolder:
 
         Warnings name files that have changed and files that are gone.
         """
-        footers, changed = dict[str, tuple[Footer, str]](), set[str]()
+        footers, changed_file_names = dict[str, tuple[Footer, str]](), set[str]()
         warns_of_missing = True
         for path in self._index_paths(f"{digest(self._identity)}-"):
             try:
@@ -160,13 +160,13 @@ class IndexFolder:
             for file, name in enumerate(files.names):
                 if name not in ids or name in footers:
                     continue
-                if _is_same(files, file, earlier_files, ids[name], probes):
+                if _is_unchanged_file(files, file, earlier_files, ids[name], probes):
                     footers[name] = (index.footer(ids[name]), os.path.basename(self.part_of_file(bundle, ids[name])))
                 else:
-                    changed.add(name)
+                    changed_file_names.add(name)
             if len(footers) == len(files.names):
                 break
-        if changed_names := sorted(changed - footers.keys()):
+        if changed_names := sorted(changed_file_names - footers.keys()):
             _log.warning(
                 "%s: %s changed since an index of them was made, and are read anew.",
                 files.root,
@@ -184,23 +184,23 @@ class IndexFolder:
         write_bundle(path, facts, {**fragments.arrays(), **_listing_arrays(files), **extra})
 
 
-def make_part(index_part: str, files: Sequence[int], read: ReadFooters, *, wait: bool = True) -> Bundle | None:
+def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, *, wait: bool = True) -> Bundle | None:
     """Return a part of an index, memory-mapped; it is written first if it is missing or damaged.
 
     Args:
         index_part: Path of the part.
         files: Numbers of the files in it.
-        read: Reads the footers of files, given their numbers.
+        read_footers: Reads the footers of files, given their numbers.
         wait: Whether to wait for a process that is making the part. If not, return `None` in that case.
     """
 
     def write(temporary: str) -> None:
-        footers = read(files)
+        footers = read_footers(files)
         fragments = join_footers(footers)
         format_arrays = {_FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
         write_bundle(temporary, {"kinds": list(fragments.kinds)}, {**fragments.arrays(), **format_arrays})
 
-    return open_or_create(index_part, Bundle, write, wait=wait)
+    return open_or_create(index_part, Bundle, write, wait_for_writer=wait)
 
 
 def format_array(index_part: Bundle, name: str) -> Any:
@@ -218,7 +218,7 @@ def _listing_arrays(files: Files) -> dict[str, Any]:
     return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
 
 
-def _is_same(files: Files, file: int, old_files: Files, old: int, probes: Sequence[str]) -> bool:
+def _is_unchanged_file(files: Files, file: int, old_files: Files, old: int, probes: Sequence[str]) -> bool:
     """True if a file is unchanged since an index was made: same size, and same time stamp, ETag or digest of sampled bytes."""
     same_size = int(files.sizes[file]) == int(old_files.sizes[old])
     return same_size and (files.stamps[file] == old_files.stamps[old] or files.is_unchanged_copy(file, probes[old]))
@@ -227,7 +227,7 @@ def _is_same(files: Files, file: int, old_files: Files, old: int, probes: Sequen
 def count_parts(folder: str) -> int:
     """Count the finished parts of all indices in a folder."""
     try:
-        return sum(entry.name.endswith(_PART) for entry in os.scandir(folder))
+        return sum(entry.name.endswith(_PART_SUFFIX) for entry in os.scandir(folder))
     except FileNotFoundError:  # no process has begun
         return 0
 
@@ -236,11 +236,11 @@ def _listing_digest(files: Files) -> str:
     return digest(list(files.names), [int(size) for size in files.sizes], list(files.stamps))
 
 
-def digest(*values: Any) -> str:
+def digest(*json_values: Any) -> str:
     """Return a short digest of JSON values."""
-    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(json_values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _first_few(names: Sequence[str]) -> str:
-    suffix = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(names[:_MAX_SHOWN]) + suffix
+    suffix = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
+    return ", ".join(names[:_MAX_SHOWN_NAMES]) + suffix

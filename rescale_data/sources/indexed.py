@@ -14,18 +14,18 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.errors import checks_kinds
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES
+from rescale_data.errors import checks_argument_types
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
 from rescale_data.sources.decoded.columns import chosen_columns
 from rescale_data.sources.file_source import FileSource
-from rescale_data.sources.files.blocks import BlockRanges, codec_of, decompressed, write_blocks
+from rescale_data.sources.files.blocks import BlockRangeReader, codec_of, decompress_chunks, write_blocks
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.once import open_or_create
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragmented import CACHE_DIR_BYTES
-from rescale_data.sources.fragments import Arrays, Footer, adjacent_locations, group_pieces
+from rescale_data.sources.fragmented import DEFAULT_CACHE_DIR_BYTES
+from rescale_data.sources.fragments import Footer, NamedArrays, adjacent_locations, group_pieces
 from rescale_data.sources.index import format_array, make_part
 from rescale_data.sources.known_files import KnownFiles
 from rescale_data.state import Ints
@@ -35,7 +35,7 @@ FRAGMENT_BYTES = 2**22
 _log = logging.getLogger("rescale_data")
 
 
-def make_footer(starts: Ints, arrays: Arrays, facts: Mapping[str, Any] | None = None) -> Footer:
+def make_footer(starts: Ints, arrays: NamedArrays, facts: Mapping[str, Any] | None = None) -> Footer:
     """Return the footer of a file that was scanned.
 
     Args:
@@ -48,7 +48,7 @@ def make_footer(starts: Ints, arrays: Arrays, facts: Mapping[str, Any] | None = 
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenIndexedFile:
     """An open file, and the part of the index that describes only this file."""
 
     ranges: Ranges
@@ -67,21 +67,21 @@ class IndexedSource(FileSource):
 
     FILES_A_PART: ClassVar[int] = 1
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         paths: Paths,
         *,
         columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_BYTES,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_bytes: int = CACHE_DIR_BYTES,
+        cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
         transcode: bool = True,
     ) -> None:
-        self.columns, self._transcode = chosen_columns(columns), transcode
+        self.columns, self._may_transcode = chosen_columns(columns), transcode
         super().__init__(
             paths,
             cache_bytes=cache_bytes,
@@ -93,13 +93,13 @@ class IndexedSource(FileSource):
         )
 
     @abstractmethod
-    def _scan(self, ranges: Ranges) -> Footer:
+    def _scan_file(self, range_reader: Ranges) -> Footer:
         """Find the rows of a file by reading all of it; raise ``ValueError`` if the file is damaged."""
 
     def _map_index(self) -> KnownFiles:
         files = self._files
         compressed_name = next((name for name in files.names if codec_of(name) is not None), None)
-        if compressed_name is not None and not self._transcode:
+        if compressed_name is not None and not self._may_transcode:
             raise ValueError(
                 f"{posixpath.join(files.root, compressed_name)} is compressed as a whole, so that none of its rows can be read "
                 f"without "
@@ -112,24 +112,24 @@ class IndexedSource(FileSource):
         return True
 
     def _footer(self, file: int) -> Footer:
-        return self._scan(self._open_ranges(file, self._folder.part_path(self._files.select([file]))))
+        return self._scan_file(self._open_range_reader(file, self._folder.part_path(self._files.select([file]))))
 
-    def _open(self, file: int) -> Opened:
+    def _open(self, file: int) -> OpenIndexedFile:
         path = self._folder.part_of_file(cast(Bundle, self._known_files.bundle), file)
         index_part = make_part(path, [file], self._read_footers)  # again, if it was deleted or damaged
-        return Opened(self._open_ranges(file, path), cast(Bundle, index_part))
+        return OpenIndexedFile(self._open_range_reader(file, path), cast(Bundle, index_part))
 
     def _raw_byte_range(self, fragment: int) -> tuple[int, int]:
         return self._byte_range(fragment)
 
-    def _fragment_rows(self, fragment: int) -> tuple[Opened, slice, Ints]:
+    def _fragment_file_and_rows(self, fragment: int) -> tuple[OpenIndexedFile, slice, Ints]:
         """Return the open file of a fragment, its rows in the file, and the offsets at which these rows begin and end."""
         file = self._index.file_of(fragment)
-        open_file: Opened = self._handle(file)
+        open_file: OpenIndexedFile = self._file_handle(file)
         first_row, stop_row = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         return open_file, slice(first_row, stop_row), np.array(open_file.array("starts")[first_row : stop_row + 1])
 
-    def _open_ranges(self, file: int, part_path: str) -> Ranges:
+    def _open_range_reader(self, file: int, part_path: str) -> Ranges:
         """Return an object that reads byte ranges of a file.
 
         A compressed file is first copied, if there is no copy yet, into blocks for random access.
@@ -138,12 +138,12 @@ class IndexedSource(FileSource):
         if codec is None:
             return self._files.ranges(file)
         copy_path = os.path.splitext(part_path)[0] + ".rdblocks"
-        open_copy = partial(BlockRanges, store=self._files.store)
+        open_copy = partial(BlockRangeReader, store=self._files.store)
         return cast(
             Ranges, open_or_create(copy_path, open_copy, lambda temp: self._write_copy(file, codec, copy_path, temp))
         )
 
-    def _write_copy(self, file: int, codec: str, copy_path: str, temporary: str) -> None:
+    def _write_copy(self, file: int, codec: str, copy_path: str, temporary_path: str) -> None:
         if not self._files.sizes[file]:
             raise ValueError("it has no bytes, not even those of a compressed file that holds nothing")
         _log.warning(
@@ -151,4 +151,4 @@ class IndexedSource(FileSource):
             "written once, to %s.", self._files.path(file), self._files.sizes[file], copy_path,
         )  # fmt: skip
         with self._files.open(file) as stream:
-            write_blocks(decompressed(stream, codec), temporary)
+            write_blocks(decompress_chunks(stream, codec), temporary_path)

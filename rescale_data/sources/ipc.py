@@ -23,16 +23,16 @@ from rescale_data.state import Ints
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 MAGIC = b"ARROW1"
-_FOOTER_RECORD_BATCHES = 3
-_MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY = 1, 2, 3
-_BATCH_ROWS, _BATCH_COMPRESSION = 0, 3
+_FOOTER_BATCHES_FIELD = 3
+_MESSAGE_TYPE, _MESSAGE_HEADER_FIELD, _MESSAGE_BODY_FIELD = 1, 2, 3
+_BATCH_ROWS_FIELD, _BATCH_COMPRESSION = 0, 3
 _RECORD_BATCH = 3
-_BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
+_BLOCK_DTYPE = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
 _INT32, _TWO_INT32, _INT64, _VTABLE_ENTRIES = (struct.Struct(code) for code in ("<i", "<ii", "<q", "<6H"))
 
 
 @dataclass(frozen=True)
-class Blocks:
+class RecordBatchBlocks:
     """The record batches of a file: offset of each message, bytes of its metadata, and bytes of its body, each ``int64[B]``."""
 
     offset: Ints
@@ -52,7 +52,7 @@ def is_file_format(file: Ranges) -> bool:
     return file.read(0, len(MAGIC)).to_pybytes() == MAGIC
 
 
-def read_blocks(file: Ranges) -> Blocks:
+def read_blocks(file: Ranges) -> RecordBatchBlocks:
     """Return offsets and sizes of the record batches of a file in either format; ``ValueError`` if it was cut off."""
     blocks = _footer_blocks(file) if is_file_format(file) else _stream_blocks(file)
     if len(blocks) and int(blocks.stop.max()) > file.size:
@@ -60,22 +60,22 @@ def read_blocks(file: Ranges) -> Blocks:
     return blocks
 
 
-def read_schema(file: Ranges, blocks: Blocks) -> ArrowSchema:
+def read_schema(file: Ranges, blocks: RecordBatchBlocks) -> ArrowSchema:
     """Return the schema of a file, which is stored before the first record batch."""
     start = 8 if is_file_format(file) else 0
     stop = int(blocks.offset[0]) if len(blocks) else file.size
     return pa.ipc.read_schema(file.read(start, stop - start))
 
 
-def read_rows(file: Ranges, blocks: Blocks) -> Ints:
+def read_row_counts(file: Ranges, blocks: RecordBatchBlocks) -> Ints:
     """Return ``int64[B]``, the number of rows of each record batch, read from the metadata alone."""
     headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata_size.tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
     starts = np.cumsum(blocks.metadata_size) - blocks.metadata_size
-    return _read_fields(data, _field_positions(data, record_batch_positions(data, starts), _BATCH_ROWS), "<i8")
+    return _read_fields(data, _field_positions(data, record_batch_positions(data, starts), _BATCH_ROWS_FIELD), "<i8")
 
 
-def starts_compressed(file: Ranges, blocks: Blocks) -> bool:
+def first_batch_compressed(file: Ranges, blocks: RecordBatchBlocks) -> bool:
     """True if the first record batch is compressed."""
     if not len(blocks):
         return False
@@ -90,37 +90,37 @@ def record_batch_positions(data: Bytes, starts: Ints) -> Ints:
     message_positions = root_offsets + _read_numbers(data, root_offsets, "<i4")
     if (_read_fields(data, _field_positions(data, message_positions, _MESSAGE_TYPE), "<u1") != _RECORD_BATCH).any():
         raise ValueError("a block of its footer is not a record batch")
-    return _dereference(data, _field_positions(data, message_positions, _MESSAGE_HEADER))
+    return _dereference(data, _field_positions(data, message_positions, _MESSAGE_HEADER_FIELD))
 
 
-def _footer_blocks(file: Ranges) -> Blocks:
+def _footer_blocks(file: Ranges) -> RecordBatchBlocks:
     """Return the record batches as the footer of the file format lists them."""
     file_size = file.size
     footer_length, magic = struct.unpack("<i6s", file.read(max(0, file_size - 10), 10).to_pybytes().rjust(10, b"\0"))
     if magic != MAGIC or not 0 < footer_length < file_size:
         raise ValueError("it has no footer at its end")
     footer_bytes = np.frombuffer(file.read(file_size - 10 - footer_length, footer_length), dtype=np.uint8)
-    footer = _read_numbers(footer_bytes, np.zeros(1, np.int64), "<i4")
-    blocks_vector = _dereference(footer_bytes, _field_positions(footer_bytes, footer, _FOOTER_RECORD_BATCHES))
+    footer_position = _read_numbers(footer_bytes, np.zeros(1, np.int64), "<i4")
+    blocks_vector = _dereference(footer_bytes, _field_positions(footer_bytes, footer_position, _FOOTER_BATCHES_FIELD))
     blocks_offset, num_blocks = int(blocks_vector[0]) + 4, int(_read_numbers(footer_bytes, blocks_vector, "<i4")[0])
-    table = np.frombuffer(footer_bytes, dtype=_BLOCK, count=num_blocks, offset=blocks_offset)
-    return Blocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
+    table = np.frombuffer(footer_bytes, dtype=_BLOCK_DTYPE, count=num_blocks, offset=blocks_offset)
+    return RecordBatchBlocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
 
 
-def read_messages(data: ArrowBuffer) -> Blocks:
+def read_messages(data: ArrowBuffer) -> RecordBatchBlocks:
     """Return offsets and sizes of the record batches in a buffer that begins with a message."""
     view, offset = memoryview(data), 0
     blocks: list[tuple[int, int, int]] = []
     while offset < len(view):
         prefix_length, metadata_length = _message_lengths(*_TWO_INT32.unpack_from(view, offset))
-        message_type, body_length = _message(view, offset + prefix_length)
+        message_type, body_length = _read_type_and_body(view, offset + prefix_length)
         if message_type == _RECORD_BATCH:
             blocks.append((offset, prefix_length + metadata_length, body_length))
         offset += prefix_length + metadata_length + body_length
-    return Blocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
+    return RecordBatchBlocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
 
 
-def _stream_blocks(file: Ranges) -> Blocks:
+def _stream_blocks(file: Ranges) -> RecordBatchBlocks:
     offset, file_size = 0, file.size
     blocks: list[tuple[int, int, int]] = []
     while offset + 8 <= file_size:
@@ -130,45 +130,45 @@ def _stream_blocks(file: Ranges) -> Blocks:
         metadata = memoryview(file.read(offset + prefix_length, max(0, metadata_length)))
         if not 0 < metadata_length <= len(metadata):
             raise ValueError(f"it ends in the middle of a message, or is no Arrow IPC stream, at byte {offset}")
-        message_type, body_length = _message(metadata, 0)
+        message_type, body_length = _read_type_and_body(metadata, 0)
         if message_type == _RECORD_BATCH:
             blocks.append((offset, prefix_length + metadata_length, body_length))
         offset += prefix_length + metadata_length + body_length
-    return Blocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
+    return RecordBatchBlocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
 
 
-def _message_lengths(mark: int, length: int) -> tuple[int, int]:
+def _message_lengths(mark_or_length: int, length: int) -> tuple[int, int]:
     """Return the bytes of a message's prefix and of its metadata, given the first two numbers of the message."""
-    return (8, length) if mark == -1 else (4, mark)
+    return (8, length) if mark_or_length == -1 else (4, mark_or_length)
 
 
-def _message(view: memoryview, position: int) -> tuple[int, int]:
+def _read_type_and_body(view: memoryview, position: int) -> tuple[int, int]:
     """Return the type of a message and the bytes of its body; its metadata begins at ``position``."""
     table = position + _INT32.unpack_from(view, position)[0]
-    vtable = table - _INT32.unpack_from(view, table)[0]
-    size, *slots = _VTABLE_ENTRIES.unpack_from(view, vtable)
-    type_at, body_at = (slots[1 + slot] if 4 + 2 * slot < size else 0 for slot in (_MESSAGE_TYPE, _MESSAGE_BODY))
+    vtable_position = table - _INT32.unpack_from(view, table)[0]
+    size, *slots = _VTABLE_ENTRIES.unpack_from(view, vtable_position)
+    type_at, body_at = (slots[1 + slot] if 4 + 2 * slot < size else 0 for slot in (_MESSAGE_TYPE, _MESSAGE_BODY_FIELD))
     return view[table + type_at] if type_at else 0, _INT64.unpack_from(view, table + body_at)[0] if body_at else 0
 
 
-def _read_numbers(data: Bytes, position: Ints, kind: str) -> Ints:
-    """Return the numbers of dtype ``kind`` that begin at given bytes of ``data``, as int64."""
-    number_width = np.dtype(kind).itemsize
+def _read_numbers(data: Bytes, position: Ints, dtype_name: str) -> Ints:
+    """Return the numbers of dtype ``dtype_name`` that begin at given bytes of ``data``, as int64."""
+    number_width = np.dtype(dtype_name).itemsize
     number_bytes = data[np.minimum(position[:, None] + np.arange(number_width), len(data) - 1)]
-    return np.ascontiguousarray(number_bytes).view(kind)[:, 0].astype(np.int64)
+    return np.ascontiguousarray(number_bytes).view(dtype_name)[:, 0].astype(np.int64)
 
 
-def _read_fields(data: Bytes, field: Ints, kind: str) -> Ints:
+def _read_fields(data: Bytes, field_positions: Ints, dtype_name: str) -> Ints:
     """Return the numbers in fields of FlatBuffers tables; 0 for a field that was left out."""
-    return np.where(field > 0, _read_numbers(data, field, kind), 0)
+    return np.where(field_positions > 0, _read_numbers(data, field_positions, dtype_name), 0)
 
 
-def _field_positions(data: Bytes, table: Ints, slot: int) -> Ints:
+def _field_positions(data: Bytes, table_positions: Ints, field_index: int) -> Ints:
     """Return the position of a field in each FlatBuffers table; 0 if the table leaves the field out."""
-    vtable = table - _read_numbers(data, table, "<i4")
-    in_vtable = 4 + 2 * slot < _read_numbers(data, vtable, "<u2")
-    offset = np.where(in_vtable, _read_numbers(data, vtable + 4 + 2 * slot, "<u2"), 0)
-    return np.where(offset > 0, table + offset, 0)
+    vtable_positions = table_positions - _read_numbers(data, table_positions, "<i4")
+    in_vtable = 4 + 2 * field_index < _read_numbers(data, vtable_positions, "<u2")
+    offset = np.where(in_vtable, _read_numbers(data, vtable_positions + 4 + 2 * field_index, "<u2"), 0)
+    return np.where(offset > 0, table_positions + offset, 0)
 
 
 def _dereference(data: Bytes, position: Ints) -> Ints:

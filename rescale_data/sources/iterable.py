@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol, TypeAlias, cast, runtime_checkable
 
-from rescale_data.errors import DataStateError, checks_kinds, require
+from rescale_data.errors import DataStateError, checks_argument_types, require_type
 from rescale_data.sources.source import Described
 
-Factory: TypeAlias = Callable[[int], Iterable[Any]]
-Keeps: TypeAlias = Literal["state", "count", "nothing"]
+StreamFactory: TypeAlias = Callable[[int], Iterable[Any]]
+PositionKind: TypeAlias = Literal["state", "count", "nothing"]
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class Shardable(Protocol):
 
 
 @dataclass(frozen=True)
-class _PartFactory:
+class _ShardFactory:
     """Factory that returns one shard of a stream that can split itself, given the index of the shard."""
 
     stream: Shardable
@@ -81,30 +81,30 @@ class IterableSource(Described):
         ['c', 'd']
     """
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
-        streams: Sequence[Iterable[Any]] | Shardable | Factory,
+        streams: Sequence[Iterable[Any]] | Shardable | StreamFactory,
         *,
         num_streams: int | None = None,
         name: str = "stream",
         state_bytes: int = 1024,
     ) -> None:
-        self._make, self.num_streams = _to_factory(streams, num_streams)
+        self._make_stream, self.num_streams = _to_factory(streams, num_streams)
         self.name, self.state_bytes = name, state_bytes
         if self.num_streams < 1 or state_bytes < 0:
             raise ValueError(
                 f"num_streams={self.num_streams}, {state_bytes=}: give one stream at least, and no negative bytes."
             )
         self._begun: set[int] = set()  # streams that can be read once, and were opened
-        self.keeps: Keeps = _position_kind(self._make, state_bytes)
+        self.keeps: PositionKind = _position_kind(self._make_stream, state_bytes)
 
     def manifest(self) -> Mapping[str, Any]:
         return {"format": "streams", "name": self.name, "streams": self.num_streams}
 
     def stream(self, index: int, epoch: int) -> Iterable[Any]:
         """Return a stream at its beginning, after a call of ``set_epoch`` if the stream has that method."""
-        stream = self._make(index)
+        stream = self._make_stream(index)
         if self.keeps == "nothing" and _is_read_once(stream):
             if index in self._begun:
                 self._refuse(
@@ -129,15 +129,15 @@ class IterableSource(Described):
         )
 
 
-def _position_kind(make: Factory, state_bytes: int) -> Keeps:
-    if isinstance(make, _ListFactory) and any(map(_is_read_once, make.streams)):
+def _position_kind(make_stream: StreamFactory, state_bytes: int) -> PositionKind:
+    if isinstance(make_stream, _ListFactory) and any(map(_is_read_once, make_stream.streams)):
         return "nothing"
-    stream = make(0)
+    stream = make_stream(0)
     iterator = iter(stream)
     has_state = isinstance(stream, Stateful) or isinstance(iterator, Stateful)
     if state_bytes and has_state and not _has_buffer(getattr(stream, "_ex_iterable", None)):
         return "state"
-    return "nothing" if iterator is stream and make(0) is stream else "count"
+    return "nothing" if iterator is stream and make_stream(0) is stream else "count"
 
 
 def _is_read_once(stream: object) -> bool:
@@ -151,11 +151,11 @@ def _has_buffer(iterable: Any) -> bool:
     return "BufferShuffled" in type(iterable).__name__ or any(_has_buffer(item) for item in inner if item is not None)
 
 
-def _to_factory(streams: Any, num_streams: int | None) -> tuple[Factory, int]:
+def _to_factory(streams: Any, num_streams: int | None) -> tuple[StreamFactory, int]:
     if isinstance(streams, Shardable):
-        return _PartFactory(streams), int(streams.num_shards)
+        return _ShardFactory(streams), int(streams.num_shards)
     if isinstance(streams, Sequence) and not isinstance(streams, str | bytes):
-        require(
+        require_type(
             Iterable,
             "an iterable",
             **{f"streams[{i}]": stream for i, stream in enumerate(cast(Sequence[object], streams))},
@@ -166,4 +166,4 @@ def _to_factory(streams: Any, num_streams: int | None) -> tuple[Factory, int]:
             f"IterableSource was given a {type(streams).__name__} and num_streams={num_streams}. Give a list of iterables, an "
             f"IterableDataset, or a function from the number of a stream to an iterable, with num_streams=."
         )
-    return cast(Factory, streams), num_streams
+    return cast(StreamFactory, streams), num_streams

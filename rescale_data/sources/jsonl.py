@@ -12,7 +12,7 @@ import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.file_source import Rows
+from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.fragments import Footer
@@ -20,11 +20,11 @@ from rescale_data.sources.indexed import IndexedSource, make_footer
 from rescale_data.state import Ints
 
 _CHUNK_BYTES = 2**24
-_MAX_EMPTY_BYTES = 8
+_MAX_EMPTY_LINE_BYTES = 8
 _NEWLINE = 10
-_NUMBERS = frozenset((int, float))
+_NUMBER_TYPES = frozenset((int, float))
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_scan = cast(Any, json.JSONDecoder()).scan_once
+_scan_json = cast(Any, json.JSONDecoder()).scan_once
 
 
 class JsonlSource(IndexedSource):
@@ -64,7 +64,7 @@ class JsonlSource(IndexedSource):
 
     def locate(self, index: int) -> str:
         file, row = self._known_files.file_and_row(index)
-        empty_lines = self._handle(file).array("empty")
+        empty_lines = self._file_handle(file).array("empty")
         return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty_lines, row, side='right'))}"
 
     def texts(self, column: str, rows: Ints) -> list[str]:
@@ -77,13 +77,13 @@ class JsonlSource(IndexedSource):
             raise BadRow(f"{column!r} is not a string in each of these rows.")
         return strings
 
-    def _scan(self, ranges: Ranges) -> Footer:
-        starts, empty = find_lines(ranges)
-        return make_footer(starts, {"empty": empty})
+    def _scan_file(self, range_reader: Ranges) -> Footer:
+        starts, empty_line_positions = find_lines(range_reader)
+        return make_footer(starts, {"empty": empty_line_positions})
 
-    def _load(self, fragment: int) -> Rows:
+    def _load(self, fragment: int) -> FragmentRows:
         data = self._bytes(fragment, self._raw_byte_range(fragment))
-        open_file, _, starts = self._fragment_rows(fragment)
+        open_file, _, starts = self._fragment_file_and_rows(fragment)
         lines = _Lines(data, starts - starts[0], self.columns)
         open_file.ranges.release_with(lines, data)
         return lines
@@ -92,8 +92,8 @@ class JsonlSource(IndexedSource):
 class _Lines:
     """The lines of one fragment, each parsed when its row is read."""
 
-    def __init__(self, data: ArrowBuffer, starts: Ints, columns: Sequence[str] | None) -> None:
-        self._data, self._starts, self._columns = memoryview(data), starts.data, columns
+    def __init__(self, data: ArrowBuffer, line_offsets: Ints, columns: Sequence[str] | None) -> None:
+        self._data, self._line_offsets, self._columns = memoryview(data), line_offsets.data, columns
         self.nbytes: int = data.size
 
     def row(self, index: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class _Lines:
         }
 
     def line(self, index: int) -> memoryview:
-        return self._data[self._starts[index] : self._starts[index + 1]]
+        return self._data[self._line_offsets[index] : self._line_offsets[index + 1]]
 
 
 def select_columns(row: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def parse(line: memoryview) -> dict[str, Any]:
         ValueError, StopIteration, RecursionError
     ):  # takes a third of the time of json.loads, which first detects the encoding
         text = str(line, "utf-8", "surrogatepass")
-        value, end = _scan(text, 0)
+        value, end = _scan_json(text, 0)
     if value is None or text[end:].strip(whitespace):
         value = _parse_slowly(bytes(line).strip())
     if not isinstance(value, dict):
@@ -140,7 +140,7 @@ def _parse_slowly(line: bytes) -> Any:
 
 def _to_array(value: Any) -> Any:
     """Return a list of numbers as an int64 or float64 array, and any other value unchanged."""
-    if not isinstance(value, list) or not _NUMBERS.issuperset(map(type, value)):
+    if not isinstance(value, list) or not _NUMBER_TYPES.issuperset(map(type, value)):
         return value
     array = np.array(value, dtype=None if value else np.int64)
     expected_kind = "f" if float in map(type, value) else "i"  # a list with integers beyond 64 bits stays a list
@@ -162,7 +162,7 @@ def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
     bounds = np.concatenate(line_starts)
     if bounds[-1] < ranges.size:
         bounds = np.append(bounds, ranges.size)
-    short = np.flatnonzero(np.diff(bounds) <= _MAX_EMPTY_BYTES)
+    short = np.flatnonzero(np.diff(bounds) <= _MAX_EMPTY_LINE_BYTES)
     is_empty = [
         not ranges.read(int(bounds[i]), int(bounds[i + 1] - bounds[i])).to_pybytes().strip() for i in short.tolist()
     ]

@@ -48,7 +48,7 @@ class KnownFiles:
 
     def entries(self) -> list[list[Any]]:
         """Return ``[name, bytes, rows]`` for each file, as in a manifest."""
-        files = zip(self.files.names, map(int, self.files.sizes), self.index.file_rows, strict=True)
+        files = zip(self.files.names, map(int, self.files.sizes), self.index.file_row_counts, strict=True)
         return [list(file) for file in files]
 
     def file_named(self, name: str) -> int:

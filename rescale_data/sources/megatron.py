@@ -23,7 +23,7 @@ from rescale_data.sources.fragments import Footer, adjacent_locations, group_pie
 from rescale_data.sources.source import Tokens, TokenSource
 from rescale_data.state import Ints
 
-COLUMN = "tokens"
+TOKEN_COLUMN = "tokens"
 FRAGMENT_ROWS = 1024
 FRAGMENT_BYTES = 2**24
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -70,19 +70,19 @@ class MegatronSource(FileSource, TokenSource):
         super()._check_files()
 
     def token_dtype(self, column: str) -> np.dtype[Any]:
-        if column != COLUMN:
-            raise ValueError(f"{self.name} has no column {column!r}. A MegatronSource has {COLUMN!r}.")
+        if column != TOKEN_COLUMN:
+            raise ValueError(f"{self.name} has no column {column!r}. A MegatronSource has {TOKEN_COLUMN!r}.")
         return np.dtype(self._index.kinds[0]["dtype"])
 
     def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int:
-        nbytes, dtype = self._index.locations["length"], self.token_dtype(column or COLUMN)
+        nbytes, dtype = self._index.locations["length"], self.token_dtype(column or TOKEN_COLUMN)
         return int((nbytes if fragments is None else nbytes[fragments]).sum()) // dtype.itemsize
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         del column  # there is only one
         key = self._key(fragment)
         documents: _Documents = cache().get(key) or self._read(
-            key, fragment, self._load, cached=self._may_stay(fragment)
+            key, fragment, self._load, cached=self._may_stay_cached(fragment)
         )
         return documents.tokens
 
@@ -103,9 +103,9 @@ class MegatronSource(FileSource, TokenSource):
         cuts = group_pieces(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
         return Footer(np.diff(cuts), *adjacent_locations(starts[cuts]), {"dtype": index.dtype.str})
 
-    def _open(self, file: int) -> _Opened:
+    def _open(self, file: int) -> _OpenFile:
         index = self._footer_bytes("index", file, lambda: open_index(self._files, file))
-        return _Opened(self._files.ranges(file), _DocumentIndex(index))
+        return _OpenFile(self._files.ranges(file), _DocumentIndex(index))
 
     def _raw_byte_range(self, fragment: int) -> tuple[int, int]:
         return self._byte_range(fragment)
@@ -113,7 +113,7 @@ class MegatronSource(FileSource, TokenSource):
     def _load(self, fragment: int) -> _Documents:
         file = self._index.file_of(fragment)
         data = self._bytes(fragment, self._raw_byte_range(fragment))
-        open_file: _Opened = self._handle(file)
+        open_file: _OpenFile = self._file_handle(file)
         start, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         starts, dtype = open_file.index.starts(start, stop), open_file.index.dtype
         tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
@@ -122,7 +122,7 @@ class MegatronSource(FileSource, TokenSource):
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OpenFile:
     ranges: Ranges
     index: _DocumentIndex
 
@@ -136,7 +136,7 @@ class _Documents:
 
     def row(self, index: int) -> dict[str, Any]:
         start, stop = self.tokens.offsets[index : index + 2]
-        return {COLUMN: self.tokens.values[start:stop].copy()}
+        return {TOKEN_COLUMN: self.tokens.values[start:stop].copy()}
 
 
 class _DocumentIndex:
@@ -147,8 +147,8 @@ class _DocumentIndex:
         if raw[:9].tobytes() != _MAGIC or len(raw) < _HEADER_BYTES:
             raise ValueError("its .idx is not one of Megatron's, or ends in its header")
         dtype_code = int(raw[17])
-        sequences, documents = (int.from_bytes(raw[offset : offset + 8].tobytes(), "little") for offset in (18, 26))
-        ends = np.cumsum([_HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
+        num_sequences, documents = (int.from_bytes(raw[offset : offset + 8].tobytes(), "little") for offset in (18, 26))
+        ends = np.cumsum([_HEADER_BYTES, 4 * num_sequences, 8 * num_sequences, 8 * documents]).tolist()
         if dtype_code not in _DTYPES or documents < 1 or ends[-1] > len(raw):
             raise ValueError(f"its .idx ends at byte {len(raw)} of {ends[-1]}, or has an unknown dtype ({dtype_code})")
         self.dtype = np.dtype(_DTYPES[dtype_code])
@@ -158,19 +158,19 @@ class _DocumentIndex:
         self._sequence_offsets = raw[ends[1] : ends[2]].view("<i8")
         self._first_sequences = raw[ends[2] : ends[3]].view("<i8")
 
-    def starts(self, start: int, stop: int) -> Ints:
+    def starts(self, first_document: int, stop_document: int) -> Ints:
         """Return the offsets in the ``.bin`` at which documents ``start .. stop - 1`` begin, and at which the last one ends."""
-        sequences = np.array(self._first_sequences[start : stop + 1], dtype=np.int64)
+        sequences = np.array(self._first_sequences[first_document : stop_document + 1], dtype=np.int64)
         first_sequence, stop_sequence = int(sequences[0]), int(sequences[-1])
         sequence_starts = np.zeros(max(0, stop_sequence - first_sequence) + 1, dtype=np.int64)
         if stop_sequence > first_sequence:
             sequence_starts[:-1] = self._sequence_offsets[first_sequence:stop_sequence]
             sequence_starts[-1] = sequence_starts[-2] + int(self._lengths[stop_sequence - 1]) * self.dtype.itemsize
-        if (start, stop) not in self._checked_ranges:
+        if (first_document, stop_document) not in self._checked_ranges:
             nbytes = self._lengths[first_sequence:stop_sequence].astype(np.int64) * self.dtype.itemsize
             if (np.diff(sequence_starts) != nbytes).any() or (np.diff(sequences) < 0).any():
                 raise ValueError("its sequences do not lie end to end in the order of the index; write them anew")
-            self._checked_ranges.add((start, stop))
+            self._checked_ranges.add((first_document, stop_document))
         return sequence_starts[sequences - first_sequence]
 
 
@@ -178,7 +178,7 @@ def open_index(files: Files, file: int) -> ArrowBuffer:
     """Return the content of the ``.idx`` file that belongs to a ``.bin`` file."""
     path = files.path(file).removesuffix(".bin") + ".idx"
     try:
-        ranges = files.other_file(path)
+        ranges = files.other_file_reader(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{files.path(file)} has no index: there is no {path}.") from error
     return ranges.read(0, ranges.size)

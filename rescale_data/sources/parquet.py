@@ -14,11 +14,11 @@ from pyarrow import dataset
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowFile, ArrowTable
 from rescale_data.sources.condition import has_floats
-from rescale_data.sources.decoded.ahead import ahead
+from rescale_data.sources.decoded.ahead import decode_runner
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.fragments import Footer
-from rescale_data.sources.tables import TableSource, schema_kind
+from rescale_data.sources.tables import TableSource, schema_to_json
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 _TAIL_BYTES = 2**16
@@ -52,7 +52,7 @@ class ParquetSource(TableSource):
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
         ValueError: A file is damaged or lacks a column, two files differ in their columns, or there is no row. The message
-            names the file. A local file whose size has changed since the source was opened raises it when it is read.
+            names the file. A file that has changed since the source was opened raises it when it is read.
         DataStateError: No row matches the filter.
 
     Example:
@@ -77,14 +77,14 @@ class ParquetSource(TableSource):
         group_indices = np.arange(metadata.num_row_groups)
         row_counts = np.array([metadata.row_group(i).num_rows for i in group_indices.tolist()], dtype=np.int64)
         bytes_per_row = _decoded_bytes(metadata.row_group(0)) / max(1, row_counts[0]) if len(row_counts) else 0.0
-        kind = schema_kind(metadata.schema.to_arrow_schema())
+        kind = schema_to_json(metadata.schema.to_arrow_schema())
         return Footer(row_counts, (row_counts * bytes_per_row).astype(np.int64), {"number": group_indices}, kind)
 
-    def _may_match(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
+    def _candidate_fragments(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
         """Return the row groups in which rows may match by their statistics; all for floats, whose bounds ignore NaN."""
         schema = self._file_schema(0)
         if any(has_floats(schema.field(name).type) for name in columns):
-            return super()._may_match(footer, condition, columns)
+            return super()._candidate_fragments(footer, condition, columns)
         with self._files.open(0) as handle:
             row_groups = dataset.ParquetFileFormat().make_fragment(handle).split_by_row_group(filter=condition)
         group_ids = {group.id for fragment in row_groups for group in fragment.row_groups}
@@ -94,7 +94,7 @@ class ParquetSource(TableSource):
         if self._files.filesystem is not None:
             return pq.read_metadata(pa.BufferReader(self._tail(file)))
         # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
-        return _Opened(pq.ParquetFile(self._files.open(file), pre_buffer=False), threading.Lock())
+        return _OpenFile(pq.ParquetFile(self._files.open(file), pre_buffer=False), threading.Lock())
 
     def _tail(self, file: int, *, read_soon: bool = True) -> ArrowBuffer:
         """Return the footer of a file behind a URL. The cache keeps it after the file is closed.
@@ -103,12 +103,12 @@ class ParquetSource(TableSource):
             file: Number of the file.
             read_soon: See `_footer_bytes`.
         """
-        return self._footer_bytes("footer", file, lambda: _tail_of(self._files.ranges(file)), read_soon=read_soon)
+        return self._footer_bytes("footer", file, lambda: _read_tail(self._files.ranges(file)), read_soon=read_soon)
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         file, group_index = self._index.file_of(fragment), self._index.location("number", fragment)
-        handle = self._handle(file)
-        if isinstance(handle, _Opened):
+        handle = self._file_handle(file)
+        if isinstance(handle, _OpenFile):
             with handle.lock:  # one column is decoded in this thread: other threads would have to allocate anew
                 table = handle.file.read_row_group(group_index, columns=list(columns), use_threads=len(columns) > 1)
         else:  # one request for adjacent columns, by any number of threads at once
@@ -119,25 +119,25 @@ class ParquetSource(TableSource):
     def decode_ahead(self, column: str, fragment: int) -> None:
         key = self._key(fragment, column)
         if not self.reads_ahead and cache().get(key) is None:
-            ahead().begin(key, partial(self.tokens, column, fragment))
+            decode_runner().begin(key, partial(self.tokens, column, fragment))
 
     def pass_by(self, column: str, fragment: int) -> None:
-        cache().evict_next(self._key(fragment, column))
+        cache().mark_for_eviction(self._key(fragment, column))
 
 
-class _Opened(NamedTuple):
+class _OpenFile(NamedTuple):
     """An open local file, for one thread at a time."""
 
     file: ArrowFile
     lock: threading.Lock
 
 
-def _tail_of(ranges: Ranges) -> ArrowBuffer:
+def _read_tail(range_reader: Ranges) -> ArrowBuffer:
     """Return the end of a Parquet file: its metadata, their length as ``int32``, and the mark PAR1."""
-    tail = ranges.read(max(0, ranges.size - _TAIL_BYTES), _TAIL_BYTES)
+    tail = range_reader.read(max(0, range_reader.size - _TAIL_BYTES), _TAIL_BYTES)
     length = int.from_bytes(tail[-8:-4], "little") + 8
-    if tail.size < length <= ranges.size:
-        tail = ranges.read(ranges.size - length, length)
+    if tail.size < length <= range_reader.size:
+        tail = range_reader.read(range_reader.size - length, length)
     return pa.py_buffer(tail[max(0, tail.size - length) :].to_pybytes())  # a copy: a slice would keep all that was read
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rescale_data.sources.files.paths import Paths, read_if_exists
 from rescale_data.sources.files.remote import Remote
 
-_SPLITS, _STATE = "dataset_dict.json", "state.json"
+_SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 
 
 def data_files(paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Paths:
@@ -25,14 +25,14 @@ def data_files(paths: Paths, storage_options: Mapping[str, Any] | None, remote: 
     if not isinstance(paths, str | os.PathLike):
         return paths
     folder = os.fspath(paths)
-    split_list = read_if_exists(posixpath.join(folder, _SPLITS), storage_options, remote)
+    split_list = read_if_exists(posixpath.join(folder, _SPLITS_FILE), storage_options, remote)
     if split_list is not None:
         splits: list[str] = json.loads(split_list)["splits"]
         raise ValueError(
             f"{folder} is a dataset that was saved with the splits {splits}. Give one of them, for example "
             f"{posixpath.join(folder, splits[0])!r}."
         )
-    dataset_state = read_if_exists(posixpath.join(folder, _STATE), storage_options, remote)
+    dataset_state = read_if_exists(posixpath.join(folder, _STATE_FILE), storage_options, remote)
     if dataset_state is None:
         return paths
     file_names = [item["filename"] for item in json.loads(dataset_state).get("_data_files") or ()]

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Source(Described):
     `None` if any row can be read as cheaply as the next: then a full permutation shuffles the rows."""
     columns: list[str] | None = None
     """Names of the columns that are read, if the source can choose; `None` if each row has columns of its own."""
-    cache_bytes: int = DEFAULT_BYTES
+    cache_bytes: int = DEFAULT_CACHE_BYTES
     """Byte budget of the cache of a rank, which all its sources share, and all its processes in equal parts."""
     cache_dir_bytes: int = 0
     """Byte budget of a folder on a local disk, used in addition to the cache; 0 if there is none."""
@@ -175,7 +175,7 @@ class Tokens:
     def nbytes(self) -> int:
         return self.offsets.nbytes + self.values.nbytes
 
-    def tight(self) -> Tokens:
+    def with_narrow_dtype(self) -> Tokens:
         """Return a copy with values in the smallest of uint8, uint16 and int32 that holds them all; else in the present dtype.
 
         The memory that Arrow decodes into is up to three times as large, and memory that is new to the process costs more time

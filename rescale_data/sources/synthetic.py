@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.errors import checks_kinds, require_int
+from rescale_data.errors import checks_argument_types, require_int
 from rescale_data.order import random_words
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, owner_of
 from rescale_data.sources.source import Tokens, TokenSource
 
 FRAGMENT_ROWS = 1024
-COLUMN = "tokens"
+TOKEN_COLUMN = "tokens"
 
 
 class SyntheticSource(TokenSource):
@@ -37,7 +37,7 @@ class SyntheticSource(TokenSource):
 
     name = "synthetic"
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         num_rows: int,
@@ -45,7 +45,7 @@ class SyntheticSource(TokenSource):
         length: int | tuple[int, int] = (1, 1024),
         vocab_size: int = 32_000,
         seed: int = 0,
-        cache_bytes: int = DEFAULT_BYTES,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
         length_range: Any = length if isinstance(length, tuple | list) else (length, length)
         length_limits = require_int(**{f"length[{i}]": value for i, value in enumerate(length_range)})
@@ -70,23 +70,23 @@ class SyntheticSource(TokenSource):
 
     def row(self, index: int) -> dict[str, Any]:
         fragment, row = divmod(index, FRAGMENT_ROWS)
-        tokens = self.tokens(COLUMN, fragment)
-        return {COLUMN: tokens.values[tokens.offsets[row] : tokens.offsets[row + 1]].copy()}
+        tokens = self.tokens(TOKEN_COLUMN, fragment)
+        return {TOKEN_COLUMN: tokens.values[tokens.offsets[row] : tokens.offsets[row + 1]].copy()}
 
     def locate(self, index: int) -> str:
         return f"synthetic row {index}"
 
     def token_dtype(self, column: str) -> np.dtype[Any]:
-        if column != COLUMN:
-            raise ValueError(f"A SyntheticSource has no column {column!r}. It has {COLUMN!r}.")
+        if column != TOKEN_COLUMN:
+            raise ValueError(f"A SyntheticSource has no column {column!r}. It has {TOKEN_COLUMN!r}.")
         return np.dtype(np.int32)
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         del column  # there is only one
         cache().register(self)
-        return cache().make((owner_of(self), fragment), lambda: self._compute(fragment))
+        return cache().make((owner_of(self), fragment), lambda: self._compute_tokens(fragment))
 
-    def _compute(self, fragment: int) -> Tokens:
+    def _compute_tokens(self, fragment: int) -> Tokens:
         num_rows = min(FRAGMENT_ROWS, self.num_rows - fragment * FRAGMENT_ROWS)
         words = random_words(num_rows, "synthetic lengths", self.seed, fragment)
         lengths = self._min_length + (words % np.uint64(self._max_length - self._min_length + 1)).astype(np.int64)

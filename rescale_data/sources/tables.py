@@ -15,20 +15,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as kinds
 
-from rescale_data.errors import DataStateError, checks_kinds
+from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.bad_row import BadRow, NullValueError
-from rescale_data.sources.condition import Condition, filtered_footer
+from rescale_data.sources.condition import RowFilter, filtered_footer
 from rescale_data.sources.counts import READ_BYTES, counts
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of, room_for
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, owner_of, room_for
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
 from rescale_data.sources.decoded.interest import bytes_needed, room_for_block
-from rescale_data.sources.decoded.pieces import Piece, RowRange, Share, copy_as_stream
+from rescale_data.sources.decoded.pieces import FragmentPiece, RowRange, Share, copy_as_stream
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragmented import CACHE_DIR_BYTES
+from rescale_data.sources.fragmented import DEFAULT_CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Footer, join_footers
 from rescale_data.sources.known_files import KnownFiles
 from rescale_data.sources.source import Tokens, TokenSource
@@ -37,21 +37,21 @@ from rescale_data.sources.source import Tokens, TokenSource
 class TableSource(FileSource, TokenSource):
     """Base class of sources of files with a schema. A subclass for each format reads footers, and columns of fragments."""
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         paths: Paths,
         *,
         columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_BYTES,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
         filter: ArrowExpression | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_bytes: int = CACHE_DIR_BYTES,
+        cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
     ) -> None:
-        self._condition = None if filter is None else Condition(filter)
+        self._condition = None if filter is None else RowFilter(filter)
         self.columns = chosen_columns(columns)
         super().__init__(
             paths,
@@ -67,7 +67,7 @@ class TableSource(FileSource, TokenSource):
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         """Decode some columns of a fragment, and return them as a table."""
 
-    def _release_with(self, decoded: object, fragment: int) -> None:
+    def _free_with_holder(self, decoded: object, fragment: int) -> None:
         """Free the mapped memory of a fragment when ``decoded``, an object made from it, is garbage-collected."""
         del decoded, fragment
 
@@ -88,7 +88,7 @@ class TableSource(FileSource, TokenSource):
         if cached is not None:
             return cached
         with self._name_row_in_errors(fragment):
-            return self._read(key, fragment, load_column, cached=self.decoding_costs or self._may_stay(fragment))
+            return self._read(key, fragment, load_column, cached=self.decoding_costs or self._may_stay_cached(fragment))
 
     @contextmanager
     def _name_row_in_errors(self, fragment: int, first_row: int = 0) -> Generator[None]:
@@ -100,8 +100,8 @@ class TableSource(FileSource, TokenSource):
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
         tokens = token_lists(self._decode(fragment, [column]).column(column))
-        self._release_with(tokens, fragment)
-        return tokens.tight() if self.decoding_costs else tokens
+        self._free_with_holder(tokens, fragment)
+        return tokens.with_narrow_dtype() if self.decoding_costs else tokens
 
     def _fill_cache(self, column: str | None, fragment: int, share: Share | None) -> None:
         if share is not None:
@@ -119,9 +119,9 @@ class TableSource(FileSource, TokenSource):
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
         if not self.decoding_costs or num_shards == 1 or (packed and not self.cache_dir_bytes and room_for_block(self)):
             return False
-        needed_bytes, room = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, room_for(self)
+        needed_bytes, room_bytes = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, room_for(self)
         # with many sources, a shard reads one row of each at a visit: then pieces pay only if a disk keeps them
-        return needed_bytes > room or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room)
+        return needed_bytes > room_bytes or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room_bytes)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
         fragment = self._known_files.fragment_at(index)
@@ -136,16 +136,16 @@ class TableSource(FileSource, TokenSource):
         with self._name_row_in_errors(fragment, piece.start):
             return piece.tokens
 
-    def _piece(self, fragment: int, share: Share, column: str | None = None) -> Piece:
+    def _piece(self, fragment: int, share: Share, column: str | None = None) -> FragmentPiece:
         """Return one shard's rows of a fragment, from the cache or from disk, or after cutting the fragment for all shards."""
         key = self._key(fragment, column, share)
-        cached: Piece | None = cache().get(key)
+        cached: FragmentPiece | None = cache().get(key)
         if cached is not None:
             return cached
-        with self._reading(fragment):
-            return self._read_stored(fragment, share, column) or self._cut(fragment, share, column)
+        with self._record_file_reading(fragment):
+            return self._read_stored(fragment, share, column) or self._cut_under_lock(fragment, share, column)
 
-    def _cut(self, fragment: int, share: Share, column: str | None) -> Piece:
+    def _cut_under_lock(self, fragment: int, share: Share, column: str | None) -> FragmentPiece:
         with cache().lock_for((owner_of(self), "cutting", fragment)):
             key = self._key(fragment, column, share)
             piece = cache().get(key) or self._read_stored(
@@ -153,16 +153,16 @@ class TableSource(FileSource, TokenSource):
             )  # another thread may have cut it in the meantime
             return piece or self._cut_pieces(fragment, share, column)
 
-    def _cut_pieces(self, fragment: int, share: Share, column: str | None) -> Piece:
+    def _cut_pieces(self, fragment: int, share: Share, column: str | None) -> FragmentPiece:
         table = self._decode(fragment, self._schema.names if column is None else [column])
         counts().add(READ_BYTES, table.nbytes)
         cache().register(self)
-        own_piece: Piece | None = None
+        own_piece: FragmentPiece | None = None
         base_key = self._key(fragment, column)
         for row_range in share.cuts(fragment):
             key = (*base_key, "piece", row_range.key)
             on_evict = partial(self._store_piece, fragment, self._piece_name(fragment, column, row_range))
-            piece = Piece(copy_as_stream(table, row_range.start, row_range.stop), row_range.start, on_evict)
+            piece = FragmentPiece(copy_as_stream(table, row_range.start, row_range.stop), row_range.start, on_evict)
             own_piece = piece if row_range.key == share.key else own_piece
             if cache().get(key) is None:
                 cache().put(key, piece)
@@ -178,12 +178,12 @@ class TableSource(FileSource, TokenSource):
         if (store := self._local_store(fragment)) is not None:
             store.put(name, data)
 
-    def _read_stored(self, fragment: int, share: Share, column: str | None) -> Piece | None:
+    def _read_stored(self, fragment: int, share: Share, column: str | None) -> FragmentPiece | None:
         if (store := self._local_store(fragment)) is None:
             return None
         row_range = share.cut(fragment)
         data = store.get(self._piece_name(fragment, column, row_range))
-        return None if data is None else Piece(data, row_range.start, _ignore_eviction)
+        return None if data is None else FragmentPiece(data, row_range.start, _ignore_eviction)
 
     def _piece_name(self, fragment: int, column: str | None, rows: RowRange) -> str:
         """Return the name of a piece in the local store, the same in all processes that read these rows and columns."""
@@ -217,7 +217,7 @@ class TableSource(FileSource, TokenSource):
         footer = super()._try_footer(file)
         return footer if self._condition is None else self._filter_footer(self._condition, file, footer)
 
-    def _filter_footer(self, condition: Condition, file: int, footer: Footer) -> Footer:
+    def _filter_footer(self, condition: RowFilter, file: int, footer: Footer) -> Footer:
         """Return a footer, reduced to the rows of the file that match a filter.
 
         Fragments in which no row can match are not read.
@@ -230,24 +230,24 @@ class TableSource(FileSource, TokenSource):
             clone = copy.copy(self)
             clone._condition, clone._known_files = None, KnownFiles(self._files.select([file]), join_footers([footer]))
             clone._schemas = [_schema_of(footer.kind)]
-            fragments = clone._may_match(footer, condition.expression, used_columns)
+            fragments = clone._candidate_fragments(footer, condition.expression, used_columns)
             return filtered_footer(footer, {i: condition.matches(clone._table(i, used_columns)) for i in fragments})
 
-    def _may_match(self, footer: Footer, condition: ArrowExpression, columns: Sequence[str]) -> Iterable[int]:
+    def _candidate_fragments(self, footer: Footer, condition: ArrowExpression, columns: Sequence[str]) -> Iterable[int]:
         """Return the fragments in which rows may match a filter on these columns; the source has one file here."""
         del condition, columns
         return range(len(footer.rows))
 
     def _load(self, fragment: int) -> Fragment:
         decoded = Fragment(self._decode(fragment, self._schema.names))
-        self._release_with(decoded, fragment)
+        self._free_with_holder(decoded, fragment)
         return decoded
 
     def _decode(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         table, chosen = self._table(fragment, columns), self._index.chosen_of(fragment)
         if chosen is None:
             return table
-        self._release_with(table, fragment)
+        self._free_with_holder(table, fragment)
         try:
             return table.take(pa.array(chosen))
         except pa.ArrowNotImplementedError:  # of a type such as string_view
@@ -280,13 +280,13 @@ def _is_dictionary(kind: ArrowType) -> bool:
     return kinds.is_dictionary(kind) or any(_is_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def schema_kind(schema: ArrowSchema) -> dict[str, Any]:
+def schema_to_json(schema: ArrowSchema) -> dict[str, Any]:
     """Return a schema as a JSON value, without its metadata, such as an index of pandas."""
     return {"schema": base64.b64encode(schema.remove_metadata().serialize()).decode()}
 
 
-def _schema_of(kind: Mapping[str, Any]) -> ArrowSchema:
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(kind["schema"])))
+def _schema_of(format_facts: Mapping[str, Any]) -> ArrowSchema:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(format_facts["schema"])))
 
 
 def _differing_column(expected: ArrowSchema, other: ArrowSchema, columns: Sequence[str], uses_all: bool) -> str | None:

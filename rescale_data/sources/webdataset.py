@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.file_source import Rows
+from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import Ranges, RangesFile
 from rescale_data.sources.fragments import Footer
@@ -73,10 +73,10 @@ class WebDatasetSource(IndexedSource):
                 f"key. Give columns= without it: {[name for name in self.columns if name != KEY]}."
             )
         super()._check_files()
-        self._warn_of_missing()
+        self._warn_of_missing_members()
 
-    def _warn_of_missing(self) -> None:
-        for file, rows in enumerate(self._index.file_rows):
+    def _warn_of_missing_members(self) -> None:
+        for file, num_rows in enumerate(self._index.file_row_counts):
             counts, num_links = self._index.kind(file)["counts"], self._index.kind(file).get("links", 0)
             if num_links:
                 _log.warning(
@@ -84,25 +84,25 @@ class WebDatasetSource(IndexedSource):
                     self._files.path(file), num_links,
                 )  # fmt: skip
             num_missing = {
-                name: rows - counts.get(name, 0) for name in self.columns or () if counts.get(name, 0) < rows
+                name: num_rows - counts.get(name, 0) for name in self.columns or () if counts.get(name, 0) < num_rows
             }
             if num_missing:
                 _log.warning(
                     "%s: of %d rows, %s have no such member. They are errors when they are read: give columns=[...] that all "
-                    "rows have, or rd.Reader(..., on_error='skip').", self._files.path(file), rows, num_missing,
+                    "rows have, or rd.Reader(..., on_error='skip').", self._files.path(file), num_rows, num_missing,
                 )  # fmt: skip
 
-    def _scan(self, ranges: Ranges) -> Footer:
-        return _group_members(members(ranges))
+    def _scan_file(self, range_reader: Ranges) -> Footer:
+        return _group_members(read_tar_members(range_reader))
 
-    def _load(self, fragment: int) -> Rows:
+    def _load(self, fragment: int) -> FragmentRows:
         data = self._bytes(fragment, self._raw_byte_range(fragment))
-        opened, rows, starts = self._fragment_rows(fragment)
+        opened, row_slice, starts = self._fragment_file_and_rows(fragment)
         names = list(self._index.kind(self._index.file_of(fragment))["counts"])
-        bounds = np.array(opened.array("first")[rows.start : rows.stop + 1])
+        bounds = np.array(opened.array("first")[row_slice.start : row_slice.stop + 1])
         span = slice(int(bounds[0]), int(bounds[-1]))
-        key_ends = np.array(opened.array("key_ends")[max(0, rows.start - 1) : rows.stop])
-        key_ends = key_ends if rows.start else np.append(0, key_ends)
+        key_ends = np.array(opened.array("key_ends")[max(0, row_slice.start - 1) : row_slice.stop])
+        key_ends = key_ends if row_slice.start else np.append(0, key_ends)
         keys = opened.array("keys")[int(key_ends[0]) : int(key_ends[-1])].tobytes()
         table = np.stack([np.array(opened.array(name)[span], dtype=np.int64) for name in ("column", "offset", "size")])
         table[1] -= starts[0]
@@ -118,7 +118,7 @@ class _Samples:
         data: The bytes of the fragment.
         keys: The keys of all samples, joined.
         key_ends: The byte at which each key begins in ``keys``, and the last one ends.
-        bounds: The first member of each sample, and the number of members.
+        member_bounds: The first member of each sample, and the number of members.
         table: ``int64[3, M]``: for each member the index of its name in ``names``, its offset in ``data``, its size.
         names: Extensions of the members.
         columns: Extensions to read.
@@ -129,26 +129,26 @@ class _Samples:
         data: ArrowBuffer,
         keys: bytes,
         key_ends: Ints,
-        bounds: Ints,
+        member_bounds: Ints,
         table: Ints,
         names: Sequence[str],
         columns: Sequence[str],
     ) -> None:
         self._data, self._keys, self._key_ends = data, keys, key_ends
-        self._bounds, self._table, self._names, self._columns = bounds, table, names, columns
+        self._member_bounds, self._member_table, self._extensions, self._columns = member_bounds, table, names, columns
         self.nbytes: int = data.size + len(keys) + table.nbytes
 
     def row(self, index: int) -> dict[str, Any]:
         key = self._keys[slice(*self._key_ends[index : index + 2].tolist())].decode()
-        members = self._table[:, slice(*self._bounds[index : index + 2].tolist())].T.tolist()
-        ranges = {self._names[column]: (offset, size) for column, offset, size in members}
+        members = self._member_table[:, slice(*self._member_bounds[index : index + 2].tolist())].T.tolist()
+        ranges = {self._extensions[column]: (offset, size) for column, offset, size in members}
         missing = [name for name in self._columns if name not in ranges]
         if missing:
             raise BadRow(f"the sample {key!r} has no member {missing}; it has {list(ranges)}. Add it, or leave it out.")
         return {KEY: key, **{name: self._data.slice(*ranges[name]).to_pybytes() for name in self._columns}}
 
 
-def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
+def read_tar_members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
     """Yield ``(key, column, header offset, data offset, size)`` for each file in a tar; the size of a link is -1.
 
     Raises:
@@ -180,7 +180,7 @@ def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
 def _group_members(tar_members: Iterator[tuple[str, str, int, int, int]]) -> Footer:
     counts: dict[str, int] = {}
     keys: list[str] = []
-    starts, bounds, data_end = [], [0], 0
+    starts, member_bounds, data_end = [], [0], 0
     table: list[tuple[int, int, int]] = []
     row_columns: set[str] = set()
     links = 0
@@ -191,19 +191,19 @@ def _group_members(tar_members: Iterator[tuple[str, str, int, int, int]]) -> Foo
         if not keys or key != keys[-1]:
             keys.append(key)
             starts.append(header_offset)
-            bounds.append(bounds[-1])
+            member_bounds.append(member_bounds[-1])
             row_columns.clear()
         if column in row_columns:
             raise ValueError(f"the sample {key!r} has two members {column!r}")
         row_columns.add(column)
         counts[column] = counts.get(column, 0) + 1
         table.append((list(counts).index(column), offset, size))
-        bounds[-1] += 1
+        member_bounds[-1] += 1
         data_end = offset + size
     columns, offsets, sizes = np.array(table, dtype=np.int64).reshape(-1, 3).T
     encoded_keys = [key.encode() for key in keys]
     arrays: dict[str, npt.NDArray[Any]] = {
-        "first": np.array(bounds, dtype=np.int64),
+        "first": np.array(member_bounds, dtype=np.int64),
         "column": columns.astype(np.int32),
         "offset": offsets,
         "size": sizes,

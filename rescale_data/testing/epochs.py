@@ -17,9 +17,9 @@ from rescale_data.nodes.base import Node
 from rescale_data.sources.source import Source
 from rescale_data.state import flatten
 
-_EPOCHS = 3
+_NUM_EPOCHS = 3
 _MAX_ROWS = 2000
-_LEFT_OUT = ("filtered", "skipped", "blocked")
+_LEFT_OUT_COUNTERS = ("filtered", "skipped", "blocked")
 
 
 class _NotARow(Exception):
@@ -39,21 +39,21 @@ def check_epochs(recipe: Recipe) -> None:
     if any(source.num_rows < recipe.num_logical_shards for source in sources):
         return
     rows = Counter(key for source in sources for key in _readable_keys(source))
-    for epoch in range(_EPOCHS):
-        num_left_out, served = -_num_left_out(nodes), Counter[Hashable]()
+    for epoch in range(_NUM_EPOCHS):
+        num_left_out, served_counts = -_num_left_out(nodes), Counter[Hashable]()
         try:
             for node in nodes:
-                served.update(key for sample in islice(node, 2 * rows.total()) for key in _keys_in(sample, rows))
+                served_counts.update(key for sample in islice(node, 2 * rows.total()) for key in _keys_in(sample, rows))
                 if next(node, None) is not None:
                     return
                 node.reset(None)
         except _NotARow:
             return
-        _compare(epoch, rows, served, num_left_out + _num_left_out(nodes))
+        _compare_epoch(epoch, rows, served_counts, num_left_out + _num_left_out(nodes))
 
 
-def _compare(epoch: int, rows: Counter[Hashable], served: Counter[Hashable], num_left_out: int) -> None:
-    missing, extra = rows - served, served - rows
+def _compare_epoch(epoch: int, rows: Counter[Hashable], served_counts: Counter[Hashable], num_left_out: int) -> None:
+    missing, extra = rows - served_counts, served_counts - rows
     if extra or missing.total() > num_left_out:
         raise AssertionError(
             f"Epoch {epoch} of the pipeline is not that of its sources: of {rows.total()} rows {missing.total()} do not come, "
@@ -66,32 +66,32 @@ def _readable_keys(source: Source) -> Iterator[Hashable]:
     """Yield keys of the rows that `Reader(on_error="skip")` would not leave out."""
     for index in range(source.num_rows):
         with suppress(Exception):
-            yield _key(source.row(index))
+            yield _row_key(source.row(index))
 
 
-def _keys_in(sample: Any, rows: Counter[Hashable]) -> Iterator[Hashable]:
-    key = _key(sample)
-    if key in rows:
+def _keys_in(sample: Any, row_counts: Counter[Hashable]) -> Iterator[Hashable]:
+    key = _row_key(sample)
+    if key in row_counts:
         yield key
     elif isinstance(sample, list | tuple):
         for item in cast(list[Any], sample):
-            yield from _keys_in(item, rows)
+            yield from _keys_in(item, row_counts)
     else:
         raise _NotARow
 
 
 def _num_left_out(nodes: list[Node[Any]]) -> int:
     states = (flatten(node.get_state()) for node in nodes)
-    return sum(int(value) for state in states for path, value in state if path[-1] in _LEFT_OUT)
+    return sum(int(value) for state in states for path, value in state if path[-1] in _LEFT_OUT_COUNTERS)
 
 
-def _key(value: Any) -> Hashable:
+def _row_key(value: Any) -> Hashable:
     """Return a hashable key of a row; equal rows have equal keys."""
     if isinstance(value, Mapping):
         mapping = cast(Mapping[Any, Any], value)
-        return tuple((str(name), _key(mapping[name])) for name in sorted(mapping, key=str))
+        return tuple((str(name), _row_key(mapping[name])) for name in sorted(mapping, key=str))
     if isinstance(value, list | tuple):
-        return tuple(_key(item) for item in cast(list[Any], value))
+        return tuple(_row_key(item) for item in cast(list[Any], value))
     if isinstance(value, np.ndarray | torch.Tensor | np.generic):
         return str(value.dtype), repr(value.tolist())
     return value if isinstance(value, Hashable) else repr(value)

@@ -10,11 +10,11 @@ from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.shards import LogicalShards
 from rescale_data.engine.states.statedict import merged_state_dict
 from rescale_data.engine.stream import HasStream, stream_of
-from rescale_data.errors import checks_kinds, require
+from rescale_data.errors import checks_argument_types, require_type
 from rescale_data.loader import DataLoader
 from rescale_data.nodes.base import Node
 from rescale_data.testing.epochs import check_epochs
-from rescale_data.testing.source_contract import same
+from rescale_data.testing.source_contract import rows_equal
 
 Topology: TypeAlias = tuple[int, int, int]
 MakeLoader: TypeAlias = Callable[[int, int, int, int], DataLoader]
@@ -39,14 +39,14 @@ def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, 
         torch.Size([16, 6])
     """
     expected = "a list of the loaders of all simulated ranks"
-    require(Sequence, expected, loaders=loaders)
+    require_type(Sequence, expected, loaders=loaders)
     if not loaders:
         raise ValueError(f"loaders is empty: give {expected}.")
-    require(HasStream, expected, **{f"loaders[{i}]": loader for i, loader in enumerate(loaders)})
+    require_type(HasStream, expected, **{f"loaders[{i}]": loader for i, loader in enumerate(loaders)})
     return merged_state_dict([stream_of(loader) for loader in loaders])
 
 
-@checks_kinds
+@checks_argument_types
 def assert_rescalable(
     make_loader: MakeLoader, topologies: Iterable[Topology], *, steps: int = 3, whole_epochs: bool = True
 ) -> None:
@@ -74,7 +74,7 @@ def assert_rescalable(
         ...     return rd.DataLoader(range(32), dp_rank=rank, dp_world_size=ranks, **sizes)
         >>> testing.assert_rescalable(make_loader, [(1, 4, 0), (2, 1, 0)], steps=1)
     """
-    reference: _Reference | None = None
+    reference: _ReferenceRun | None = None
     state: dict[str, Any] | None = None
     for segment, (dp_world_size, micro_batch_size, num_workers) in enumerate(topologies):
         loaders = [make_loader(rank, dp_world_size, micro_batch_size, num_workers) for rank in range(dp_world_size)]
@@ -83,7 +83,7 @@ def assert_rescalable(
                 loader.load_state_dict(state)
         if reference is None:
             recipe = stream_of(loaders[0]).setup.recipe
-            reference = _Reference(recipe)
+            reference = _ReferenceRun(recipe)
             if whole_epochs:
                 check_epochs(recipe)
         location = f"segment {segment} (W={dp_world_size}, b={micro_batch_size}, K={num_workers})"
@@ -96,7 +96,7 @@ def assert_rescalable(
         raise ValueError("topologies is empty: give at least one (dp_world_size, micro_batch_size, num_workers).")
 
 
-class _Reference:
+class _ReferenceRun:
     """The samples of each logical shard in a run that is never interrupted."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -109,24 +109,24 @@ class _Reference:
         self._begin_epoch(loaders)
         for rank, loader in enumerate(loaders):
             micro_batch = stream_of(loader).take()
-            samples = [self._next(shard) for shard in micro_batch.shards[: micro_batch.num_real]]
+            samples = [self._next_sample(shard) for shard in micro_batch.shards[: micro_batch.num_real]]
             if len(samples) == len(micro_batch.shards):
                 expected = (loader.options.collate_fn or collate)(samples)
                 if loader.options.tail == "pad":
                     expected = with_valid(expected, len(samples), len(samples))
-                _compare(micro_batch.batch, expected, f"{location}, rank {rank}")
+                _compare_batches(micro_batch.batch, expected, f"{location}, rank {rank}")
 
     def _begin_epoch(self, loaders: Sequence[DataLoader]) -> None:
         for loader in loaders:
             stream = stream_of(loader)
             while stream.begin() is None:
-                stream.move_on()
+                stream.begin_next_epoch()
         while self._epoch < stream_of(loaders[0]).clock.epoch:
             self._epoch += 1
             for node in self._nodes:
                 _finish_epoch(node)
 
-    def _next(self, shard: int) -> Any:
+    def _next_sample(self, shard: int) -> Any:
         node = self._nodes[shard]
         for _ in range(3):
             try:
@@ -145,18 +145,18 @@ def _finish_epoch(node: Node[Any]) -> None:
     node.reset(node.get_state())
 
 
-def _compare(actual: Any, expected: Any, location: str) -> None:
+def _compare_batches(actual: Any, expected: Any, location: str) -> None:
     if isinstance(expected, dict):
         if not isinstance(actual, dict) or actual.keys() != expected.keys():
             raise AssertionError(f"{location}: the batch is {_describe(actual)}, expected {_describe(expected)}")
         for key, value in expected.items():
-            _compare(actual[key], value, f"{location}, {key!r}")
+            _compare_batches(actual[key], value, f"{location}, {key!r}")
     elif isinstance(expected, list | tuple):
         if len(actual) != len(expected):
             raise AssertionError(f"{location}: {len(actual)} values, expected {len(expected)}")
         for i, value in enumerate(expected):
-            _compare(actual[i], value, f"{location}[{i}]")
-    elif not same(actual, expected):
+            _compare_batches(actual[i], value, f"{location}[{i}]")
+    elif not rows_equal(actual, expected):
         raise AssertionError(
             f"{location}: the batch is not the one of an uninterrupted run: got {actual}, expected {expected}"
         )

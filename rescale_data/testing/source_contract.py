@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.reader import Reader
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
@@ -24,7 +24,7 @@ _NUM_SHARDS = 3
 _MAX_ROWS = 2000
 
 
-@checks_kinds
+@checks_argument_types
 def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str] = ()) -> None:
     """Check that a source fulfils the contract of `Source`, on which all pipelines that read it rely.
 
@@ -85,7 +85,7 @@ def _check_repeated_reads(source: Source, first_reads: Mapping[int, Any]) -> Non
     for seed in range(2):
         for index in indices[permutation(len(indices), "contract", seed)].tolist():
             row = source.row(index)
-            _require(same(row, first_reads[index]), f"row({index}) is {row!r} now and was {first_reads[index]!r}")
+            _require(rows_equal(row, first_reads[index]), f"row({index}) is {row!r} now and was {first_reads[index]!r}")
             if not isinstance(source, DatasetSource):
                 _overwrite(row)
         cache().clear()
@@ -98,7 +98,7 @@ def _check_pickles(source: Source, first_reads: Mapping[int, Any]) -> None:
         raise AssertionError(f"a source pickles, so that worker processes can have it: {error}") from error
     _require(dict(unpickled.manifest()) == dict(source.manifest()), "its manifest() is another after pickling")
     index = next(reversed(first_reads))
-    _require(same(unpickled.row(index), first_reads[index]), f"row({index}) is another after pickling")
+    _require(rows_equal(unpickled.row(index), first_reads[index]), f"row({index}) is another after pickling")
 
 
 def _check_locations(source: Source, rows: list[int]) -> None:
@@ -138,14 +138,14 @@ def _overwrite(row: Any) -> None:
         row.clear()
 
 
-def same(a: Any, b: Any) -> bool:
+def rows_equal(a: Any, b: Any) -> bool:
     """True if two rows are equal, arrays included."""
     if isinstance(a, np.ndarray | torch.Tensor) or isinstance(b, np.ndarray | torch.Tensor):
         return type(a) is type(b) and a.dtype == b.dtype and _equal_arrays(np.asarray(a), np.asarray(b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(rows_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(rows_equal(x, y) for x, y in zip(a, b, strict=True))
     return bool(type(a) is type(b) and (a == b or (a != a and b != b)))
 
 

@@ -39,7 +39,7 @@ class XlaAdapter:
         planner: Any = SPMDSavePlanner()
         planner.set_up_planner({"": tensor}, is_coordinator=False)
         pieces = Pieces.from_items(tensor, planner.create_local_plan().items)
-        items_by_offset = pieces.unique_items
+        items_by_offset = pieces.unique_write_items
         pieces.find = lambda index: planner.resolve_data(items_by_offset[index.offset])
         return pieces
 
@@ -48,10 +48,10 @@ class XlaAdapter:
         if isinstance(pieces, Pieces):
             planner: Any = SPMDLoadPlanner()
             planner.set_up_planner({"": tensor}, Metadata({}), is_coordinator=False)
-            nameless = functools.partial(dataclasses.replace, fqn="")
-            pieces.find = lambda index: planner.lookup_tensor(nameless(index))
+            remove_name = functools.partial(dataclasses.replace, fqn="")
+            pieces.find = lambda index: planner.lookup_tensor(remove_name(index))
             pieces.commit = lambda item, read: planner.commit_tensor(
-                dataclasses.replace(item, dest_index=nameless(item.dest_index)), read
+                dataclasses.replace(item, dest_index=remove_name(item.dest_index)), read
             )
         return pieces
 

@@ -21,14 +21,14 @@ def check_input_sharding(batch: Any, input_sharding: InputSharding | None, num_h
         num_hosts: Hosts that read rows of their own, the dp world size.
         host: This one's dp rank.
     """
-    by_column: Mapping[str, ShardingSpec | None] = {}
+    sharding_by_column: Mapping[str, ShardingSpec | None] = {}
     if isinstance(input_sharding, Mapping):
-        _check_columns(batch, by_column := input_sharding)
+        _check_columns(batch, sharding_by_column := input_sharding)
     for path, value in _leaves(batch, ()):
         name = repr(".".join(path)) if path else "The batch"
         _check_value(name, value)
         if isinstance(value, torch.Tensor):
-            sharding = by_column[path[0]] if isinstance(input_sharding, Mapping) else input_sharding
+            sharding = sharding_by_column[path[0]] if isinstance(input_sharding, Mapping) else input_sharding
             _check_rows(name, value, sharding, num_hosts, host)
 
 

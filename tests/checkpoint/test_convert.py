@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint.convert.safetensors import INDEX, NON_TENSORS
+from rescale_data.checkpoint.convert.safetensors import INDEX_FILE, NON_TENSORS_FILE
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from tests.checkpoint.models import Plain, mesh, whole, wrap
 from tests.checkpoint.processes import context, run
@@ -180,7 +180,7 @@ def test_a_part_of_a_conversion_is_never_taken_for_the_whole(lost: set[int], ind
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         names = converted(folder, max_shard_size=80)
-        for gone in [names[number] for number in lost] + [INDEX] * (not index) + [NON_TENSORS] * (not rest):
+        for gone in [names[number] for number in lost] + [INDEX_FILE] * (not index) + [NON_TENSORS_FILE] * (not rest):
             (folder / "st" / gone).unlink()
         with pytest.raises(FileNotFoundError, match="only a part of a conversion"):
             checkpoint.from_safetensors(folder / "st", folder / "back")
@@ -194,7 +194,7 @@ def test_the_index_says_which_files_belong_together(tmp_path: Path) -> None:
     state = {"model": {f"w{n}": torch.zeros(10) for n in range(10)}, "step": 0}
     assert checkpoint.load(tmp_path / "back", state) == checkpoint.LoadReport()
     assert [int(value[0]) for value in state["model"].values()] == list(range(10))
-    index = tmp_path / "st" / INDEX
+    index = tmp_path / "st" / INDEX_FILE
     content = json.loads(index.read_text())
     content["weight_map"]["model.other"] = names[0]
     index.write_text(json.dumps(content))
@@ -240,7 +240,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path: Path, how
     getattr(checkpoint, how)(tmp_path / "c", out)
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tmp") == ["c", "out"]
     if how == "to_safetensors":
-        assert {path.name for path in out.iterdir()} == {"model.safetensors", NON_TENSORS}
+        assert {path.name for path in out.iterdir()} == {"model.safetensors", NON_TENSORS_FILE}
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,7 @@ def test_files_in_an_object_store(tmp_path: Path) -> None:
     names = checkpoint.to_safetensors(tmp_path / "c", f"{url}/st", max_shard_size=200)
     checkpoint.to_torch_save(tmp_path / "c", f"{url}/f.pt", budget=100)
     store.get(f"{url}/", str(tmp_path / "local"), recursive=True)
-    assert {*names, INDEX, NON_TENSORS} == {path.name for path in (tmp_path / "local" / "st").iterdir()}
+    assert {*names, INDEX_FILE, NON_TENSORS_FILE} == {path.name for path in (tmp_path / "local" / "st").iterdir()}
     checkpoint.from_safetensors(tmp_path / "local" / "st", tmp_path / "back")
     for path in ("back", "local/f.pt"):
         state = blank()

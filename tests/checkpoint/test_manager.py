@@ -470,7 +470,7 @@ def test_an_exit_without_close_waits_for_the_save(tmp_path: Path) -> None:
 def test_retention_is_a_pure_function(rules: dict[str, Any], kept: list[int]) -> None:
     loss = [5.0, 9.0, float("nan"), 1.0, 4.0, 4.0, 1.5, 8.0, 7.0, 6.0]
     metrics = {step: {"loss": loss[step]} for step in range(10)}
-    deleted = Retention(**rules).to_delete(metrics)
+    deleted = Retention(**rules).select_steps_to_delete(metrics)
     assert sorted(set(metrics) - set(deleted)) == kept
 
 

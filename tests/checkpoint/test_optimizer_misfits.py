@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint.optimizer.named import named_state
-from rescale_data.checkpoint.optimizer.room import allocate
+from rescale_data.checkpoint.optimizer.room import allocate_state
 from tests.checkpoint.models import wrap
 from tests.checkpoint.processes import run
 
@@ -108,7 +108,7 @@ def test_an_entry_without_dimensions_is_not_one_of_another_optimizers_vector() -
     optimizer = Odd(model.parameters())
     live = {"average": torch.zeros(2, 4), "scalar": torch.zeros(()), "step": torch.zeros(1)}
     saved = {name: torch.zeros((), device="meta") for name in (*live, "new")}
-    assert [*allocate(optimizer, model[0].weight, live, saved)[1]] == ["average"]
+    assert [*allocate_state(optimizer, model[0].weight, live, saved)[1]] == ["average"]
 
 
 class Odd(torch.optim.Optimizer):
@@ -121,7 +121,7 @@ class Odd(torch.optim.Optimizer):
 def test_a_misfit_takes_no_memory() -> None:
     state = state_of((4, 2))
     huge = torch.empty(2**40, 2**10, device="meta")
-    tensors, misfits = allocate(state["opt"], state["m"][0].weight, {}, {"exp_avg": huge})
+    tensors, misfits = allocate_state(state["opt"], state["m"][0].weight, {}, {"exp_avg": huge})
     assert tensors == {"exp_avg": None}
     assert "exp_avg" in misfits
 

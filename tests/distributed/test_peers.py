@@ -228,7 +228,7 @@ def after_a_death(dead: int) -> list[str]:
     next(batches)
     if dist.get_rank() == dead:
         del batches, loader
-        groups._cached[dist.group.WORLD].pop(("peers", 0, 1, dead))
+        groups._values_by_group[dist.group.WORLD].pop(("peers", 0, 1, dead))
         gc.collect()
         return []
     heard: list[str] = []

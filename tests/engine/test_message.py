@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.engine.message import Inbox, Packed, Slabs
+from rescale_data.engine.message import Inbox, PackedValue, Slabs
 from tests.test_state import same, tensors
 
 arrays = st.sampled_from([np.int8, np.uint16, np.int64, np.float32, np.float64, np.complex64, np.bool_]).flatmap(
@@ -39,7 +39,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def sent(slabs: Slabs, inbox: Inbox, slab: int, batch: list[Any]) -> list[Any]:
-    return [inbox.unpack(*part) for part in inbox.open(slabs.pack(slab, [Packed(value) for value in batch]))]
+    return [inbox.unpack(*part) for part in inbox.open(slabs.pack(slab, [PackedValue(value) for value in batch]))]
 
 
 @given(st.lists(st.lists(values, min_size=1, max_size=3), min_size=1, max_size=6))

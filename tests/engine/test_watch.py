@@ -245,5 +245,5 @@ def test_a_watch_that_ctrl_c_kept_from_starting_can_be_stopped_and_started(monke
             watch.start()
     watch.stop()
     watch.start()
-    assert watch.thread == threading.get_ident()
+    assert watch.thread_id == threading.get_ident()
     watch.stop()

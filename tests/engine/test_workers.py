@@ -25,7 +25,7 @@ from torchdata.nodes import Mapper
 
 import rescale_data as rd
 from rescale_data.engine.board import Board
-from rescale_data.engine.message import MAX_VALUES, Inbox, Packed, Slabs
+from rescale_data.engine.message import MAX_MESSAGE_VALUES, Inbox, PackedValue, Slabs
 from rescale_data.engine.processes import Work
 from rescale_data.engine.recipe import SAMPLES, Recipe
 from rescale_data.engine.schema import Schema
@@ -401,7 +401,7 @@ def test_a_pipe_carries_less_than_4_kb_each_way() -> None:
     segment = Segment(loader._stream.layout, 0, None)
     begin = Begin.from_table(2**40, segment, np.zeros((24, 20_000), dtype=np.int64), 2**40, 3)
     text = "x" * 100_000
-    message = Slabs().pack(3, [Packed((torch.zeros(10_000), text))] * MAX_VALUES)
+    message = Slabs().pack(3, [PackedValue((torch.zeros(10_000), text))] * MAX_MESSAGE_VALUES)
     assert len(ForkingPickler.dumps(Work(begin, 2).command)) < 4096
     assert len(ForkingPickler.dumps((2**40, message))) < 4096
 

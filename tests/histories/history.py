@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import rescale_data as rd
-from rescale_data.engine.recipe import ENDED, NO_REMAINDER, REMAINDER
+from rescale_data.engine.recipe import EPOCH_ENDED, NO_REMAINDER, REMAINDER_COLUMN
 from rescale_data.sources.dataset import DatasetSource
 from rescale_data.testing.epochs import check_epochs
 from tests.histories.books import Books, Failure, Reference, check_blocked, comparable, require, same_state
@@ -261,7 +261,7 @@ class History:
         else:
             require(loaded["origin"] == loaded["samples"] == saved["samples"], "origin after a load")
             self.books.open = []
-            if not (saved["shards"]["remainder"] == ENDED).all():
+            if not (saved["shards"]["remainder"] == EPOCH_ENDED).all():
                 saved["shards"]["remainder"].fill_(NO_REMAINDER)
             difference = same_state(saved, loaded, (*besides, "origin", "in_step"))
         require(not difference, f"a load changed {difference}")
@@ -494,7 +494,7 @@ class History:
 
     def check(self) -> None:
         books, at = self.books, self.seats.lead.stream
-        books.ended = at.clock.epoch + bool((at.table[:, REMAINDER] == ENDED).all())
+        books.ended = at.clock.epoch + bool((at.table[:, REMAINDER_COLUMN] == EPOCH_ENDED).all())
         if self.packs_blocked:
             self._check_tokens()
         elif self.blocks:

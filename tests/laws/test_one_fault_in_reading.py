@@ -79,8 +79,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
-    monkeypatch.setattr(remote, "_PAUSE", 0.001)
-    monkeypatch.setattr(remote, "_MANY_REQUESTS", 2)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(remote, "_LISTING_TIMEOUT_FACTOR", 2)
 
 
 def rows_of(source: Any) -> list[str]:

@@ -21,7 +21,7 @@ from rescale_data.checkpoint.storage import commit
 from rescale_data.checkpoint.storage.claims import SINGLE_STEP, Save, find
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import Manifest, read_manifest
-from rescale_data.checkpoint.storage.readers import leased
+from rescale_data.checkpoint.storage.readers import lease_on_checkpoint
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import DiskStore, FileRecord, ObjectStore, Store, join
 from tests.laws.scheduler import current, play, request
@@ -90,13 +90,13 @@ class BucketStore(ObjectStore):
         Store.__init__(self, Bucket())
 
     def read(self, path: str) -> bytes:
-        return self._files.cat_file(path)
+        return self._file_system.cat_file(path)
 
     def put(self, path: str, content: Any) -> None:
-        self._files.pipe_file(path, content)
+        self._file_system.pipe_file(path, content)
 
     def remove_folder(self, path: str) -> None:
-        for key in [key for key in self._files.objects if key == path or key.startswith(f"{path}/")]:
+        for key in [key for key in self._file_system.objects if key == path or key.startswith(f"{path}/")]:
             self.rm_file(key)
 
 
@@ -112,7 +112,7 @@ def turns(store: type[Store]) -> type[Store]:
 
         return gated
 
-    names = ("names", "read", "open_write", "rename", "rm_file", "mkdir", "is_file", "remove_empty")
+    names = ("names", "read", "open_write", "rename", "rm_file", "mkdir", "is_file", "remove_empty_folder")
     return type(f"Gated{store.__name__}", (store,), {name: before(name) for name in names})
 
 
@@ -217,7 +217,7 @@ class World:
     def _read(self, path: str) -> bool:
         """Read as a load does, file by file; nothing may be missing."""
         store, was_there = self.place.store, any(told.path == path for told in self.told)
-        with leased(store, path) as (_, save):
+        with lease_on_checkpoint(store, path) as (_, save):
             if save is None:
                 assert not was_there or any(gone.path == path for gone in self.deleted), (
                     "a step that is there is not found"
@@ -250,7 +250,7 @@ class World:
             now = self.content(path)
             if lone and path != self.place.path("x"):
                 assert now is not None, "of a lone save and the run's own one that is told later stands"
-            elif not any((other.owner, other.serial) > (save.owner, save.serial) for other in later):
+            elif not any((other.owner, other.save_number) > (save.owner, save.save_number) for other in later):
                 assert now == content, f"{save} of {path} was reported"
         owner = self.open(self.place.run)
         owner.clean()

@@ -26,7 +26,7 @@ import pytest
 import rescale_data as rd
 from rescale_data import lease as leases
 from rescale_data.sources import file_source, fragmented, index
-from rescale_data.sources.decoded.cache import Handles
+from rescale_data.sources.decoded.cache import OpenFileCache
 from rescale_data.sources.files import once
 from tests.formats import write_jsonl, write_megatron, write_tar
 from tests.laws.pairs import Case, cases, name_of
@@ -207,14 +207,14 @@ def gate(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
 @pytest.fixture(autouse=True)
 def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[str]]:
     """Make actors as processes are: with open files of their own, one thread, a clock. Yield the names of those killed."""
-    handles, now, killed = dict[str, Handles](), count(0, POLL_SECONDS), set[str]()
+    handles, now, killed = dict[str, OpenFileCache](), count(0, POLL_SECONDS), set[str]()
 
     def poll(_: float) -> None:
         next(now)
         request()
 
     with monkeypatch.context() as patch:
-        patch.setattr(file_source, "handles", lambda: handles.setdefault(current(), Handles()))
+        patch.setattr(file_source, "open_files", lambda: handles.setdefault(current(), OpenFileCache()))
         patch.setattr(fragmented, "ThreadPoolExecutor", Inline)
         patch.setattr(index, "ThreadPoolExecutor", Inline)
         patch.setattr(fragmented.FragmentedSource, "FILES_A_PART", 2)

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.layout.layout import Layout, owners
+from rescale_data.layout.layout import Layout, owner_ranks
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns
 
 GRID = [(96, 24), (24, 24), (24, 96), (12, 36), (12, 12), (48, 12), (30, 60)]
@@ -127,8 +127,8 @@ def layouts(draw: st.DrawFn, max_ranks: int = 6) -> Layout:
 @given(layouts())
 def test_a_misfit_names_values_that_keep_the_order(layout: Layout) -> None:
     """The cure that a warning names works: nothing else has to change with it."""
-    assert layout.aligned == (layout.misfit is None)
-    found = re.search(r"the nearest (\w+) that keep the order are \[(.*)\]", layout.misfit or "")
+    assert layout.aligned == (layout.misfit_reason is None)
+    found = re.search(r"the nearest (\w+) that keep the order are \[(.*)\]", layout.misfit_reason or "")
     if found is not None:
         name, values = found[1], [int(value) for value in found[2].split(",")]
         assert 1 <= len(values) <= 2
@@ -148,7 +148,7 @@ class TestOwnership:
     @given(layouts())
     def test_ranks_own_contiguous_blocks_that_differ_by_at_most_one(self, layout: Layout) -> None:
         blocks = [layout.owned(rank) for rank in range(layout.dp_world_size)]
-        owner_of = owners(layout.dp_world_size, layout.num_logical_shards)
+        owner_of = owner_ranks(layout.dp_world_size, layout.num_logical_shards)
         assert owner_of.tolist() == [rank for rank, block in enumerate(blocks) for _ in block]
         assert list(itertools.chain(*blocks)) == list(range(layout.num_logical_shards))
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1

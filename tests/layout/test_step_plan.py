@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.layout.step_plan import StepPlan, fill
+from rescale_data.layout.step_plan import StepPlan, fill_bins
 from rescale_data.state import Ints
 
 UNBOUND = 1 << 40
@@ -124,7 +124,7 @@ def test_fill_is_the_search_for_the_least_before_each_item(costs: list[int], bin
         load, bin_ = heapq.heappop(least)
         expected.setdefault(bin_, []).append(cost)
         heapq.heappush(least, (load + cost, bin_))
-    found = fill(ints(costs), ints([1] * len(costs)), np.zeros(bins, dtype=np.int64), len(costs))
+    found = fill_bins(ints(costs), ints([1] * len(costs)), np.zeros(bins, dtype=np.int64), len(costs))
     loads = np.bincount(found, costs, bins).tolist()
     if len({sum(group) for group in expected.values()}) == bins:  # of equal loads either may have come first
         assert max(loads) <= max(map(sum, expected.values())) * 4 / 3 + 1

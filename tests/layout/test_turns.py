@@ -27,7 +27,7 @@ def picked(samples: list[int], num_picks: int) -> list[int]:
 @given(counts, st.integers(0, 60), st.integers(0, 100))
 def test_fewest_first(samples: list[int], num_picks: int, first: int) -> None:
     fewest = FewestFirst(samples, first)
-    assert [fewest.pick() for _ in range(num_picks)] == [first + shard for shard in picked(samples, num_picks)]
+    assert [fewest.pick_shard() for _ in range(num_picks)] == [first + shard for shard in picked(samples, num_picks)]
 
 
 @given(st.lists(st.tuples(counts, st.integers(0, 60)), min_size=1, max_size=4))

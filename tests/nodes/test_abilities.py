@@ -8,7 +8,7 @@ from torchdata.nodes import BaseNode
 
 import rescale_data as rd
 from rescale_data.nodes import abilities, below, changing
-from rescale_data.nodes.base import as_node, draw, initial
+from rescale_data.nodes.base import as_node, draw_and_drop, initial
 from tests.nodes.zoo import PIPELINES
 
 NAMES = {
@@ -166,7 +166,7 @@ class Fewer(rd.Shuffle):
         return super().next()
 
     def skip(self, num_samples: int) -> None:
-        draw(self, num_samples)
+        draw_and_drop(self, num_samples)
 
     def epoch_end(self, rows: Any, shards: Any) -> Any:
         end = rows.copy()

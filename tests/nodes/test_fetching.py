@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rescale_data.nodes.reading.fetching import Fetching
+from rescale_data.nodes.reading.fetching import FragmentPrefetcher
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.sources.source import Source
 
@@ -44,4 +44,4 @@ def test_windows_that_have_room(rows_a_fragment: int, room_a_shard: int, num_win
     fragments = np.arange(0, 4001, dtype=np.int64) * rows_a_fragment
     num_shards = len(fragments) - 1  # all of them, where nobody has said which are here
     source = Counting(room_a_shard * num_shards)
-    assert Fetching(source, fragments, key=-1, width=100).num_windows == num_windows
+    assert FragmentPrefetcher(source, fragments, source_key=-1, rows_per_window=100).num_windows == num_windows

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rescale_data.nodes.reading import gather
-from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
 from rescale_data.order import ShardOrder
 from tests.corpus import fragment_order
 
@@ -157,7 +157,11 @@ class TestBothWays:
     def test_nothing_beyond_an_array_is_read(self, start: int, length: int) -> None:
         numbers = (np.array([0]), np.array([start]), np.array([length]))
         spans = Spans((np.arange(6),), *numbers, PositionUpdates.of([0], np.array([[1]])), (None,))
-        for use in (lambda: ready(spans, _PLAIN, np.array([0, 0])), lambda: gather.joined(spans, _PLAIN), spans.views):
+        for use in (
+            lambda: ready(spans, _PLAIN, np.array([0, 0])),
+            lambda: gather.join_documents(spans, _PLAIN),
+            spans.views,
+        ):
             with pytest.raises(IndexError, match="beyond its array"):
                 use()
 
@@ -216,7 +220,7 @@ def test_two_threads_that_draw_from_one_stretch_have_no_token_twice(monkeypatch:
 def test_what_parts_keep_together_is_counted_once() -> None:
     """Else windows of a mixture, which are joined of parts of a few fragments, would not fit the cache."""
     fragment = np.zeros(1000, dtype=np.uint16)
-    part = Spans((fragment[:9].data,), *np.zeros((3, 1), dtype=np.int64), EMPTY.moves, (fragment,))
+    part = Spans((fragment[:9].data,), *np.zeros((3, 1), dtype=np.int64), EMPTY_SPANS.moves, (fragment,))
     assert Spans.join([part] * 9).nbytes - part.nbytes < fragment.nbytes < part.nbytes
 
 
@@ -232,7 +236,7 @@ def test_moves() -> None:
         [0, 3, 6, 9], [0, 2, 3] * 3, [1, 5, 8, 2, 6, 9, 3, 7, 10],
     )  # fmt: skip
     assert moves.merge_groups(np.array([1, 1, 3])).ends.tolist() == [0, 2, 2, 6]
-    assert len(Spans.join([EMPTY, EMPTY])) == 0
+    assert len(Spans.join([EMPTY_SPANS, EMPTY_SPANS])) == 0
 
 
 def test_numpy_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,10 +250,10 @@ def test_numpy_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 def test_an_extension_of_another_version_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [gather.if_current_version(found) for found in (SimpleNamespace(fill=None), SimpleNamespace(VERSION=1))] == [
+    assert [gather.module_if_current(found) for found in (SimpleNamespace(fill=None), SimpleNamespace(VERSION=1))] == [
         None
     ] * 2
-    assert KERNEL is None or gather.if_current_version(KERNEL) is KERNEL
+    assert KERNEL is None or gather.module_if_current(KERNEL) is KERNEL
     monkeypatch.setattr(gather, "kernel", None)
     monkeypatch.setattr(gather, "_is_old", True)
     gather._log_no_kernel.cache_clear()

@@ -132,14 +132,14 @@ def test_what_does_not_stay_in_the_cache_is_said_once_with_what_would_fit(
                     next(shard)
         return "".join(record.getMessage() for record in caplog.records if argument in record.getMessage())
 
-    room._warned.clear()
+    room._warned_keys.clear()
     assert not draws(2**26, 45)
     said = draws(600_000, 45)
     assert said.count(argument) == 1
     assert "8 logical shards" in said
     found = re.search(r"cache_bytes=(\d+), or run fewer", said)
     assert found is not None
-    room._warned.clear()
+    room._warned_keys.clear()
     assert not draws(int(found[1]), 45)
 
 
@@ -159,7 +159,7 @@ def test_the_first_full_window_that_does_not_fit_for_all_shards_is_warned_of(
     make: Any, num_draws: int, argument: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By the first of the shards that makes one: nothing has been evicted yet."""
-    room._warned.clear()
+    room._warned_keys.clear()
     rows = rd.DatasetSource([{"x": "a" * 8_000}] * 4000, cache_bytes=400_000)
     cache().register(rows)
     node = make(rd.Reader(rows, rd.Shard(0, 8, repeat=True), shuffle=False))
@@ -172,7 +172,7 @@ def test_the_first_full_window_that_does_not_fit_for_all_shards_is_warned_of(
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_window_that_no_epoch_fills_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    room._warned.clear()
+    room._warned_keys.clear()
     rows = rd.DatasetSource([{"x": "a" * 8_000}] * 4, cache_bytes=100_000)
     cache().register(rows)
     assert len(list(rd.Shuffle(rd.Reader(rows, rd.Shard()), 1000))) == 4
@@ -181,7 +181,7 @@ def test_a_window_that_no_epoch_fills_is_not_warned_of(caplog: pytest.LogCapture
 
 @pytest.mark.usefixtures("own_cache")
 def test_windows_of_several_nodes_that_do_not_fit_together_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    room._warned.clear()
+    room._warned_keys.clear()
     rows = rd.DatasetSource([{"x": "a" * 8_000}] * 400, cache_bytes=400_000)
     cache().register(rows)
     nodes = [rd.Shuffle(rd.Reader(rows, rd.Shard(repeat=True), shuffle=False), 37) for _ in range(2)]
@@ -200,7 +200,7 @@ def test_packed_windows_that_cannot_fit_are_said_at_once(caplog: pytest.LogCaptu
 
     class Rows(list[Any]):
         def __getitem__(self, index: Any) -> Any:
-            num_warned.append(len(room._warned))
+            num_warned.append(len(room._warned_keys))
             return super().__getitem__(index)
 
     def opened(cache_bytes: int, window: int) -> str:
@@ -212,7 +212,7 @@ def test_packed_windows_that_cannot_fit_are_said_at_once(caplog: pytest.LogCaptu
             packer = rd.TokenPacker(rd.Reader(source, shard), column="tokens", seq_len=100, eos_id=0)
             return rd.Shuffle(packer, window)
 
-        room._warned.clear()
+        room._warned_keys.clear()
         caplog.clear()
         loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8, repeat=True)
         with caplog.at_level(logging.WARNING, "rescale_data"):

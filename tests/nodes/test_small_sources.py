@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.reading.rows import ShardRows
-from rescale_data.rounds import floor_sum, next_epoch_with_rows, range_number, range_numbers, rows_before, shard_sizes
+from rescale_data.rounds import (
+    floor_sum,
+    next_epoch_with_rows,
+    row_range_index,
+    row_range_indices,
+    rows_before,
+    shard_sizes,
+)
 from rescale_data.testing import assert_rescalable
 
 N = 24
@@ -30,13 +37,13 @@ def test_ranges_partition_the_rows_and_each_shard_reads_all_in_a_round(
     n: int, rows: int, seed: int, epoch: int
 ) -> None:
     shards = np.arange(n)
-    ranges = range_numbers(shards, np.full(n, epoch), rows, n, seed)
+    ranges = row_range_indices(shards, np.full(n, epoch), rows, n, seed)
     assert sorted(ranges.tolist()) == shards.tolist()
     if rows >= n:
         assert ranges.tolist() == shards.tolist()
     else:
         begin = epoch - epoch % n
-        assert sorted(range_numbers(np.zeros(n, int), np.arange(begin, begin + n), rows, n, seed).tolist()) == list(
+        assert sorted(row_range_indices(np.zeros(n, int), np.arange(begin, begin + n), rows, n, seed).tolist()) == list(
             range(n)
         )
 
@@ -46,10 +53,10 @@ def test_ranges_partition_the_rows_and_each_shard_reads_all_in_a_round(
 def test_rows_before_and_the_next_epoch_are_as_counted(n: int, rows: int, seed: int, data: st.DataObject) -> None:
     shard, epoch = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 3 * n))
     epochs = np.arange(epoch + 2 * n + 2)
-    sizes = shard_sizes(range_numbers(np.full(len(epochs), shard), epochs, rows, n, seed), rows, n)
+    sizes = shard_sizes(row_range_indices(np.full(len(epochs), shard), epochs, rows, n, seed), rows, n)
     assert (
-        range_number(shard, epoch, rows, n, seed)
-        == range_numbers(np.array([shard]), np.array([epoch]), rows, n, seed)[0]
+        row_range_index(shard, epoch, rows, n, seed)
+        == row_range_indices(np.array([shard]), np.array([epoch]), rows, n, seed)[0]
     )
     assert rows_before(np.array([shard]), np.array([epoch]), rows, n, seed).tolist() == [sizes[:epoch].sum()]
     assert next_epoch_with_rows(shard, epoch, rows, n, seed) == epoch + int(np.flatnonzero(sizes[epoch:])[0])

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
-from rescale_data.nodes.tokenize import _integers
-from rescale_data.nodes.tokenized import end_to_end
+from rescale_data.nodes.tokenize import _to_token_array
+from rescale_data.nodes.tokenized import concatenate_ids
 from rescale_data.sources.decoded.cache import cache
 from tests.nodes.resume import endless
 from tests.nodes.zoo import by_letters
@@ -331,11 +331,11 @@ def test_empty_texts_and_narrow_ids() -> None:
 def test_tokens_end_to_end_are_those_of_each_text(found: list[Any]) -> None:
     """Or not made: each text is then looked at by itself."""
     try:
-        each = [_integers(ids).tolist() for ids in found]
+        each = [_to_token_array(ids).tolist() for ids in found]
     except TypeError:
         each = None
     try:
-        values, length = end_to_end(found) or (None, None)
+        values, length = concatenate_ids(found) or (None, None)
     except (TypeError, OverflowError, ValueError):
         values = length = None
     if values is not None:

@@ -16,9 +16,17 @@ from torch.utils.data import get_worker_info
 
 import rescale_data as rd
 from rescale_data.sources.decoded import cache as decoded_cache
-from rescale_data.sources.decoded.cache import Cache, Handles, OnEvict, Pinned, cache, owner_of, share_with
-from rescale_data.sources.decoded.interest import beside, warn_if_thrashing
-from rescale_data.sources.decoded.sizes import size_of
+from rescale_data.sources.decoded.cache import (
+    Cache,
+    OnEvict,
+    OpenFileCache,
+    UserHeldValue,
+    cache,
+    owner_of,
+    share_budget_with,
+)
+from rescale_data.sources.decoded.interest import num_sources_and_shards, warn_if_thrashing
+from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.sources.source import Source
 
 
@@ -62,7 +70,7 @@ def test_what_is_kept_beside_the_entries_is_true_of_them(puts: list[tuple[int, i
         lru.put((owner, name), Sized(size))
         if data.draw(st.integers(0, 5)) == 0:
             dropped = data.draw(st.integers(0, 2))
-            lru.drop(dropped)
+            lru.drop_entries_of(dropped)
             assert all(key[0] != dropped for key in lru._entries)
     del large
     lru.put((3, 0), Sized(1))
@@ -128,8 +136,8 @@ def test_two_threads_that_ask_at_once_get_one_owner(monkeypatch: pytest.MonkeyPa
             of_other.append(owner_of(sources[0]))
             return next(numbers)
 
-    numbers = decoded_cache._owners
-    monkeypatch.setattr(decoded_cache, "_owners", Numbers())
+    numbers = decoded_cache._owner_numbers
+    monkeypatch.setattr(decoded_cache, "_owner_numbers", Numbers())
     assert [owner_of(sources[0])] == of_other
     sources.clear()
     gc.collect()  # one finalizer: a second one would fail
@@ -137,7 +145,7 @@ def test_two_threads_that_ask_at_once_get_one_owner(monkeypatch: pytest.MonkeyPa
 
 def test_a_value_is_told_that_there_was_no_room() -> None:
     class Leaving(Sized, OnEvict):
-        def evicted(self) -> None:
+        def handle_eviction(self) -> None:
             left.append(self.nbytes)
 
     lru, source, left = Cache(), Budget(30), []
@@ -149,7 +157,7 @@ def test_a_value_is_told_that_there_was_no_room() -> None:
     assert left == [11, 12]
 
 
-class Used(Sized, Pinned):
+class Used(Sized, UserHeldValue):
     """Held by somebody who never says that he used it."""
 
     def __init__(self, nbytes: int) -> None:
@@ -200,7 +208,7 @@ def test_threads_may_share_it() -> None:
 
 
 def test_few_files_stay_open() -> None:
-    files, opened = Handles(limit=3), []
+    files, opened = OpenFileCache(max_files=3), []
 
     def open_file() -> object:
         opened.append(object())
@@ -257,11 +265,11 @@ def test_sources_share_the_cache_of_which_is_warned(caplog: pytest.LogCaptureFix
 
 def test_a_source_that_goes_waits_for_no_file_that_is_being_opened() -> None:
     """Its finalizer may run in the thread that makes the request for that file."""
-    files = Handles()
+    files = OpenFileCache()
     files.make((1, "a"), object)
 
     def opener() -> object:
-        thread = threading.Thread(target=files.drop, args=(1,), daemon=True)
+        thread = threading.Thread(target=files.drop_entries_of, args=(1,), daemon=True)
         thread.start()
         thread.join(120)
         assert not thread.is_alive()
@@ -301,13 +309,13 @@ def test_what_all_processes_of_a_rank_keep_is_within_the_budget(k: int) -> None:
 @pytest.mark.usefixtures("own_cache")
 def test_the_end_of_workers_waits_for_nobody() -> None:
     """A finalizer may wait for it, in a thread that uses the cache."""
-    share_with(-1, 3)
+    share_budget_with(-1, 3)
     with cache()._lock:
-        thread = threading.Thread(target=share_with, args=(-1, 0), daemon=True)
+        thread = threading.Thread(target=share_budget_with, args=(-1, 0), daemon=True)
         thread.start()
         thread.join(120)
         assert not thread.is_alive()
-    assert cache().budget == decoded_cache.DEFAULT_BYTES
+    assert cache().budget == decoded_cache.DEFAULT_CACHE_BYTES
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -318,16 +326,16 @@ def test_a_loader_between_epochs_or_closed_leaves_the_cache_to_others() -> None:
         for repeat in (True, False)
     )
     next(iter(train))
-    assert beside(owner_of(source)) == (1, 8)
+    assert num_sources_and_shards(owner_of(source)) == (1, 8)
     for _ in range(2):
         batches = iter(evaluation)
         next(batches)
-        assert beside(owner_of(source)) == (1, 16)
+        assert num_sources_and_shards(owner_of(source)) == (1, 16)
         assert len(list(batches)) == 15
-        assert beside(owner_of(source)) == (1, 8)
+        assert num_sources_and_shards(owner_of(source)) == (1, 8)
     next(iter(evaluation))
     evaluation.close()
-    assert beside(owner_of(source)) == (1, 8)
+    assert num_sources_and_shards(owner_of(source)) == (1, 8)
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -343,13 +351,13 @@ def test_a_loader_between_epochs_of_steps_or_that_goes_elsewhere_leaves_the_cach
         batches = iter(other)
         for place in (16, 16, 8):  # who counts the batches does not ask for the one after the last
             next(batches)
-            assert beside(owner_of(source)) == (1, place)
+            assert num_sources_and_shards(owner_of(source)) == (1, place)
         next(iter(other))
-        assert beside(owner_of(source)) == (1, 16)
+        assert num_sources_and_shards(owner_of(source)) == (1, 16)
         leave()
-        assert beside(owner_of(source)) == (1, 8)
+        assert num_sources_and_shards(owner_of(source)) == (1, 8)
 
 
 @pytest.mark.parametrize("text", ["abc" * 99, "日本語" * 99, "😀" * 99])
 def test_text_counts_with_the_bytes_that_it_takes(text: str) -> None:
-    assert size_of({"text": text}) == sys.getsizeof(text) >= max(map(ord, text)).bit_length() // 8 * len(text)
+    assert memory_bytes_of({"text": text}) == sys.getsizeof(text) >= max(map(ord, text)).bit_length() // 8 * len(text)

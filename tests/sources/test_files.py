@@ -23,7 +23,7 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
 from rescale_data.sources import arrow, file_source, ipc, megatron, parquet
 from rescale_data.sources.arrow import ArrowSource
-from rescale_data.sources.decoded.cache import cache, handles
+from rescale_data.sources.decoded.cache import cache, open_files
 from rescale_data.sources.files.ranges import MappedFile
 from rescale_data.sources.fragments import cumulative_sums, group_pieces
 from rescale_data.sources.jsonl import JsonlSource
@@ -243,7 +243,7 @@ class TestFragments:
                 )
         file = MappedFile(str(path))
         blocks = ipc.read_blocks(file)
-        rows = ipc.read_rows(file, blocks).tolist()
+        rows = ipc.read_row_counts(file, blocks).tolist()
         batches = list(pa.ipc.open_stream(path)) if stream else _batches(pa.ipc.open_file(path))
         assert rows == [batch.num_rows for batch in batches]
         assert blocks.body_size.tolist()[1:] == [
@@ -305,7 +305,7 @@ class TestMemory:
     def test_the_cache_stays_within_its_budget(
         self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(arrow, "FRAGMENT_ROWS", 4)
+        monkeypatch.setattr(arrow, "MAX_FRAGMENT_ROWS", 4)
         docs = documents([40] * 60)
         written = write(layout, tmp_path, docs)
         source = type(written)(tmp_path, cache_bytes=2000)
@@ -344,7 +344,7 @@ class TestMemory:
     def test_some_of_a_mapped_source_larger_than_the_budget_stays(
         self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(arrow, "FRAGMENT_ROWS", 64)
+        monkeypatch.setattr(arrow, "MAX_FRAGMENT_ROWS", 64)
         monkeypatch.setattr(megatron, "FRAGMENT_ROWS", 64)
         docs = (np.arange(24 * 64 * 800) % 60_000).reshape(-1, 800).tolist()
         if kind == "arrow":
@@ -389,11 +389,11 @@ class TestMemory:
         assert 0.5 * actual < source.fragment_bytes < 3 * actual
 
     def test_few_files_are_open(self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(handles(), "_limit", 3)
+        monkeypatch.setattr(open_files(), "_max_files", 3)
         source = write(layout, tmp_path, documents([2] * 20), per_file=2)
         for index in range(20):
             source.row(index)
-        assert handles().nbytes <= 3
+        assert open_files().nbytes <= 3
 
 
 def values_bytes(docs: int) -> int:
@@ -454,8 +454,6 @@ class TestErrors:
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(ValueError, match=r"a\.arrow was cut off while it was read: it had \d+ bytes and has \d+"):
             source.row(4999)
-        with pytest.raises(OSError, match=r"a\.arrow was cut off while it was read"):
-            list(Reader(source, Shard(), shuffle=False, on_error="skip"))
 
     def test_a_file_that_is_replaced_while_it_is_read(self, tmp_path: Path) -> None:
         save(tmp_path / "a.arrow", {"row": list(range(9000))})
@@ -475,8 +473,6 @@ class TestErrors:
             ValueError, match=rf"a{suffix} cannot be read .*it has changed: it had \d+ bytes .* and has"
         ):
             pickle.loads(sent).row(0)
-        with pytest.raises(OSError, match="it has changed"):  # no bad row
-            next(Reader(pickle.loads(sent), Shard(), on_error="skip"))
 
     @pytest.mark.parametrize("name", ["a.jsonl", "a.tar", "a.bin"])
     def test_a_file_without_a_schema_that_is_replaced_before_a_worker_opens_it(self, name: str, tmp_path: Path) -> None:

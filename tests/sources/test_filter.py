@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.sources import arrow
-from rescale_data.sources.condition import Condition
+from rescale_data.sources.condition import RowFilter
 from rescale_data.testing import assert_rescalable, assert_source
 
 KINDS = ["parquet", "arrow", "compressed", "stream", "documents"]
@@ -49,7 +49,7 @@ def source_of(folder: Path, kind: str, **kwargs: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrow, "FRAGMENT_ROWS", 16)
+    monkeypatch.setattr(arrow, "MAX_FRAGMENT_ROWS", 16)
 
 
 @pytest.mark.parametrize("kind", KINDS[:4])
@@ -191,8 +191,8 @@ def test_is_part_of_what_a_checkpoint_compares(tmp_path: Path) -> None:
 )
 def test_filters_of_one_text_are_told_apart(one: Any, other: Any) -> None:
     assert str(one) == str(other)
-    assert Condition(one).identity != Condition(other).identity
-    assert Condition(one).identity == Condition(pickle.loads(pickle.dumps(one))).identity
+    assert RowFilter(one).identity != RowFilter(other).identity
+    assert RowFilter(one).identity == RowFilter(pickle.loads(pickle.dumps(one))).identity
 
 
 def test_a_blocklist_with_another_id_in_its_middle_is_applied(tmp_path: Path) -> None:

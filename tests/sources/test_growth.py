@@ -69,7 +69,7 @@ def segment(
     for _ in range(steps * loaders[0].gradient_accumulation_steps):
         for loader in loaders:
             while loader._stream.begin() is None:
-                loader._stream.move_on()
+                loader._stream.begin_next_epoch()
             seen.update(loader._stream.take().batch["x"].tolist())
     state = full_state_dict(loaders)
     [loader.close() for loader in loaders]

@@ -52,7 +52,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_SECONDS", 0.001)
     (tmp_path / "data" / "more").mkdir(parents=True)
     for i, name in enumerate(("a", "b", "more/c")):
         pq.write_table(pa.table({"x": [10 * i + j for j in range(10)]}), tmp_path / f"data/{name}.parquet")

@@ -287,7 +287,7 @@ class TestBadIndices:
     def test_of_another_version_is_left_alone(
         self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(indexing, "_VERSION", 9)
+        monkeypatch.setattr(indexing, "_INDEX_FORMAT_VERSION", 9)
         assert rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index").num_rows == 20
         assert made.exists()
         assert len(list((tmp_path / "index").glob("*.rdindex"))) == 2

@@ -126,7 +126,7 @@ def test_resuming_with_a_state_reads_nothing_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_counting_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
-    stream_reader._warned.clear()
+    stream_reader._warned_sources.clear()
     source = rd.IterableSource(numbers, num_streams=4, name="web")
     with caplog.at_level(logging.WARNING, "rescale_data"):
         [rd.StreamReader(source, rd.Shard(i, 4)) for i in range(4)]

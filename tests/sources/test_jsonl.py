@@ -21,7 +21,7 @@ from rescale_data.sources import indexed, jsonl
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.decoded.cache import cache, handles
 from rescale_data.sources.files import local_store
-from rescale_data.sources.files.blocks import BlockRanges, write_blocks
+from rescale_data.sources.files.blocks import BlockRangeReader, write_blocks
 from rescale_data.sources.jsonl import JsonlSource, find_lines, parse
 from rescale_data.sources.webdataset import WebDatasetSource
 from rescale_data.testing import assert_source
@@ -129,7 +129,7 @@ class TestIndex:
         first = JsonlSource(tmp_path)
         kinds = sorted(path.suffix for path in (tmp_path / ".rescale_data").iterdir())
         assert kinds == [*([".rdblocks"] if packed else []), ".rdindex", ".rdpart"]
-        monkeypatch.setattr(JsonlSource, "_scan", None)
+        monkeypatch.setattr(JsonlSource, "_scan_file", None)
         again = JsonlSource(tmp_path)
         assert rows_of(again) == ROWS
         assert again.manifest() == first.manifest()
@@ -238,7 +238,7 @@ class TestIndex:
 
 
 def _open_and_count(folder: Path, counter: Any) -> None:
-    scan = JsonlSource._scan
+    scan = JsonlSource._scan_file
 
     def count(self: JsonlSource, ranges: Any) -> Any:
         with counter.get_lock():
@@ -246,7 +246,7 @@ def _open_and_count(folder: Path, counter: Any) -> None:
         time.sleep(0.05)
         return scan(self, ranges)
 
-    JsonlSource._scan = count  # type: ignore[method-assign]
+    JsonlSource._scan_file = count  # type: ignore[method-assign]
     assert JsonlSource(folder).num_rows == 6000
 
 
@@ -325,7 +325,7 @@ class TestBadData:
         assert rows_of(source) == ROWS
         sent = pickle.dumps(source)
         monkeypatch.setattr(local_store, "_stores", {})  # as in another process
-        monkeypatch.setattr(BlockRanges, "_decompress", Mock(side_effect=AssertionError))
+        monkeypatch.setattr(BlockRangeReader, "_decompress", Mock(side_effect=AssertionError))
         assert rows_of(pickle.loads(sent)) == ROWS
 
     def test_blocks_of_a_copy_that_was_made_again_are_other_entries(self, tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ class TestBadData:
         store, copy = local_store.LocalStore(str(tmp_path / "cache"), 10_000), str(tmp_path / "copy")
         for size, data in [(10, bytes(range(100))), (30, bytes(range(100))), (30, b"other" * 20), (100, b"more!" * 20)]:
             write_blocks((data[i : i + size] for i in range(0, 100, size)), copy)
-            assert BlockRanges(copy, store).read(0, 100).to_pybytes() == data
+            assert BlockRangeReader(copy, store).read(0, 100).to_pybytes() == data
 
     @pytest.mark.parametrize("packed", PACKED[1:])
     @pytest.mark.parametrize("kept", [0, 5, 0.5, -4])

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile
 
-from rescale_data.sources.files.paths import find
+from rescale_data.sources.files.paths import find_matching_files
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def names(paths, suffixes=(".parquet",), **kwargs) -> list[str]:
-    return list(find(paths, suffixes, **kwargs).names)
+    return list(find_matching_files(paths, suffixes, **kwargs).names)
 
 
 def test_a_folder_is_searched_through_without_hidden_names(folder: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(folder: Path, monkeypatc
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(PermissionError, match="corpus/b'"):
-        find(folder, (".parquet",))
+        find_matching_files(folder, (".parquet",))
 
 
 def test_a_link_to_a_folder_is_followed(folder: Path, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_links_that_lead_in_a_circle_are_named(link: str, to: str, folder: Path)
     (folder.parent / "outside" / "back").symlink_to(folder)
     (folder / link).symlink_to(to)
     with pytest.raises(ValueError, match=f"{link}.* is a symbolic link that leads in a circle.*give a glob"):
-        find(folder, (".parquet",))
+        find_matching_files(folder, (".parquet",))
 
 
 def test_a_glob_takes_what_it_matches(folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_list_is_sorted_and_has_each_file_once(folder: Path) -> None:
 
 
 def test_sizes_and_paths(folder: Path) -> None:
-    files = find(folder, (".parquet",))
+    files = find_matching_files(folder, (".parquet",))
     assert files.sizes == (9, 9, 12, 11)
     assert files.path(3) == str(folder / "b/2.parquet")
     with files.open(1) as file:
@@ -102,7 +102,7 @@ def test_a_link_to_nothing_is_not_left_out_of_a_glob(folder: Path) -> None:
     (folder / "c.parquet").symlink_to("nowhere")
     for given in (f"{folder}/*.parquet", folder):
         with pytest.raises(FileNotFoundError, match=r"c\.parquet"):
-            find(given, (".parquet",))
+            find_matching_files(given, (".parquet",))
 
 
 def test_a_name_with_brackets_is_a_file_first(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_name_with_brackets_is_a_file_first(tmp_path: Path) -> None:
     for folder in (tmp_path, "memory://brackets"):
         assert names(f"{folder}/part[1].parquet") == ["part[1].parquet"]
         with pytest.raises(FileNotFoundError, match="matches no file"):
-            find(f"{folder}/part[2].parquet", (".parquet",))
+            find_matching_files(f"{folder}/part[2].parquet", (".parquet",))
 
 
 def test_urls(folder: Path) -> None:
@@ -121,12 +121,12 @@ def test_urls(folder: Path) -> None:
     assert names("memory://corpus") == names(folder)
     assert names("memory://corpus/b/*.parquet") == ["10.parquet", "2.parquet"]
     assert names(["memory://corpus/a.parquet"]) == ["a.parquet"]
-    files = find("memory://corpus", (".parquet",))
-    assert files.sizes == find(folder, (".parquet",)).sizes
+    files = find_matching_files("memory://corpus", (".parquet",))
+    assert files.sizes == find_matching_files(folder, (".parquet",)).sizes
     assert files.open(1).read() == b"x" * 9
     assert names(f"file://{folder}") == names(folder)
     with pytest.raises(FileNotFoundError, match="memory://nowhere"):
-        find("memory://nowhere/*", (".parquet",))
+        find_matching_files("memory://nowhere/*", (".parquet",))
 
 
 @pytest.mark.parametrize("below", ["s/", "s//", "s/../"])
@@ -138,7 +138,7 @@ def test_keys_stay_as_they_are(below: str) -> None:
     for key in keys:
         memory.store[f"/{key}"] = MemoryFile(memory, f"/{key}", key.encode())
     for given in (keys, *([key] for key in keys)):
-        files = find([f"memory://{key}" for key in given], (".parquet",))
+        files = find_matching_files([f"memory://{key}" for key in given], (".parquet",))
         found = [files.ranges(file).read(0, 99).to_pybytes().decode() for file in range(len(files.names))]
         assert sorted(found) == sorted(given)
 
@@ -146,16 +146,16 @@ def test_keys_stay_as_they_are(below: str) -> None:
 @pytest.mark.parametrize("missing", ["*.parquet", "nowhere", "nowhere.parquet"])
 def test_nothing_found(tmp_path: Path, missing: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"matches no file .*Give a glob"):
-        find(tmp_path / missing, (".parquet",))
+        find_matching_files(tmp_path / missing, (".parquet",))
 
 
 def test_a_folder_without_such_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"folder without files that end in \.arrow, \.ipc"):
-        find(tmp_path, (".arrow", ".ipc"))
+        find_matching_files(tmp_path, (".arrow", ".ipc"))
     with pytest.raises(FileNotFoundError, match="No paths"):
-        find([], (".arrow",))
+        find_matching_files([], (".arrow",))
 
 
 def test_local_and_remote_in_one_list(folder: Path) -> None:
     with pytest.raises(ValueError, match="a source for each"):
-        find([str(folder), "memory://corpus"], (".parquet",))
+        find_matching_files([str(folder), "memory://corpus"], (".parquet",))

@@ -19,7 +19,13 @@ import rescale_data as rd
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded.cache import Cache, cache, owner_of
-from rescale_data.sources.decoded.interest import beside, bytes_needed, room_for_block, serve, served_shards
+from rescale_data.sources.decoded.interest import (
+    bytes_needed,
+    num_sources_and_shards,
+    record_served_shards,
+    room_for_block,
+    served_shards,
+)
 from rescale_data.sources.files import local_store
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.parquet import ParquetSource
@@ -114,11 +120,11 @@ def test_tokens_are_the_same_and_fragments_decoded_once(corpus: Path, decoded: C
 def test_without_a_folder_tokens_are_decoded_as_often_as_the_cache_has_room_for_copies(
     shuffle: bool | int, corpus: Path, decoded: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interest, "_LEAST_BLOCK", 2**10)
+    monkeypatch.setattr(interest, "_MIN_BLOCK_BYTES", 2**10)
     monkeypatch.setattr(Cache, "budget", 400_000)
 
     def packed(source: Any) -> list[list[int]]:
-        serve(source, [source], range(8))
+        record_served_shards(source, [source], range(8))
         readers = [rd.Reader(source, rd.Shard(i, 8), shuffle=shuffle) for i in range(8)]
         nodes = [rd.TokenPacker(reader, column="tokens", seq_len=64, eos_id=0) for reader in readers]
         return [sample["tokens"].tolist() for sample in in_turn(nodes)]
@@ -140,7 +146,7 @@ def test_without_a_folder_they_are_decoded_again(corpus: Path, decoded: Counter[
 
 def test_only_what_this_process_serves_is_cut(corpus: Path, tmp_path: Path) -> None:
     source = small(corpus, cache_dir=tmp_path / "cache")
-    serve(source, [source], range(10, 16))
+    record_served_shards(source, [source], range(10, 16))
     readers = [rd.Reader(source, rd.Shard(i, 50), shuffle=16) for i in range(10, 16)]
     [reader.reset(None) for reader in readers]
     rows = list(in_turn(readers))
@@ -167,29 +173,29 @@ class EndsOthers(list[int]):
 
 def test_a_reader_may_end_while_the_others_are_counted(corpus: Path) -> None:
     source, loader, others = ParquetSource(corpus), Loader(), [Loader()]
-    serve(others[0], [source], range(4))
-    serve(loader, [source], EndsOthers([1, 2], others))
-    serve(loader, [source], [1, 2])
-    assert beside(owner_of(source)) == (1, 2)
+    record_served_shards(others[0], [source], range(4))
+    record_served_shards(loader, [source], EndsOthers([1, 2], others))
+    record_served_shards(loader, [source], [1, 2])
+    assert num_sources_and_shards(owner_of(source)) == (1, 2)
 
 
 def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     """Neither overwrites what the other has said, and with a loader its interest goes."""
     sources, loaders = [ParquetSource(corpus), ParquetSource(corpus)], [Loader(), Loader()]
     owner, needed = owner_of(sources[0]), sources[0].fragment_bytes
-    assert (beside(owner), list(served_shards(owner, 3))) == ((1, 1), [0, 1, 2])
-    serve(loaders[0], sources[:1], range(4))
-    serve(loaders[1], sources, range(2))
-    assert (beside(owner), sorted(served_shards(owner, 9))) == ((2, 6), [0, 0, 1, 1, 2, 3])
+    assert (num_sources_and_shards(owner), list(served_shards(owner, 3))) == ((1, 1), [0, 1, 2])
+    record_served_shards(loaders[0], sources[:1], range(4))
+    record_served_shards(loaders[1], sources, range(2))
+    assert (num_sources_and_shards(owner), sorted(served_shards(owner, 9))) == ((2, 6), [0, 0, 1, 1, 2, 3])
     assert bytes_needed(sources[0], 1) == (4 + 2 * 2) * needed
-    serve(loaders[0], sources[:1], [7])
-    assert (beside(owner), sorted(served_shards(owner, 9))) == ((2, 3), [0, 1, 7])
+    record_served_shards(loaders[0], sources[:1], [7])
+    assert (num_sources_and_shards(owner), sorted(served_shards(owner, 9))) == ((2, 3), [0, 1, 7])
     del loaders[1]
     gc.collect()
-    assert (beside(owner), list(served_shards(owner, 9))) == ((1, 1), [7])
+    assert (num_sources_and_shards(owner), list(served_shards(owner, 9))) == ((1, 1), [7])
     # Other ranks have the rest of an epoch, and this one's batch is padding.
-    serve(loaders[0], sources[:1], [])
-    assert (beside(owner), list(served_shards(owner, 2))) == ((1, 1), [0, 1])
+    record_served_shards(loaders[0], sources[:1], [])
+    assert (num_sources_and_shards(owner), list(served_shards(owner, 2))) == ((1, 1), [0, 1])
     assert room_for_block(small(corpus)) == room_for_block(sources[0]) == 0
 
 

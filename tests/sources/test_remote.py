@@ -27,11 +27,11 @@ from fsspec.implementations.local import LocalFileSystem
 import rescale_data as rd
 from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.sources.decoded import cache as decoded
-from rescale_data.sources.decoded.ahead import fetch_ahead
-from rescale_data.sources.decoded.cache import Cache, Handles, cache
+from rescale_data.sources.decoded.ahead import fetch_runner
+from rescale_data.sources.decoded.cache import Cache, OpenFileCache, cache
 from rescale_data.sources.files import local_store, remote
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.paths import find
+from rescale_data.sources.files.paths import find_matching_files
 from rescale_data.sources.files.remote import RemoteError, RemoteFile
 from tests.formats import write_megatron
 from tests.sources.test_rescalable import DOCS, make_source
@@ -71,7 +71,7 @@ class Flaky(LocalFileSystem):
 @pytest.fixture(autouse=True)
 def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
-    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_SECONDS", 0.001)
     remote._request_limit.cache_clear()
     Flaky.together, Flaky.failures, Flaky.requests, Flaky.most_at_once = 1, [], 0, 0
     yield
@@ -164,18 +164,18 @@ class TestListing:
     @pytest.mark.parametrize("end", ["data", "data/b", "x.bin"])
     def test_is_tried_again(self, failing: list[str], tmp_path: Path, given: str, end: str) -> None:
         failing.append(end)
-        found = find(f"flaky://{tmp_path}/{given}", ("bin",), None, rd.Remote())
+        found = find_matching_files(f"flaky://{tmp_path}/{given}", ("bin",), None, rd.Remote())
         assert found.names == ("a/x.bin", "b/x.bin")
 
     def test_a_glob_goes_no_deeper_than_it_says(self, failing: list[str], tmp_path: Path) -> None:
         (tmp_path / "data" / "top.bin").write_bytes(b"x")
-        assert find(f"flaky://{tmp_path}/data/*.bin", ("bin",), None, None).names == ("top.bin",)
-        assert find(f"flaky://{tmp_path}/data/a/x.bin", ("bin",), None, None).names == ("x.bin",)
+        assert find_matching_files(f"flaky://{tmp_path}/data/*.bin", ("bin",), None, None).names == ("top.bin",)
+        assert find_matching_files(f"flaky://{tmp_path}/data/a/x.bin", ("bin",), None, None).names == ("x.bin",)
 
     def test_urls_of_different_filesystems(self, failing: list[str], tmp_path: Path) -> None:
         urls = [f"flaky://{tmp_path}/data/a/x.bin", f"file://{tmp_path}/data/b/x.bin"]
         with pytest.raises(ValueError, match="different filesystems"):
-            find(urls, ("bin",), None, None)
+            find_matching_files(urls, ("bin",), None, None)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -267,7 +267,7 @@ class TestAhead:
             (pickle.loads(pickle.dumps(make_index(remote=options))), 4),
         ):
             cache().clear()
-            monkeypatch.setattr(decoded, "_handles", Handles(limit=1))
+            monkeypatch.setattr(decoded, "_handles", OpenFileCache(max_files=1))
             monkeypatch.setattr(remote, "_SMALL_READ", 1)  # else the footer comes with what is before it
             Flaky.requests = 0
             assert len(list(rd.DataLoader(source, global_batch_size=8, num_logical_shards=8, collate_fn=list))) == 200
@@ -300,7 +300,7 @@ def test_data_that_passes_leaves_the_index_of_a_file_that_was_closed(
         f"flaky://{tmp_path}/data", cache_bytes=20_000, remote=rd.Remote(read_ahead=False, retries=0)
     )
     cache().clear()
-    monkeypatch.setattr(decoded, "_handles", Handles(limit=1))
+    monkeypatch.setattr(decoded, "_handles", OpenFileCache(max_files=1))
     asked = Counter[str]()
     cat_file = Flaky.cat_file
 
@@ -369,7 +369,7 @@ class TestOnce:
         with monkeypatch.context() as patch:  # whoever prepares looked before it came
             patch.setattr(Cache, "get", lambda *_: patch.setattr(Cache, "get", get))
             source.prepare(column, 0)
-        fetch_ahead().wait(source._key(0, column))
+        fetch_runner().wait(source._key(0, column))
         read()
         assert Flaky.requests == 1
 
@@ -430,7 +430,7 @@ class TestLocalStore:
         for text in (b"before", b"behind"):
             path.write_bytes(text)
             os.utime(path, (1, len(list(tmp_path.rglob("*")))))
-            found = replace(find(f"flaky://{path}", ("x",)), store=store)
+            found = replace(find_matching_files(f"flaky://{path}", ("x",)), store=store)
             assert found.open(0).read() == text
 
     def test_has_a_bound(self, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ class TestLocalStore:
             return sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
 
         far("parquet", tmp_path, cache_dir=tmp_path / "cache", cache_dir_bytes=100_000)
-        store = local_store.store_in(str(tmp_path / "cache"), 50_000)
+        store = local_store.local_store_for(str(tmp_path / "cache"), 50_000)
         far("parquet", tmp_path, cache_dir=tmp_path / "cache", cache_dir_bytes=1000)
         for i in range(60):
             store.put(str(i), pa.py_buffer(bytes(1000)))
@@ -525,13 +525,13 @@ class TestLocalStore:
     ) -> None:
         LocalStore(str(tmp_path), 10_000).put("a", pa.py_buffer(bytes(100)))
         stores = [LocalStore(str(tmp_path), 10_000) for _ in range(2)]
-        checked = Mock(side_effect=local_store._is_sound)
-        monkeypatch.setattr(local_store, "_is_sound", checked)
+        checked = Mock(side_effect=local_store._has_valid_checksum)
+        monkeypatch.setattr(local_store, "_has_valid_checksum", checked)
         assert [store.get("a") for store in stores * 3] == [pa.py_buffer(bytes(100))] * 6
         assert checked.call_count == 2
 
     def test_what_it_knows_of_entries_has_a_bound(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(local_store, "_MAX_VERIFIED", 5)
+        monkeypatch.setattr(local_store, "_MAX_VERIFIED_ENTRIES", 5)
         kept = LocalStore(str(tmp_path), 2**20)
         for name in [*map(str, range(20))] * 2:
             assert kept.read(name, name.encode) == pa.py_buffer(name.encode())

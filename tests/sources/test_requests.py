@@ -29,12 +29,12 @@ from rescale_data.sources.files.remote import RemoteError, RequestLimit, Request
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses between attempts, and nothing known of how long answers take but that they are soon there."""
-    monkeypatch.setattr(remote, "_MIN_ANSWERS", 100)
+    monkeypatch.setattr(remote, "_MIN_ANSWERS_FOR_LIMIT", 100)
     times = RequestTimes()
     for _ in range(100):
         times.add(0, 1e-3)
     monkeypatch.setattr(remote, "_request_times", lambda host: times)
-    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_SECONDS", 0.001)
     remote._request_limit.cache_clear()
 
 

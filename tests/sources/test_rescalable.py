@@ -64,7 +64,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed, "FRAGMENT_ROWS", 17)
         patch.setattr(megatron, "FRAGMENT_ROWS", 17)
-        patch.setattr(arrow, "FRAGMENT_ROWS", 17)
+        patch.setattr(arrow, "MAX_FRAGMENT_ROWS", 17)
         folder = tmp_path_factory.mktemp("formats")
         yield {kind: make_source(kind, folder / kind) for kind in FORMATS}
 

@@ -19,32 +19,32 @@ from typing import Any, BinaryIO
 
 import torch
 
-from rescale_data.checkpoint.convert.stored import DEFAULT_BUDGET, StoredCheckpoint
-from rescale_data.checkpoint.convert.torch_save import as_buffer, map_file
+from rescale_data.checkpoint.convert.stored import DEFAULT_BUDGET_BYTES, StoredCheckpoint
+from rescale_data.checkpoint.convert.torch_save import as_buffer, memory_map_file
 from rescale_data.checkpoint.devices import nested_values
-from rescale_data.checkpoint.saving import save_alone
+from rescale_data.checkpoint.saving import save_from_one_process
 from rescale_data.checkpoint.storage.manifest import METADATA
-from rescale_data.checkpoint.storage.open import CheckpointReader, mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.storage.open import CheckpointReader, memory_mappable_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import Store, StrPath, join, new_folder
 from rescale_data.checkpoint.tree import tree_of
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 
 logger = logging.getLogger(__name__)
 
-NON_TENSORS = "non_tensors.pt"
-INDEX = "model.safetensors.index.json"
+NON_TENSORS_FILE = "non_tensors.pt"
+INDEX_FILE = "model.safetensors.index.json"
 _FILE_METADATA = "__metadata__"  # of a file's header: what is said of the file as a whole
-_SET_MEMBER = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+_SET_FILE_PATTERN = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 
-@checks_kinds
+@checks_argument_types
 def to_safetensors(
     path: StrPath,
     folder: StrPath,
     *,
     max_shard_size: int = 5 * 10**9,
     name: str | None = None,
-    budget: int = DEFAULT_BUDGET,
+    budget: int = DEFAULT_BUDGET_BYTES,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write a DCP folder as safetensors files, and return their names. Call it on one rank.
@@ -93,13 +93,13 @@ def to_safetensors(
         ]
         if keys_with_tensors:
             key_list = ", ".join(keys_with_tensors)
-            logger.warning("Tensors within tuples are in %s, and in no safetensors: %s.", NON_TENSORS, key_list)
-        return [*([NON_TENSORS] if keys_with_tensors else []), *files]
+            logger.warning("Tensors within tuples are in %s, and in no safetensors: %s.", NON_TENSORS_FILE, key_list)
+        return [*([NON_TENSORS_FILE] if keys_with_tensors else []), *files]
 
     return read_checkpoint(path, write, storage_options=storage_options)
 
 
-@checks_kinds
+@checks_argument_types
 def from_safetensors(
     folder: StrPath, path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> None:
@@ -128,15 +128,15 @@ def from_safetensors(
         >>> state["model"]["weight"]
         tensor([1., 1.])
     """
-    source = Path(mapped_path(folder))
-    leaves = _map_files([source]) if source.is_file() else _map_by_index(source)
-    non_tensors_file = source / NON_TENSORS
+    source_path = Path(memory_mappable_path(folder))
+    leaves = _memory_map_files([source_path]) if source_path.is_file() else _memory_map_folder(source_path)
+    non_tensors_file = source_path / NON_TENSORS_FILE
     others: dict[str, Any] = (
-        map_file(os.fspath(non_tensors_file)) if non_tensors_file.exists() else {"values": {}, "paths": {}}
+        memory_map_file(os.fspath(non_tensors_file)) if non_tensors_file.exists() else {"values": {}, "paths": {}}
     )
     leaves |= others["values"]
     content = tree_of({key: tuple(others["paths"].get(key, (key,))) for key in leaves}, leaves, others.get("lost", ()))
-    save_alone(path, content if name is None else {name: content}, storage_options)
+    save_from_one_process(path, content if name is None else {name: content}, storage_options)
 
 
 def _safetensors() -> Any:
@@ -147,7 +147,7 @@ def _safetensors() -> Any:
         raise ImportError("This conversion needs the extra: pip install 'rescale_data[convert]'") from error
 
 
-def _map_by_index(source: Path) -> dict[str, Any]:
+def _memory_map_folder(source: Path) -> dict[str, Any]:
     """Return the memory-mapped tensors of a folder by name: of the files in its index, or of all files without one."""
     indices = sorted(source.glob("*.safetensors.index.json"))
     if len(indices) > 1:
@@ -163,7 +163,7 @@ def _map_by_index(source: Path) -> dict[str, Any]:
             f"{source} holds only a part of a conversion: {missing_files[:3]}{' ...' if len(missing_files) > 3 else ''} "
             f"{'is' if len(missing_files) == 1 else 'are'} missing. Copy all files, or convert again into another folder."
         )
-    leaves = _map_files([source / name for name in sorted(file_names)])
+    leaves = _memory_map_files([source / name for name in sorted(file_names)])
     if missing_tensors := sorted((weight_map or {}).keys() - leaves.keys()):
         raise ValueError(
             f"{indices[0]} names {missing_tensors[:3]}, which its files do not hold: they are of another conversion."
@@ -171,22 +171,22 @@ def _map_by_index(source: Path) -> dict[str, Any]:
     return leaves
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index_file: Path) -> dict[str, str]:
     try:
-        return {str(key): str(file) for key, file in json.loads(index.read_text())["weight_map"].items()}
+        return {str(key): str(file) for key, file in json.loads(index_file.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors, or is damaged: {error}") from error
+        raise ValueError(f"{index_file} is no index of safetensors, or is damaged: {error}") from error
 
 
 def _files_of_set(file: str) -> list[str]:
     """Return the names of all files of a set, given one of them, such as ``model-00001-of-00003.safetensors``."""
-    match = _SET_MEMBER.fullmatch(file)
+    match = _SET_FILE_PATTERN.fullmatch(file)
     if match is None:
         return []
     return [f"{match[1]}-{number:0{len(match[2])}}-of-{match[3]}.safetensors" for number in range(1, int(match[3]) + 1)]
 
 
-def _map_files(files: list[Path]) -> dict[str, Any]:
+def _memory_map_files(files: list[Path]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for file in files:
         try:
@@ -199,10 +199,10 @@ def _map_files(files: list[Path]) -> dict[str, Any]:
     return leaves
 
 
-def _contents_hint(source: Path) -> str:
-    if not source.exists():
+def _contents_hint(source_folder: Path) -> str:
+    if not source_folder.exists():
         return " There is nothing at this path."
-    is_dcp = (source / METADATA).exists()
+    is_dcp = (source_folder / METADATA).exists()
     return " It holds a DCP checkpoint already: convert it to a file of torch.save or to safetensors." if is_dcp else ""
 
 
@@ -216,9 +216,9 @@ def _require_empty(store: Store, folder: str) -> None:
         raise ValueError(f"{folder} holds {existing_names[0]} already. Give another folder, or remove the files first.")
 
 
-def _tensors_by_file(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
+def _tensors_by_file(stored: StoredCheckpoint, byte_limit: int) -> dict[str, list[str]]:
     """Return the names of the safetensors files to write, each with the names of its tensors."""
-    batches = list(stored.batches(stored.tensors, limit))
+    batches = list(stored.batches(stored.tensors, byte_limit))
     if len(batches) < 2:
         return {"model.safetensors": [*stored.tensors]}
     return {f"model-{number:05}-of-{len(batches):05}.safetensors": names for number, names in enumerate(batches, 1)}
@@ -228,22 +228,22 @@ def _write_files(
     store: Store,
     folder: str,
     stored: StoredCheckpoint,
-    values: dict[str, Any],
-    files: Mapping[str, list[str]],
-    budget: int,
+    plain_values: dict[str, Any],
+    names_by_file: Mapping[str, list[str]],
+    byte_budget: int,
 ) -> None:
     """Write the other values, then the safetensors files, and last the index, if there are several files."""
-    headers = {file: _header(stored, names) for file, names in files.items()}
-    other_content = {"values": values, "paths": stored.paths, "lost": stored.lost}
-    store.put(join(folder, NON_TENSORS), lambda stream: torch.save(other_content, stream))
-    for file, names in files.items():
-        tensors = stored.stream(names, budget)
-        store.put(join(folder, file), functools.partial(_write, headers[file], tensors))
-    if len(files) == 1:
+    headers = {file: _header(stored, names) for file, names in names_by_file.items()}
+    non_tensor_content = {"values": plain_values, "paths": stored.paths, "lost": stored.lost}
+    store.put(join(folder, NON_TENSORS_FILE), lambda stream: torch.save(non_tensor_content, stream))
+    for file, names in names_by_file.items():
+        tensors = stored.stream(names, byte_budget)
+        store.put(join(folder, file), functools.partial(_write_tensors, headers[file], tensors))
+    if len(names_by_file) == 1:
         return
-    weight_map = {key: file for file, names in files.items() for key in names}
+    weight_map = {key: file for file, names in names_by_file.items() for key in names}
     index_content = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
-    store.put(join(folder, INDEX), json.dumps(index_content, indent=2).encode())
+    store.put(join(folder, INDEX_FILE), json.dumps(index_content, indent=2).encode())
 
 
 def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
@@ -253,10 +253,10 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
     for key in names:
         if key == _FILE_METADATA:
             raise ValueError(f"safetensors keeps the name {key} for itself. Use to_torch_save.")
-        meta, end_offset = stored.tensors[key], offset + stored.num_bytes(key)
+        meta_tensor, end_offset = stored.tensors[key], offset + stored.num_bytes(key)
         header[key] = {
-            "dtype": _dtype_name(key, meta.dtype),
-            "shape": list(meta.shape),
+            "dtype": _dtype_name(key, meta_tensor.dtype),
+            "shape": list(meta_tensor.shape),
             "data_offsets": [offset, end_offset],
         }
         offset = end_offset
@@ -273,7 +273,7 @@ def _dtype_name(key: str, dtype: torch.dtype) -> str:
         raise ValueError(f"{key} is {dtype}, which safetensors does not know. Use to_torch_save.") from error
 
 
-def _write(header: bytes, tensors: Iterable[torch.Tensor], stream: BinaryIO) -> None:
+def _write_tensors(header: bytes, tensors: Iterable[torch.Tensor], stream: BinaryIO) -> None:
     stream.write(header)
     for tensor in tensors:
         stream.write(as_buffer(tensor))

@@ -10,14 +10,14 @@ import torch
 from rescale_data.checkpoint.storage.open import CheckpointReader
 from rescale_data.checkpoint.tree import LostStructure
 
-DEFAULT_BUDGET = 256 << 20
+DEFAULT_BUDGET_BYTES = 256 << 20
 
 
 class StoredCheckpoint:
     """The values of a checkpoint, read on this process alone.
 
     Args:
-        name: Of one top-level entry, which is then all that there is, without its name; default everything.
+        entry_name: Of one top-level entry, which is then all that there is, without its name; default everything.
 
     Attributes:
         tensors: On the meta device, by flattened name.
@@ -25,31 +25,31 @@ class StoredCheckpoint:
         lost: What the names do not tell of the nested state.
 
     Raises:
-        ValueError: nothing is named ``name``.
+        ValueError: nothing is named ``entry_name``.
     """
 
-    def __init__(self, reader: CheckpointReader, name: str | None = None) -> None:
-        root = () if name is None else (name,)
+    def __init__(self, reader: CheckpointReader, entry_name: str | None = None) -> None:
+        root = () if entry_name is None else (entry_name,)
         self._reader, saved_contents = reader, reader.contents.subtree(root)
-        self._keys = {".".join(map(str, path)): key for key, path in saved_contents.paths.items()}
-        if name is not None and not self._keys:
+        self._key_by_name = {".".join(map(str, path)): key for key, path in saved_contents.paths.items()}
+        if entry_name is not None and not self._key_by_name:
             top_names = sorted({str(path[0]) for path in reader.contents.paths.values()})
-            raise ValueError(f"The checkpoint {reader.path} holds nothing named {name!r}. It holds {top_names}.")
-        self.paths = {short_name: saved_contents.paths[key] for short_name, key in self._keys.items()}
-        saved_values = {short_name: saved_contents.values[key] for short_name, key in self._keys.items()}
+            raise ValueError(f"The checkpoint {reader.path} holds nothing named {entry_name!r}. It holds {top_names}.")
+        self.paths = {short_name: saved_contents.paths[key] for short_name, key in self._key_by_name.items()}
+        saved_values = {short_name: saved_contents.values[key] for short_name, key in self._key_by_name.items()}
         self.tensors = {short_name: tensor for short_name, tensor in saved_values.items() if tensor is not None}
-        lost = reader.manifest.lost if reader.manifest else ()
+        whole_lost_structure = reader.manifest.lost if reader.manifest else ()
         self.lost: LostStructure = [
-            (path[len(root) :], key) for path, key in lost if (*path[:-1][: len(root)],) == root
+            (path[len(root) :], key) for path, key in whole_lost_structure if (*path[:-1][: len(root)],) == root
         ]
 
     def values(self) -> dict[str, Any]:
         """Return all plain values, by flattened name."""
         return self._read([name for name in self.paths if name not in self.tensors])
 
-    def stream(self, names: list[str], budget: int = DEFAULT_BUDGET) -> Iterator[torch.Tensor]:
-        """Yield the named tensors in order, read in batches of at most ``budget`` bytes (or one larger tensor)."""
-        for batch in self.batches(names, budget):
+    def stream(self, names: list[str], byte_budget: int = DEFAULT_BUDGET_BYTES) -> Iterator[torch.Tensor]:
+        """Yield the named tensors in order, read in batches of at most ``byte_budget`` bytes (or one larger tensor)."""
+        for batch in self.batches(names, byte_budget):
             batch_values = self._read(batch)
             for name in batch:
                 yield batch_values.pop(name)
@@ -57,12 +57,12 @@ class StoredCheckpoint:
     def num_bytes(self, name: str) -> int:
         return self.tensors[name].nbytes
 
-    def batches(self, names: Iterable[str], budget: int) -> Iterator[list[str]]:
-        """Yield ``names`` in order, in batches of tensors with at most ``budget`` bytes (or one larger tensor)."""
+    def batches(self, names: Iterable[str], byte_budget: int) -> Iterator[list[str]]:
+        """Yield ``names`` in order, in batches of tensors with at most ``byte_budget`` bytes (or one larger tensor)."""
         batch: list[str] = []
         batch_bytes = 0
         for name in names:
-            if batch and batch_bytes + self.num_bytes(name) > budget:
+            if batch and batch_bytes + self.num_bytes(name) > byte_budget:
                 yield batch
                 batch, batch_bytes = [], 0
             batch.append(name)
@@ -71,4 +71,4 @@ class StoredCheckpoint:
             yield batch
 
     def _read(self, names: list[str]) -> dict[str, Any]:
-        return dict(zip(names, self._reader.values(self._keys[name] for name in names).values(), strict=True))
+        return dict(zip(names, self._reader.values(self._key_by_name[name] for name in names).values(), strict=True))

@@ -21,26 +21,26 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch.serialization import skip_data
 
-from rescale_data.checkpoint.convert.stored import DEFAULT_BUDGET, StoredCheckpoint
-from rescale_data.checkpoint.saving import save_alone
-from rescale_data.checkpoint.storage.open import CheckpointReader, mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.convert.stored import DEFAULT_BUDGET_BYTES, StoredCheckpoint
+from rescale_data.checkpoint.saving import save_from_one_process
+from rescale_data.checkpoint.storage.open import CheckpointReader, memory_mappable_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.storage.values import Memory, load_safely
 from rescale_data.checkpoint.tree import tree_of
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 
-_ALIGNMENT = 64
-_LOCAL_HEADER = 30  # bytes of a zip record's header before its name
-_ZIP64 = 20  # bytes that zipfile adds to a local header for sizes over 4 GB
+_ALIGNMENT_BYTES = 64
+_LOCAL_HEADER_BYTES = 30  # bytes of a zip record's header before its name
+_ZIP64_EXTRA_BYTES = 20  # bytes that zipfile adds to a local header for sizes over 4 GB
 
 
-@checks_kinds
+@checks_argument_types
 def to_torch_save(
     path: StrPath,
     file: StrPath,
     *,
     name: str | None = None,
-    budget: int = DEFAULT_BUDGET,
+    budget: int = DEFAULT_BUDGET_BYTES,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a DCP folder as one file that ``torch.load(file, mmap=True, weights_only=True)`` reads.
@@ -80,7 +80,7 @@ def to_torch_save(
     read_checkpoint(path, write, storage_options=storage_options)
 
 
-@checks_kinds
+@checks_argument_types
 def from_torch_save(
     file: StrPath, path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> None:
@@ -107,11 +107,11 @@ def from_torch_save(
         >>> state["weight"]
         tensor([1., 1.])
     """
-    mapped_state = map_file(mapped_path(file))
-    save_alone(path, mapped_state if name is None else {name: mapped_state}, storage_options)
+    mapped_state = memory_map_file(memory_mappable_path(file))
+    save_from_one_process(path, mapped_state if name is None else {name: mapped_state}, storage_options)
 
 
-def map_file(file: str) -> dict[str, Any]:
+def memory_map_file(file: str) -> dict[str, Any]:
     """Return the dict in a file of ``torch.save``; its tensors are memory-mapped, and read when they are used.
 
     Raises:
@@ -161,10 +161,10 @@ class TorchFileWriter:
         with tempfile.TemporaryFile() as skeleton:
             with skip_data():
                 torch.save(tree, skeleton)
-            with zipfile.ZipFile(skeleton) as records, zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
-                for record_info in records.infolist():
+            with zipfile.ZipFile(skeleton) as skeleton_zip, zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
+                for record_info in skeleton_zip.infolist():
                     is_data = "/data/" in record_info.filename
-                    record_bytes = as_buffer(next(contents)) if is_data else records.read(record_info)
+                    record_bytes = as_buffer(next(contents)) if is_data else skeleton_zip.read(record_info)
                     _write_record(archive, stream, record_info, record_bytes)
 
 
@@ -212,8 +212,8 @@ def _write_record(archive: zipfile.ZipFile, stream: BinaryIO, torch_info: zipfil
     if len(content) != torch_info.file_size:
         raise ValueError(f"{len(content)} bytes for the record {torch_info.filename}, which has {torch_info.file_size}")
     zip_info = zipfile.ZipInfo(torch_info.filename, date_time=(1980, 1, 1, 0, 0, 0))
-    data_start = stream.tell() + _LOCAL_HEADER + len(zip_info.filename) + _ZIP64 + 4
-    padding = -data_start % _ALIGNMENT
+    data_start = stream.tell() + _LOCAL_HEADER_BYTES + len(zip_info.filename) + _ZIP64_EXTRA_BYTES + 4
+    padding = -data_start % _ALIGNMENT_BYTES
     zip_info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
     with archive.open(zip_info, "w", force_zip64=True) as record:
         record.write(content)

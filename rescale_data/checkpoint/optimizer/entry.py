@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from rescale_data.checkpoint.devices import first_state
+from rescale_data.checkpoint.devices import state_after_first_step
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.named import GROUPS, named_parameters, named_state
-from rescale_data.checkpoint.optimizer.room import allocate, as_saved, has_parameter_shapes, missing_settings
-from rescale_data.checkpoint.storage.dcp import Contents, Reader
+from rescale_data.checkpoint.optimizer.room import allocate_state, as_saved, has_parameter_shapes, missing_settings
+from rescale_data.checkpoint.storage.dcp import Contents, StateReader
 from rescale_data.checkpoint.tree import map_leaves, tree_of, with_keys_of
 
-Names = Sequence[str]
+ParameterNames = Sequence[str]
 
 
 class OptimizerEntry(Entry):
@@ -49,14 +49,14 @@ class OptimizerEntry(Entry):
                 f"state of parameters alone. Let the optimizer keep them in a group: param_groups[0][{other_keys[0]!r}]."
             )
 
-    def placeholder(self, reader: Reader) -> dict[str, Any]:
+    def placeholder(self, reader: StateReader) -> dict[str, Any]:
         """Return tensors to load into, for exactly the parameters whose state is in the checkpoint."""
         self._live_state: dict[str, Any] = self.get_value()
         self._parameters = named_parameters(self._live_state, self.optimizer)
-        states, self._saved_groups = _layout(reader.contents, self.path)
+        states, self._saved_groups = _saved_state_and_groups(reader.contents, self.path)
         names = self._saved_names(reader)
         if text := _refusal(self.optimizer, self._saved_groups, names):
-            self.refusals, self.left_out, self._saved_groups = {self.name: text}, {self.name}, []
+            self.refusal_texts, self.names_left_out, self._saved_groups = {self.name: text}, {self.name}, []
             return {}
         if not self._saved_groups:
             return {"state": {}, GROUPS: [{"params": group["params"]} for group in self._live_state[GROUPS]]}
@@ -64,30 +64,30 @@ class OptimizerEntry(Entry):
         unmatched = (
             group["params"] for group, i in zip(self._live_state[GROUPS], self._saved_indices, strict=True) if i is None
         )
-        self.refusals = {f"{self.name}.{GROUPS}": difference} if difference else {}
-        self._unmatched = {*chain(*unmatched)}  # parameters whose state is not taken
+        self.refusal_texts = {f"{self.name}.{GROUPS}": difference} if difference else {}
+        self._unmatched_names = {*chain(*unmatched)}  # parameters whose state is not taken
         matched = dict(zip(self._saved_indices, self._live_state[GROUPS], strict=True))
         groups = [_allocate_group(saved, matched.get(number, {})) for number, saved in enumerate(self._saved_groups)]
         placeholders = {"state": self._allocate_state(states), GROUPS: groups}
-        self.left_out = {*self.refusals, *(f"{self.name}.state.{name}" for name in self._unmatched)}
+        self.names_left_out = {*self.refusal_texts, *(f"{self.name}.state.{name}" for name in self._unmatched_names)}
         return placeholders
 
-    def _saved_names(self, reader: Reader) -> list[Names]:
+    def _saved_names(self, reader: StateReader) -> list[ParameterNames]:
         """Read the parameter names of each saved group from the checkpoint, where they are plain values."""
         prefix = f"{self.name}.{GROUPS}"
         names = reader.values(f"{prefix}.{i}.params" for i, group in enumerate(self._saved_groups) if "params" in group)
         return [names.get(f"{prefix}.{number}.params") or [] for number in range(len(self._saved_groups))]
 
     def _allocate_state(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        first_states, tensors = first_state(self.optimizer, [*self._parameters.values()]), dict[str, Any]()
-        for name in (name for name in states if name in self._parameters and name not in self._unmatched):
+        first_states, tensors = state_after_first_step(self.optimizer, [*self._parameters.values()]), dict[str, Any]()
+        for name in (name for name in states if name in self._parameters and name not in self._unmatched_names):
             parameter = self._parameters[name]
             live_entry = self.optimizer.state.get(parameter) or first_states.get(parameter, {})
-            tensors[name], misfits = allocate(self.optimizer, parameter, live_entry, states[name])
+            tensors[name], misfits = allocate_state(self.optimizer, parameter, live_entry, states[name])
             if misfits:
                 del tensors[name]
-                self._unmatched.add(name)
-                self.refusals |= {f"{self.name}.state.{name}.{entry}": text for entry, text in misfits.items()}
+                self._unmatched_names.add(name)
+                self.refusal_texts |= {f"{self.name}.state.{name}.{entry}": text for entry, text in misfits.items()}
         return tensors
 
     def _assign(self, loaded: Any) -> None:
@@ -95,7 +95,7 @@ class OptimizerEntry(Entry):
         if not self._saved_groups:
             return
         live, index = self._live_state["state"], {name: number for number, name in enumerate(self._parameters)}
-        others = {name: entries for name, entries in live.items() if name in self._unmatched}
+        others = {name: entries for name, entries in live.items() if name in self._unmatched_names}
         states = {
             index[name]: with_keys_of(live.get(name), entry) for name, entry in {**loaded["state"], **others}.items()
         }
@@ -116,7 +116,7 @@ class OptimizerEntry(Entry):
                 self.optimizer.state[parameter] = as_saved(self.optimizer.state[parameter], saved_entries)
 
 
-def match_groups(groups: Sequence[Names], saved: Sequence[Names]) -> tuple[list[int | None], str]:
+def match_groups(groups: Sequence[ParameterNames], saved: Sequence[ParameterNames]) -> tuple[list[int | None], str]:
     """Match parameter groups with saved groups of the same parameters: return saved indices (or None), and a text on misfits.
 
     Groups with equal parameters (none) go in order.
@@ -135,7 +135,7 @@ def match_groups(groups: Sequence[Names], saved: Sequence[Names]) -> tuple[list[
     return numbers, difference if unmatched else ""
 
 
-def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], names: list[Names]) -> str:
+def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], names: list[ParameterNames]) -> str:
     """Return the reason why saved groups belong to another optimizer, or have no parameter names; else an empty text."""
     if any(names) and all(isinstance(name, int) for name in chain(*names)):
         return _BY_NUMBER_MESSAGE
@@ -146,17 +146,17 @@ def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], nam
     return f"of another optimizer in the checkpoint: its groups lack {', '.join(lacking)} of {kind}; they have {saved_keys}"
 
 
-def _allocate_group(saved: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+def _allocate_group(saved_group: dict[str, Any], live_group: Mapping[str, Any]) -> dict[str, Any]:
     """Return tensors to load a group's own tensors into, such as a learning rate; None for each plain value."""
 
     def allocate_leaf(path: tuple[Any, ...], leaf: torch.Tensor | None) -> torch.Tensor | None:
-        device = getattr(live.get(path[0]), "device", None)
+        device = getattr(live_group.get(path[0]), "device", None)
         return None if leaf is None else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
 
-    return map_leaves(saved, allocate_leaf)
+    return map_leaves(saved_group, allocate_leaf)
 
 
-def _first_few(names: Names) -> str:
+def _first_few(names: ParameterNames) -> str:
     return f"{list(names[:3])}{' ...' if len(names) > 3 else ''}"
 
 
@@ -166,7 +166,7 @@ def _tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     return [value for value in state_values if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
-def _layout(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _saved_state_and_groups(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a saved optimizer's tensors, on the meta device, by parameter and in each group."""
     inner = saved.subtree(path)
     layout = tree_of(inner.paths, {name: value for name, value in inner.values.items() if len(inner.paths[name]) > 2})

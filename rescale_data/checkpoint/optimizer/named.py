@@ -18,20 +18,20 @@ GROUPS = "param_groups"
 
 
 def owning_module(
-    name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple[str, ...], nn.Module]]
+    optimizer_name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple[str, ...], nn.Module]]
 ) -> nn.Module:
     """Return the module that has all parameters of the optimizer, or several modules combined into one."""
     wanted_ids = {id(parameter) for parameter in parameters_of(optimizer)}
     owned = [(path, module, wanted_ids & {id(param) for param in module.parameters()}) for path, module in modules]
-    for _, module, parameters in owned:
-        if parameters == wanted_ids:
+    for _, module, owned_ids in owned:
+        if owned_ids == wanted_ids:
             return module
-    if wanted_ids <= {parameter for _, _, parameters in owned for parameter in parameters}:
-        return _combine_modules({"/".join(path): module for path, module, parameters in owned if parameters})
+    if wanted_ids <= {parameter for _, _, owned_ids in owned for parameter in owned_ids}:
+        return _combine_modules({"/".join(path): module for path, module, owned_ids in owned if owned_ids})
     raise ValueError(
-        f"The parameters of the optimizer {name!r} are not those of a module in the state "
+        f"The parameters of the optimizer {optimizer_name!r} are not those of a module in the state "
         f"({[path for path, _ in modules] or 'there is none'}), so they have no names. "
-        f'Put its model into the state too: {{"model": model, "{name}": optimizer}}.'
+        f'Put its model into the state too: {{"model": model, "{optimizer_name}": optimizer}}.'
     )
 
 

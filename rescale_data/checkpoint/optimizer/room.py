@@ -12,27 +12,27 @@ from torch.distributed.tensor import DTensor
 from rescale_data.checkpoint.tree import map_leaves
 
 
-def allocate(
-    optimizer: optim.Optimizer, parameter: torch.Tensor, live: Mapping[str, Any], saved: Mapping[str, Any]
+def allocate_state(
+    optimizer: optim.Optimizer, parameter: torch.Tensor, live_state: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return tensors to load a parameter's saved state into: the live ones if they fit, else new ones sharded like it.
 
     Args:
-        live: The entries that it has.
+        live_state: The entries that it has.
         saved: With a tensor on the meta device for each tensor.
 
     Returns:
         The same with room for each tensor; and why that is not the parameter's, by its place in the entries.
     """
     misfits: dict[str, str] = {}
-    is_of_scalar = has_parameter_shapes(optimizer) and not any(getattr(leaf, "ndim", 0) for leaf in saved.values())
+    has_scalar_state = has_parameter_shapes(optimizer) and not any(getattr(leaf, "ndim", 0) for leaf in saved.values())
 
     def allocate_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        live_value = live.get(path[0])
-        is_number = leaf.ndim == 0 and (path[0] == "step" or not (is_of_scalar or getattr(live_value, "ndim", 0)))
-        misfit_text = "" if is_number else misfit(optimizer, parameter, live_value, leaf.shape)
+        live_value = live_state.get(path[0])
+        is_number = leaf.ndim == 0 and (path[0] == "step" or not (has_scalar_state or getattr(live_value, "ndim", 0)))
+        misfit_text = "" if is_number else shape_misfit(optimizer, parameter, live_value, leaf.shape)
         if misfit_text:
             misfits[".".join(map(str, path))] = misfit_text
         return live_value if misfit_text else empty_like_saved(parameter, live_value, leaf)
@@ -46,13 +46,13 @@ def has_parameter_shapes(optimizer: optim.Optimizer) -> bool:
     return is_from_torch and not isinstance(optimizer, optim.Adafactor | optim.LBFGS)
 
 
-def misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live: Any, shape: torch.Size) -> str:
+def shape_misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live_entry: Any, shape: torch.Size) -> str:
     """Return the reason why a saved tensor of this shape cannot be state of the parameter; else an empty text.
 
     Args:
-        live: The same entry of the optimizer as it is, or None.
+        live_entry: The same entry of the optimizer as it is, or None.
     """
-    live_shape = live.shape if isinstance(live, torch.Tensor) else None
+    live_shape = live_entry.shape if isinstance(live_entry, torch.Tensor) else None
     if shape in (parameter.shape, live_shape):
         return ""
     shapes_text = f"has the shape {list(shape)} and its parameter {list(parameter.shape)}"
@@ -66,10 +66,10 @@ def misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live: Any, shape
     return ""
 
 
-def empty_like_saved(parameter: torch.Tensor, live: Any, saved: torch.Tensor) -> torch.Tensor:
+def empty_like_saved(parameter: torch.Tensor, live_entry: Any, saved: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the saved shape and dtype, sharded like its parameter; the live tensor if it is the same."""
-    if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype == saved.dtype:
-        return live
+    if isinstance(live_entry, torch.Tensor) and live_entry.shape == saved.shape and live_entry.dtype == saved.dtype:
+        return live_entry
     if parameter.shape == saved.shape:
         return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
     return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device if saved.dim() else None)

@@ -21,15 +21,15 @@ from typing import Any, NamedTuple, Self
 from rescale_data.checkpoint.storage.store import Store, join, split
 from rescale_data.errors import DamagedCheckpointError
 
-CLAIMS = ".claims"
+CLAIMS_FOLDER = ".claims"
 STEP = re.compile(r"step-(\d+)")
 SINGLE_STEP = "."
 """Name of the only step of a folder that is a checkpoint itself, not a run."""
 TEMPORARY_SUFFIX = re.compile(r"\.[0-9a-f]{12}\.tmp$")
 """Suffix of a small file's temporary name on a disk, until the file is complete."""
-_CLAIM = re.compile(r"(\d+)-([0-9a-f]{8})\.json")
-_FOLDER = re.compile(r"(\d+)-([0-9a-f]{8})-(\d+)")
-_MANIFEST = re.compile(r"rescale_data-(\d+)-([0-9a-f]{8})-(\d+)(-deleted)?\.json")
+_CLAIM_PATTERN = re.compile(r"(\d+)-([0-9a-f]{8})\.json")
+_SAVE_FOLDER_PATTERN = re.compile(r"(\d+)-([0-9a-f]{8})-(\d+)")
+_MANIFEST_PATTERN = re.compile(r"rescale_data-(\d+)-([0-9a-f]{8})-(\d+)(-deleted)?\.json")
 
 
 class Owner(NamedTuple):
@@ -46,24 +46,24 @@ class Save(NamedTuple):
     """Identity of one save or deletion by an owner; a later one of the same owner compares greater."""
 
     owner: Owner
-    serial: int
+    save_number: int
     is_deletion: bool = False
 
     @classmethod
     def from_folder(cls, name: str) -> Save | None:
         """Return the save whose data lie in a folder of this name; None for any other name."""
-        match = _FOLDER.fullmatch(name)
+        match = _SAVE_FOLDER_PATTERN.fullmatch(name)
         return cls(Owner(int(match[1]), match[2]), int(match[3])) if match else None
 
     @classmethod
     def from_manifest(cls, name: str) -> Save | None:
         """Return the save whose manifest has this name; None for any other name."""
-        match = _MANIFEST.fullmatch(name)
+        match = _MANIFEST_PATTERN.fullmatch(name)
         return cls(Owner(int(match[1]), match[2]), int(match[3]), match[4] is not None) if match else None
 
     @property
     def folder(self) -> str:
-        return f"{self.owner}-{self.serial}"
+        return f"{self.owner}-{self.save_number}"
 
     @property
     def manifest(self) -> str:
@@ -101,13 +101,13 @@ class Claims:
 
 def owners(store: Store, folder: str) -> list[Owner]:
     """Return the owners that have a claim in `folder`, the oldest first."""
-    matches = map(_CLAIM.fullmatch, store.names(join(folder, CLAIMS)))
+    matches = map(_CLAIM_PATTERN.fullmatch, store.names(join(folder, CLAIMS_FOLDER)))
     return sorted(Owner(int(match[1]), match[2]) for match in matches if match)
 
 
 def put_claim(store: Store, folder: str, owner: Owner, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, sort_keys=True)
-    store.put(_path(folder, owner), json.dumps({"claim": text, "crc32": zlib.crc32(text.encode())}).encode())
+    store.put(_claim_path(folder, owner), json.dumps({"claim": text, "crc32": zlib.crc32(text.encode())}).encode())
 
 
 def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
     Returns:
         ``holder``, ``url``, ``closed``, the last save that was told as ``saved``, and ``accepts``: None until it is finished.
     """
-    path = _path(folder, owner)
+    path = _claim_path(folder, owner)
     claim_bytes = store.read(path)
     try:
         envelope = json.loads(claim_bytes)
@@ -130,21 +130,21 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
         ) from error
 
 
-def valid_save(names: Iterable[str], *claims_and_steps: tuple[Claims, str]) -> Save | None:
+def valid_save(file_names: Iterable[str], *claims_and_steps: tuple[Claims, str]) -> Save | None:
     """Return the save that is the valid checkpoint of a training step, or its deletion, according to the claims; else None.
 
     Args:
-        names: In the folder of the step.
+        file_names: In the folder of the step.
         claims_and_steps: Of each folder whose claims decide, from the outer one, its claims and the name of the step in there.
     """
-    saves = [save for save in map(Save.from_manifest, names) if save]
-    for claims, step in claims_and_steps:
+    saves = [save for save in map(Save.from_manifest, file_names) if save]
+    for claims, step_name in claims_and_steps:
         saves = [
             save
             for save in saves
             if save.owner == claims.newest
             or save.owner not in claims.all_owners
-            or (save.folder == claims.accepts.get(step) and not save.is_deletion)
+            or (save.folder == claims.accepts.get(step_name) and not save.is_deletion)
         ]
     for claims, _ in claims_and_steps:
         if newest_saves := [save for save in saves if save.owner == claims.newest]:
@@ -158,18 +158,18 @@ def run_and_step(path: str) -> tuple[str, str]:
     return (folder, name) if STEP.fullmatch(name) else (path, SINGLE_STEP)
 
 
-def find(store: Store, path: str, run: Claims | None = None) -> Save | None:
+def find(store: Store, path: str, run_claims: Claims | None = None) -> Save | None:
     """Return the save that is the valid checkpoint at `path`; None if there is none, or it is deleted.
 
     Args:
-        run: The claims of its run, where they are known already.
+        run_claims: The claims of its run, where they are known already.
     """
     names, names_before = store.names(path), list[str]()
-    folder, step = run_and_step(path)
+    folder, step_name = run_and_step(path)
     # Again, since an owner may have replaced all that was listed, and another one opened the run, before its claims were read.
     while any(map(Save.from_manifest, names)) and names != names_before:
-        claims_and_steps = [(run or Claims.read(store, folder), step)] if step != SINGLE_STEP else []
-        if CLAIMS in names:
+        claims_and_steps = [(run_claims or Claims.read(store, folder), step_name)] if step_name != SINGLE_STEP else []
+        if CLAIMS_FOLDER in names:
             claims_and_steps.append((Claims.read(store, path), SINGLE_STEP))
         if (save := valid_save(names, *claims_and_steps)) is not None:
             return None if save.is_deletion else save
@@ -177,5 +177,5 @@ def find(store: Store, path: str, run: Claims | None = None) -> Save | None:
     return None
 
 
-def _path(folder: str, owner: Owner) -> str:
-    return join(folder, CLAIMS, f"{owner}.json")
+def _claim_path(folder: str, owner: Owner) -> str:
+    return join(folder, CLAIMS_FOLDER, f"{owner}.json")

@@ -21,7 +21,7 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 from rescale_data.checkpoint.storage.claims import (
-    CLAIMS,
+    CLAIMS_FOLDER,
     SINGLE_STEP,
     STEP,
     TEMPORARY_SUFFIX,
@@ -44,7 +44,7 @@ from rescale_data.lease import RENEW_SECONDS, HolderState, Lease, is_running, th
 
 logger = logging.getLogger(__name__)
 
-_owned_here = set[Owner]()
+_owners_of_process = set[Owner]()
 """Owners of this process that have not ended; their claims may be out of date, if the last write failed."""
 
 
@@ -69,8 +69,8 @@ class Ownership:
         self.store, self.path, self._is_single = store, path, is_single
         self._readers = ReaderLeases(store, run_and_step(path)[0] if is_single else path)
         self._num_saves, self._leases = 0, list[Lease]()
-        self._committing: Save | None = None
-        self._claims_read: dict[Owner, dict[str, Any]] = {}
+        self._committing_save: Save | None = None
+        self._claims_by_owner: dict[Owner, dict[str, Any]] = {}
         self._metrics: dict[Save, dict[str, float]] = {}
         own_saves = [save for save in map(Save.from_manifest, store.names(path)) if save]
         if own_saves and not is_single:
@@ -92,7 +92,7 @@ class Ownership:
         }
         self.close = weakref.finalize(self, _close, store, path, self.owner, self._claim, self._leases)
         self.close.atexit = False
-        _owned_here.add(self.owner)
+        _owners_of_process.add(self.owner)
         try:
             self._open()
         except BaseException:
@@ -100,11 +100,11 @@ class Ownership:
             raise
 
     def _open(self) -> None:
-        self.store.mkdir(join(self.path, CLAIMS))
+        self.store.mkdir(join(self.path, CLAIMS_FOLDER))
         self._put_claim()
         self._claims = Claims.read(self.store, self.path, excluded_owner=self.owner)
-        steps = [SINGLE_STEP] if self._is_single else filter(STEP.fullmatch, self.store.names(self.path))
-        names = {name: self.store.names(self._step_folder(name)) for name in steps}
+        step_names = [SINGLE_STEP] if self._is_single else filter(STEP.fullmatch, self.store.names(self.path))
+        names = {name: self.store.names(self._step_folder(name)) for name in step_names}
         self.saves = {
             name: save
             for name, listed in names.items()
@@ -119,7 +119,7 @@ class Ownership:
         self._claims = Claims(all_owners=self._claims.all_owners, newest=self.owner, accepts=self._claim["accepts"])
         if not self._is_single:
             self.store.mkdir(join(self.path, LEASES))
-            self._leases.append(Lease(self.store.files, self._lease_of(self.owner), {"owner": str(self.owner)}))
+            self._leases.append(Lease(self.store.files, self._lease_path(self.owner), {"owner": str(self.owner)}))
 
     def look(self) -> None:
         """Raise `SupersededError` if another process has opened the folder for writing since (a newer claim)."""
@@ -143,14 +143,14 @@ class Ownership:
         self.store.mkdir(join(self._step_folder(name), save.folder))
         return save
 
-    def commit(self, name: str, save: Save, manifest: Manifest) -> None:
+    def commit(self, step_name: str, save: Save, manifest: Manifest) -> None:
         """Commit a save, whose data are written, as the checkpoint of its step: write its manifest.
 
         Raises:
             SupersededError: Somebody else owns the folder; the save does not count, or will not for long.
             ValueError: Files that the manifest lists are not there.
         """
-        store, final_path = self.store, self._step_folder(name)
+        store, final_path = self.store, self._step_folder(step_name)
         if size_errors := wrong_sizes(store, final_path, manifest.files):
             self.look()  # a newer owner has removed them
             error_lines = "\n  ".join(size_errors.values())
@@ -160,55 +160,55 @@ class Ownership:
             )
         for folder in (join(final_path, save.folder), final_path, split(final_path)[0]):
             store.sync_folder(folder)
-        self._committing = save
-        _put_twice(store, join(final_path, save.manifest), manifest.to_json())
+        self._committing_save = save
+        _put_with_retry(store, join(final_path, save.manifest), manifest.to_json())
         self._claim["closed"] = self._is_single  # by the same request
         self._put_claim()
         self.look()
         if self._is_single and find(store, final_path) != save:
             raise _manager_error(final_path)
-        self._record_save(name, save)
+        self._record_save(step_name, save)
         with _log_errors(f"{final_path} is saved, and stock DCP's copy of its metadata is not"):
             store.put(join(final_path, METADATA), store.read(join(final_path, save.folder, METADATA)))
 
-    def abandon(self, name: str, save: Save | None) -> None:
+    def abandon(self, step_name: str, save: Save | None) -> None:
         """Remove the data of a failed save, unless its manifest may have been written."""
         self._claim["closed"] = False  # the put that says so may have failed
         try:
-            if save is not None and save != self._committing:
-                self.store.remove_folder(join(self._step_folder(name), save.folder))
-                self.store.remove_empty(self._step_folder(name))
+            if save is not None and save != self._committing_save:
+                self.store.remove_folder(join(self._step_folder(step_name), save.folder))
+                self.store.remove_empty_folder(self._step_folder(step_name))
         finally:
             if self._is_single:
                 self.close()
 
-    def delete(self, name: str) -> HolderState:
+    def delete(self, step_name: str) -> HolderState:
         """Delete the checkpoint of a step; if the step is a link, remove only the link.
 
         Returns:
             "gone" if it is deleted; "alive" or "undecided" if somebody reads it, or may do so, and it is left.
         """
-        final_path = self._step_folder(name)
+        final_path = self._step_folder(step_name)
         if self.store.is_link(final_path):
             self.look()
             self.store.rm_file(final_path)
-            self.saves.pop(name, None)
+            self.saves.pop(step_name, None)
             return "gone"
-        if (lease_status := lease_state(self._readers.look(), self._leased_step(name))) != "gone":
+        if (lease_status := lease_state(self._readers.look(), self._leased_step(step_name))) != "gone":
             return lease_status
         save = self._new_save()._replace(is_deletion=True)
-        _put_twice(self.store, join(final_path, save.manifest), Manifest(save_id=save.folder).to_json())
-        self._claim["accepts"].pop(name, None)
+        _put_with_retry(self.store, join(final_path, save.manifest), Manifest(save_id=save.folder).to_json())
+        self._claim["accepts"].pop(step_name, None)
         self._put_claim()
         self.look()
-        self._record_save(name, save)
+        self._record_save(step_name, save)
         self.clean()
         return "gone"
 
-    def _record_save(self, name: str, save: Save) -> None:
-        self.saves[name] = save
-        self._claim["saved"] = save.serial  # put with the next claim: nobody who is superseded before says so
-        self._steps_to_sweep.add(name)
+    def _record_save(self, step_name: str, save: Save) -> None:
+        self.saves[step_name] = save
+        self._claim["saved"] = save.save_number  # put with the next claim: nobody who is superseded before says so
+        self._steps_to_sweep.add(step_name)
 
     def clean(self) -> None:
         """Remove data that are no longer valid and that nobody reads, and restore copies of ``.metadata``. Never raises."""
@@ -218,13 +218,13 @@ class Ownership:
                 self._steps_to_restore.discard(name)
         for name in sorted(self._steps_to_sweep):
             with _log_errors(f"What does not count in {self._step_folder(name)} was not removed"):
-                if self._sweep(name):
+                if self._sweep_step(name):
                     self._steps_to_sweep.discard(name)
 
-    def steps(self, candidates: Iterable[int]) -> list[int]:
+    def steps(self, candidate_steps: Iterable[int]) -> list[int]:
         """Return the given steps that have a checkpoint, also one that was copied here since the folder was opened."""
         steps: list[int] = []
-        for name, step in ((f"step-{step}", step) for step in candidates):
+        for name, step in ((f"step-{step}", step) for step in candidate_steps):
             if name not in self.saves and (save := self._valid_save(name, self.store.names(self._step_folder(name)))):
                 self.saves[name] = save
             if name in self.saves and not self.saves[name].is_deletion:
@@ -240,9 +240,9 @@ class Ownership:
         self._metrics = {save: self._metrics[save] for save in saves.values()}
         return {step: self._metrics[save] for step, save in saves.items()}
 
-    def _sweep(self, name: str) -> bool:
+    def _sweep_step(self, step_name: str) -> bool:
         """Remove obsolete files of a step that nobody reads; True if none are left."""
-        final_path, save, step = self._step_folder(name), self.saves.get(name), self._leased_step(name)
+        final_path, save, step = self._step_folder(step_name), self.saves.get(step_name), self._leased_step(step_name)
         deletion = save if save is not None and save.is_deletion else None
         obsolete_names = self._old_names(self.store.names(final_path), save)
         self.look()
@@ -257,9 +257,9 @@ class Ownership:
             self.store.remove_folder(join(final_path, entry))
         if unread_names:
             logger.info("Removed from %s what was deleted, replaced or never finished.", final_path)
-        self.store.remove_empty(final_path)
+        self.store.remove_empty_folder(final_path)
         if deletion:
-            del self.saves[name]
+            del self.saves[step_name]
         return len(unread_names) == len(obsolete_names)
 
     def _old_names(self, names: list[str], save: Save | None) -> list[str]:
@@ -270,14 +270,14 @@ class Ownership:
 
     def _is_obsolete(self, other_save: Save, save: Save | None, names: list[str]) -> bool:
         if other_save.owner == self.owner:  # the manifest of a save that failed may still come, below a later one
-            return save is not None and save.owner == self.owner and other_save.serial < save.serial
+            return save is not None and save.owner == self.owner and other_save.save_number < save.save_number
         claim = self._claim_of(other_save.owner)
         if claim.get("url") != self.path:
             return False
         if save is not None:
             return other_save.folder != save.folder
         # Nobody's but where its owner was told of it: then somebody has taken the step away and put it back.
-        return other_save.manifest not in names or other_save.serial > claim["saved"]
+        return other_save.manifest not in names or other_save.save_number > claim["saved"]
 
     def _find_deletion(self, names: list[str]) -> Save | None:
         """Return the deletion that an earlier owner began in a step's folder without a valid checkpoint, or None."""
@@ -288,12 +288,12 @@ class Ownership:
 
     def _claim_of(self, owner: Owner) -> dict[str, Any]:
         """Return the claim of an owner, read once; empty if there is none. In a copied folder its URL is the original's."""
-        if owner not in self._claims_read and owner in self._claims.all_owners:
-            self._claims_read[owner] = read_claim(self.store, self.path, owner)
-        return self._claims_read.get(owner, {})
+        if owner not in self._claims_by_owner and owner in self._claims.all_owners:
+            self._claims_by_owner[owner] = read_claim(self.store, self.path, owner)
+        return self._claims_by_owner.get(owner, {})
 
-    def _restore_metadata(self, name: str) -> None:
-        final_path, save = self._step_folder(name), self.saves.get(name)
+    def _restore_metadata(self, step_name: str) -> None:
+        final_path, save = self._step_folder(step_name), self.saves.get(step_name)
         if save is None or save.is_deletion or self._claim_of(save.owner).get("url") != self.path:
             return
         metadata, copy_path = self.store.read(join(final_path, save.folder, METADATA)), join(final_path, METADATA)
@@ -309,12 +309,12 @@ class Ownership:
         last_owner = earlier_owners[-1]
         claim = read_claim(self.store, self.path, last_owner)
         is_own, holder = claim["holder"] == this_process(), _holder_name(claim["holder"])
-        if is_own and last_owner in _owned_here:
+        if is_own and last_owner in _owners_of_process:
             gc.collect()  # a manager that was dropped may wait for that
             holder = "this process"
-        is_alive = not claim["closed"] and (last_owner in _owned_here if is_own else is_running(claim["holder"]))
+        is_alive = not claim["closed"] and (last_owner in _owners_of_process if is_own else is_running(claim["holder"]))
         if is_alive is None and wait is not None:
-            is_alive = self._is_owner_alive(last_owner, wait=wait)
+            is_alive = self._is_owner_alive(last_owner, wait_for_owner=wait)
         if is_alive and wait is None and claim["url"] != self.path:  # this is a copy of its folder, or another mount
             is_alive, holder = None, f"{holder} as {claim['url']}"
         if is_alive:
@@ -329,9 +329,9 @@ class Ownership:
                 holder,
             )
 
-    def _is_owner_alive(self, owner: Owner, *, wait: bool) -> bool:
-        while (holder_state := self._readers.watch.look(self._lease_of(owner))[0]) == "undecided":
-            if not wait:
+    def _is_owner_alive(self, owner: Owner, *, wait_for_owner: bool) -> bool:
+        while (holder_state := self._readers.watch.look(self._lease_path(owner))[0]) == "undecided":
+            if not wait_for_owner:
                 raise ValueError(
                     f"One look does not tell if the owner {owner} of {self.path} still runs. Try again with --wait, which "
                     f"looks twice, about a minute apart."
@@ -342,19 +342,19 @@ class Ownership:
     def _put_claim(self) -> None:
         put_claim(self.store, self.path, self.owner, self._claim)
 
-    def _valid_save(self, name: str, names: list[str]) -> Save | None:
-        claims_and_steps = [(self._claims, name)]
-        if not self._is_single and CLAIMS in names:
-            claims_and_steps.append((Claims.read(self.store, self._step_folder(name)), SINGLE_STEP))
+    def _valid_save(self, step_name: str, names: list[str]) -> Save | None:
+        claims_and_steps = [(self._claims, step_name)]
+        if not self._is_single and CLAIMS_FOLDER in names:
+            claims_and_steps.append((Claims.read(self.store, self._step_folder(step_name)), SINGLE_STEP))
         return valid_save(names, *claims_and_steps)
 
-    def _step_folder(self, name: str) -> str:
-        return self.path if self._is_single else join(self.path, name)
+    def _step_folder(self, step_name: str) -> str:
+        return self.path if self._is_single else join(self.path, step_name)
 
-    def _leased_step(self, name: str) -> str:
-        return run_and_step(self.path)[1] if self._is_single else name
+    def _leased_step(self, step_name: str) -> str:
+        return run_and_step(self.path)[1] if self._is_single else step_name
 
-    def _lease_of(self, owner: Owner) -> str:
+    def _lease_path(self, owner: Owner) -> str:
         return join(self.path, LEASES, f"{owner}.json")
 
     def _new_save(self) -> Save:
@@ -373,14 +373,14 @@ def prepare(store: Store, path: str, *, overwrite: bool) -> None:
                 raise ValueError(
                     f"{path} already holds a checkpoint. Give another path, or overwrite=True to replace it."
                 )
-        elif others := [name for name in names if not _is_package_name(name)]:
+        elif others := [name for name in names if not _is_own_file_name(name)]:
             raise ValueError(f"{path} holds {others[:3]} and is no checkpoint; it is not replaced. Give another path.")
     if store.is_link(path):
         _link_files(store, path)
 
 
-def _is_package_name(name: str) -> bool:
-    return save_of(name) is not None or name in (CLAIMS, LEASES) or TEMPORARY_SUFFIX.search(name) is not None
+def _is_own_file_name(name: str) -> bool:
+    return save_of(name) is not None or name in (CLAIMS_FOLDER, LEASES) or TEMPORARY_SUFFIX.search(name) is not None
 
 
 def metrics_of(store: Store, path: str, save: Save) -> dict[str, float]:
@@ -394,13 +394,13 @@ def _link_files(store: Store, link: str) -> None:
     target_folder, temporary_folder = os.path.realpath(link), f"{link}.{uuid.uuid4().hex[:12]}.tmp"
     store.mkdir(temporary_folder)
     for name in store.names(target_folder):
-        if name not in (CLAIMS, LEASES):
+        if name not in (CLAIMS_FOLDER, LEASES):
             os.symlink(join(target_folder, name), join(temporary_folder, name))
     store.rm_file(link)
     store.rename(temporary_folder, link)
 
 
-def _put_twice(store: Store, path: str, content: bytes) -> None:
+def _put_with_retry(store: Store, path: str, content: bytes) -> None:
     """Write a file with a unique name; on an error write it again, since only the response may have been lost."""
     try:
         store.put(path, content)
@@ -423,7 +423,7 @@ def _close(store: Store, path: str, owner: Owner, claim: dict[str, Any], leases:
     """Record in a claim that its owner has ended, and release its leases."""
     if claim["holder"]["pid"] != os.getpid():
         return  # a forked child
-    _owned_here.discard(owner)
+    _owners_of_process.discard(owner)
     for lease in leases:
         lease.release()
     if not claim["closed"]:

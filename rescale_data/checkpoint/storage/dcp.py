@@ -73,16 +73,16 @@ class Contents:
         return Contents({name: self.values[name] for name in paths}, paths, self.without_path)
 
 
-def _meta(saved: Any) -> torch.Tensor | None:
-    is_tensor = isinstance(saved, TensorStorageMetadata)
-    return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta") if is_tensor else None
+def _meta(value_metadata: Any) -> torch.Tensor | None:
+    is_tensor = isinstance(value_metadata, TensorStorageMetadata)
+    return torch.empty(value_metadata.size, dtype=value_metadata.properties.dtype, device="meta") if is_tensor else None
 
 
 def save_id_of(metadata: Metadata) -> str:
     return (metadata.storage_meta and metadata.storage_meta.save_id) or ""
 
 
-def minimum_sizes(metadata: Metadata) -> dict[str, int]:
+def min_file_bytes(metadata: Metadata) -> dict[str, int]:
     """Return the minimum size of each file in bytes: the end of its last piece."""
     ends: dict[str, int] = {}
     for location in cast(dict[Any, Any], metadata.storage_data or {}).values():
@@ -106,13 +106,13 @@ class Pieces(torch.Tensor):
     commit: Callable[[ReadItem, torch.Tensor], None]
 
     @classmethod
-    def from_items(cls, full_tensor: torch.Tensor, items: list[WriteItem]) -> Self:
+    def from_items(cls, full_tensor: torch.Tensor, write_items: list[WriteItem]) -> Self:
         pieces = torch.empty((), dtype=full_tensor.dtype, device="cpu").expand(full_tensor.shape).as_subclass(cls)
-        pieces.items = items
+        pieces.items = write_items
         return pieces
 
     @property
-    def unique_items(self) -> dict[Any, WriteItem]:
+    def unique_write_items(self) -> dict[Any, WriteItem]:
         """Write items of non-empty pieces by offset, each once, even if several devices of this host hold the same piece.
 
         A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
@@ -121,13 +121,13 @@ class Pieces(torch.Tensor):
 
     def detached_copy(self) -> Self:
         """Replace the live pieces by copies; return `self`."""
-        copies = {offset: self.find(item.index) for offset, item in self.unique_items.items()}
+        copies = {offset: self.find(item.index) for offset, item in self.unique_write_items.items()}
         self.find = lambda index: copies[index.offset]
         return self
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         with_name = functools.partial(dataclasses.replace, fqn=fqn)
-        return [dataclasses.replace(item, index=with_name(item.index)) for item in self.unique_items.values()]
+        return [dataclasses.replace(item, index=with_name(item.index)) for item in self.unique_write_items.values()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [_chunk(item) for item in self.items]
@@ -147,7 +147,7 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[An
     return dict(planner.state_dict), dict(planner.mappings)
 
 
-class Reader(ABC):
+class StateReader(ABC):
     """Base of readers: loads values of a checkpoint on this process alone.
 
     Args:
@@ -216,7 +216,7 @@ def _copy(item: ReadItem, stored_tensor: torch.Tensor, target: torch.Tensor) -> 
     target.copy_(requested_part)
 
 
-class FilesReader(Reader):
+class FilesReader(StateReader):
     """Reads DCP's files in a folder, each piece once and with its checksum; a subclass reads the metadata.
 
     Attributes:
@@ -224,9 +224,9 @@ class FilesReader(Reader):
         check: Is called before each file that is read.
     """
 
-    def __init__(self, files: FileSystemBase, path: str) -> None:
+    def __init__(self, file_system: FileSystemBase, path: str) -> None:
         super().__init__(path)
-        self._files, self.path = files, path
+        self._file_system, self.path = file_system, path
         self.check: Callable[[], object] = lambda: None
 
     @abstractmethod
@@ -249,10 +249,10 @@ class FilesReader(Reader):
             )
         requested = sorted((piece.relative_path, piece.offset, piece.length, i) for i, piece in enumerate(locations))
         buffer = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
-        for name, in_file in itertools.groupby(requested, operator.itemgetter(0)):
+        for name, pieces_in_file in itertools.groupby(requested, operator.itemgetter(0)):
             self.check()
-            with self._files.create_stream(self._files.concat_path(self.path, name), "rb") as stream:
-                for (start, size), same_piece in itertools.groupby(in_file, operator.itemgetter(1, 2)):
+            with self._file_system.create_stream(self._file_system.concat_path(self.path, name), "rb") as stream:
+                for (start, size), same_piece in itertools.groupby(pieces_in_file, operator.itemgetter(1, 2)):
                     piece_items = [items[index] for *_, index in same_piece]
                     is_kept = piece_items[0].type is LoadItemType.BYTE_IO
                     memory = Memory.empty(size) if is_kept else _buffer_for(buffer, size)
@@ -271,19 +271,19 @@ def _value_in(memory: Memory, name: str) -> Any:
         ) from error
 
 
-def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None, buffer: Memory) -> None:
+def read_piece(stream: Any, name: str, start: int, num_bytes: int, crc32: int | None, buffer: Memory) -> None:
     """Read a piece of a file; raise ``DamagedCheckpointError`` if it is too short or its checksum is wrong.
 
     Args:
         buffer: Memory that it is read into, at its end: there an archive is found, whatever lies before it.
     """
-    piece = memoryview(buffer)[len(buffer) - size :]
+    piece = memoryview(buffer)[len(buffer) - num_bytes :]
     stream.seek(start)
-    if (num_read := stream.readinto(piece)) != size:
-        raise DamagedCheckpointError(f"{name} ends {size - num_read} bytes too early, at {start + num_read}")
+    if (num_read := stream.readinto(piece)) != num_bytes:
+        raise DamagedCheckpointError(f"{name} ends {num_bytes - num_read} bytes too early, at {start + num_read}")
     if crc32 not in (None, zlib.crc32(piece)):
         raise DamagedCheckpointError(
-            f"{name} is not what was saved: its bytes {start} to {start + size} have another checksum"
+            f"{name} is not what was saved: its bytes {start} to {start + num_bytes} have another checksum"
         )
 
 
@@ -303,7 +303,7 @@ def _with_checksums(name: str, ranges: list[tuple[int, int]], crc32s: str) -> di
     return dict(zip(ranges, checksums, strict=True))
 
 
-class ValuesReader(Reader):
+class ValuesReader(StateReader):
     """Reader of a nested state in memory instead of files, by flattened name.
 
     Tensors may be views of anything, and are copied row by row where they are asked for.
@@ -311,11 +311,11 @@ class ValuesReader(Reader):
 
     def __init__(self, name: str, tree: Mapping[str, Any]) -> None:
         super().__init__(name)
-        self._values, self._paths = flatten(tree)
+        self._values, self._paths_by_name = flatten(tree)
 
     def read_metadata(self) -> Metadata:
         metadata = {key: _whole_metadata(value) for key, value in self._values.items()}
-        return Metadata(metadata, planner_data=self._paths, storage_data={})
+        return Metadata(metadata, planner_data=self._paths_by_name, storage_data={})
 
     def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
         return ((item, self._values[item.storage_index.fqn]) for item in items)
@@ -330,37 +330,37 @@ def _whole_metadata(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 def save(
     state_dict: dict[str, Any],
-    files: FileSystemBase,
+    file_system: FileSystemBase,
     path: str,
     ranks: Ranks,
     *,
     name: str,
     save_id: str,
-    prefix: str,
+    file_prefix: str,
 ) -> None:
     """Write DCP's files into the folder at ``path``, and its metadata last.
 
     Args:
         name: Of the checkpoint, for its metadata.
-        prefix: What the metadata puts before the names of its files.
+        file_prefix: What the metadata puts before the names of its files.
     """
-    if not ranks.distributed:  # no news to who started one process
+    if not ranks.is_distributed:  # no news to who started one process
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)
-    writer = _Writer(files, path, StorageMeta(checkpoint_id=name, save_id=save_id), prefix)
-    save_state(state_dict, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.distributed)
+    writer = _Writer(file_system, path, StorageMeta(checkpoint_id=name, save_id=save_id), file_prefix)
+    save_state(state_dict, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.is_distributed)
 
 
 class _Writer(FileSystemWriter):
-    def __init__(self, files: FileSystemBase, path: str, meta: StorageMeta, prefix: str) -> None:
+    def __init__(self, file_system: FileSystemBase, path: str, meta: StorageMeta, file_prefix: str) -> None:
         super().__init__(path, sync_files=False, overwrite=True)  # the file system does
-        self.fs: FileSystemBase = files
+        self.fs: FileSystemBase = file_system
         self.path: str = path
-        self._meta, self._prefix = meta, prefix
+        self._meta, self._file_prefix = meta, file_prefix
 
     def storage_meta(self) -> StorageMeta:
         return self._meta
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for result in itertools.chain(*results):
-            result.storage_data.relative_path = self._prefix + result.storage_data.relative_path
+            result.storage_data.relative_path = self._file_prefix + result.storage_data.relative_path
         super().finish(metadata, results)

@@ -14,7 +14,7 @@ from rescale_data.checkpoint.tree import LostStructure
 from rescale_data.errors import DamagedCheckpointError
 
 METADATA = ".metadata"
-FORMAT = "rescale_data checkpoint"
+FORMAT_NAME = "rescale_data checkpoint"
 SAVE_ID_PREFIX = "rescale_data-"
 """Prefix of the save id in DCP's metadata: a folder that has it but no manifest is incomplete."""
 VERSION = 1
@@ -50,7 +50,7 @@ class Manifest:
         return f"{self.save_id}/{METADATA}"
 
     def to_json(self) -> bytes:
-        content: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content: dict[str, Any] = {"format": FORMAT_NAME, "version": VERSION, **asdict(self)}
         content["crc32"] = _checksum(content)
         return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
 
@@ -58,12 +58,12 @@ class Manifest:
     def from_json(cls, text: bytes) -> Manifest:
         """Parse a manifest; raise ``ValueError`` if it is none, or its checksum is wrong."""
         content = json.loads(text)
-        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT_NAME:
             raise ValueError("not a manifest of rescale_data")
         if content.get("version") != VERSION:
             raise NewerError(f"written by a newer rescale_data: version {content.get('version')}, known is {VERSION}")
         crc32 = content.pop("crc32", None)
-        if crc32 != _checksum({"format": FORMAT, **content}):
+        if crc32 != _checksum({"format": FORMAT_NAME, **content}):
             raise ValueError("its content does not match its checksum")
         del content["version"]
         files = {name: FileRecord(**record) for name, record in content.pop("files").items()}

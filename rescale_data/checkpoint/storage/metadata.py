@@ -36,7 +36,7 @@ _ALLOWED_NAMES = re.compile(
 def read_metadata(content: bytes) -> dcp.Metadata:
     """Return DCP's metadata from the bytes of its file, without running code that the file names."""
     try:
-        return _metadata(_Unpickler(content, _is_known).load())
+        return _build_metadata(_Unpickler(content, _is_known_class).load())
     except UnknownClassError as error:
         raise UnknownClassError(_UNKNOWN_CLASS.format(error, str(error).rpartition(".")[2])) from error
     except Exception as error:  # what a changed byte makes of a pickle is not to be foreseen
@@ -49,7 +49,7 @@ _UNKNOWN_CLASS = (
 )
 
 
-def _is_known(name: str) -> bool:
+def _is_known_class(name: str) -> bool:
     return bool(_ALLOWED_NAMES.fullmatch(name)) or dtype_of(name) is not None or name in allowed_by_user()
 
 
@@ -57,12 +57,12 @@ class _Unpickler(RecordUnpickler):
     """Unpickler that makes the most frequent records without a Python call for each."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if f"{module_name}.{global_name}" in _FREQUENT:
-            return _FREQUENT[f"{module_name}.{global_name}"]
+        if f"{module_name}.{global_name}" in _FREQUENT_CLASSES:
+            return _FREQUENT_CLASSES[f"{module_name}.{global_name}"]
         return super().find_class(module_name, global_name)
 
 
-_FREQUENT: dict[str, Any] = {
+_FREQUENT_CLASSES: dict[str, Any] = {
     "torch.Size": torch.Size,
     "collections.OrderedDict": dict,
     **{
@@ -76,12 +76,12 @@ _FREQUENT: dict[str, Any] = {
 }
 
 
-def _metadata(metadata_record: Any) -> dcp.Metadata:
+def _build_metadata(metadata_record: Any) -> dcp.Metadata:
     fields = _fields(metadata_record)
     storage_fields = _fields(fields.get("storage_meta"))
     return dcp.Metadata(
         {checked(name, str): _value_metadata(value) for name, value in fields["state_dict_metadata"].items()},
-        planner_data=_paths(fields.get("planner_data")),
+        planner_data=_paths_by_name(fields.get("planner_data")),
         storage_data={
             _index(vars(key)): _location(vars(location)) for key, location in (fields["storage_data"] or {}).items()
         },
@@ -130,7 +130,7 @@ def _location(location: Mapping[str, Any]) -> SimpleNamespace:
     )
 
 
-def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
+def _paths_by_name(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
     return {
         checked(name, str): tuple(key if type(key) is int else checked(key, str) for key in path)
         for name, path in (planner_data or {}).items()

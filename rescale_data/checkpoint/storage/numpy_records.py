@@ -17,15 +17,15 @@ import numpy as np
 
 from rescale_data.checkpoint.storage.records import Record, checked, checked_sizes
 
-_CODE = re.compile(r"b1|[iufcmM]\d{1,2}|[SUV]\d{1,9}|O8?")
-_UNIT = re.compile(r"[a-zμ]{1,2}|[YMWD]|generic")
+_DTYPE_CODE_PATTERN = re.compile(r"b1|[iufcmM]\d{1,2}|[SUV]\d{1,9}|O8?")
+_TIME_UNIT_PATTERN = re.compile(r"[a-zμ]{1,2}|[YMWD]|generic")
 Build = Callable[[Any], Any]
 
 
 def _dtype(build: Build, record: Record) -> np.dtype[Any]:
     dtype_code, dtype_state = record.args[0], (*(record.state or ()), *(None,) * 9)[:9]
     _, order, base_dtype, names, fields, item_size, _, _, unit = dtype_state
-    if not (isinstance(dtype_code, str) and _CODE.fullmatch(dtype_code)):
+    if not (isinstance(dtype_code, str) and _DTYPE_CODE_PATTERN.fullmatch(dtype_code)):
         raise ValueError(f"a dtype of {dtype_code!r}")
     if base_dtype is not None:
         dtype = np.dtype((build(base_dtype[0]), checked_sizes(base_dtype[1])))
@@ -47,30 +47,30 @@ def _unit(unit: Any) -> str:
     """Return the unit of a time dtype as text, ``[25s]`` for ``(b"s", 25, 1, 1)``."""
     name, multiple, *_ = unit
     unit_name = name.decode() if isinstance(name, bytes) else name
-    if not (_UNIT.fullmatch(unit_name) and type(multiple) is int):
+    if not (_TIME_UNIT_PATTERN.fullmatch(unit_name) and type(multiple) is int):
         raise ValueError(f"the unit {unit!r}")
     return "" if unit_name == "generic" else f"[{multiple}{unit_name}]"
 
 
 def _array(build: Build, record: Record) -> np.ndarray[Any, Any]:
     _, shape, dtype, fortran, data = record.state
-    kind, sizes, order = checked(build(dtype), np.dtype), checked_sizes(shape), "F" if fortran is True else "C"
-    if kind.hasobject:
+    checked_dtype, sizes, order = checked(build(dtype), np.dtype), checked_sizes(shape), "F" if fortran is True else "C"
+    if checked_dtype.hasobject:
         if type(data) is not list or len(cast("list[Any]", data)) != math.prod(sizes):
             raise ValueError("an array of objects whose list has another length")
         flat_array = np.empty(len(cast("list[Any]", data)), object)
         for index, item in enumerate(cast("list[Any]", data)):
             flat_array[index] = build(item)
         return np.array(flat_array.reshape(sizes), order=order)
-    return _array_from_bytes(sizes, kind, build(data), order)
+    return _array_from_bytes(sizes, checked_dtype, build(data), order)
 
 
 def _scalar(build: Build, record: Record) -> Any:
     dtype, data = record.args
-    kind = checked(build(dtype), np.dtype)
-    if kind.hasobject:
+    checked_dtype = checked(build(dtype), np.dtype)
+    if checked_dtype.hasobject:
         raise ValueError("an object in place of a number")
-    return _array_from_bytes((), kind, build(data))[()]
+    return _array_from_bytes((), checked_dtype, build(data))[()]
 
 
 def _array_from_bytes(

@@ -16,15 +16,15 @@ from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.claims import STEP, Save, find, save_of
 from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, Manifest, NewerError, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
-from rescale_data.checkpoint.storage.readers import leased
+from rescale_data.checkpoint.storage.readers import lease_on_checkpoint
 from rescale_data.checkpoint.storage.records import UnknownClassError
 from rescale_data.checkpoint.storage.store import DiskStore, FileRecord, ObjectStore, Store, StrPath, join, split
-from rescale_data.errors import DamagedCheckpointError, checks_kinds
+from rescale_data.errors import DamagedCheckpointError, checks_argument_types
 
 T = TypeVar("T")
 
 
-class AbsentError(FileNotFoundError):
+class NoCheckpointError(FileNotFoundError):
     """Error raised because a path holds no valid checkpoint, although no request failed."""
 
 
@@ -94,7 +94,7 @@ def open_store(
     return DiskStore(), os.path.realpath(absolute_path)
 
 
-def mapped_path(path: StrPath) -> str:
+def memory_mappable_path(path: StrPath) -> str:
     """Return a path on this machine, whose file can be memory-mapped; ``ValueError`` for an object store."""
     store, path_text = open_store(path)
     if not store.can_rename:
@@ -123,35 +123,35 @@ def read_checkpoint(
         AbsentError: a ``FileNotFoundError``: no checkpoint at ``path``.
         DamagedCheckpointError: a ``ValueError`` that names every file that is not what was saved.
     """
-    ranks = ranks or Ranks(alone=True)
+    ranks = ranks or Ranks(single_process=True)
     store, folder = open_store(path, storage_options)
     num_attempts = 0
     while True:
         num_attempts += 1
         reader = CheckpointReader(store, folder)
         with ExitStack() as stack:
-            reader.save = ranks.on_first(partial(_hold_lease, stack, reader))
+            reader.save = ranks.run_on_first(partial(_hold_lease, stack, reader))
             if reader.save is None and not allow_foreign:
-                raise AbsentError(f"No checkpoint at {folder}: it has no manifest that counts.")
+                raise NoCheckpointError(f"No checkpoint at {folder}: it has no manifest that counts.")
             try:
-                reader.manifest, defects = ranks.on_first(partial(_manifest_and_defects, reader))
+                reader.manifest, defects = ranks.run_on_first(partial(_manifest_and_defects, reader))
                 if defects:
                     raise damaged_error(folder, defects)
                 return work(reader)
             except Exception:
-                if num_attempts == _MAX_ATTEMPTS or not ranks.on_first(reader.is_replaced):
+                if num_attempts == _MAX_ATTEMPTS or not ranks.run_on_first(reader.is_replaced):
                     raise
 
 
 def _hold_lease(stack: ExitStack, reader: CheckpointReader) -> Save | None:
     """Return the valid save of a checkpoint (or None), and hold a lease on it until the stack ends, if possible."""
-    lease, save = stack.enter_context(leased(reader.store, reader.path))
+    lease, save = stack.enter_context(lease_on_checkpoint(reader.store, reader.path))
     if lease is not None:
         reader.check = lease.check
     return save
 
 
-@checks_kinds
+@checks_argument_types
 def verify(path: StrPath, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """Return the defects of the checkpoint at ``path``, one sentence a file; empty if it is sound. Reads every file.
 
@@ -196,7 +196,7 @@ def _manifest_and_defects(reader: CheckpointReader) -> tuple[Manifest | None, li
         raise
     except ValueError as error:
         return None, [str(error)]
-    return manifest, list(wrong_sizes(store, path, file_records, exact=manifest is not None).values())
+    return manifest, list(wrong_sizes(store, path, file_records, exact_size=manifest is not None).values())
 
 
 def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
@@ -213,7 +213,7 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
         steps = (name for name in newest_first if save_of(name) is None)  # a save's data alone are no checkpoint
         step_name = next((name for name in steps if store.is_file(join(path, name, METADATA))), None)
         cure = f" It is the folder of a run: give one of its checkpoints, {join(path, step_name)}." if step_name else ""
-        raise AbsentError(f"No checkpoint at {path}: {content_text}.{cure}")
+        raise NoCheckpointError(f"No checkpoint at {path}: {content_text}.{cure}")
     metadata = reader.metadata
     if dcp.save_id_of(metadata).startswith(SAVE_ID_PREFIX):
         raise ValueError(
@@ -221,23 +221,23 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
             f"superseded, or a step that was deleted here or taken away, and put back. It is not loaded: copy it to another "
             f"folder, where it counts if it is whole."
         )
-    return {name: FileRecord(end) for name, end in dcp.minimum_sizes(metadata).items()}
+    return {name: FileRecord(end) for name, end in dcp.min_file_bytes(metadata).items()}
 
 
-def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exact: bool = True) -> dict[str, str]:
+def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exact_size: bool = True) -> dict[str, str]:
     """Return a message for each file of wrong size, by name, from one listing for each folder.
 
     Args:
-        exact: False where files may be longer than what is known of them.
+        exact_size: False where files may be longer than what is known of them.
     """
     folders = {split(join(path, name))[0] for name in files}
     found_sizes = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
     size_errors: dict[str, str] = {}
     for name, record in files.items():
-        file_path, bound_text = join(path, name), "" if exact else "at least "
+        file_path, bound_text = join(path, name), "" if exact_size else "at least "
         if (size := found_sizes.get(file_path)) is None:
             size_errors[name] = f"{file_path} is missing; {bound_text}{record.size} bytes were saved"
-        elif size < record.size or (exact and size > record.size):
+        elif size < record.size or (exact_size and size > record.size):
             size_errors[name] = f"{file_path} has {size} bytes; {bound_text}{record.size} were saved"
     return size_errors
 

@@ -22,12 +22,12 @@ LEASES = ".leases"
 
 
 @contextlib.contextmanager
-def leased(store: Store, path: str) -> Generator[tuple[Lease | None, Save | None]]:
+def lease_on_checkpoint(store: Store, path: str) -> Generator[tuple[Lease | None, Save | None]]:
     """Yield a lease (None if none can be written) and the valid save of the checkpoint at `path` (None if none)."""
     if store.can_rename and find(store, path) is None:
         yield None, None  # no folder for leases is made where there is no checkpoint of ours
         return
-    folder, step = run_and_step(path)
+    folder, step_name = run_and_step(path)
     lease = None
     try:
         store.mkdir(join(folder, LEASES))
@@ -37,7 +37,7 @@ def leased(store: Store, path: str) -> Generator[tuple[Lease | None, Save | None
     with lease or contextlib.nullcontext():
         save = find(store, path)
         if lease is not None and save is not None:
-            lease.rewrite({"step": step, "save": save.folder})
+            lease.rewrite({"step": step_name, "save": save.folder})
         yield lease, save
 
 
@@ -61,14 +61,14 @@ class ReaderLeases:
 
 
 def lease_state(
-    leases: list[tuple[HolderState, Mapping[str, Any]]], step: str, save: Save | None = None
+    leases: list[tuple[HolderState, Mapping[str, Any]]], step_name: str, save: Save | None = None
 ) -> HolderState:
     """Return "alive" if a lease covers a step (or one save of it), "undecided" if one may, else "gone"."""
     holder_states = {
         state
         for state, content in leases
         if "owner" not in content
-        and content.get("step", step) == step
+        and content.get("step", step_name) == step_name
         and (save is None or content.get("save", save.folder) == save.folder)
     }
     return "alive" if "alive" in holder_states else "undecided" if holder_states else "gone"

@@ -31,23 +31,23 @@ class Record(metaclass=RecordType):
 
     Attributes:
         stands_for: The name of the class in the pickle.
-        called: True if the class was called, False if the object was made without its constructor.
+        constructor_called: True if the class was called, False if the object was made without its constructor.
     """
 
-    __slots__ = ("args", "called", "items", "state")
+    __slots__ = ("args", "constructor_called", "items", "state")
     stands_for = ""
     args: tuple[Any, ...]
-    called: bool
+    constructor_called: bool
     items: list[tuple[Any, Any]]
     state: Any
 
     def __new__(cls, *args: Any) -> Record:
         record = super().__new__(cls)
-        record.args, record.called, record.items, record.state = args, False, [], None
+        record.args, record.constructor_called, record.items, record.state = args, False, [], None
         return record
 
     def __init__(self, *_: Any) -> None:
-        self.called = True
+        self.constructor_called = True
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -61,14 +61,14 @@ class RecordUnpickler(pickle.Unpickler):
 
     Args:
         is_known: True for a name (``module.qualname``) that may occur; any other is an `UnknownClassError`.
-        storage: Gives what a reference to a storage stands for.
+        load_storage: Gives what a reference to a storage stands for.
     """
 
     def __init__(
-        self, content: bytes, is_known: Callable[[str], bool], storage: Callable[[Any], Any] | None = None
+        self, content: bytes, is_known: Callable[[str], bool], load_storage: Callable[[Any], Any] | None = None
     ) -> None:
         super().__init__(io.BytesIO(content))
-        self._is_known, self._storage = is_known, storage
+        self._is_known, self._load_storage = is_known, load_storage
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         qualified_name = f"{'builtins' if module_name == '__builtin__' else module_name}.{global_name}"
@@ -77,9 +77,9 @@ class RecordUnpickler(pickle.Unpickler):
         return _record_class(qualified_name)
 
     def persistent_load(self, pid: Any) -> Any:
-        if self._storage is None:
+        if self._load_storage is None:
             raise ValueError(f"a reference to {pid!r}")
-        return self._storage(pid)
+        return self._load_storage(pid)
 
 
 @functools.cache
@@ -100,10 +100,10 @@ def checked_sizes(values: Any) -> tuple[int, ...]:
     return tuple(cast("list[int]", values))
 
 
-def checked(value: Any, kind: type[T]) -> T:
-    """Return ``value`` if it is an instance of ``kind``; raise ``ValueError`` for any other."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{value!r} in place of a {kind.__name__}")
+def checked(value: Any, expected_type: type[T]) -> T:
+    """Return ``value`` if it is an instance of ``expected_type``; raise ``ValueError`` for any other."""
+    if not isinstance(value, expected_type):
+        raise ValueError(f"{value!r} in place of a {expected_type.__name__}")
     return value
 
 

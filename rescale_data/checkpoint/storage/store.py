@@ -26,7 +26,7 @@ from rescale_data.checkpoint.storage.dcp import FileSystemBase
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _BUFFER_BYTES = 1 << 20
-_NOT_FOUND = (FileNotFoundError, NotADirectoryError)
+_NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CheckedStream(io.RawIOBase):
     def __init__(self, raw: BinaryIO) -> None:
         self.raw = raw
         self.error: OSError | None = None
-        self._size, self._start, self._crc32, self._crc32s = 0, 0, 0, bytearray()
+        self._num_bytes, self._piece_start, self._crc32, self._crc32s = 0, 0, 0, bytearray()
 
     def writable(self) -> bool:
         return True
@@ -63,14 +63,14 @@ class CheckedStream(io.RawIOBase):
         except OSError as error:
             self.error = error
             raise
-        self._size, self._crc32 = self._size + len(data), zlib.crc32(data, self._crc32)
+        self._num_bytes, self._crc32 = self._num_bytes + len(data), zlib.crc32(data, self._crc32)
         return len(data)
 
     def tell(self) -> int:
-        if self._size > self._start:
+        if self._num_bytes > self._piece_start:
             self._crc32s += self._crc32.to_bytes(4, "big")
-            self._start, self._crc32 = self._size, 0
-        return self._size
+            self._piece_start, self._crc32 = self._num_bytes, 0
+        return self._num_bytes
 
     def record(self) -> FileRecord:
         return FileRecord(self.tell(), self._crc32s.hex())
@@ -80,27 +80,27 @@ class Store(FileSystemBase):
     """A file system of fsspec, with the operations that checkpoints need. Paths are strings with ``/``.
 
     Args:
-        files: The file system.
+        file_system: The file system.
 
     Attributes:
-        files: The file system of fsspec.
+        file_system: The file system of fsspec.
         can_rename: True if files and folders can be renamed in one atomic step; object stores cannot.
         written_files: The record of each file that DCP has written in the save that runs, by path.
     """
 
     can_rename: bool
 
-    def __init__(self, files: AbstractFileSystem) -> None:
-        self.files = files
-        self._files: Any = files
+    def __init__(self, file_system: AbstractFileSystem) -> None:
+        self.files = file_system
+        self._file_system: Any = file_system
         self.written_files: dict[str, FileRecord] = {}
 
     def open_read(self, path: str) -> BinaryIO:
-        return self._files.open(path, "rb")
+        return self._file_system.open(path, "rb")
 
     def open_write(self, path: str) -> BinaryIO:
         """Open a new file for writing; it need not be visible before it is closed."""
-        return self._files.open(path, "wb")
+        return self._file_system.open(path, "wb")
 
     @abstractmethod
     def discard(self, stream: BinaryIO, path: str) -> None:
@@ -109,22 +109,22 @@ class Store(FileSystemBase):
     def is_file(self, path: str) -> bool:
         """True if ``path`` is a file. Every error but "not found" is raised: fsspec's own ``isfile`` calls it False."""
         try:
-            return self._files.info(path)["type"] == "file"
-        except _NOT_FOUND:
+            return self._file_system.info(path)["type"] == "file"
+        except _NOT_FOUND_ERRORS:
             return False
 
     def sizes(self, path: str) -> dict[str, int]:
         """Return the size in bytes of each file directly in a folder, by name; empty if there is no folder."""
-        with contextlib.suppress(*_NOT_FOUND):
-            listing = cast("list[dict[str, Any]]", self._files.ls(path, detail=True))
+        with contextlib.suppress(*_NOT_FOUND_ERRORS):
+            listing = cast("list[dict[str, Any]]", self._file_system.ls(path, detail=True))
             return {split(entry["name"])[1]: int(entry["size"]) for entry in listing if entry["type"] == "file"}
         return {}
 
     def names(self, path: str) -> list[str]:
         """Return the names directly in a folder, sorted; empty if there is no folder."""
         try:
-            listing = cast(list[str], self._files.ls(path, detail=False))
-        except _NOT_FOUND:
+            listing = cast(list[str], self._file_system.ls(path, detail=False))
+        except _NOT_FOUND_ERRORS:
             return []
         folder_name = split(path)[1]
         return sorted({name for name in (split(entry)[1] for entry in listing) if name and name != folder_name})
@@ -134,19 +134,19 @@ class Store(FileSystemBase):
 
     def rename(self, path: str, new_path: str) -> None:  # type: ignore[override]
         """Rename a file, or a folder if ``can_rename``."""
-        self._files.mv(path, new_path)
+        self._file_system.mv(path, new_path)
 
     def rm_file(self, path: Any) -> None:
         """Remove a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(path)
+            self._file_system.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
         """Remove a file, or a folder with its content, if it exists. Of a link only the link is removed."""
         with contextlib.suppress(FileNotFoundError):
-            self._files.rm(path, recursive=True)
+            self._file_system.rm(path, recursive=True)
 
-    def remove_empty(self, path: str) -> None:
+    def remove_empty_folder(self, path: str) -> None:
         """Remove a folder if it is empty; do nothing in an object store."""
 
     def is_link(self, path: str) -> bool:
@@ -241,7 +241,7 @@ class ObjectStore(Store):
             ) from error
 
     def read(self, path: str) -> bytes:
-        return bytes(self._files.cat_file(path))  # by one request: a claim may be put again in the meantime
+        return bytes(self._file_system.cat_file(path))  # by one request: a claim may be put again in the meantime
 
     def discard(self, stream: BinaryIO, path: str) -> None:
         # close() would commit the part that was written: abort the upload, and mark the file as closed.
@@ -260,7 +260,7 @@ class DiskStore(Store):
         super().__init__(LocalFileSystem())
 
     def open_read(self, path: str) -> BinaryIO:
-        if self._files.info(path)["type"] == "other":  # a device has no end, and a pipe no beginning
+        if self._file_system.info(path)["type"] == "other":  # a device has no end, and a pipe no beginning
             raise OSError(errno.EINVAL, "It is neither a file nor a folder", path)
         return open(path, "rb")
 
@@ -274,12 +274,12 @@ class DiskStore(Store):
             os.unlink(path)
 
     def sizes(self, path: str) -> dict[str, int]:
-        with contextlib.suppress(*_NOT_FOUND), os.scandir(path) as entries:
+        with contextlib.suppress(*_NOT_FOUND_ERRORS), os.scandir(path) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         return {}
 
     def names(self, path: str) -> list[str]:
-        with contextlib.suppress(*_NOT_FOUND):
+        with contextlib.suppress(*_NOT_FOUND_ERRORS):
             return sorted(os.listdir(path))
         return []
 
@@ -298,7 +298,7 @@ class DiskStore(Store):
             raise
         self.sync_folder(split(path)[0])
 
-    def remove_empty(self, path: str) -> None:
+    def remove_empty_folder(self, path: str) -> None:
         with contextlib.suppress(OSError):
             os.rmdir(path)
 

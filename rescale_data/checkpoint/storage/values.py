@@ -30,7 +30,7 @@ from rescale_data.checkpoint.storage.records import (
     checked_sizes,
     dtype_of,
 )
-from rescale_data.checkpoint.tree import leaves
+from rescale_data.checkpoint.tree import iterate_leaves
 
 _PLAIN_TYPES = (str, bytes, int, float, complex, bool, type(None))
 _LEAF_TYPES = (*_PLAIN_TYPES, bytearray)
@@ -45,9 +45,9 @@ class Memory(mmap.mmap):
         return True
 
     @classmethod
-    def empty(cls, size: int) -> Memory:
-        """Return ``size`` bytes of memory (at least one) that is private to this process."""
-        return cls(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def empty(cls, num_bytes: int) -> Memory:
+        """Return ``num_bytes`` bytes of memory (at least one) that is private to this process."""
+        return cls(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Memory:
@@ -141,20 +141,20 @@ class _Archive:
 class _Builder:
     """Builds values from records, each record once, so that shared objects are shared again."""
 
-    def __init__(self, allowed: Mapping[str, Any]) -> None:
-        self._allowed = allowed
-        self._built: dict[int, tuple[Any, Any]] = {}  # with the record, so that no other gets its id
+    def __init__(self, allowed_classes: Mapping[str, Any]) -> None:
+        self._allowed_classes = allowed_classes
+        self._built_by_id: dict[int, tuple[Any, Any]] = {}  # with the record, so that no other gets its id
 
     def __call__(self, value: Any) -> Any:
         if type(value) in _LEAF_TYPES:
             return value
-        if id(value) not in self._built:
+        if id(value) not in self._built_by_id:
             self.register(value, self._build(value))
-        return self._built[id(value)][1]
+        return self._built_by_id[id(value)][1]
 
     def register(self, record: Any, value: Any) -> Any:
         """Register the value built from a record; a container before its items, which may refer to it."""
-        self._built[id(record)] = record, value
+        self._built_by_id[id(record)] = record, value
         return value
 
     def build_all(self, values: Iterable[Any]) -> list[Any]:
@@ -166,7 +166,7 @@ class _Builder:
             constructor = _CONSTRUCTORS.get(value.stands_for)
             return constructor(self, value) if constructor else self._build_user_object(value)
         if isinstance(value, type):
-            return self._global(cast(type[Record], value).stands_for)
+            return self._resolve_global(cast(type[Record], value).stands_for)
         if type(value) in (tuple, set, frozenset):
             return type(value)(self.build_all(value))
         self.register(value, value)
@@ -180,17 +180,17 @@ class _Builder:
             raise ValueError(f"a {type(value).__name__} is no value")
         return value
 
-    def _global(self, name: str) -> Any:
+    def _resolve_global(self, name: str) -> Any:
         if (dtype := dtype_of(name)) is not None:
             return dtype
-        if name in self._allowed:
-            return self._allowed[name]
+        if name in self._allowed_classes:
+            return self._allowed_classes[name]
         raise UnknownClassError(name)
 
     def _build_user_object(self, record: Record) -> Any:
         """Build an object of a class that the user has allowed, as ``pickle`` does."""
-        cls, args = self._global(record.stands_for), self.build_all(record.args)
-        instance: Any = self.register(record, cls(*args) if record.called else cls.__new__(cls, *args))
+        cls, args = self._resolve_global(record.stands_for), self.build_all(record.args)
+        instance: Any = self.register(record, cls(*args) if record.constructor_called else cls.__new__(cls, *args))
         if record.state is None:
             return instance
         state = self(record.state)
@@ -213,14 +213,14 @@ def _dict(build: _Builder, record: Record) -> Any:
     return mapping
 
 
-def _checked_call(make: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[[_Builder, Record], Any]:
-    """Return a constructor that calls ``make`` with arguments whose types are one of the given lists of types."""
+def _checked_call(make_value: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[[_Builder, Record], Any]:
+    """Return a constructor that calls ``make_value`` with arguments whose types are one of the given lists of types."""
 
     def constructor(build: _Builder, record: Record) -> Any:
         args = build.build_all(record.args)
         if tuple(map(type, args)) not in kinds:
             raise ValueError(f"{record.stands_for} of {args!r}")
-        return make(*args)
+        return make_value(*args)
 
     return constructor
 
@@ -258,7 +258,7 @@ def _parameter(build: _Builder, record: Record) -> torch.nn.Parameter:
     return torch.nn.Parameter(checked(build(tensor_record), torch.Tensor), requires_grad=grad is True)
 
 
-def _with_attributes(build: _Builder, record: Record) -> torch.Tensor:
+def _tensor_with_attributes(build: _Builder, record: Record) -> torch.Tensor:
     """Build a tensor with attributes from (function, class, arguments, attributes)."""
     function, cls, args, state = record.args
     if cls.stands_for not in _CLASS_NAMES:
@@ -313,14 +313,14 @@ _CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
     "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _cpu_tensor,
-    "torch._tensor._rebuild_from_type_v2": _with_attributes,
+    "torch._tensor._rebuild_from_type_v2": _tensor_with_attributes,
     **numpy_records.CONSTRUCTORS,
 }
 
 
 def warn_of_unloadable(state_dict: Mapping[str, Any]) -> None:
     """Warn, once for each name, of values that a load would refuse because they could run code."""
-    for path, value in leaves(state_dict):
+    for path, value in iterate_leaves(state_dict):
         if (name := ".".join(path)) not in _warned and not isinstance(value, torch.Tensor) and not _is_loadable(value):
             _warned.add(name)
             _log.warning(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from rescale_data.engine.ranks.meeting import Missing, arrive, digest, gloo, meet, within
+from rescale_data.engine.ranks.meeting import MissingRanks, arrive, call_within, digest, gloo, meet
 from rescale_data.engine.threads import in_a_thread
 from rescale_data.state import Ints
 
@@ -30,13 +30,13 @@ class Call:
     Args:
         name: The name, the same on all processes. Exchanges with other names may run at the same time.
         seconds: The time to wait for other processes.
-        cure: The end of the message about processes that did not come.
+        remedy: The end of the message about processes that did not come.
         num_loads: The number of loads before; exchanges of one name before and after a load do not mix.
     """
 
     name: str
     seconds: float
-    cure: str
+    remedy: str
     num_loads: int = 0
 
     @property
@@ -55,15 +55,15 @@ class Communicator:
 
     Args:
         store: A part of a store that only this communicator uses.
-        me: The index of this process.
-        names: The ranks of the processes in the job, for messages.
+        my_index: The index of this process.
+        member_ranks: The ranks of the processes in the job, for messages.
 
     Attributes:
         num_loaders: The number of loaders that all processes have built, including failed ones.
     """
 
-    def __init__(self, store: Any, me: int, names: Sequence[int]) -> None:
-        self._store, self._me, self._names, self._process = store, me, list(names), os.getpid()
+    def __init__(self, store: Any, my_index: int, member_ranks: Sequence[int]) -> None:
+        self._store, self._me, self._names, self._process_id = store, my_index, list(member_ranks), os.getpid()
         self.num_loaders = 0
         self._group: _Group | None = None
         self._subgroups = dict[str, Communicator]()
@@ -108,9 +108,9 @@ class Communicator:
         self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> Callable[[], None]:
         """Start to send and receive tensors; return a function that waits until all of them have arrived."""
-        if os.getpid() != self._process:
+        if os.getpid() != self._process_id:
             raise RuntimeError(
-                f"this process was forked from the rank {self._process}, and is none: build a loader in it"
+                f"this process was forked from the rank {self._process_id}, and is none: build a loader in it"
             )
         group = self._find_group(call)
         exchange = group.begin(call, sends, receives)
@@ -144,13 +144,13 @@ class Communicator:
                     try:
                         self._group = _Group(self._store, number, self._me, len(self._names), call.seconds)
                     except (RuntimeError, dist.DistError):
-                        raise Missing(self._find_missing(number, call)) from None
+                        raise MissingRanks(self._find_missing(number, call)) from None
                 return self._group
 
         group = self._group
         try:
-            return within(3 * call.seconds + 20, find) if group is None else group
-        except Missing as missing:
+            return call_within(3 * call.seconds + 20, find) if group is None else group
+        except MissingRanks as missing:
             raise self._failure(call, missing.ranks, "it did not begin") from missing.__cause__
 
     def _discard_group(self, group: _Group) -> None:
@@ -163,8 +163,8 @@ class Communicator:
         seconds, own_tag = min(_SECONDS_AFTER_A_FAILURE, call.seconds), str(call.tag)
         store = PrefixStore(f"lost/{number}", self._store)
         try:
-            tags = within(2 * seconds + 10, lambda: arrive(store, self._me, self._names, seconds, own_tag))
-        except Missing as missing:
+            tags = call_within(2 * seconds + 10, lambda: arrive(store, self._me, self._names, seconds, own_tag))
+        except MissingRanks as missing:
             return missing.ranks
         me = self._names[self._me]  # another thread of this process may have seen another exchange fail
         return [rank for rank, tag in zip(self._names, tags, strict=True) if tag != own_tag and rank != me]
@@ -178,7 +178,7 @@ class Communicator:
             explanation = "although all ranks came: some came as others gave up, or the network failed"
         return RuntimeError(
             f"A collective of the data loader failed on rank {self._names[self._me]} after at most {call.seconds:g} s, "
-            f"{explanation}. {call.cure} ({reason})"
+            f"{explanation}. {call.remedy} ({reason})"
         )
 
 
@@ -199,9 +199,9 @@ class _Group:
         seconds: The time to wait for connections.
     """
 
-    def __init__(self, store: Any, number: int, me: int, size: int, seconds: float) -> None:
+    def __init__(self, store: Any, number: int, my_index: int, size: int, seconds: float) -> None:
         self.number = number
-        self._gloo: Any = gloo(f"gloo/{number}", store, me, size, seconds)
+        self._gloo: Any = gloo(f"gloo/{number}", store, my_index, size, seconds)
         self._begun: set[_Exchange] = set()  # kept: gloo still writes to the memory of exchanges that nobody waits for
 
     def begin(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> _Exchange:

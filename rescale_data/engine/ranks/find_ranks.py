@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.ranks.communicator import Communicator
 from rescale_data.engine.ranks.meeting import by_dp_rank, digest, once, part_of_store
-from rescale_data.engine.ranks.ranks import BUILD_LATER, Ranks
+from rescale_data.engine.ranks.ranks import BUILD_LATER_REMEDY, Ranks
 
 _logger = logging.getLogger("rescale_data")
 _MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "context", "sp", "ep", "expert"}
@@ -53,17 +53,17 @@ def find_ranks(
 def _require_one_process(mesh: object) -> None:
     """Raise or warn if the mesh or the environment shows several processes, although there is no process group."""
     if mesh is not None:
-        raise ValueError(f"mesh= was given, but there is no process group (any more). {BUILD_LATER}")
+        raise ValueError(f"mesh= was given, but there is no process group (any more). {BUILD_LATER_REMEDY}")
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError(
             f"The loader is built before the process group (WORLD_SIZE={os.environ['WORLD_SIZE']}), so every rank would read "
-            f"all rows. {BUILD_LATER}"
+            f"all rows. {BUILD_LATER_REMEDY}"
         )
     for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
         if "WORLD_SIZE" not in os.environ and int(os.environ.get(name) or 1) > 1:
             _warn_once(
                 f"The loader is built without a process group, although {name}={os.environ[name]}: this process reads all "
-                f"rows. {BUILD_LATER}"
+                f"rows. {BUILD_LATER_REMEDY}"
             )
 
 

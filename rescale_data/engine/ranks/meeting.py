@@ -25,7 +25,7 @@ _CHECK_SECONDS = 2.0
 """Seconds between checks of the store for the outcome of a barrier."""
 
 
-class Missing(Exception):
+class MissingRanks(Exception):
     """Error raised if some ranks do not arrive in time; its ``ranks`` is `None` if the store cannot be reached."""
 
     def __init__(self, ranks: list[int] | None) -> None:
@@ -33,14 +33,14 @@ class Missing(Exception):
         self.ranks = ranks
 
 
-def meet(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> tuple[list[str], int]:
+def meet(store: Any, my_index: int, names: Sequence[int], seconds: float, own_text: str = "") -> tuple[list[str], int]:
     """Wait at a barrier until all members have arrived; a failed barrier can be repeated.
 
     Args:
         store: A part of a store that only these meetings use.
-        me: The index of this process.
+        my_index: The index of this process.
         names: The ranks of all members in the job, for messages.
-        value: The text that this member sends.
+        own_text: The text that this member sends.
 
     Returns:
         The texts of all members, and the number of the attempt, which no other meeting in this store has.
@@ -50,12 +50,12 @@ def meet(store: Any, me: int, names: Sequence[int], seconds: float, value: str =
     """
     attempt_number = 1 + max(map(int, store.compare_set("left", "", "-1\n").decode().split()))
     try:
-        return arrive(PrefixStore(str(attempt_number), store), me, names, seconds, value), attempt_number
+        return arrive(PrefixStore(str(attempt_number), store), my_index, names, seconds, own_text), attempt_number
     finally:
         store.append("left", f"{attempt_number}\n")  # no answer is waited for, and members may write in any order
 
 
-def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> list[str]:
+def arrive(store: Any, my_index: int, member_ranks: Sequence[int], seconds: float, own_text: str = "") -> list[str]:
     """Wait until all members have arrived at the one barrier in this part of a store, and return the texts that they sent.
 
     The last member that comes writes the texts of all as the verdict. The first member whose time is over finds the missing
@@ -64,27 +64,27 @@ def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str
     Raises:
         Missing: As in `meet`.
     """
-    store.append("came", f"{me} {value}\n")
+    store.append("came", f"{my_index} {own_text}\n")
     verdict, deadline, is_over = "", monotonic() + seconds, False
-    if store.add("count", 1) >= len(names):
-        verdict = _write_verdict(store, len(names), is_over=False)
+    if store.add("count", 1) >= len(member_ranks):
+        verdict = _write_verdict(store, len(member_ranks), is_over=False)
     while not verdict:
         if _appears(store, "verdict", min(_CHECK_SECONDS, seconds / 4)):
             verdict = _read(store, "verdict")
         elif monotonic() >= deadline:
             if store.add("looks", 1) == 1 or is_over:  # the member that looked first may have died since
-                verdict = _write_verdict(store, len(names), is_over=True)
+                verdict = _write_verdict(store, len(member_ranks), is_over=True)
             is_over = True
     outcome, *lines = verdict.splitlines()
     if outcome == "missing":
-        raise Missing([names[int(index)] for index in lines])
-    return [texts for _, texts in sorted(_arrived(lines).items())]
+        raise MissingRanks([member_ranks[int(index)] for index in lines])
+    return [texts for _, texts in sorted(_texts_by_member(lines).items())]
 
 
 def _write_verdict(store: Any, num_members: int, *, is_over: bool) -> str:
     """Write the outcome of a barrier to the store unless it has one; return the outcome, empty if there is none yet."""
     arrived_text = _read(store, "came")
-    missing = sorted({*range(num_members)} - {*_arrived(arrived_text.splitlines())})
+    missing = sorted({*range(num_members)} - {*_texts_by_member(arrived_text.splitlines())})
     if missing and not is_over:
         return ""
     verdict = "\n".join(["missing", *map(str, missing)]) if is_over else f"all\n{arrived_text}"
@@ -96,7 +96,7 @@ def _read(store: Any, key: str) -> str:
     return store.compare_set(key, _NO_TEXT, _NO_TEXT).decode()
 
 
-def _arrived(lines: Sequence[str]) -> dict[int, str]:
+def _texts_by_member(lines: Sequence[str]) -> dict[int, str]:
     """Return the texts of the members that have arrived, by the index of the member."""
     return {int(index): text for index, _, text in (line.partition(" ") for line in lines)}
 
@@ -109,8 +109,8 @@ def _appears(store: Any, key: str, seconds: float) -> bool:
     return True
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
-    """Return ``work()``, a request to the store; raise `Missing` if the store fails, or does not answer within `seconds`.
+def call_within(seconds: float, work: Callable[[], T]) -> T:
+    """Return ``work()``, a request to the store; raise `MissingRanks` if the store fails, or does not answer within `seconds`.
 
     The host of a store may vanish without notice. A request to it then waits until the kernel gives up the connection, a
     quarter of an hour. So a thread of its own does the work, and only that thread is left waiting.
@@ -118,9 +118,9 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     try:
         return in_a_thread(work, seconds)
     except Empty:
-        raise Missing(None) from None
+        raise MissingRanks(None) from None
     except (RuntimeError, dist.DistError) as error:
-        raise Missing(None) from error
+        raise MissingRanks(None) from error
 
 
 def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
@@ -154,13 +154,13 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
 
 def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:
     """Return the value of ``key``, made once by ``make`` and kept as long as the process group (default: the job's) exists."""
-    cached_values = _cached.setdefault(dist.group.WORLD if group is None else group, {})
+    cached_values = _values_by_group.setdefault(dist.group.WORLD if group is None else group, {})
     if key not in cached_values:
         cached_values[key] = make()
     return cached_values[key]
 
 
-_cached: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_values_by_group: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 os.register_at_fork(after_in_child=gc.freeze)
@@ -188,7 +188,7 @@ def is_file_store() -> bool:
     return isinstance(store, dist.FileStore)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def meet_in_job(name: str, members: Sequence[int], timeout: float, value: str = "") -> tuple[list[str], Any]:
+def meet_in_job(name: str, members: Sequence[int], timeout: float, own_text: str = "") -> tuple[list[str], Any]:
     """Wait until all members, given as ranks of the job, have arrived at the barrier `name`; it may be repeated.
 
     Returns:
@@ -199,8 +199,8 @@ def meet_in_job(name: str, members: Sequence[int], timeout: float, value: str = 
     """
     store, me = part_of_store(name, None), members.index(dist.get_rank())
     try:
-        texts, meeting_number = within(2 * timeout, lambda: meet(store, me, members, timeout, value))
-    except Missing as missing:
+        texts, meeting_number = call_within(2 * timeout, lambda: meet(store, me, members, timeout, own_text))
+    except MissingRanks as missing:
         if missing.ranks is None:
             raise RuntimeError(
                 "The process that holds the job's store (rank 0) cannot be reached, so no data loader can be built. Start the "

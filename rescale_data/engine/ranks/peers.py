@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import BroadcastOptions
 
-from rescale_data.engine.message import Bytes, from_bytes
+from rescale_data.engine.message import PackedBytes, from_bytes
 from rescale_data.engine.ranks.meeting import digest, gloo, meet_in_job, once
 
 _numbers = itertools.count()
-BATCH, PEEKED, RESULT = range(3)
+BATCH_MESSAGE, PEEKED_MESSAGE, RESULT = range(3)
 NUM_COUNTS = 4
 """The number of counts in a message header, besides the kind and the size of the body."""
 
@@ -51,8 +51,8 @@ class Peers:
         receivers = [rank for rank, mine in zip(members, messages, strict=True) if mine[0] == "1" or rank == members[0]]
         self.receives = self.rank in receivers
         self._all = _group(self._members, store, timeout)
-        self._receivers = _group(receivers, store, timeout) if self.receives else None
-        self._broken: str | None = None
+        self._receivers_group = _group(receivers, store, timeout) if self.receives else None
+        self._broken_reason: str | None = None
 
     def digest_of(self, call: str) -> int:
         """Return a number that names a call: the same on all peers, and another one for the same call of another loader."""
@@ -63,11 +63,11 @@ class Peers:
         if len(self._members) > 1 and os.getpid() != self._process:
             raise RuntimeError(f"this process was forked from the rank {self.rank}, and is none: build a loader in it")
 
-    def send(self, kind: int, counts: Sequence[int], texts: Bytes) -> None:
+    def send(self, message_kind: int, counts: Sequence[int], texts: PackedBytes) -> None:
         """Broadcast a message from the first peer to the others: its kind, ``NUM_COUNTS`` counts and a packed value."""
         value_bytes, start = texts
-        self._exchange(self._all, torch.tensor([kind, value_bytes.numel(), start, *counts], device="cpu"))
-        self._exchange(self._receivers if kind != RESULT else self._all, value_bytes)
+        self._exchange(self._all, torch.tensor([message_kind, value_bytes.numel(), start, *counts], device="cpu"))
+        self._exchange(self._receivers_group if message_kind != RESULT else self._all, value_bytes)
 
     def receive(self, pin_memory: bool) -> tuple[int, list[int], Any]:
         """Return the kind, the counts and the value of the first peer's next message.
@@ -80,14 +80,14 @@ class Peers:
         if kind != RESULT and not self.receives:
             return kind, counts, None
         value_bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and kind != RESULT)
-        self._exchange(self._receivers if kind != RESULT else self._all, value_bytes)
+        self._exchange(self._receivers_group if kind != RESULT else self._all, value_bytes)
         return kind, counts, from_bytes(value_bytes, start)
 
     def _exchange(self, group: Any, tensor: torch.Tensor) -> None:
         if group is None or group.size() == 1:
             return
-        if self._broken is not None:  # others may wait for the rest of a message, so nothing else may be sent
-            raise RuntimeError(self._broken)
+        if self._broken_reason is not None:  # others may wait for the rest of a message, so nothing else may be sent
+            raise RuntimeError(self._broken_reason)
         broadcast_options = BroadcastOptions()
         broadcast_options.timeout = datetime.timedelta(seconds=self._timeout)
         try:
@@ -96,11 +96,11 @@ class Peers:
             awaited = (
                 f"one of the ranks {self._members[1:]}" if self.me == 0 else f"rank {self._members[0]}, which reads"
             )
-            self._broken = (
+            self._broken_reason = (
                 f"Rank {self.rank} waited at most {self._timeout:g} s for {awaited}: it makes no call, or has died. All peers "
                 f"of a dp rank make the same calls of their loader, in the same order. ({error})"
             )
-            raise RuntimeError(self._broken) from error
+            raise RuntimeError(self._broken_reason) from error
 
 
 def _require_same(settings: dict[str, str], texts: list[list[str]], members: Sequence[int]) -> None:

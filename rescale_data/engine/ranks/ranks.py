@@ -20,7 +20,7 @@ from rescale_data.engine.ranks.meeting import digest
 from rescale_data.state import Ints
 
 _logger = logging.getLogger("rescale_data")
-BUILD_LATER = (
+BUILD_LATER_REMEDY = (
     "Build it after torch.distributed.init_process_group(): with Lightning in train_dataloader() of the module or of a "
     "DataModule, with Hugging Face after TrainingArguments(), with accelerate after Accelerator(), with Ray in the function "
     "that each worker runs. For one rank that reads all rows give dp_world_size=1."
@@ -63,7 +63,7 @@ class Ranks:
         if self.found_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
                 f"The loader was built before the process group of {dist.get_world_size()} ranks: as rank {self.rank} of "
-                f"{self.world_size}, so rows would come several times or never. {BUILD_LATER}"
+                f"{self.world_size}, so rows would come several times or never. {BUILD_LATER_REMEDY}"
             )
 
     @property
@@ -121,7 +121,7 @@ class Ranks:
 
     def gather_ints(self, values: Sequence[int]) -> Ints:
         """Gather a few integers from every rank: ``int64[W, len(values)]`` (collective)."""
-        return self._agree("each", values)()
+        return self._begin_gather_ints("each", values)()
 
     def gather_floats(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Gather floating-point numbers from every rank: ``float64[W, len(values)]`` (collective)."""
@@ -129,17 +129,17 @@ class Ranks:
 
     def begin_min(self, value: int) -> Callable[[], int]:
         """Send a value to all ranks; return a function that waits for, and returns, the smallest value of all (collective)."""
-        wait = self._agree("sure", [value])
+        wait = self._begin_gather_ints("sure", [value])
         return lambda: int(wait().min())
 
     def min_and_max(self, value: int) -> tuple[int, int]:
         """Return the smallest and the largest value of all ranks (collective)."""
-        all_values = self._agree("extremes", [value])()
+        all_values = self._begin_gather_ints("extremes", [value])()
         return int(all_values.min()), int(all_values.max())
 
     def require_same(self, content: dict[str, Any], action: str = "built their loaders") -> None:
         """Raise ``ValueError`` on every rank if some value differs between ranks; the message names the value (collective)."""
-        self._require(content, self._agree("same", [digest(value) for value in content.values()])(), action)
+        self._require(content, self._begin_gather_ints("same", [digest(value) for value in content.values()])(), action)
 
     def with_new_loader(self, content: dict[str, Any]) -> Ranks:
         """Return the same ranks, with the number of the loader that all of them are building (collective).
@@ -171,7 +171,7 @@ class Ranks:
     def _gather(self, tensor: torch.Tensor, content: str = "rows") -> torch.Tensor:
         return tensor[None] if self.communicator is None else self.communicator.gather(self._call(content), tensor)
 
-    def _agree(self, content: str, values: Sequence[int]) -> Callable[[], Ints]:
+    def _begin_gather_ints(self, content: str, values: Sequence[int]) -> Callable[[], Ints]:
         if self.communicator is None:
             return lambda: np.array([values], dtype=np.int64)
         return self.communicator.agree(self._call(content), values)

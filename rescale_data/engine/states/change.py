@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, History, path_name
-from rescale_data.engine.schema import Nodes, Schema, by_name
-from rescale_data.engine.states.differences import without
+from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES, History, path_name
+from rescale_data.engine.schema import NodeParameters, Schema, columns_by_name
+from rescale_data.engine.states.differences import without_parameters
 from rescale_data.engine.states.growth import Growth
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes import changing
@@ -25,7 +25,7 @@ from rescale_data.nodes.below import may_change
 from rescale_data.nodes.form import EARLIER_KEY, WINDOW_PARAMETERS
 from rescale_data.state import Ints
 
-Path = tuple[str, ...]
+NodePath = tuple[str, ...]
 _MAX_FORMS = 2  # a window may have been packed in so many forms
 
 
@@ -38,7 +38,7 @@ class ChangedChild:
         own_fields: The fields that the node above keeps for the child, by their names in a checkpoint.
     """
 
-    path: Path
+    path: NodePath
     own_fields: frozenset[str]
 
     @property
@@ -61,7 +61,7 @@ class TranslatedHeader:
     """
 
     columns: Mapping[str, Any]
-    pipeline: Nodes
+    pipeline: NodeParameters
     sources: Mapping[str, Any] | None
     added: list[ChangedChild]
     removed: list[ChangedChild]
@@ -76,55 +76,55 @@ def translate_header(schema: Schema, header: Mapping[str, Any]) -> TranslatedHea
         common = {key: value for key, value in saved.items() if not any(change.has(key) for change in removed)}
         return {**common, **{key: value for key, value in current.items() if any(change.has(key) for change in added)}}
 
-    columns, sources = merged(by_name(header["columns"]), schema.columns), None
+    columns, sources = merged(columns_by_name(header["columns"]), schema.columns), None
     if header["sources"] != (current := json.loads(schema.sources_json)):
         sources = merged(header["sources"], current)
         sources = None if sources == current else sources
     return TranslatedHeader(columns, merged(header["pipeline"], schema.pipeline), sources, added, removed)
 
 
-def fixed_parameters(schema: Schema, pipeline: Nodes) -> Nodes:
+def fixed_parameters(schema: Schema, pipeline: NodeParameters) -> NodeParameters:
     """Return the parameters of a pipeline that must stay the same for the whole run."""
     changeable: defaultdict[str, set[str]] = defaultdict(set)
     for path, node in schema.root.walk():
-        changeable_now = may_change(node) if _is_settled(schema.root, path) else frozenset[str]()
+        changeable_now = may_change(node) if _change_takes_effect(schema.root, path) else frozenset[str]()
         form = node.FORM if isinstance(node, HasForm) and _is_drawn_once(schema.root, path) else frozenset[str]()
         if changeable_now or form:
             changeable[path_name(path)] |= {*changeable_now, *form, EARLIER_KEY}
-    return without(pipeline, changeable)
+    return without_parameters(pipeline, changeable)
 
 
 def fixed_by_parents(schema: Schema) -> list[str]:
     """Return the parameters that may not change only because of a node above, as ``"path: parameter"``."""
-    unsettled = [(path, node) for path, node in schema.root.walk() if not _is_settled(schema.root, path)]
+    unsettled = [(path, node) for path, node in schema.root.walk() if not _change_takes_effect(schema.root, path)]
     return [f"{path_name(path)}: {parameter}" for path, node in unsettled for parameter in sorted(may_change(node))]
 
 
-def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
+def check_changes(schema: Schema, saved_parameters: NodeParameters, table: Ints) -> None:
     """Raise ``DataStateError`` if a changed parameter of a node does not fit the samples drawn so far."""
-    for _, node, old, positions in _saved_nodes(schema, saved, table):
+    for _, node, old_parameters, positions in _saved_nodes(schema, saved_parameters, table):
         if isinstance(node, Mixes):
-            node.check_change(old, positions)
+            node.check_change(old_parameters, positions)
 
 
-def earlier_parameters(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
+def earlier_parameters(schema: Schema, saved_parameters: NodeParameters, table: Ints) -> dict[str, History]:
     """Return the saved parameters that nodes of the current pipeline still need, by path (`Mixes.earlier`)."""
     histories = {
-        path: node.earlier(old, positions)
-        for path, node, old, positions in _saved_nodes(schema, saved, table)
+        path: node.earlier(old_parameters, positions)
+        for path, node, old_parameters, positions in _saved_nodes(schema, saved_parameters, table)
         if isinstance(node, Mixes)
     }
     return {path_name(path): list(history) for path, history in histories.items() if history}
 
 
 def _saved_nodes(
-    schema: Schema, saved: Nodes, table: Ints
-) -> Iterator[tuple[Path, Node[Any], Mapping[str, Any], Ints]]:
+    schema: Schema, saved_parameters: NodeParameters, table: Ints
+) -> Iterator[tuple[NodePath, Node[Any], Mapping[str, Any], Ints]]:
     """Yield each node that the state also has, with its path, its saved parameters and its columns of the table."""
     for path, node in schema.root.walk():
         positions = schema.slots_at(table, path)
-        if positions is not None and path_name(path) in saved:
-            yield path, node, saved[path_name(path)], positions
+        if positions is not None and path_name(path) in saved_parameters:
+            yield path, node, saved_parameters[path_name(path)], positions
 
 
 def settle(schema: Schema, table: Ints) -> int:
@@ -134,20 +134,20 @@ def settle(schema: Schema, table: Ints) -> int:
         The number of logical shards that begin a document or window again. They cannot go on in it without the sources or the
         blocklist that are gone.
     """
-    return sum(changing.settle(schema.root, row[FIRST_SLOT:].data) for row in table)
+    return sum(changing.settle(schema.root, row[FIRST_SLOT_COLUMN:].data) for row in table)
 
 
-def _is_settled(root: Node[Any], path: Path) -> bool:
+def _change_takes_effect(root: Node[Any], path: NodePath) -> bool:
     """True if every node above the one at ``path`` lets a change of parameters take effect."""
-    return not _is_below(root, path, lambda node: node.READS_AHEAD and changing.within(node) is None)
+    return not _any_parent_meets(root, path, lambda node: node.READS_AHEAD and changing.within(node) is None)
 
 
-def _is_drawn_once(root: Node[Any], path: Path) -> bool:
+def _is_drawn_once(root: Node[Any], path: NodePath) -> bool:
     """True if no node above the one at ``path`` reads its samples a second time."""
-    return not _is_below(root, path, lambda node: node.READS_AHEAD)
+    return not _any_parent_meets(root, path, lambda node: node.READS_AHEAD)
 
 
-def _is_below(root: Node[Any], path: Path, condition: Callable[[Node[Any]], bool]) -> bool:
+def _any_parent_meets(root: Node[Any], path: NodePath, condition: Callable[[Node[Any]], bool]) -> bool:
     """True if ``condition(node)`` holds for a node above the one at ``path``, or if the path leads into a torchdata node."""
     node = root
     for name in path:
@@ -157,25 +157,25 @@ def _is_below(root: Node[Any], path: Path, condition: Callable[[Node[Any]], bool
     return False
 
 
-def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[ChangedChild], list[ChangedChild]]:
+def _changes(schema: Schema, saved_parameters: Mapping[str, Any]) -> tuple[list[ChangedChild], list[ChangedChild]]:
     removed: list[ChangedChild] = []
     added: list[ChangedChild] = []
     for path, node in schema.root.walk():
-        if isinstance(node, Mixes) and path_name(path) in saved:
-            saved_children, current_children = set(_children(path, saved)), set(node.children)
-            removed += [_changed(path, node, name) for name in sorted(saved_children - current_children)]
-            added += [_changed(path, node, name) for name in sorted(current_children - saved_children)]
+        if isinstance(node, Mixes) and path_name(path) in saved_parameters:
+            saved_children, current_children = set(_saved_child_names(path, saved_parameters)), set(node.children)
+            removed += [_make_changed_child(path, node, name) for name in sorted(saved_children - current_children)]
+            added += [_make_changed_child(path, node, name) for name in sorted(current_children - saved_children)]
     return removed, added
 
 
-def _changed(path: Path, node: Node[Any], child: str) -> ChangedChild:
+def _make_changed_child(path: NodePath, node: Node[Any], child: str) -> ChangedChild:
     parent_paths = {field.path[:-1] for field in node.FIELDS if field.path[-1] in node.children}
     return ChangedChild((*path, child), frozenset(".".join((*path, *parent, child)) for parent in parent_paths))
 
 
-def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
+def _saved_child_names(path: NodePath, saved_parameters: Mapping[str, Any]) -> Iterator[str]:
     path_prefix = "".join(f"{name}." for name in path)
-    for name in saved:
+    for name in saved_parameters:
         child = name.removeprefix(path_prefix)
         if name.startswith(path_prefix) and "." not in child and name != path_name(()):
             yield child
@@ -184,7 +184,7 @@ def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
 # The form of samples
 
 
-def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
+def reform(stream: Stream, saved: NodeParameters, table: Ints) -> dict[str, History]:
     """Adapt the positions to the current form of the samples (such as ``seq_len``), and log the change.
 
     Args:
@@ -202,14 +202,14 @@ def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
         if not isinstance(node, HasForm) or not _is_drawn_once(schema.root, path):
             continue
         name, new_parameters = path_name(path), schema.pipeline[path_name(path)]
-        history: History = [(int(since), form) for since, form in old.get(EARLIER_KEY, ())]
+        history: History = [(int(first_sample), form) for first_sample, form in old.get(EARLIER_KEY, ())]
         changed_keys = [key for key in sorted(node.FORM) if old.get(key) != new_parameters.get(key)]
         form_changes += [
             f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new_parameters.get(key)} from there"
             for key in changed_keys
         ]
         if not set(WINDOW_PARAMETERS).isdisjoint(changed_keys):
-            history = [*history, (samples, _form(old, history, samples, len(table)))][-_MAX_FORMS:]
+            history = [*history, (samples, _old_form(old, history, samples, len(table)))][-_MAX_FORMS:]
             node.reform(positions)
         if history:
             histories[name] = history
@@ -221,7 +221,7 @@ def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     return histories
 
 
-def _form(old: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:
-    since, tokens = (history[-1][0], history[-1][1]["tokens"]) if history else (0, 0)
-    form = {key: old[key] for key in WINDOW_PARAMETERS if key in old}
-    return {**form, "tokens": tokens + (samples - since) * old["seq_len"], "shards": num_shards}
+def _old_form(old_parameters: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:
+    first_sample, num_tokens = (history[-1][0], history[-1][1]["tokens"]) if history else (0, 0)
+    form = {key: old_parameters[key] for key in WINDOW_PARAMETERS if key in old_parameters}
+    return {**form, "tokens": num_tokens + (samples - first_sample) * old_parameters["seq_len"], "shards": num_shards}

@@ -13,18 +13,18 @@ from typing import Any
 from rescale_data.engine.states.change import TranslatedHeader, fixed_by_parents, fixed_parameters, translate_header
 from rescale_data.engine.states.codec import fields_in
 from rescale_data.engine.states.differences import differences, without_functions
-from rescale_data.engine.states.growth import compare
+from rescale_data.engine.states.growth import compare_sources
 from rescale_data.engine.stream import HasStream, Stream, stream_of
-from rescale_data.errors import DataStateError, require
-from rescale_data.state import offsets
+from rescale_data.errors import DataStateError, require_type
+from rescale_data.state import slot_offsets
 
 
-def check(header: Mapping[str, Any], loader: HasStream) -> None:
+def check_state_fits(header: Mapping[str, Any], loader: HasStream) -> None:
     """Raise ``DataStateError`` if a saved data state does not fit the loader, or only `load_changed` can load it."""
-    require(HasStream, "the loader that is to load it", loader=loader)
+    require_type(HasStream, "the loader that is to load it", loader=loader)
     stream = stream_of(loader)
     translated = require_fit(stream, header)
-    if offsets(fields_in(header))[-1] == stream.table.shape[1] + 1:
+    if slot_offsets(fields_in(header))[-1] == stream.table.shape[1] + 1:
         return
     added, removed = ([child.name for child in children] for children in (translated.added, translated.removed))
     raise DataStateError(
@@ -41,14 +41,14 @@ def require_fit(stream: Stream, header: Mapping[str, Any]) -> TranslatedHeader:
         The state, translated to the current pipeline.
     """
     current = {"num_logical_shards": stream.layout.num_logical_shards, "seed": stream.setup.recipe.seed}
-    for name, cure in _FIXED.items():
+    for name, cure in _FIXED_VALUE_ADVICE.items():
         if header[name] != current[name]:
             raise DataStateError(
                 f"The state was saved with {name}={header[name]}, the loader has {name}={current[name]}. {cure}"
             )
     schema, translated = stream.schema, translate_header(stream.schema, header)
     _require_same("fields", translated.columns, schema.columns)
-    growth = compare(schema, translated.sources)
+    growth = compare_sources(schema, translated.sources)
     pipelines = without_functions(translated.pipeline, schema.pipeline)
     _require_same("pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines), fixed=fixed_by_parents(schema))
     return replace(translated, growth=growth)
@@ -58,7 +58,7 @@ def _require_same(name: str, saved: Any, current: Any, fixed: Sequence[str] = ()
     different = differences(saved, current)
     if not different:
         return
-    message = f"The {name} differ from those of the checkpoint: {'; '.join(different)}. {_DESCRIBED[name]}"
+    message = f"The {name} differ from those of the checkpoint: {'; '.join(different)}. {_DIFFERENCE_ADVICE[name]}"
     blocked = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in different)]
     if blocked:
         message += (
@@ -68,12 +68,12 @@ def _require_same(name: str, saved: Any, current: Any, fixed: Sequence[str] = ()
     raise DataStateError(message)
 
 
-_FIXED = {
+_FIXED_VALUE_ADVICE = {
     "num_logical_shards": "It is fixed for a whole run, and its default follows global_batch_size: give the loader the saved "
     "one (the world size, the workers, the micro batch and the global batch may all change).",
     "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
 }
-_DESCRIBED = {
+_DIFFERENCE_ADVICE = {
     "fields": "The pipeline keeps other state than the one that was saved. Build the pipeline that was saved, with the saved "
     "verify= (True keeps a digest a reader), or begin a new run.",
     "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",

@@ -23,25 +23,25 @@ import torch
 
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
-from rescale_data.engine.recipe import ENDED, LOADER_FIELDS, NO_REMAINDER, REMAINDER, STAMP, STAMP_LIMIT
+from rescale_data.engine.recipe import EPOCH_ENDED, LOADER_FIELDS, NO_REMAINDER, REMAINDER_COLUMN, STAMP, STAMP_LIMIT
 from rescale_data.engine.schema import Schema, to_json
 from rescale_data.engine.states.change import ChangedChild
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
-from rescale_data.state import Field, Ints, field_from_description, offsets, to_tensors
+from rescale_data.state import Field, Ints, field_from_description, slot_offsets, to_tensors
 
-Path: TypeAlias = tuple[str, ...]
+StatePath: TypeAlias = tuple[str, ...]
 VERSION = 1
 TABLE, HEADER = "table", "header"
-_SIZES = ("global_batch_size", "dp_world_size", "micro_batch_size", "num_logical_shards")
-_COUNTS = ("samples", "origin", "step", "epoch", "in_step", "dropped_samples", "padded_samples", "num_workers")
-_OTHERS = ("seed", "skipped", "columns", "pipeline", "sources")
+_SIZE_KEYS = ("global_batch_size", "dp_world_size", "micro_batch_size", "num_logical_shards")
+_COUNT_KEYS = ("samples", "origin", "step", "epoch", "in_step", "dropped_samples", "padded_samples", "num_workers")
+_OTHER_KEYS = ("seed", "skipped", "columns", "pipeline", "sources")
 _GIVE = "Give what loader.state_dict() returned, or DCP loaded into it."
-_DAMAGED = "it was changed or damaged. Load another checkpoint."
+_DAMAGE_ADVICE = "it was changed or damaged. Load another checkpoint."
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedState:
     """The checked header and table of a saved state.
 
     Args:
@@ -70,7 +70,7 @@ class Saved:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """The sizes O, W and b of the topology that saved the state."""
-        o, w, b, _ = (self.header[name] for name in _SIZES)
+        o, w, b, _ = (self.header[name] for name in _SIZE_KEYS)
         return o, w, b
 
     @property
@@ -80,24 +80,24 @@ class Saved:
         clock_fields["skipped"] = tuple((start, stop) for start, stop in clock_fields["skipped"])
         clock_fields["step"] -= (clock_fields["samples"] - clock_fields["origin"]) // self.header["global_batch_size"]
         if clock_fields["step"] < 0:
-            raise DataStateError(f"The state counts {self.header['step']!r} step: {_DAMAGED}")
+            raise DataStateError(f"The state counts {self.header['step']!r} step: {_DAMAGE_ADVICE}")
         return Clock(**clock_fields)
 
 
 # A state is written
 
 
-def header_of(cursor: Cursor, ends: Ends) -> str:
+def header_of(cursor: Cursor, end_finder: Ends) -> str:
     """Return the header of a state as JSON, the same on every rank; the schema keeps the long parts of it as texts."""
-    layout, schema, clock = ends.layout, ends.schema, cursor.clock_now(ends.layout)
+    layout, schema, clock = end_finder.layout, end_finder.schema, cursor.clock_now(end_finder.layout)
     step = clock.global_step(layout.global_batch_size)
     run_counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
-    layout_sizes = {name: getattr(layout, name) for name in _SIZES}
-    header_text = to_json({"version": VERSION, "seed": ends.setup.recipe.seed, **run_counts, **layout_sizes})[:-1]
+    layout_sizes = {name: getattr(layout, name) for name in _SIZE_KEYS}
+    header_text = to_json({"version": VERSION, "seed": end_finder.setup.recipe.seed, **run_counts, **layout_sizes})[:-1]
     return header_text + "".join(f',"{name}":{json_text}' for name, json_text in schema.texts.items()) + "}"
 
 
-def encode(table: Ints, samples: int, header: str) -> dict[str, Any]:
+def encode_state(table: Ints, samples: int, header: str) -> dict[str, Any]:
     """Return the state made of a whole table, ``int64[N, slots]``, to which a column of stamps is added, and a header."""
     stamped_table = np.concatenate([_stamps(len(table), samples)[:, None], table], axis=1)
     return {TABLE: torch.from_numpy(stamped_table), HEADER: header}
@@ -106,8 +106,8 @@ def encode(table: Ints, samples: int, header: str) -> dict[str, Any]:
 def at_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state at the end of an epoch moved to the start of the next epoch; any other state unchanged."""
     table, header = state[TABLE], json.loads(state[HEADER])
-    (remainder_column,) = _slots(fields_in(header))[LOADER_FIELDS[REMAINDER].key]
-    if not bool((table[:, remainder_column] == ENDED).all()):
+    (remainder_column,) = _slots(fields_in(header))[LOADER_FIELDS[REMAINDER_COLUMN].key]
+    if not bool((table[:, remainder_column] == EPOCH_ENDED).all()):
         return dict(state)
     table = table.clone()
     table[:, remainder_column] = NO_REMAINDER
@@ -126,7 +126,7 @@ def is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and {TABLE, HEADER} <= value.keys()
 
 
-def read(state: Mapping[str, Any]) -> Saved:
+def read(state: Mapping[str, Any]) -> SavedState:
     """Return the checked header and table of a state; raise ``DataStateError`` if it is not the state of a loader."""
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"The state is a {type(state).__name__}. {_GIVE}")
@@ -134,12 +134,12 @@ def read(state: Mapping[str, Any]) -> Saved:
     header, table = read_header(state[HEADER]), state[TABLE]
     if not isinstance(table, torch.Tensor):
         raise DataStateError(f"The table of the state is a {type(table).__name__}, not a tensor. {_GIVE}")
-    declared = (header["num_logical_shards"], offsets(fields_in(header))[-1]), torch.int64
+    declared = (header["num_logical_shards"], slot_offsets(fields_in(header))[-1]), torch.int64
     if (tuple(table.shape), table.dtype) != declared:
         raise DataStateError(
             f"The table of the state has shape and dtype {(tuple(table.shape), table.dtype)}; by its header it has {declared}."
         )
-    return Saved(header, table.detach().cpu().numpy().copy())
+    return SavedState(header, table.detach().cpu().numpy().copy())
 
 
 def read_header(text: Any) -> dict[str, Any]:
@@ -154,12 +154,12 @@ def read_header(text: Any) -> dict[str, Any]:
             f"The state has format version {header['version']}, this rescale_data reads the version {VERSION}. Load it with "
             f"the release that saved it."
         )
-    _require_names(header, (*_SIZES, *_COUNTS, *_OTHERS), "header of the state")
-    for name in (*_SIZES, *_COUNTS):
-        if not isinstance(header[name], int) or not (name in _SIZES) <= header[name] < STAMP_LIMIT:
-            raise DataStateError(f"The state counts {header[name]!r} {name}: {_DAMAGED}")
+    _require_names(header, (*_SIZE_KEYS, *_COUNT_KEYS, *_OTHER_KEYS), "header of the state")
+    for name in (*_SIZE_KEYS, *_COUNT_KEYS):
+        if not isinstance(header[name], int) or not (name in _SIZE_KEYS) <= header[name] < STAMP_LIMIT:
+            raise DataStateError(f"The state counts {header[name]!r} {name}: {_DAMAGE_ADVICE}")
     if not all(isinstance(header[name], dict) for name in ("pipeline", "sources")):
-        raise DataStateError(f"The header of the state has no pipeline and sources: {_DAMAGED}")
+        raise DataStateError(f"The header of the state has no pipeline and sources: {_DAMAGE_ADVICE}")
     _require_ranges(header["skipped"], header["samples"])
     fields_in(header)
     return header
@@ -170,10 +170,10 @@ def fields_in(header: Mapping[str, Any]) -> list[Field]:
     try:
         return [field_from_description(column["name"], column) for column in header["columns"]]
     except (AttributeError, LookupError, TypeError) as error:
-        raise DataStateError(f"The header of the state does not describe its columns: {_DAMAGED}") from error
+        raise DataStateError(f"The header of the state does not describe its columns: {_DAMAGE_ADVICE}") from error
 
 
-def table_of(schema: Schema, saved: Saved, added: Sequence[ChangedChild]) -> Ints:
+def table_of(schema: Schema, saved: SavedState, added: Sequence[ChangedChild]) -> Ints:
     """Return the positions of a state for the current pipeline, ``int64[N, slots]``, with stamps checked.
 
     Columns are found by name.
@@ -196,27 +196,27 @@ def table_of(schema: Schema, saved: Saved, added: Sequence[ChangedChild]) -> Int
 
 def has_remainder(table: Ints) -> bool:
     """True if a remainder is being redistributed, so that the shards of a rank need not be one block."""
-    return bool((table[:, REMAINDER] > NO_REMAINDER).any())
+    return bool((table[:, REMAINDER_COLUMN] > NO_REMAINDER).any())
 
 
 def _slots(fields: Sequence[Field]) -> dict[str, range]:
-    return {f.key: range(start, start + f.num_slots) for f, start in zip(fields, offsets(fields), strict=False)}
+    return {f.key: range(start, start + f.num_slots) for f, start in zip(fields, slot_offsets(fields), strict=False)}
 
 
-def _require_names(values: Any, names: Iterable[str], container: str) -> None:
-    missing_names = sorted(set(names).difference(values)) if isinstance(values, Mapping) else list(names)
+def _require_names(saved_values: Any, names: Iterable[str], container: str) -> None:
+    missing_names = sorted(set(names).difference(saved_values)) if isinstance(saved_values, Mapping) else list(names)
     if missing_names:
         raise DataStateError(f"The {container} lacks {missing_names}. {_GIVE}")
 
 
-def _require_ranges(saved: Any, num_samples: int) -> None:
+def _require_ranges(skipped_ranges: Any, num_samples: int) -> None:
     """Raise ``DataStateError`` unless the skipped samples are ascending ranges within the samples of the state."""
-    saved_ranges = saved if isinstance(saved, list) else [saved]
+    saved_ranges = skipped_ranges if isinstance(skipped_ranges, list) else [skipped_ranges]
     bounds = [value for item in saved_ranges for value in (item if isinstance(item, list) else [item])]
     are_pairs = all(isinstance(item, list) and len(item) == 2 for item in saved_ranges)
     are_ints = all(type(value) is int for value in bounds)
     if not are_pairs or not are_ints or [0, *bounds, num_samples] != sorted([0, *bounds, num_samples]):
-        raise DataStateError(f"The state leaves out the samples {saved!r:.200}: {_DAMAGED}")
+        raise DataStateError(f"The state leaves out the samples {skipped_ranges!r:.200}: {_DAMAGE_ADVICE}")
 
 
 def _require_stamps(stamps: Ints, samples: int) -> None:
@@ -242,28 +242,28 @@ def _require_stamps(stamps: Ints, samples: int) -> None:
 # States in a checkpoint
 
 
-def data_states(paths: Iterable[Sequence[Any]]) -> list[Path]:
+def data_state_paths(paths: Iterable[Sequence[Any]]) -> list[StatePath]:
     """Return the paths of the data-loader states in a checkpoint, given the paths of all its values."""
     all_paths = {tuple(map(str, path)) for path in paths}
     return sorted(path[:-1] for path in all_paths if path[-1] == TABLE and (*path[:-1], HEADER) in all_paths)
 
 
-def find(paths: Iterable[Sequence[Any]], name: str | None, origin: object) -> Path:
+def find_data_state(paths: Iterable[Sequence[Any]], state_name: str | None, origin: object) -> StatePath:
     """Return the path of the data-loader state with this name; without a name, the path of the only one.
 
     Raises:
         DataStateError: There is none, none with this name, or several and no name was given.
     """
-    states = {".".join(root): root for root in data_states(paths)}
-    if name is None and len(states) == 1:
+    states = {".".join(root): root for root in data_state_paths(paths)}
+    if state_name is None and len(states) == 1:
         return next(iter(states.values()))
-    if name is not None and name in states:
-        return states[name]
+    if state_name is not None and state_name in states:
+        return states[state_name]
     if not states:
         raise DataStateError(
             f"The checkpoint {origin} holds no data state of a rescale_data loader. Save the loader in the state, under a key."
         )
-    suffix = "" if name is None else f", and none is named {name!r}"
+    suffix = "" if state_name is None else f", and none is named {state_name!r}"
     raise DataStateError(f"The checkpoint {origin} holds the data states {sorted(states)}{suffix}. Name one of them.")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from rescale_data.engine.recipe import path_name
-from rescale_data.engine.schema import Nodes
+from rescale_data.engine.schema import NodeParameters
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.below import may_change
 from rescale_data.nodes.function import CODE, VERSION
@@ -21,40 +21,40 @@ def differences(saved: Any, current: Any) -> list[str]:
     return diff_lines[:_SHOWN] + ([f"and {len(diff_lines) - _SHOWN} more"] if len(diff_lines) > _SHOWN else [])
 
 
-def without(nodes: Nodes, ignored: Mapping[str, Set[str]]) -> Nodes:
+def without_parameters(nodes: NodeParameters, ignored: Mapping[str, Set[str]]) -> NodeParameters:
     """Return the parameters of a pipeline without the ones that ``ignored`` names for each node, by the path of the node."""
     return {name: {k: v for k, v in node.items() if k not in ignored.get(name, ())} for name, node in nodes.items()}
 
 
-def without_all(nodes: Nodes, *parameters: str) -> Nodes:
+def without_in_all_nodes(nodes: NodeParameters, *parameters: str) -> NodeParameters:
     """Return the parameters of a pipeline without the given parameters of every node."""
-    return without(nodes, {name: {*parameters} for name in nodes})
+    return without_parameters(nodes, {name: {*parameters} for name in nodes})
 
 
-def without_functions(saved: Nodes, current: Nodes) -> tuple[Nodes, Nodes]:
+def without_functions(saved: NodeParameters, current: NodeParameters) -> tuple[NodeParameters, NodeParameters]:
     """Return the parameters of two pipelines, without the code of functions, and without versions that only one of them has."""
     versioned = {name for name in saved.keys() & current.keys() if VERSION in saved[name] and VERSION in current[name]}
     ignored = {name: {CODE} if name in versioned else {CODE, VERSION} for name in saved.keys() & current.keys()}
-    return without(saved, ignored), without(current, ignored)
+    return without_parameters(saved, ignored), without_parameters(current, ignored)
 
 
-def log_changes(stream: Stream, saved: Nodes) -> None:
+def log_changes(stream: Stream, saved: NodeParameters) -> None:
     """Log the differences between a saved state and the current pipeline that a load accepts."""
     current = stream.schema.pipeline
-    functions = _of_parameters(saved, current, {name: {CODE, VERSION} for name in saved.keys() & current.keys()})
+    function_changes = _of_parameters(saved, current, {name: {CODE, VERSION} for name in saved.keys() & current.keys()})
     exempt = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
     changed_settings = _of_parameters(saved, current, exempt)
-    if functions:
+    if function_changes:
         stream.ranks.warn(
             "Functions of the pipeline are not those of the state, by name or source: %s. Give them version=: it is compared.",
-            "; ".join(functions),
+            "; ".join(function_changes),
         )
     if changed_settings:
         stream.ranks.info("Changed since the state was saved: %s.", "; ".join(changed_settings))
 
 
 def _compare(path: str, saved: Any, current: Any) -> list[str]:
-    saved, current = _by_name(saved), _by_name(current)
+    saved, current = _named_items_to_dict(saved), _named_items_to_dict(current)
     if isinstance(saved, dict) and isinstance(current, dict):
         diff_lines: list[str] = []
         for key in sorted({*saved, *current}):
@@ -66,10 +66,10 @@ def _compare(path: str, saved: Any, current: Any) -> list[str]:
             else:
                 diff_lines += _compare(key_path, saved[key], current[key])
         return diff_lines
-    return [] if saved == current else [f"{path}: saved {_short(saved)}, now {_short(current)}"]
+    return [] if saved == current else [f"{path}: saved {_shortened_json(saved)}, now {_shortened_json(current)}"]
 
 
-def _by_name(value: Any) -> Any:
+def _named_items_to_dict(value: Any) -> Any:
     """Return a list of ``[name, ...]`` entries, such as files in a manifest, as a dict by name; other values unchanged."""
     is_named = isinstance(value, list) and all(
         isinstance(item, list) and item and isinstance(item[0], str) for item in value
@@ -77,12 +77,12 @@ def _by_name(value: Any) -> Any:
     return {item[0]: item[1:] for item in value} if is_named and value else value
 
 
-def _short(value: Any) -> str:
+def _shortened_json(value: Any) -> str:
     json_text = json.dumps(value)
     return json_text if len(json_text) <= 80 else f"{json_text[:77]}..."
 
 
-def _of_parameters(old: Nodes, new: Nodes, keys: Mapping[str, Set[str]]) -> list[str]:
+def _of_parameters(old: NodeParameters, new: NodeParameters, keys: Mapping[str, Set[str]]) -> list[str]:
     """Return the differences in the given parameters of each node; nodes that have none of them in ``old`` count as equal."""
     selected = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (old, new)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rescale_data.engine.recipe import ENDED, NO_REMAINDER, REMAINDER, History, path_name
-from rescale_data.engine.schema import Schema, as_json
+from rescale_data.engine.recipe import EPOCH_ENDED, NO_REMAINDER, REMAINDER_COLUMN, History, path_name
+from rescale_data.engine.schema import Schema, json_round_trip
 from rescale_data.engine.states.differences import differences
 from rescale_data.errors import DataStateError
 from rescale_data.sources.folders import FILES, FOLDERS, fold
@@ -20,7 +20,7 @@ from rescale_data.state import Ints
 
 Manifest: TypeAlias = Mapping[str, Any]
 
-_NEVER = 1 << 40
+_NEVER_EPOCH = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,24 @@ class Growth:
     added_files: dict[str, list[str]]
 
 
-def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
+def compare_sources(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
     """Return the files that were added since a state was saved; raise ``DataStateError`` if the data changed otherwise.
 
     Args:
         saved: The saved sources, by the path of the node that reads each; `None` if they equal the current ones.
     """
     if saved is None:
-        return Growth({path: _history(schema, path) for path in schema.manifests}, {})
+        return Growth({path: _current_history(schema, path) for path in schema.manifests}, {})
     histories, sources, own_manifests = {path: parse(value) for path, value in saved.items()}, schema.sources(), {}
     old_manifests, added_files = {path: history[-1][1] for path, history in histories.items()}, dict[str, list[str]]()
     for path, manifest in schema.manifests.items():
         own_manifests[path] = manifest
         if path in old_manifests and isinstance(sources[path], FiledSource) and old_manifests[path] != manifest:
-            old_manifests[path], manifest = _with_files(sources[path], old_manifests[path], manifest)
-            added = _added(old_manifests[path], manifest)
-            own_manifests[path] = _without(manifest, added)
+            old_manifests[path], manifest = _unfolded_manifests(sources[path], old_manifests[path], manifest)
+            added = _added_file_names(old_manifests[path], manifest)
+            own_manifests[path] = _without_files(manifest, added)
             added_files |= {path: added} if added else {}
-    changed = differences(as_json(old_manifests), as_json(own_manifests))
+    changed = differences(json_round_trip(old_manifests), json_round_trip(own_manifests))
     if any(FOLDERS in old_manifests[path] and old_manifests[path] != own_manifests.get(path) for path in old_manifests):
         changed.append("the index that lists the files of then is no longer in index_dir")
     if changed:
@@ -64,7 +64,7 @@ def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
     return Growth(histories, added_files)
 
 
-def _with_files(source: object, old: Manifest, current: Manifest) -> tuple[Manifest, Manifest]:
+def _unfolded_manifests(source: object, old: Manifest, current: Manifest) -> tuple[Manifest, Manifest]:
     """Return two manifests with full lists of files if both lists can be read, else both with digests of the lists."""
     if old == current or not isinstance(source, FiledSource):
         return old, current
@@ -85,31 +85,31 @@ def with_added_files(
     paths = list(growth.added_files)
     reread = epochs_read(without_added_files(growth, schema), paths)
     epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in zip(paths, reread, strict=True)}
-    if any((_reader_rows(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
-        table[:, REMAINDER][table[:, REMAINDER] != ENDED] = NO_REMAINDER
+    if any((_reader_positions(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
+        table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
     return _joined(growth, schema, epochs)
 
 
 def without_added_files(growth: Growth, schema: Schema) -> dict[str, History]:
     """Return the manifests of each source by epoch, with added files that join in no epoch: for reading as before the load."""
-    return _joined(growth, schema, dict.fromkeys(growth.added_files, _NEVER))
+    return _joined(growth, schema, dict.fromkeys(growth.added_files, _NEVER_EPOCH))
 
 
 def needed_manifests(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:
     """Return the manifests of each source by epoch, without the ones that all logical shards have passed."""
-    return {path: _not_passed(history, schema, table, path) for path, history in histories.items()}
+    return {path: _drop_passed_epochs(history, schema, table, path) for path, history in histories.items()}
 
 
-def _not_passed(history: History, schema: Schema, table: Ints, path: str) -> History:
+def _drop_passed_epochs(history: History, schema: Schema, table: Ints, path: str) -> History:
     if len(history) == 1:
         return history
-    lowest = int(_reader_rows(schema, table, path)[:, 0].min())
+    lowest = int(_reader_positions(schema, table, path)[:, 0].min())
     return [entry for entry, later in zip(history, [*history[1:], None], strict=True) if not later or later[0] > lowest]
 
 
 def next_epoch(schema: Schema, table: Ints, path: str) -> int:
     """Return the first epoch of a source in which no logical shard has drawn a row."""
-    epochs_and_rows = _reader_rows(schema, table, path)
+    epochs_and_rows = _reader_positions(schema, table, path)
     return int((epochs_and_rows[:, 0] + (epochs_and_rows[:, 1] > 0)).max())
 
 
@@ -118,7 +118,7 @@ def parse(value: Any) -> History:
     return [(int(epoch), manifest) for epoch, manifest in value["by_epoch"]] if "by_epoch" in value else [(0, value)]
 
 
-def _history(schema: Schema, path: str) -> History:
+def _current_history(schema: Schema, path: str) -> History:
     """Return the history of a source, ``(first epoch, manifest)`` pairs, as a save would write it now."""
     history = schema.histories.get(path, ())
     return list(history) if len(history) > 1 else [(0, schema.manifests[path])]
@@ -127,16 +127,16 @@ def _history(schema: Schema, path: str) -> History:
 def _joined(growth: Growth, schema: Schema, epochs: Mapping[str, int]) -> dict[str, History]:
     """Return the manifests of each source by epoch, with the added files of each path from its epoch on."""
     return {
-        path: _grow(history, epochs[path], schema.manifests[path]) if path in epochs else history
+        path: _extend_history(history, epochs[path], schema.manifests[path]) if path in epochs else history
         for path, history in growth.histories.items()
     }
 
 
-def _grow(history: History, since: int, manifest: Manifest) -> History:
+def _extend_history(history: History, since: int, manifest: Manifest) -> History:
     return [*((epoch, old) for epoch, old in history if epoch < since), (since, dict(manifest))]
 
 
-def _reader_rows(schema: Schema, table: Ints, path: str) -> Ints:
+def _reader_positions(schema: Schema, table: Ints, path: str) -> Ints:
     """Return the epoch and the row that each shard has reached in a source, a view of the table: ``int64[N, slots]``."""
     for node_path, _ in schema.root.walk():
         if path_name(node_path) == path:
@@ -149,11 +149,11 @@ def _reader_rows(schema: Schema, table: Ints, path: str) -> Ints:
     )
 
 
-def _added(old: Manifest, current: Manifest) -> list[str]:
+def _added_file_names(old: Manifest, current: Manifest) -> list[str]:
     old_names = {name for name, *_ in old.get(FILES, ())}
     return [name for name, *_ in current.get(FILES, ()) if name not in old_names]
 
 
-def _without(current: Manifest, added: Sequence[str]) -> Manifest:
+def _without_files(current: Manifest, added: Sequence[str]) -> Manifest:
     added_names = set(added)
     return {**current, FILES: [file for file in current[FILES] if file[0] not in added_names]} if added else current

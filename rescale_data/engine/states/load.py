@@ -14,16 +14,16 @@ from rescale_data.engine.agreement import call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
 from rescale_data.engine.recipe import (
-    ENDED,
-    FIRST_SLOT,
+    EPOCH_ENDED,
+    FIRST_SLOT_COLUMN,
     NO_REMAINDER,
-    REMAINDER,
+    REMAINDER_COLUMN,
     SAMPLES,
     Histories,
     History,
     path_name,
 )
-from rescale_data.engine.schema import Nodes, Schema, adopt
+from rescale_data.engine.schema import NodeParameters, Schema, adopt
 from rescale_data.engine.skip import require_countable, skip
 from rescale_data.engine.states.change import (
     TranslatedHeader,
@@ -33,8 +33,8 @@ from rescale_data.engine.states.change import (
     settle,
 )
 from rescale_data.engine.states.check import require_fit
-from rescale_data.engine.states.codec import Saved, has_remainder, read, table_of
-from rescale_data.engine.states.differences import log_changes, without_all, without_functions
+from rescale_data.engine.states.codec import SavedState, has_remainder, read, table_of
+from rescale_data.engine.states.differences import log_changes, without_functions, without_in_all_nodes
 from rescale_data.engine.states.growth import Growth, needed_manifests, with_added_files, without_added_files
 from rescale_data.engine.states.statedict import whole_state
 from rescale_data.engine.stream import Stream
@@ -71,18 +71,18 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         _refuse_changes(stream.schema, translated, delivered)
         histories_then = needed_manifests(without_added_files(translated.growth, stream.schema), stream.schema, table)
         forms_then = _earlier_forms(stream, translated.pipeline, table)
-        clock, table = _deliver(stream, saved, clock, table, {**histories_then, **forms_then}, delivered)
+        clock, table = _skip_delivered(stream, saved, clock, table, {**histories_then, **forms_then}, delivered)
         had_remainder = has_remainder(table)
-    forms = _change(stream, translated.pipeline, table) if pipeline_changed else {}
+    forms = _translate_positions(stream, translated.pipeline, table) if pipeline_changed else {}
     loaded_clock = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
     final_clock, histories = loaded_clock, translated.growth.histories
     if translated.growth.added_files:
-        histories = _join(stream, translated.growth, table, forms)
+        histories = _join_added_files(stream, translated.growth, table, forms)
         if had_remainder and not has_remainder(table):
             final_clock = loaded_clock.restarted(stream.layout.global_batch_size)
     stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **forms})  # from here on nothing raises
     if pipeline_changed:
-        _report(stream, translated, settle(stream.schema, table))
+        _warn_of_changes(stream, translated, settle(stream.schema, table))
     stream.load(table, final_clock)
     _warn_of_epochs(stream, table)
     if loaded_clock.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
@@ -95,19 +95,19 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         )
 
 
-def _change(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
+def _translate_positions(stream: Stream, saved: NodeParameters, table: Ints) -> dict[str, History]:
     """Translate positions from an earlier pipeline to the current one; return the earlier parameters that nodes need."""
     log_changes(stream, saved)
     check_changes(stream.schema, saved, table)
-    forms = _earlier_forms(stream, saved, table)
+    form_histories = _earlier_forms(stream, saved, table)
     if _differ(saved, stream.schema.pipeline, EARLIER_KEY):
-        table[:, REMAINDER][table[:, REMAINDER] != ENDED] = (
+        table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = (
             NO_REMAINDER  # the remainder counts samples of the earlier pipeline
         )
-    return forms
+    return form_histories
 
 
-def _earlier_forms(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
+def _earlier_forms(stream: Stream, saved: NodeParameters, table: Ints) -> dict[str, History]:
     """Adapt positions to the current form of the samples; return the earlier forms and weights that nodes still need."""
     return {**reform(stream, saved, table), **earlier_parameters(stream.schema, saved, table)}
 
@@ -122,8 +122,8 @@ def _refuse_changes(schema: Schema, translated: TranslatedHeader, delivered: int
         )
 
 
-def _deliver(
-    stream: Stream, saved: Saved, clock: Clock, table: Ints, histories: Histories, num_samples: int
+def _skip_delivered(
+    stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: Histories, num_samples: int
 ) -> tuple[Clock, Ints]:
     """Return the clock and the table after more samples in the topology of the state (collective if rows are read).
 
@@ -156,24 +156,24 @@ def _deliver(
 
 
 def _clock_after_load(
-    stream: Stream, layout: Layout, clock: Clock, table: Ints, saved: tuple[int, int, int], *, had_remainder: bool
+    stream: Stream, layout: Layout, clock: Clock, table: Ints, saved_sizes: tuple[int, int, int], *, had_remainder: bool
 ) -> Clock:
     """Return the clock with which the run goes on; remove the remainder from the table if it does not hold there."""
-    loaded_clock = clock.after_load(saved, layout)
+    loaded_clock = clock.after_load(saved_sizes, layout)
     if had_remainder and not has_remainder(table):
-        loaded_clock = clock.restarted(saved[0])
-    has_ended = bool((table[:, REMAINDER] == ENDED).all())
+        loaded_clock = clock.restarted(saved_sizes[0])
+    has_ended = bool((table[:, REMAINDER_COLUMN] == EPOCH_ENDED).all())
     if (
-        stream.setup.recipe.repeat and (table[:, REMAINDER] != NO_REMAINDER).any()
+        stream.setup.recipe.repeat and (table[:, REMAINDER_COLUMN] != NO_REMAINDER).any()
     ):  # an endless stream is never at the end of an epoch
-        loaded_clock = clock.next_epoch(saved[0]) if has_ended else clock.restarted(saved[0])
+        loaded_clock = clock.next_epoch(saved_sizes[0]) if has_ended else clock.restarted(saved_sizes[0])
     if stream.setup.recipe.repeat or (loaded_clock != clock and not has_ended):
-        table[:, REMAINDER] = NO_REMAINDER
+        table[:, REMAINDER_COLUMN] = NO_REMAINDER
     return loaded_clock
 
 
 def _require_one_end(table: Ints) -> None:
-    ended = table[:, REMAINDER] == ENDED
+    ended = table[:, REMAINDER_COLUMN] == EPOCH_ENDED
     if ended.any() and not ended.all():
         raise DataStateError(
             f"By the state an epoch has ended for {int(ended.sum())} of {len(table)} logical shards, which happens to all at "
@@ -184,7 +184,7 @@ def _require_one_end(table: Ints) -> None:
 def _require_rows(schema: Schema, table: Ints) -> None:
     """Raise ``DataStateError`` if a number in the table is out of range, or a reader is past the last row of its source."""
     require_limits(schema.fields, table, "logical shard {}")
-    for reader, slot in readers_of(schema.root, FIRST_SLOT):
+    for reader, slot in readers_of(schema.root, FIRST_SLOT_COLUMN):
         epochs, rows = table[:, slot], table[:, slot + 1]
         is_past_end = rows > reader.source.num_rows
         if is_past_end.any():
@@ -198,7 +198,7 @@ def _require_rows(schema: Schema, table: Ints) -> None:
 
 def _warn_of_epochs(stream: Stream, table: Ints) -> None:
     """Warn if a loader with epochs loads the state of an endless stream whose shards are in different epochs."""
-    readers = readers_of(stream.schema.root, FIRST_SLOT)
+    readers = readers_of(stream.schema.root, FIRST_SLOT_COLUMN)
     if stream.setup.recipe.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
         return
     ((_, slot),) = readers
@@ -213,12 +213,12 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
         )
 
 
-def _differ(saved: Nodes, current: Nodes, *ignored: str) -> bool:
+def _differ(saved: NodeParameters, current: NodeParameters, *ignored: str) -> bool:
     """True if the parameters of two pipelines differ in any parameter except the ones named in ``ignored``."""
-    return without_all(saved, *ignored) != without_all(current, *ignored)
+    return without_in_all_nodes(saved, *ignored) != without_in_all_nodes(current, *ignored)
 
 
-def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
+def _join_added_files(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
     histories = with_added_files(growth, stream.schema, table, partial(_last_epochs_read, stream, table, forms))
     for path, added in growth.added_files.items():
         epoch = histories[path][-1][0]
@@ -230,7 +230,7 @@ def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, Histo
 
 
 def _last_epochs_read(
-    stream: Stream, table: Ints, forms: Mapping[str, History], histories: Histories, paths: Sequence[str]
+    stream: Stream, table: Ints, form_histories: Mapping[str, History], histories: Histories, paths: Sequence[str]
 ) -> list[int]:
     """Return the last epoch of each source that shards read again after the load, -1 for none (collective).
 
@@ -241,12 +241,12 @@ def _last_epochs_read(
     def on_this_rank() -> list[int]:
         epochs_read = [[-1] * len(paths)]
         for shard in range(len(table)) if ranks.simulated else stream.ends.owned.tolist():
-            if any(rows[shard] for rows in begun_masks.values()):
-                last_epochs = _last_epochs_of(stream, shard, table[[shard]], {**histories, **forms})
+            if any(begun_mask[shard] for begun_mask in begun_masks.values()):
+                last_epochs = _last_epochs_of(stream, shard, table[[shard]], {**histories, **form_histories})
                 epochs_read.append([last_epochs.get(path, -1) for path in paths])
         return np.max(epochs_read, axis=0).tolist()
 
-    if not any(rows.any() for rows in begun_masks.values()):
+    if not any(begun_mask.any() for begun_mask in begun_masks.values()):
         return on_this_rank()
     return ranks.gather_ints(call_on_all_ranks(ranks, on_this_rank)).max(axis=0).tolist()
 
@@ -260,11 +260,11 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories)
     """
     root, schema = stream.setup.recipe.build(shard), stream.schema
     adopt(root, histories)
-    changing.settle(root, row[0, FIRST_SLOT:].data)  # what needs an old list begins again, and is not read
+    changing.settle(root, row[0, FIRST_SLOT_COLUMN:].data)  # what needs an old list begins again, and is not read
     nodes = dict(root.walk())
-    for path, begun in schema.begun(row).items():
+    for path, begun_mask in schema.begun(row).items():
         positions = schema.slots_at(row, path)
-        if begun[0] and positions is not None:
+        if begun_mask[0] and positions is not None:
             node = nodes[path]
             node.bind(positions[0].copy().data)
             with suppress(StopIteration):
@@ -275,7 +275,7 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories)
     return {path_name(path): node.farthest for path, node in nodes.items() if isinstance(node, Reader)}
 
 
-def _report(stream: Stream, translated: TranslatedHeader, num_begun_again: int) -> None:
+def _warn_of_changes(stream: Stream, translated: TranslatedHeader, shards_begun_again: int) -> None:
     if translated.added or translated.removed:
         stream.ranks.warn(
             "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
@@ -283,11 +283,11 @@ def _report(stream: Stream, translated: TranslatedHeader, num_begun_again: int) 
             [child.name for child in translated.added],
             [child.name for child in translated.removed],
         )
-    if num_begun_again:
+    if shards_begun_again:
         stream.ranks.warn(
             "%d of %d logical shards were within a document or window that they cannot go on in without the sources or the "
             "blocklist that are gone: they begin it again, so some documents are repeated. To avoid this for a source give it "
             "weight 0, train on until those windows have passed, and remove it then.",
-            num_begun_again,
+            shards_begun_again,
             stream.layout.num_logical_shards,
         )

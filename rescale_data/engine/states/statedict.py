@@ -18,32 +18,32 @@ from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import Ends
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.recipe import SAMPLES, STAMP_LIMIT
-from rescale_data.engine.states.codec import HEADER, TABLE, encode, header_of
+from rescale_data.engine.states.codec import HEADER, TABLE, encode_state, header_of
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 
-_NO_SHARD = -STAMP_LIMIT  # the stamp of a row that belongs to no shard
+_NO_SHARD_STAMP = -STAMP_LIMIT  # the stamp of a row that belongs to no shard
 
 
-def state_dict(cursor: Cursor, ends: Ends) -> dict[str, Any]:
+def state_dict(cursor: Cursor, end_finder: Ends) -> dict[str, Any]:
     """Return the state with all N rows (collective over the dp ranks).
 
     If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept
     (`UnsavableHeader`).
     """
-    return with_reason(*state_and_reason(cursor, ends))
+    return with_reason(*state_and_reason(cursor, end_finder))
 
 
-def state_and_reason(cursor: Cursor, ends: Ends) -> tuple[dict[str, Any], str]:
+def state_and_reason(cursor: Cursor, end_finder: Ends) -> tuple[dict[str, Any], str]:
     """Return the state with all N rows, and the reason why it cannot be kept, which is empty if it can be (collective)."""
-    reason = _why_unsavable(cursor, ends)
-    state = encode(
-        cursor.positions if reason else ends.whole_table(cursor),
-        cursor.clock_now(ends.layout).samples,
-        header_of(cursor, ends),
+    reason = _why_unsavable(cursor, end_finder)
+    state = encode_state(
+        cursor.positions if reason else end_finder.whole_table(cursor),
+        cursor.clock_now(end_finder.layout).samples,
+        header_of(cursor, end_finder),
     )
     if reason:
-        state[TABLE][:, 0] = _NO_SHARD
+        state[TABLE][:, 0] = _NO_SHARD_STAMP
     return state, reason
 
 
@@ -52,26 +52,26 @@ def with_reason(state: dict[str, Any], reason: str) -> dict[str, Any]:
     return {**state, HEADER: UnsavableHeader(state[HEADER], reason)} if reason else state
 
 
-def local_state_dict(cursor: Cursor, ends: Ends) -> dict[str, Any]:
+def local_state_dict(cursor: Cursor, end_finder: Ends) -> dict[str, Any]:
     """Return the state with the rows of this rank alone, without communication; `whole_state` adds the other rows."""
-    if ends.ranks.world_size == 1:
-        return state_dict(cursor, ends)
-    _refuse_simulated(ends)
-    _require_saveable(ends)
-    return {TABLE: RankRows(cursor.copy(), ends), HEADER: header_of(cursor, ends)}
+    if end_finder.ranks.world_size == 1:
+        return state_dict(cursor, end_finder)
+    _refuse_simulated(end_finder)
+    _require_saveable(end_finder)
+    return {TABLE: RankRows(cursor.copy(), end_finder), HEADER: header_of(cursor, end_finder)}
 
 
 class RankRows:
     """The table of a state in which only the rows of one rank are up to date; `whole_table` adds the other rows."""
 
-    def __init__(self, cursor: Cursor, ends: Ends) -> None:
-        self._cursor, self._ends = cursor, ends
+    def __init__(self, cursor: Cursor, end_finder: Ends) -> None:
+        self._cursor, self._end_finder = cursor, end_finder
 
     def whole_table(self) -> torch.Tensor:
         """Return the table with all rows up to date (collective); raise ``DataStateError`` if ranks are not at one batch."""
-        state = state_dict(self._cursor, self._ends)
+        state = state_dict(self._cursor, self._end_finder)
         if isinstance(state[HEADER], UnsavableHeader):
-            state[HEADER].refuse()
+            state[HEADER].raise_reason()
         return state[TABLE]
 
     def __reduce__(self) -> NoReturn:
@@ -128,7 +128,7 @@ def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
         raise ValueError("The loaders of the dp ranks stand at different batches. Take the same number from each.")
     tables = np.stack([stream.table for stream in streams])
     newest_stream = tables[:, :, SAMPLES].argmax(axis=0)
-    return encode(tables[newest_stream, np.arange(len(newest_stream))], first_stream.clock.samples, header)
+    return encode_state(tables[newest_stream, np.arange(len(newest_stream))], first_stream.clock.samples, header)
 
 
 class UnsavableHeader(str):
@@ -141,21 +141,21 @@ class UnsavableHeader(str):
         unsavable.reason = reason
         return unsavable
 
-    def refuse(self) -> NoReturn:
+    def raise_reason(self) -> NoReturn:
         raise DataStateError(self.reason)
 
     def __reduce_ex__(self, _: object) -> NoReturn:
-        self.refuse()
+        self.raise_reason()
 
 
-def _why_unsavable(cursor: Cursor, ends: Ends) -> str:
+def _why_unsavable(cursor: Cursor, end_finder: Ends) -> str:
     """Return the reason why the ranks cannot save a common state now; empty if they can (collective).
 
     All gathered rows get the same stamp, so only now can it be checked that ranks are at the same batch.
     """
-    _refuse_simulated(ends)
-    _require_saveable(ends)
-    ranks, clock = ends.ranks, cursor.clock_now(ends.layout)
+    _refuse_simulated(end_finder)
+    _require_saveable(end_finder)
+    ranks, clock = end_finder.ranks, cursor.clock_now(end_finder.layout)
     gathered = ranks.saving.gather_ints([clock.samples, digest(clock.skipped)])
     (min_samples, min_digest), (max_samples, max_digest) = gathered.min(axis=0).tolist(), gathered.max(axis=0).tolist()
     if min_samples == max_samples and min_digest == max_digest:
@@ -171,9 +171,9 @@ def _why_unsavable(cursor: Cursor, ends: Ends) -> str:
     )
 
 
-def _require_saveable(ends: Ends) -> None:
+def _require_saveable(end_finder: Ends) -> None:
     """Raise ``DataStateError`` if a source could not be resumed: the save fails, rather than a later load."""
-    for source in ends.schema.sources().values():
+    for source in end_finder.schema.sources().values():
         source.require_saveable()
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rescale_data.errors import require, require_int
+from rescale_data.errors import require_int, require_type
 from rescale_data.nodes.abilities import Mixes
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import readers_of
-from rescale_data.nodes.mixture.row import KINDS
+from rescale_data.nodes.mixture.row import FIELD_NAMES
 from rescale_data.nodes.mixture.schedule import Schedule, require_weights
 
 
@@ -21,18 +21,18 @@ def check_mixture(
     stop: str,
 ) -> None:
     """Raise ``ValueError`` if the names, weights, unit, column or ``stop`` of a mixture are not valid."""
-    require(Mapping, "a dict", nodes=nodes)
+    require_type(Mapping, "a dict", nodes=nodes)
     names: list[object] = list(nodes)
     bad_names = [
-        name for name in names if not isinstance(name, str) or not name or "." in name or name in (*KINDS, "self")
+        name for name in names if not isinstance(name, str) or not name or "." in name or name in (*FIELD_NAMES, "self")
     ]
     if bad_names:
         raise ValueError(
             f"The names {bad_names} of sources cannot be part of a state's path: give strings without dots, and none of "
-            f"{[*KINDS, 'self']}."
+            f"{[*FIELD_NAMES, 'self']}."
         )
     weights = weights_or_schedule.keys[0][1] if isinstance(weights_or_schedule, Schedule) else weights_or_schedule
-    require(Mapping, "a dict", weights=weights)
+    require_type(Mapping, "a dict", weights=weights)
     if not nodes or set(nodes) != set(weights):
         raise ValueError(
             f"WeightedSampler was given the nodes {sorted(nodes)} and the weights {sorted(weights, key=str)}: give a weight "
@@ -47,7 +47,7 @@ def check_mixture(
 
 def check_max_epochs(max_epochs: Mapping[str, int], names: list[str]) -> None:
     """Raise ``ValueError`` if a limit on epochs is below 1, or if its source does not exist."""
-    require(Mapping, "a dict", max_epochs=max_epochs)
+    require_type(Mapping, "a dict", max_epochs=max_epochs)
     for name, num_epochs in max_epochs.items():
         if name not in names:
             raise ValueError(f"max_epochs has {name!r}, and the sources are {names}: give the epochs of one of them.")

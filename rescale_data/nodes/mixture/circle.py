@@ -99,12 +99,12 @@ def circle_constants(num_logical_shards: int) -> tuple[int, int]:
     candidates = [
         factor for factor in range(max(1, mid - _CANDIDATES), min(n, mid + _CANDIDATES + 1)) if math.gcd(factor, n) == 1
     ]
-    factor = min(candidates, key=lambda factor: (*_quotients(factor, n), factor))
+    factor = min(candidates, key=lambda factor: (*_quotient_max_and_sum(factor, n), factor))
     steps = ((step_factor * CIRCLE + irrational) // n for step_factor in candidates for irrational in _IRRATIONAL_PARTS)
-    return factor, min(steps, key=lambda step: (*_quotients(step, CIRCLE), step))
+    return factor, min(steps, key=lambda step: (*_quotient_max_and_sum(step, CIRCLE), step))
 
 
-def _quotients(dividend: int, divisor: int) -> tuple[int, int]:
+def _quotient_max_and_sum(dividend: int, divisor: int) -> tuple[int, int]:
     """Return the largest partial quotient in the continued fraction of ``dividend / divisor``, and their sum.
 
     The smaller they are, the more evenly the multiples of the fraction lie. Quotients too deep to matter are left out.

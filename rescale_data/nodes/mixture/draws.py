@@ -10,7 +10,7 @@ import numpy as np
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import is_endless, pass_epochs, skip
 from rescale_data.nodes.bound import SILENT_EPOCHS
-from rescale_data.nodes.column import length_of
+from rescale_data.nodes.column import num_tokens_of
 from rescale_data.nodes.mixture.circle import (
     WHOLE_CIRCLE,
     Arc,
@@ -23,17 +23,17 @@ from rescale_data.nodes.mixture.circle import (
 )
 from rescale_data.nodes.mixture.ends import (
     first_end,
-    refuse_end,
-    refuse_silent,
+    refuse_silent_source,
+    refuse_stream_end,
     samples_left,
     skip_within_epoch,
 )
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.row import NUM_DRAWS, MixtureRow
-from rescale_data.nodes.mixture.sources import Sources
+from rescale_data.nodes.mixture.sources import MixtureSources
 from rescale_data.nodes.mixture.weights import CurrentWeights, MixtureWeights
 
-Stop: TypeAlias = Literal["never", "first", "all"]
+StopRule: TypeAlias = Literal["never", "first", "all"]
 
 
 class MixtureDraws:
@@ -42,12 +42,12 @@ class MixtureDraws:
     Args:
         position: The position of the mixture, from which it draws.
         sources: The sources; each is bound when it is first drawn from.
-        inner: By number, the draws of each source that yields the samples of another mixture one for one.
+        inner_draws: By number, the draws of each source that yields the samples of another mixture one for one.
         row: The slots of the mixture's own values.
         weights: The weights at any position.
-        shard: The index of the logical shard, and the number of logical shards.
+        shard_and_num_shards: The index of the logical shard, and the number of logical shards.
         column: The column of the tokens, if the unit is tokens.
-        stop: As in `WeightedSampler`.
+        stop_rule: As in `WeightedSampler`.
 
     Attributes:
         row: The slots of the mixture's own values.
@@ -58,18 +58,18 @@ class MixtureDraws:
     def __init__(
         self,
         position: View,
-        sources: Sources,
-        inner: Mapping[int, MixtureDraws],
+        sources: MixtureSources,
+        inner_draws: Mapping[int, MixtureDraws],
         row: MixtureRow,
         weights: MixtureWeights,
-        shard: tuple[int, int],
+        shard_and_num_shards: tuple[int, int],
         column: str | None,
-        stop: Stop,
+        stop_rule: StopRule,
     ) -> None:
-        self.sources, self._inner_draws, self.row = sources, inner, row
-        self.weights, self._shard, self._column, self._stop = weights, shard, column, stop
+        self.sources, self._inner_draws, self.row = sources, inner_draws, row
+        self.weights, self._shard, self._column, self._stop_rule = weights, shard_and_num_shards, column, stop_rule
         self._outer_point: int | None = None  # the next draw's point, if the mixture above gives it
-        self.circle = circle_of(*shard)
+        self.circle = circle_of(*shard_and_num_shards)
         self.last_source = 0
         self.seek(position)
 
@@ -91,9 +91,9 @@ class MixtureDraws:
             try:
                 sample = draw_from(node := self._bound_node(source))
             except StopIteration:
-                self._handle_end(source)
+                self._handle_source_end(source)
                 continue
-            self._count_draw(source, 1 if self._column is None else length_of(sample, self._column, node))
+            self._count_draw(source, 1 if self._column is None else num_tokens_of(sample, self._column, node))
             return sample
         raise StopIteration
 
@@ -186,12 +186,12 @@ class MixtureDraws:
 
         With ``stop="first"`` the end of a source then does not end the epoch.
         """
-        original_stop = self._stop
-        self._stop = "never" if original_stop == "first" else original_stop
+        original_stop = self._stop_rule
+        self._stop_rule = "never" if original_stop == "first" else original_stop
         try:
             return self.skip_draws(circle, first_draw, stop, arc)
         finally:
-            self._stop = original_stop
+            self._stop_rule = original_stop
 
     def skip_draws(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Skip each of the draws ``first_draw .. stop - 1`` whose point falls into an arc.
@@ -207,7 +207,7 @@ class MixtureDraws:
                 return self._skip_one_by_one(circle, first_draw, stop, arc)
             source_arcs = [nested_arc(arcs.arc(source), arc) for source in range(len(num_left))]
             next_stop, ended_source = first_end(
-                circle, first_draw, self._next_change(circle, first_draw, stop, arc), source_arcs, num_left
+                circle, first_draw, self._next_weight_change(circle, first_draw, stop, arc), source_arcs, num_left
             )
             for source, source_arc in enumerate(source_arcs):
                 self._skip_source(source, circle, first_draw, next_stop, source_arc)
@@ -217,7 +217,7 @@ class MixtureDraws:
                 self._pass_source_end(ended_source)
         return first_draw
 
-    def _next_change(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
+    def _next_weight_change(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Return the first of the draws that uses other weights; ``stop`` if there is none."""
         change_at = None if self._current_weights is None else self._current_weights.change_at
         if change_at is None or circle.count(first_draw, stop, arc) <= (num := change_at - self._position[NUM_DRAWS]):
@@ -248,7 +248,7 @@ class MixtureDraws:
     def _samples_left(self) -> list[int] | None:
         sources = zip(self.sources.nodes, self.sources.slots, strict=True)
         final_epochs = {} if self._current_weights is None else self._current_weights.ending
-        return samples_left(sources, self._position, self._shard, final_epochs, endless=self._stop == "never")
+        return samples_left(sources, self._position, self._shard, final_epochs, is_endless=self._stop_rule == "never")
 
     def _skip_source(self, source: int, circle: Circle, first_draw: int, stop: int, source_arc: Arc) -> None:
         """Skip draws of one source, over as many of its epochs as they need."""
@@ -260,7 +260,7 @@ class MixtureDraws:
         while num_left:
             num_before = num_left
             if inner is not None:
-                skip_inner = inner.skip_across_epochs if self._stop == "never" else inner.skip_draws
+                skip_inner = inner.skip_across_epochs if self._stop_rule == "never" else inner.skip_draws
                 first_draw = skip_inner(circle, first_draw, stop, source_arc)
                 num_left = circle.count(first_draw, stop, source_arc)
             else:
@@ -280,7 +280,7 @@ class MixtureDraws:
         try:
             skip(self._bound_node(source), 1)
         except StopIteration:
-            self._handle_end(source)
+            self._handle_source_end(source)
 
     # Ends
 
@@ -289,35 +289,35 @@ class MixtureDraws:
         try:
             self._skip_sample(self._bound_node(chosen_source))
         except StopIteration:
-            self._handle_end(chosen_source)
+            self._handle_source_end(chosen_source)
             return True
         return False
 
-    def _handle_end(self, chosen_source: int) -> None:
+    def _handle_source_end(self, chosen_source: int) -> None:
         """Record that a source has ended; its position is already the beginning of its next epoch."""
         self._arcs = None
         if self._current_weights is not None:
             self.weights.end(self._position, chosen_source, self._current_weights)
-        if self._stop == "never":
+        if self._stop_rule == "never":
             node = self._bound_node(chosen_source)
             node.bind(node.position)  # also before an error: who goes on draws or skips from there
             num_silent = self._silent_epochs[chosen_source] = self._silent_epochs.get(chosen_source, 0) + 1
             if num_silent > SILENT_EPOCHS:
                 self.refuse_silent(chosen_source)
         else:
-            self._is_epoch_over = self.record_end(self._position, chosen_source)
+            self._is_epoch_over = self.record_source_end(self._position, chosen_source)
 
-    def record_end(self, position: View, source: int) -> bool:
+    def record_source_end(self, position: View, source: int) -> bool:
         """Record that a source has ended; return True if this ends the epoch of the mixture."""
-        if self._stop == "all":
+        if self._stop_rule == "all":
             position[self.row.drawn.start + source] ^= -1
-        return self._stop == "first"
+        return self._stop_rule == "first"
 
     def _require_endless(self, current_weights: CurrentWeights) -> None:
         if not any(current_weights.values) and any(map(is_endless, self.sources.nodes)):
-            refuse_end(dict(self.weights.rule.max_epochs), self._shard)
+            refuse_stream_end(dict(self.weights.rule.max_epochs), self._shard)
 
     # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`
 
     def refuse_silent(self, source: int) -> None:
-        refuse_silent(self.row.names[source], self.row.unit, self._shard)
+        refuse_silent_source(self.row.names[source], self.row.unit, self._shard)

@@ -16,7 +16,7 @@ from rescale_data.nodes.mixture.circle import Arc, Circle
 from rescale_data.nodes.mixture.row import NUM_DRAWS, MixtureRow
 from rescale_data.state import Ints
 
-ENDLESS = 1 << 62
+ENDLESS_NUM_SAMPLES = 1 << 62
 """Number of samples left in a source that never ends, because it begins its next epoch at once."""
 
 
@@ -53,7 +53,7 @@ def samples_left(
     shard: tuple[int, int],
     final_epochs: Mapping[int, int],
     *,
-    endless: bool,
+    is_endless: bool,
 ) -> list[int] | None:
     """Return how many samples a mixture can still draw from each source before that source ends; `None` if not known.
 
@@ -62,19 +62,19 @@ def samples_left(
         position: The position of the mixture.
         shard: The index of the logical shard, and the number of logical shards.
         final_epochs: By number of the source, the epoch at which the mixture stops drawing from it.
-        endless: True if sources begin their next epoch at once, up to ``final_epochs``; else each epoch is an end.
+        is_endless: True if sources begin their next epoch at once, up to ``final_epochs``; else each epoch is an end.
     """
     position_row, shards = np.array(position)[None], np.array([shard[0]])
     num_left: list[int] = []
     for source, (node, slots) in enumerate(sources):
-        if endless and source not in final_epochs:
-            num_left.append(ENDLESS)
+        if is_endless and source not in final_epochs:
+            num_left.append(ENDLESS_NUM_SAMPLES)
             continue
         source_end = epoch_end(node, position_row[:, slots], shards)
         if source_end is None:
             return None
         num_left.append(int(source_end[0][0]))
-        if endless and source in final_epochs:
+        if is_endless and source in final_epochs:
             reader, slot = readers_of(node, 0)[0]
             num_left[-1] += reader.rows.num_rows(int(source_end[1][0, slot]), final_epochs[source], shard[0])
     return num_left
@@ -104,7 +104,7 @@ def skip_within_epoch(node: Node[Any], shard: int, max_samples: int) -> int:
     return num_skipped
 
 
-def refuse_silent(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
+def refuse_silent_source(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
     """Raise ``DataStateError`` for a source that began again too often without yielding anything."""
     raise DataStateError(
         f"The source {name!r} of a mixture yielded no {unit[:-1]} in {SILENT_EPOCHS} whole epochs "
@@ -113,7 +113,7 @@ def refuse_silent(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
     )
 
 
-def refuse_end(max_epochs: Mapping[str, int], shard: tuple[int, int]) -> NoReturn:
+def refuse_stream_end(max_epochs: Mapping[str, int], shard: tuple[int, int]) -> NoReturn:
     """Raise ``DataStateError`` for an endless stream that has ended, because all sources have reached their `max_epochs`."""
     raise DataStateError(
         f"All sources of a mixture have reached their max_epochs, {dict(max_epochs)}, in logical shard {shard[0]} of "

@@ -1,4 +1,4 @@
-"""`interleaved`: arranges documents of several sources in the order in which a mixture draws them, in C or in NumPy."""
+"""`interleave_documents`: arranges documents of several sources in the order in which a mixture draws them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rescale_data.nodes.reading.spans import PositionUpdates, Spans
 from rescale_data.state import Ints
 
 
-def interleaved(
+def interleave_documents(
     sources: Ints, spans: Spans, first_indices: Ints, num_drawn: int, counts_by_slot: Sequence[tuple[int, list[int]]]
 ) -> Spans:
     """Return documents in the order of their draws, with position updates that also count the draws.

@@ -28,7 +28,7 @@ from rescale_data.state import Ints
 _PRIOR_DOCS = 20  # documents of the overall mean length that are added to each source's own
 _SLACK_DOCUMENTS = 2  # documents of a source by which its tokens may differ from its share
 _DOUBLING_DEFICIT = 6  # a deficit of so many further documents, in an even mixture, doubles the arc of a source
-_LENGTH_STEP = (
+_TOKENS_PER_EXTRA_DOC = (
     256  # one document more for each 256 tokens of mean length: shards that follow long ones closely swing together
 )
 _MAX_DEFICIT = 3  # largest deficit that counts, in multiples of one that doubles the arc
@@ -57,13 +57,13 @@ class TokenArcs:
             [*map(mul, is_active, counts)] for counts in (documents, tokens, uncounted)
         )
         self._resting_tokens = sum(tokens) - sum(active_tokens)
-        self._count(documents, active_tokens)
+        self._set_counts(documents, active_tokens)
 
-    def _count(self, documents: Sequence[int], tokens: Sequence[int]) -> None:
+    def _set_counts(self, documents: Sequence[int], tokens: Sequence[int]) -> None:
         self.documents, self.tokens = list(documents), list(tokens)
         self._all_documents, self._all_tokens = sum(documents), sum(tokens)
         self._counted_tokens = self._all_tokens - sum(self._uncounted_tokens)
-        self._rebuild()
+        self._rebuild_arcs()
 
     @property
     def num_tokens(self) -> int:
@@ -72,11 +72,11 @@ class TokenArcs:
 
     def choose(self, point: int) -> int:
         """Return the number of the source in whose arc a point lies."""
-        return bisect_right([*accumulate(self._arcs)], point * self._total // CIRCLE)
+        return bisect_right([*accumulate(self._arc_lengths)], point * self._total_arc_length // CIRCLE)
 
     def scale_point(self, point: int, source: int) -> int:
         """Return the position of a point within a source's arc, scaled to the whole circle."""
-        return (point * self._total - sum(self._arcs[:source]) * CIRCLE) // self._arcs[source]
+        return (point * self._total_arc_length - sum(self._arc_lengths[:source]) * CIRCLE) // self._arc_lengths[source]
 
     def counters(self) -> Ints:
         """Return ``int64[5, S]``, the working values of `run`: five numbers for each of S sources.
@@ -108,7 +108,7 @@ class TokenArcs:
             first_draw, missing_source = kernel.run(points, chosen, first_draw, counters, lengths, active_change_at)
         if missing_source > -2:
             return first_draw, missing_source
-        self._count(*counters[1:3].tolist())  # without the C extension, or if documents are very long
+        self._set_counts(*counters[1:3].tolist())  # without the C extension, or if documents are very long
         _, documents, tokens, _, counts = counters
         for draw in range(first_draw, len(points)):
             source = self.choose(int(points[draw]))
@@ -122,7 +122,7 @@ class TokenArcs:
                 return draw + 1, -1
         return len(points), -1
 
-    def fractions(self) -> list[float]:
+    def draw_fractions(self) -> list[float]:
         """Return the approximate fraction of draws that each source gets, over many draws."""
         sources = zip(self._shares, self.documents, self.tokens, strict=True)
         rates = [
@@ -138,14 +138,14 @@ class TokenArcs:
         self._all_documents += 1
         self._all_tokens += length
         self._counted_tokens += length
-        if self._shared_values() != (self._mean, self._due_tokens):
-            self._rebuild()
+        if self._mean_and_token_floor() != (self._mean, self._counted_token_floor):
+            self._rebuild_arcs()
         else:
-            self._total -= self._arcs[source]
-            self._arcs[source] = self._arc(source)
-            self._total += self._arcs[source]
+            self._total_arc_length -= self._arc_lengths[source]
+            self._arc_lengths[source] = self._arc_length(source)
+            self._total_arc_length += self._arc_lengths[source]
 
-    def _shared_values(self) -> tuple[int, int]:
+    def _mean_and_token_floor(self) -> tuple[int, int]:
         """Return the rounded values on which the arcs of all sources depend.
 
         They are the mean length of all documents, to within an eighth, and the tokens that count, to whole steps.
@@ -156,13 +156,13 @@ class TokenArcs:
         token_step = mean_length * self._documents_per_step
         return mean_length, self._counted_tokens // token_step * token_step
 
-    def _rebuild(self) -> None:
-        self._mean, self._due_tokens = self._shared_values()
-        self._step = self._mean * self._documents_per_step
-        self._arcs = [self._arc(source) for source in range(len(self._shares))]
-        self._total = sum(self._arcs)
+    def _rebuild_arcs(self) -> None:
+        self._mean, self._counted_token_floor = self._mean_and_token_floor()
+        self._token_step = self._mean * self._documents_per_step
+        self._arc_lengths = [self._arc_length(source) for source in range(len(self._shares))]
+        self._total_arc_length = sum(self._arc_lengths)
 
-    def _arc(self, source: int) -> int:
+    def _arc_length(self, source: int) -> int:
         share = self._shares[source]
         if not share:
             return 0
@@ -173,11 +173,11 @@ class TokenArcs:
             _SLACK_DOCUMENTS * mean_length << _SHARE_BITS - _MEAN_BITS,
         )
         deficit, surplus = (
-            share * self._due_tokens - counted_tokens - slack,
-            counted_tokens - share * (self._due_tokens + self._step) - slack,
+            share * self._counted_token_floor - counted_tokens - slack,
+            counted_tokens - share * (self._counted_token_floor + self._token_step) - slack,
         )
         unit = (
-            (_DOUBLING_DEFICIT + self._mean // _LENGTH_STEP)
+            (_DOUBLING_DEFICIT + self._mean // _TOKENS_PER_EXTRA_DOC)
             * self._mean
             * max(share, int(_MIN_SHARE * (1 << _SHARE_BITS)))
         )

@@ -11,18 +11,18 @@ from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.mixture.circle import Arcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
-from rescale_data.nodes.mixture.interleaved import interleaved
+from rescale_data.nodes.mixture.interleaved import interleave_documents
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.source_buffer import KeptDocuments, SourceBuffer
 from rescale_data.nodes.mixture.weights import CurrentWeights
 from rescale_data.nodes.reading.batched_read import read_batched
-from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
-from rescale_data.nodes.reading.spans import EMPTY, UNLIMITED, PositionUpdates, Spans
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, UNLIMITED_DOCUMENTS, PositionUpdates, Spans
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-_FIRST_READ, _SECOND_READ, _READ_GROWTH = (
+_FIRST_READ_DRAWS, _SECOND_READ_DRAWS, _READ_GROWTH_FACTOR = (
     16,
     256,
     4,
@@ -36,7 +36,7 @@ _NO_RANGES = np.zeros((2, 0), dtype=np.int64)
 
 
 class MixedDocuments:
-    """Reads documents of a mixture in one token column, as `Documents` does; positions are rows of the mixture's state.
+    """Reads documents of a mixture in one token column, as `DocumentReader` does; positions are rows of the mixture's state.
 
     Few documents are read at first, then more each time: the first batch does not wait for later documents.
 
@@ -53,7 +53,7 @@ class MixedDocuments:
         self,
         mixture: MixtureDraws,
         column: str,
-        documents: Sequence[Documents],
+        documents: Sequence[DocumentReader],
         *,
         repeats: bool,
         by_tokens: bool,
@@ -63,19 +63,19 @@ class MixedDocuments:
         self._slots, self._num_sources = mixture.sources.slots, len(documents)
         self.is_costly = any(docs.is_costly for docs in documents)
         self._costly_documents: dict[int, KeptDocuments | MixedDocuments] = {}
-        self._num_draws, self._num_reads, self._byte_limit = _FIRST_READ, 0, byte_limit
+        self._next_num_draws, self._num_reads, self._byte_limit = _FIRST_READ_DRAWS, 0, byte_limit
         self._max_reads = max(_MAX_READS, 4 * len(documents))
-        self._second_read = max(
-            _SECOND_READ, _READY_DOCS * sum([isinstance(docs, FragmentDocuments) for docs in documents])
+        self._num_second_draws = max(
+            _SECOND_READ_DRAWS, _READY_DOCS * sum([isinstance(docs, FragmentDocuments) for docs in documents])
         )
         self._drop_documents()
 
     def _drop_documents(self) -> None:
         """Drop the documents that one call of `read` read: there may be hundreds of sources in each logical shard."""
         self._buffers: dict[int, SourceBuffer] = {}
-        self._batch, self._ranges = EMPTY, _NO_RANGES
+        self._batched_spans, self._batched_ranges = EMPTY_SPANS, _NO_RANGES
 
-    def _documents_of(self, source: int) -> Documents:
+    def _documents_of(self, source: int) -> DocumentReader:
         documents = self._costly_documents.get(source) or self._mixture.sources.documents(source, self._column)
         if documents.is_costly and source not in self._costly_documents:
             documents = self._costly_documents[source] = (
@@ -99,23 +99,23 @@ class MixedDocuments:
             arcs = self._mixture.arcs_at(self._next_position, current_weights)
             if arcs is None:
                 break
-            self._ending_sources, self._change_at = current_weights.ending, current_weights.change_at
+            self._ending_sources, self._change_at_amount = current_weights.ending, current_weights.change_at
             max_draws = (
-                UNLIMITED
+                UNLIMITED_DOCUMENTS
                 if self._by_tokens or current_weights.change_at is None
                 else max(1, current_weights.change_at - self._next_position[0])
             )
             if points is None:
                 next_points = self._mixture.circle.points(
-                    self._next_position[0], min(max_documents, self._num_draws, max_draws)
+                    self._next_position[0], min(max_documents, self._next_num_draws, max_draws)
                 )
             else:
                 next_points = points[: min(max_documents, max_draws)]
             spans, ended_source = self._draw(self._next_position, arcs, next_points)
             if len(spans):
-                self._set_next_size(spans)
+                self._set_next_num_draws(spans)
                 if self._by_tokens and current_weights.change_at is not None:
-                    spans = self._with_change(spans, current_weights)
+                    spans = self._with_weight_change(spans, current_weights)
                 if self._next_position != position:
                     spans = spans.with_moves(
                         spans.moves.preceded_by(PositionUpdates.between(position, self._next_position))
@@ -127,14 +127,14 @@ class MixedDocuments:
                 self._mixture.refuse_silent(ended_source)
             self._documents_of(ended_source).begin_next_epoch(self._next_position[self._slots[ended_source]])
             self._mixture.weights.end(self._next_position, ended_source, current_weights)
-            if not self._repeats and self._mixture.record_end(self._next_position, ended_source):
+            if not self._repeats and self._mixture.record_source_end(self._next_position, ended_source):
                 break
-        return EMPTY
+        return EMPTY_SPANS
 
     def begin_next_epoch(self, position: View) -> None:
         position[:] = self._next_position
 
-    def _with_change(self, spans: Spans, current_weights: CurrentWeights) -> Spans:
+    def _with_weight_change(self, spans: Spans, current_weights: CurrentWeights) -> Spans:
         """Return the same documents; the position update of the last one includes a change of weights, if one is due."""
         position_before = copy_of(self._next_position)
         spans.move(position_before, len(spans))
@@ -145,29 +145,29 @@ class MixedDocuments:
         moves = PositionUpdates.join([spans.moves, PositionUpdates.between(position_before, position_after)])
         return spans.with_moves(moves.merge_groups(np.array([*range(1, len(spans)), len(spans) + 1])))
 
-    def _set_next_size(self, spans: Spans) -> None:
+    def _set_next_num_draws(self, spans: Spans) -> None:
         num_bytes = sum([array.nbytes for array, value in zip(spans.arrays, spans.keeps, strict=True) if value is None])
         mean_bytes = _SPAN_BYTES + num_bytes // len(spans)
         max_draws = min(_MAX_DRAWS, _MAX_MEAN_DRAWS * self._num_sources, self._byte_limit() // mean_bytes)
-        next_num_draws = max(self._second_read, _READ_GROWTH * self._num_draws)
+        next_num_draws = max(self._num_second_draws, _READ_GROWTH_FACTOR * self._next_num_draws)
         if self._num_reads > self._num_sources:  # some sources give few at a time
             next_num_draws = min(next_num_draws, len(spans) * self._max_reads // self._num_reads)
-        self._num_draws = max(_FIRST_READ, min(next_num_draws, max_draws))
+        self._next_num_draws = max(_FIRST_READ_DRAWS, min(next_num_draws, max_draws))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """Return the documents of the next draws until a source ends, and the number of that source, or -1."""
         self._start_position, self._num_reads = position, 0
         try:
             if isinstance(arcs, TokenArcs):
-                sources, ended = self._choose(points, arcs)
+                sources, ended = self._choose_sources(points, arcs)
             else:
                 sources, ended = self._read_chosen(arcs.end_points.searchsorted(points, side="right"), points, arcs)
-            spans = self._in_draw_order(position[0], sources) if len(sources) else EMPTY
+            spans = self._in_draw_order(position[0], sources) if len(sources) else EMPTY_SPANS
         finally:  # also after a read that fails: the next one may be at another position
             self._drop_documents()
         return spans, ended
 
-    def _read_together(self, num_wanted: Sequence[int]) -> Ints:
+    def _read_sources_together(self, num_wanted: Sequence[int]) -> Ints:
         """Read up to ``num_wanted`` documents of each source in one batched read, where possible; return how many were read."""
         requests = [
             (
@@ -177,28 +177,28 @@ class MixedDocuments:
             for source, num in enumerate(num_wanted)
             if num and isinstance(documents := self._documents_of(source), FragmentDocuments)
         ]
-        self._ranges = np.zeros((2, self._num_sources), dtype=np.int64)
+        self._batched_ranges = np.zeros((2, self._num_sources), dtype=np.int64)
         if requests:
-            self._batch, ranges = read_batched([request for _, request in requests], self._start_position)
-            self._ranges[:, [source for source, _ in requests]] = ranges
+            self._batched_spans, ranges = read_batched([request for _, request in requests], self._start_position)
+            self._batched_ranges[:, [source for source, _ in requests]] = ranges
             self._num_reads += len(requests)
-        return self._ranges[1]
+        return self._batched_ranges[1]
 
     def _batch_slice(self, source: int) -> Spans:
         """Return the documents of a source that the last batched read has read."""
-        first_document, num_documents = self._ranges[:, source].tolist()
-        return self._batch[first_document : first_document + num_documents]
+        first_document, num_documents = self._batched_ranges[:, source].tolist()
+        return self._batched_spans[first_document : first_document + num_documents]
 
-    def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
+    def _choose_sources(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
         """Choose the sources of the next draws by tokens; return them, and a source that has ended, or -1."""
-        fractions = arcs.fractions()
+        fractions = arcs.draw_fractions()
         chosen_sources, counters = np.empty(len(points), dtype=np.int64), arcs.counters()
         counts = counters[4]
         expected = [int(num_more + num_more**0.5) for num_more in (len(points) * fraction for fraction in fractions)]
-        num_read = self._read_together([num_more if num_more >= _MIN_BATCHED else 0 for num_more in expected])
+        num_read = self._read_sources_together([num_more if num_more >= _MIN_BATCHED else 0 for num_more in expected])
         lengths = [self._batch_slice(source).length if num else None for source, num in enumerate(num_read.tolist())]
         num, missing_source = 0, -1
-        change_at = -1 if self._change_at is None else self._change_at
+        change_at = -1 if self._change_at_amount is None else self._change_at_amount
         while True:
             num, missing_source = arcs.run(points, chosen_sources, num, counters, lengths, change_at)
             if missing_source < 0:
@@ -221,11 +221,11 @@ class MixedDocuments:
         """Read the documents of chosen draws; return the draws before the first without one, and the ended source, or -1."""
         num_draws, ended_source = len(chosen_sources), -1
         num_wanted = np.bincount(chosen_sources, minlength=self._num_sources)
-        if (self._read_together(num_wanted.tolist()) == num_wanted).all():
+        if (self._read_sources_together(num_wanted.tolist()) == num_wanted).all():
             return chosen_sources, -1
         draws_by_source = np.argsort(chosen_sources.astype(np.min_scalar_type(self._num_sources)), kind="stable")
         for source, draws in enumerate(np.split(draws_by_source, np.cumsum(num_wanted[:-1]))):
-            if self._ranges[1, source] == len(draws):
+            if self._batched_ranges[1, source] == len(draws):
                 continue
             documents = self._documents_of(source)
             if isinstance(documents, MixedDocuments):
@@ -235,7 +235,7 @@ class MixedDocuments:
                 num_draws, ended_source = (missing, source) if missing < num_draws else (num_draws, ended_source)
         return chosen_sources[:num_draws], ended_source
 
-    def _fill_buffer(self, source: int, num: int, max_documents: int, documents: Documents | None = None) -> bool:
+    def _fill_buffer(self, source: int, num: int, max_documents: int, documents: DocumentReader | None = None) -> bool:
         """Read up to ``max_documents`` documents of a source until its buffer has ``num``; return false if there are fewer."""
         buffer = self._buffers.get(source)
         if buffer is None:
@@ -254,7 +254,7 @@ class MixedDocuments:
                 continue
             if not self._repeats or source in self._ending_sources:
                 return False
-            if buffer.silent_epochs == SILENT_EPOCHS:
+            if buffer.num_silent_epochs == SILENT_EPOCHS:
                 if self._by_tokens:  # its documents without tokens may have been drawn
                     self._mixture.refuse_silent(source)
                 return False
@@ -263,14 +263,14 @@ class MixedDocuments:
 
     def _in_draw_order(self, num_drawn: int, sources: Ints) -> Spans:
         """Return the documents in the order of their draws, with position updates that also count the draws."""
-        spans, slots = [self._batch], [0]
-        starts, next_index = self._ranges[0].copy(), len(self._batch)
+        spans, slots = [self._batched_spans], [0]
+        starts, next_index = self._batched_ranges[0].copy(), len(self._batched_spans)
         counts = np.bincount(sources, minlength=self._num_sources).tolist()
         for source, buffer in self._buffers.items():
             spans += buffer.spans(counts[source])
             slots += [self._slots[source].start] * (len(spans) - len(slots))
             starts[source], next_index = next_index, next_index + counts[source]
-        return interleaved(
+        return interleave_documents(
             sources, Spans.join(spans, slots), starts, num_drawn, self._mixture.row.counts_at(self._start_position)
         )
 

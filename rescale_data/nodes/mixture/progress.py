@@ -16,7 +16,7 @@ from rescale_data.state import Ints
 def mixture_progress(
     row: MixtureRow,
     sources: Mapping[str, tuple[Node[Any], slice]],
-    num_ended: Mapping[str, int],
+    num_ended_shards: Mapping[str, int],
     rows: Ints,
     shards: Ints,
 ) -> dict[str, float]:
@@ -25,7 +25,7 @@ def mixture_progress(
     Args:
         row: The slots of the mixture's own values.
         sources: Node and slots of each source, by name.
-        num_ended: Number of shards in which a source has reached its `max_epochs`, by name.
+        num_ended_shards: Number of shards in which a source has reached its `max_epochs`, by name.
         rows: ``int64[M, slots]`` of the mixture.
         shards: ``int64[M]`` indices.
     """
@@ -40,4 +40,4 @@ def mixture_progress(
         if readers := readers_of(node, slots.start):
             epochs = [reader.epochs_at(rows[:, slot:], shards) for reader, slot in readers]
             counters[f"epochs/{name}"] = float(np.mean(epochs))
-    return {**counters, **{f"ended_shards/{name}": float(num) for name, num in num_ended.items()}}
+    return {**counters, **{f"ended_shards/{name}": float(num) for name, num in num_ended_shards.items()}}

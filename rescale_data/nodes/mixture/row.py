@@ -18,7 +18,7 @@ NUM_DRAWS, RULE_DIGEST = 0, 1
 """Indices, in a position, of the number of draws and of the digest of the rule that gives the weights."""
 
 _FIRST = 2  # first slot of the values for each source
-KINDS = _DRAWS, _RULE, _DRAWN, _TOKENS, _SINCE = "draws", "rule", "drawn", "tokens", "since"
+FIELD_NAMES = _DRAWS_FIELD, _RULE_FIELD, _DRAWN_FIELD, _TOKENS, _SINCE = "draws", "rule", "drawn", "tokens", "since"
 
 
 class MixtureRow:
@@ -61,8 +61,8 @@ class MixtureRow:
 @lru_cache(maxsize=64)
 def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
     drawn_limits = ~COUNT_LIMITS[1], COUNT_LIMITS[1]  # the complement if a source has ended
-    kind_fields = [Field((_DRAWN,), counts=True, limits=drawn_limits)]
+    kind_fields = [Field((_DRAWN_FIELD,), counts=True, limits=drawn_limits)]
     if unit == "tokens":
         kind_fields += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _SINCE)]
-    own_fields = (Field((_DRAWS,), counts=True, limits=COUNT_LIMITS), Field((_RULE,)))
+    own_fields = (Field((_DRAWS_FIELD,), counts=True, limits=COUNT_LIMITS), Field((_RULE_FIELD,)))
     return (*own_fields, *(replace(kind, path=(*kind.path, name)) for kind in kind_fields for name in names))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
-from rescale_data.nodes.mixture.schedule import Schedule, keys_of, pieces_of
+from rescale_data.nodes.mixture.schedule import Schedule, keys_of, weight_pieces_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Rule:
     @cached_property
     def pieces(self) -> tuple[list[int], list[tuple[float, ...]]]:
         """The progress at which each piece of constant weights begins, and the weights of each piece."""
-        return pieces_of(self.keys, is_linear=self.interpolate == "linear")
+        return weight_pieces_of(self.keys, is_linear=self.interpolate == "linear")
 
     @cached_property
     def digest(self) -> int:
@@ -41,7 +41,7 @@ class Rule:
         return int.from_bytes(hashlib.blake2b(rule_json.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-class Weights(NamedTuple):
+class RuleWeights(NamedTuple):
     """The weights at one point of a run, and the progress or the ends of sources after which they may change.
 
     Args:
@@ -55,7 +55,7 @@ class Weights(NamedTuple):
     ending: frozenset[str]
 
 
-def weights_at(rule: Rule, progress: int, epochs: Mapping[str, int]) -> Weights:
+def weights_at(rule: Rule, progress: int, epochs: Mapping[str, int]) -> RuleWeights:
     """Return the weights that a rule gives after the amounts and epochs drawn so far.
 
     Args:
@@ -67,22 +67,22 @@ def weights_at(rule: Rule, progress: int, epochs: Mapping[str, int]) -> Weights:
     piece_number = bisect_right(begins, progress)
     values, change_at = weights[piece_number - 1], begins[piece_number] if piece_number < len(begins) else None
     if not rule.max_epochs:
-        return Weights(values, change_at, frozenset())
+        return RuleWeights(values, change_at, frozenset())
     ending = frozenset(name for name, limit in rule.max_epochs if epochs.get(name, 0) < limit)
     ended = {name for name, _ in rule.max_epochs} - ending
     values = tuple(0.0 if name in ended else value for name, value in zip(rule.names, values, strict=True))
-    return Weights(values, change_at, ending)
+    return RuleWeights(values, change_at, ending)
 
 
 def make_rule(weights: Mapping[str, float] | Schedule, max_epochs: Mapping[str, int]) -> Rule:
     """Return the rule for given weights and limits on epochs; all logical shards share one object."""
     names = tuple(sorted(weights.keys[0][1] if isinstance(weights, Schedule) else weights))
     interpolate = weights.interpolate if isinstance(weights, Schedule) else None
-    return _share_rule(Rule(names, keys_of(names, weights), interpolate, tuple(sorted(max_epochs.items()))))
+    return _intern_rule(Rule(names, keys_of(names, weights), interpolate, tuple(sorted(max_epochs.items()))))
 
 
 @lru_cache(maxsize=64)
-def _share_rule(rule: Rule) -> Rule:
+def _intern_rule(rule: Rule) -> Rule:
     return rule
 
 
@@ -93,9 +93,9 @@ def as_json(rule: Rule) -> dict[str, Any]:
     return {"weights": weights, **({"max_epochs": dict(rule.max_epochs)} if rule.max_epochs else {})}
 
 
-def from_json(saved: Mapping[str, Any]) -> Rule:
+def from_json(saved_parameters: Mapping[str, Any]) -> Rule:
     """Return the rule in the saved parameters of a mixture."""
-    weights = saved["weights"]
+    weights = saved_parameters["weights"]
     if isinstance(weights.get("keys"), list):
         weights = Schedule([(begin, key) for begin, key in weights["keys"]], weights["interpolate"])
-    return make_rule(weights, saved.get("max_epochs", {}))
+    return make_rule(weights, saved_parameters.get("max_epochs", {}))

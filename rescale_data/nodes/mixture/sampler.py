@@ -7,24 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import BaseNode, Node, View, changing_children, copy_of, draw
+from rescale_data.errors import checks_argument_types
+from rescale_data.nodes.base import BaseNode, Node, View, changing_children, copy_of, draw_and_drop
 from rescale_data.nodes.below import dtype_of, find_shard, is_endless
 from rescale_data.nodes.changing import is_blocked, is_lost, is_stale
-from rescale_data.nodes.form import History
+from rescale_data.nodes.form import ParameterHistory
 from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
 from rescale_data.nodes.mixture.circle import circle_of
-from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
+from rescale_data.nodes.mixture.draws import MixtureDraws, StopRule
 from rescale_data.nodes.mixture.ends import mixture_epoch_end
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.progress import mixture_progress
 from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow, Unit
 from rescale_data.nodes.mixture.rules import Rule, as_json, from_json, make_rule
 from rescale_data.nodes.mixture.schedule import Schedule
-from rescale_data.nodes.mixture.sources import Sources
+from rescale_data.nodes.mixture.sources import MixtureSources
 from rescale_data.nodes.mixture.weights import MixtureWeights
-from rescale_data.nodes.reading.documents import Documents
-from rescale_data.state import Ints, offsets
+from rescale_data.nodes.reading.documents import DocumentReader
+from rescale_data.state import Ints, slot_offsets
 
 
 class WeightedSampler(Node[Any]):
@@ -78,7 +78,7 @@ class WeightedSampler(Node[Any]):
     changeable = frozenset({"weights", "max_epochs"})
     repeats_itself = True
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         nodes: Mapping[str, BaseNode[Any]],
@@ -86,7 +86,7 @@ class WeightedSampler(Node[Any]):
         *,
         unit: Unit = "samples",
         column: str | None = None,
-        stop: Stop = "never",
+        stop: StopRule = "never",
         max_epochs: Mapping[str, int] | None = None,
     ) -> None:
         check_mixture(nodes, weights, unit, column, stop)
@@ -102,7 +102,7 @@ class WeightedSampler(Node[Any]):
         self._shard = (shard.index, shard.num_logical_shards) if shard else (0, 1)
         self._weights = MixtureWeights(self._row, rule, self._shard, self._epoch_slots([rule]))
         children = [*self.children.values()]
-        sources = Sources(children, [*map(self._slots, self.names)], shard)
+        sources = MixtureSources(children, [*map(self._slots, self.names)], shard)
         inner = {i: mixture._draws for i, node in enumerate(children) if (mixture := _mixture_of(node)) is not None}
         self._draws = MixtureDraws(self.position, sources, inner, self._row, self._weights, self._shard, column, stop)
         for path, node in self.walk():
@@ -153,7 +153,7 @@ class WeightedSampler(Node[Any]):
         logarithm of their number.
         """
         if self.unit == "tokens":
-            return draw(self, num_samples)
+            return draw_and_drop(self, num_samples)
         return self._draws.skip(num_samples)
 
     def skip_ahead(self, num_samples: int) -> int:
@@ -179,7 +179,7 @@ class WeightedSampler(Node[Any]):
         """Return the index of the number of draws: it alone identifies the next sample, since sources come and go."""
         return [NUM_DRAWS]
 
-    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
+    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
         return self._weights.earlier(saved, rows)
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
@@ -197,7 +197,7 @@ class WeightedSampler(Node[Any]):
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         """Begin the next epoch of all sources. Counts since the run began stay: schedule and `max_epochs` continue."""
-        own_slots = slice(0, offsets(self.FIELDS)[-1])
+        own_slots = slice(0, slot_offsets(self.FIELDS)[-1])
         own_values = copy_of(position[own_slots])
         super().next_epoch(position, is_drawn=is_drawn)
         position[own_slots] = own_values
@@ -246,7 +246,7 @@ class WeightedSampler(Node[Any]):
 
     # In blocks
 
-    def open_documents(self, column: str) -> Documents | None:
+    def open_documents(self, column: str) -> DocumentReader | None:
         if self.unit == "tokens" and column != self.column:
             return None
         source_documents = [self._draws.sources.documents(source, column) for source in range(len(self.names))]
@@ -261,7 +261,7 @@ class WeightedSampler(Node[Any]):
             source_documents,
             repeats=self.stop == "never",
             by_tokens=self.unit == "tokens",
-            byte_limit=self._draws.sources.byte_limit(self._shard[1]),
+            byte_limit=self._draws.sources.make_byte_limit(self._shard[1]),
         )
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:

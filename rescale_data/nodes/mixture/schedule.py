@@ -12,7 +12,7 @@ import numpy as np
 
 from rescale_data.errors import require_int
 
-STEPS = 64
+NUM_LINEAR_STEPS = 64
 """Number of steps of constant weights from one key of a linear schedule to the next."""
 
 
@@ -72,7 +72,7 @@ def keys_of(names: Sequence[str], weights: Mapping[str, float] | Schedule) -> tu
     return tuple((int(begin), tuple(float(key[name]) for name in names)) for begin, key in keys)
 
 
-def pieces_of(
+def weight_pieces_of(
     keys: Sequence[tuple[int, tuple[float, ...]]], *, is_linear: bool
 ) -> tuple[list[int], list[tuple[float, ...]]]:
     """Return the progress at which each piece of constant weights begins, the first at 0, and the weights of each piece."""
@@ -102,19 +102,19 @@ def _is_key_list(keys: object) -> bool:
     return all(isinstance(key, Sequence) and len(key) == 2 and isinstance(key[1], Mapping) for key in keys)
 
 
-def _linear_steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[list[int], list[tuple[float, ...]]]:
+def _linear_steps(begins: list[int], key_weights: list[tuple[float, ...]]) -> tuple[list[int], list[tuple[float, ...]]]:
     """Return constant steps in place of linear changes; each step has the weights of the line at its middle."""
     step_begins: list[int] = []
     step_weights: list[tuple[float, ...]] = []
-    for (begin, old_weights), (end, new_weights) in pairwise(zip(begins, keys, strict=True)):
-        num_steps = min(STEPS, end - begin)
+    for (begin, old_weights), (end, new_weights) in pairwise(zip(begins, key_weights, strict=True)):
+        num_steps = min(NUM_LINEAR_STEPS, end - begin)
         for step in range(num_steps):
             fraction = (2 * step + 1) / (2 * num_steps)
             step_begins.append(begin + (end - begin) * step // num_steps)
             step_weights.append(
                 tuple(old * (1 - fraction) + new * fraction for old, new in zip(old_weights, new_weights, strict=True))
             )
-    return [*step_begins, begins[-1]], [*step_weights, keys[-1]]
+    return [*step_begins, begins[-1]], [*step_weights, key_weights[-1]]
 
 
 def _normalize(weights: tuple[float, ...]) -> tuple[float, ...]:

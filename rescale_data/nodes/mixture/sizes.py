@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 from rescale_data.sources.source import Source
 
 
-@checks_kinds
+@checks_argument_types
 def weights_by_size(
     sources: Mapping[str, Source],
     by: Literal["rows", "tokens"] = "rows",
@@ -43,13 +43,13 @@ def weights_by_size(
             f"weights_by_size(by={by!r}, temperature={temperature}): give 'rows' or 'tokens', and a number above 0; 1 for "
             f"weights in proportion."
         )
-    source_sizes = {name: _size(source, by, column) for name, source in sources.items()}
+    source_sizes = {name: _size_of_source(source, by, column) for name, source in sources.items()}
     largest_size = max(1, *source_sizes.values(), 0)
     # rounded, so that the weights are the same on every processor
     return {name: float(f"{(size / largest_size) ** (1 / temperature):.9g}") for name, size in source_sizes.items()}
 
 
-def _size(source: Source, by: str, column: str | None) -> int:
+def _size_of_source(source: Source, by: str, column: str | None) -> int:
     source_size = source.num_rows if by == "rows" else source.num_tokens(column)
     if source_size is None:
         raise ValueError(

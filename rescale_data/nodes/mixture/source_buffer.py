@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rescale_data.nodes.base import View, copy_of
-from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.spans import EMPTY, NO_UPDATES, PositionUpdates, Spans
+from rescale_data.nodes.reading.documents import DocumentReader
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, NO_UPDATES, PositionUpdates, Spans
 from rescale_data.state import Ints
 
 
@@ -19,16 +19,16 @@ class KeptDocuments:
 
     is_costly = True
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: DocumentReader) -> None:
         self._documents = documents
-        self._documents_read: dict[bytes, Spans] = {}
+        self._spans_by_position: dict[bytes, Spans] = {}
         self._next_epoch: dict[bytes, View] = {}
 
     def read(self, position: View, max_documents: int) -> Spans:
         key = position.tobytes()
-        documents = self._documents_read.get(key)
+        documents = self._spans_by_position.get(key)
         if documents is None:
-            documents = self._documents_read[key] = self._documents.read(position, max_documents)
+            documents = self._spans_by_position[key] = self._documents.read(position, max_documents)
             if not len(documents):
                 self._next_epoch[key] = next_position = copy_of(position)
                 self._documents.begin_next_epoch(
@@ -39,20 +39,20 @@ class KeptDocuments:
     def begin_at(self, position: View) -> None:
         """Drop the kept documents that lie before a position of the source."""
         position_key = position.tobytes()
-        for key in [*self._documents_read]:
+        for key in [*self._spans_by_position]:
             if key == position_key:
                 break
-            documents = self._documents_read.pop(key)
-            if len(documents) > 1 and (num_passed := _num_before(documents, key, position)):
-                self._documents_read = {position_key: documents[num_passed:], **self._documents_read}
+            documents = self._spans_by_position.pop(key)
+            if len(documents) > 1 and (num_passed := _num_documents_before(documents, key, position)):
+                self._spans_by_position = {position_key: documents[num_passed:], **self._spans_by_position}
                 break
-        self._next_epoch = {key: begin for key, begin in self._next_epoch.items() if key in self._documents_read}
+        self._next_epoch = {key: begin for key, begin in self._next_epoch.items() if key in self._spans_by_position}
 
     def begin_next_epoch(self, position: View) -> None:
         position[:] = self._next_epoch[position.tobytes()]
 
 
-def _num_before(documents: Spans, begin_key: bytes, position: View) -> int:
+def _num_documents_before(documents: Spans, begin_key: bytes, position: View) -> int:
     """Return how many of some documents lie before a position; 0 if the position is not between two of them."""
     document_position = np.frombuffer(begin_key, dtype=np.int64).copy().data
     for number in range(1, len(documents)):
@@ -67,16 +67,16 @@ class SourceBuffer:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: DocumentReader,
         position: View,
         by_tokens: bool,
-        first_spans: Spans = EMPTY,
+        first_spans: Spans = EMPTY_SPANS,
     ) -> None:
         self._documents, self._position = documents, copy_of(position)
         self._next_epoch, self._by_tokens = NO_UPDATES, by_tokens
         first_spans.move(self._position, len(first_spans))
         self._batches, self.num_documents = [first_spans] if len(first_spans) else list[Spans](), len(first_spans)
-        self.silent_epochs = 0
+        self.num_silent_epochs = 0
 
     def fill(self, num: int) -> bool:
         """Read at least one more document, up to ``num`` in the buffer; return False at the end of an epoch."""
@@ -89,12 +89,12 @@ class SourceBuffer:
         self._batches.append(spans)
         self.num_documents += len(spans)
         if not self._by_tokens or spans.length.any():
-            self.silent_epochs = 0
+            self.num_silent_epochs = 0
         return True
 
     def begin_next_epoch(self) -> None:
         """Begin the next epoch, after `fill` has found the end of one."""
-        self.silent_epochs += 1
+        self.num_silent_epochs += 1
         position_before = copy_of(self._position)
         self._documents.begin_next_epoch(self._position)
         update = PositionUpdates.between(position_before, self._position)
@@ -105,9 +105,9 @@ class SourceBuffer:
         """Lengths in tokens of the documents in the buffer, ``int64[num]``."""
         return np.concatenate([batch.length for batch in self._batches])
 
-    def spans(self, num: int) -> list[Spans]:
-        """Return the first ``num`` documents in the buffer, as a list of parts."""
-        batches, num = list(self._batches), self.num_documents - num
-        while num and num >= len(batches[-1]):
-            num -= len(batches.pop())
-        return [*batches[:-1], batches[-1][:-num]] if num else batches
+    def spans(self, num_docs: int) -> list[Spans]:
+        """Return the first ``num_docs`` documents in the buffer, as a list of parts."""
+        batches, num_docs = list(self._batches), self.num_documents - num_docs
+        while num_docs and num_docs >= len(batches[-1]):
+            num_docs -= len(batches.pop())
+        return [*batches[:-1], batches[-1][:-num_docs]] if num_docs else batches

@@ -1,4 +1,4 @@
-"""`Sources`: the source nodes of one logical shard's mixture, of which there may be hundreds."""
+"""`MixtureSources`: the source nodes of one logical shard's mixture, of which there may be hundreds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rescale_data.nodes.base import Node, View, is_bound, unbind
 from rescale_data.nodes.below import open_documents
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, owner_of, room_for
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, owner_of, room_for
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import TokenSource
 
 
-class Sources:
+class MixtureSources:
     """The source nodes of a mixture, by number, opened for one logical shard.
 
     A `Reader` among them may belong to another shard (`borrow`). This shard then opens a reader of its own, and keeps it as
@@ -38,9 +38,9 @@ class Sources:
         self.nodes, self.slots, self._shard = nodes, slots, shard
         self.last_node: Node[Any] = nodes[0]
         self._own_readers: dict[int, Reader] = {}
-        self._documents: dict[str, dict[int, Documents]] = {}
+        self._documents: dict[str, dict[int, DocumentReader]] = {}
 
-    def borrow(self, other_sources: Sources) -> None:
+    def borrow(self, other_sources: MixtureSources) -> None:
         """Use another shard's readers in place of this shard's, if they differ only in the shard, to save memory."""
         pairs = [*zip(self.nodes, other_sources.nodes, strict=True)]
         are_alike = [
@@ -60,7 +60,7 @@ class Sources:
             return node
         reader = self._own_readers.get(source)
         if reader is None:
-            sources_ref: ref[Sources] = ref(self)
+            sources_ref: ref[MixtureSources] = ref(self)
             reader = self._own_readers[source] = node.for_shard(self._shard, lambda: _drop_source(sources_ref, source))
         return reader
 
@@ -71,7 +71,7 @@ class Sources:
             node.bind(position[self.slots[source]])
         return node
 
-    def documents(self, source: int, column: str) -> Documents:
+    def documents(self, source: int, column: str) -> DocumentReader:
         """Return the reader of documents in one column of a source, created on first use."""
         opened = self._documents.get(column)
         if opened is None:
@@ -82,7 +82,7 @@ class Sources:
             reader = opened[source] = open_documents(node, column) or ColumnDocuments(node, column, "WeightedSampler")
         return reader
 
-    def byte_limit(self, num_shards: int) -> Callable[[], int]:
+    def make_byte_limit(self, num_shards: int) -> Callable[[], int]:
         """Return a function that returns the approximate number of bytes that may be read at once, when it is called.
 
         Args:
@@ -91,7 +91,7 @@ class Sources:
         sources_read = [child.reads for node in self.nodes for _, child in node.walk() if child.reads is not None]
         token_sources = [source for source in sources_read if isinstance(source, TokenSource)]
         if not token_sources:
-            return lambda: DEFAULT_BYTES // 8 // num_shards
+            return lambda: DEFAULT_CACHE_BYTES // 8 // num_shards
         min_source = min(token_sources, key=lambda source: source.cache_bytes)
         source_key = owner_of(min_source)
         return lambda: room_for(min_source) // 8 // max(1, len(served_shards(source_key, num_shards)))
@@ -114,7 +114,7 @@ class Sources:
                 opened.pop(source, None)
 
 
-def _drop_source(sources: ref[Sources], source: int) -> None:
+def _drop_source(sources: ref[MixtureSources], source: int) -> None:
     owner = sources()
     if owner is not None:
         owner.drop_source(source)

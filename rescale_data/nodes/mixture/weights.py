@@ -11,13 +11,13 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
-from rescale_data.nodes.form import EARLIER_KEY, History
+from rescale_data.nodes.form import EARLIER_KEY, ParameterHistory
 from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow
 from rescale_data.nodes.mixture.rules import Rule, as_json, from_json, weights_at
 from rescale_data.state import Ints
 
 _log = logging.getLogger("rescale_data")
-_UNKNOWN_RULE = (
+_UNKNOWN_RULE_MESSAGE = (
     "By the state a mixture has weights that are not in it: it was changed or damaged. Load another checkpoint."
 )
 
@@ -46,25 +46,25 @@ class MixtureWeights:
         row: The slots of the mixture's own values.
         rule: The present rule.
         shard: The index of the logical shard, and the number of logical shards.
-        epochs: The slot of the epoch of each source whose epochs are counted, by name.
+        epoch_slots: The slot of the epoch of each source whose epochs are counted, by name.
     """
 
-    def __init__(self, row: MixtureRow, rule: Rule, shard: tuple[int, int], epochs: Mapping[str, int]) -> None:
-        self.rule, self._row, self._shard, self._epochs = rule, row, shard, epochs
-        self._earlier: Sequence[Rule] = ()
+    def __init__(self, row: MixtureRow, rule: Rule, shard: tuple[int, int], epoch_slots: Mapping[str, int]) -> None:
+        self.rule, self._row_layout, self._shard, self._epoch_slots = rule, row, shard, epoch_slots
+        self._earlier_rules: Sequence[Rule] = ()
         self._logged_sources: set[str] = set()
 
     def borrow(self, other: MixtureWeights) -> None:
         """Share the indices of epoch counters with the same mixture of another shard, to save memory."""
-        self._epochs = other._epochs
+        self._epoch_slots = other._epoch_slots
 
     def adopt(self, earlier: Sequence[Rule], epochs: Mapping[str, int]) -> None:
         """Add the rules of earlier segments that some positions still use, and the indices of the epochs that they count."""
-        self._earlier, self._epochs = earlier, {**self._epochs, **epochs}
+        self._earlier_rules, self._epoch_slots = earlier, {**self._epoch_slots, **epochs}
 
     def current(self, position: View) -> CurrentWeights:
         """Return the weights in use at a position."""
-        return self._weights_by(self._rule_at(position), position)
+        return self._weights_by_rule(self._rule_at(position), position)
 
     def settle(self, position: View) -> None:
         """Change a position from the weights of an earlier segment of the run to the present ones."""
@@ -82,7 +82,7 @@ class MixtureWeights:
 
         By tokens, if the weights differ, the tokens drawn so far no longer count as ahead or behind.
         """
-        row = self._row
+        row = self._row_layout
         if row.unit == "tokens" and self.current(position).values != old_weights.values:
             position[row.uncounted_tokens] = position[row.tokens]
 
@@ -91,7 +91,7 @@ class MixtureWeights:
         if source not in old_weights.ending:
             return
         self.record_change(position, old_weights)
-        name, new_weights = self._row.names[source], self.current(position)
+        name, new_weights = self._row_layout.names[source], self.current(position)
         if source in new_weights.ending or self._shard[0] or name in self._logged_sources:
             return
         self._logged_sources.add(name)
@@ -105,24 +105,24 @@ class MixtureWeights:
 
         Its weight is not 0, or its tokens count in the progress of a schedule by tokens.
         """
-        rule, names = self._rule_at(position), {*self._row.names}
+        rule, names = self._rule_at(position), {*self._row_layout.names}
         if names.issuperset(rule.names):
             return False
         values = weights_at(rule, self._progress(position), self._epochs_at(position)).values
-        is_counted = self._row.unit == "tokens" and rule.interpolate is not None
+        is_counted = self._row_layout.unit == "tokens" and rule.interpolate is not None
         return is_counted or any(value for name, value in zip(rule.names, values, strict=True) if name not in names)
 
-    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
+    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
         """Return ``(digest, rule)`` for each rule of an earlier segment that a position still uses (`Mixes.earlier`)."""
         rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(EARLIER_KEY, ())), saved)]
         rules_by_digest, used = ({rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE_DIGEST]).tolist()})
         if not used <= rules_by_digest.keys():
-            raise DataStateError(_UNKNOWN_RULE)
+            raise DataStateError(_UNKNOWN_RULE_MESSAGE)
         return [(digest, as_json(rules_by_digest[digest])) for digest in sorted(used - {self.rule.digest})]
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         """Raise ``DataStateError`` if changed weights or `max_epochs` do not fit what has been drawn (`Mixes.check_change`)."""
-        saved_rule, progress = from_json(saved), int(self._row.amounts_drawn(rows).max()) * self._shard[1]
+        saved_rule, progress = from_json(saved), int(self._row_layout.amounts_drawn(rows).max()) * self._shard[1]
         if self.rule.interpolate:
             old_pieces, new_pieces = _shares_until(saved_rule, progress), _shares_until(self.rule, progress)
             if old_pieces != new_pieces:
@@ -134,7 +134,7 @@ class MixtureWeights:
                     f"With interpolate='linear' both keys around it count."
                 )
         for name, limit in self.rule.max_epochs:
-            slot = self._epochs[name]
+            slot = self._epoch_slots[name]
             epochs_begun = rows[:, slot] + (rows[:, slot + 1] > 0)  # includes the epoch that the reader is in
             if (name, limit) not in saved_rule.max_epochs and (epochs_begun > limit).any():
                 raise DataStateError(
@@ -147,17 +147,17 @@ class MixtureWeights:
 
     def num_ended_shards(self, rows: Ints) -> dict[str, int]:
         """Return, by source, how many of the positions ``int64[M, slots]`` are at or beyond its `max_epochs`."""
-        return {name: int((rows[:, self._epochs[name]] >= limit).sum()) for name, limit in self.rule.max_epochs}
+        return {name: int((rows[:, self._epoch_slots[name]] >= limit).sum()) for name, limit in self.rule.max_epochs}
 
     def _rule_at(self, position: View) -> Rule:
         digest = position[RULE_DIGEST]
-        for rule in (self.rule, *self._earlier):
+        for rule in (self.rule, *self._earlier_rules):
             if rule.digest == digest:
                 return rule
-        raise DataStateError(_UNKNOWN_RULE)
+        raise DataStateError(_UNKNOWN_RULE_MESSAGE)
 
-    def _weights_by(self, rule: Rule, position: View) -> CurrentWeights:
-        names = self._row.names
+    def _weights_by_rule(self, rule: Rule, position: View) -> CurrentWeights:
+        names = self._row_layout.names
         values, change_at, ending = weights_at(rule, self._progress(position), self._epochs_at(position))
         if rule.names != tuple(names):
             known_weights = dict(zip(rule.names, values, strict=True))
@@ -166,12 +166,12 @@ class MixtureWeights:
         return CurrentWeights(values, None if change_at is None else -(-change_at // self._shard[1]), end_epochs)
 
     def _progress(self, position: View) -> int:
-        row = self._row
+        row = self._row_layout
         amount_drawn: int = sum(position[row.tokens]) if row.unit == "tokens" else position[NUM_DRAWS]
         return amount_drawn * self._shard[1]
 
     def _epochs_at(self, position: View) -> dict[str, int]:
-        return {name: position[slot] for name, slot in self._epochs.items()}
+        return {name: position[slot] for name, slot in self._epoch_slots.items()}
 
 
 def _shares_until(rule: Rule, progress: int) -> list[tuple[int, dict[str, float]]]:

@@ -15,16 +15,16 @@ from rescale_data.nodes.reading.spans import Spans
 
 MASK = "loss_mask"
 """Name of the column that is true for tokens that are learned."""
-_TYPES = {
+_NUMPY_TYPES = {
     torch.bool: np.bool_, torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64,
     torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64,
 }  # fmt: skip
 
-Values: TypeAlias = dict[str, npt.NDArray[Any]]
+ColumnArrays: TypeAlias = dict[str, npt.NDArray[Any]]
 """By column, the values for the tokens of a document, or of several documents end to end."""
 
 
-class Aligned:
+class AlignedColumns:
     """Columns with one value per token: takes their values out of samples and arranges them like the packed tokens.
 
     Args:
@@ -35,7 +35,7 @@ class Aligned:
     """
 
     def __init__(self, columns: Mapping[str, torch.dtype], column: str, reserved: set[str], packer: str) -> None:
-        self._column, self._packer = column, packer
+        self._column, self._packer_name = column, packer
         if not isinstance(columns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"{packer}(columns={columns!r}): give {{name: dtype}}, such as {{'loss_mask': torch.bool}}."
@@ -44,11 +44,11 @@ class Aligned:
         if taken:
             raise ValueError(f"{packer}(columns=) has {taken}, which it yields itself: give these columns other names.")
         for name, dtype in columns.items():
-            if dtype not in _TYPES:
-                raise TypeError(f"{packer}(columns={{{name!r}: {dtype}}}): give one of {list(_TYPES)}.")
+            if dtype not in _NUMPY_TYPES:
+                raise TypeError(f"{packer}(columns={{{name!r}: {dtype}}}): give one of {list(_NUMPY_TYPES)}.")
         if columns.get(MASK, torch.bool) is not torch.bool:
             raise TypeError(f"{packer}(columns={{{MASK!r}: {columns[MASK]}}}): which tokens are learned is torch.bool.")
-        self.dtypes = {name: np.dtype(_TYPES[dtype]) for name, dtype in columns.items()}
+        self.dtypes = {name: np.dtype(_NUMPY_TYPES[dtype]) for name, dtype in columns.items()}
 
     def __bool__(self) -> bool:
         return bool(self.dtypes)
@@ -62,15 +62,15 @@ class Aligned:
         """The columns and their dtypes as JSON values."""
         return {name: str(dtype) for name, dtype in sorted(self.dtypes.items())}
 
-    def extract(self, sample: Mapping[str, Any], num_tokens: int) -> Values:
+    def extract(self, sample: Mapping[str, Any], num_tokens: int) -> ColumnArrays:
         """Return the columns of a sample as arrays with one value for each of its ``num_tokens`` tokens."""
-        return {name: self._value_of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
+        return {name: self._column_array(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
 
-    def _value_of(
+    def _column_array(
         self, sample: Mapping[str, Any], name: str, dtype: np.dtype[Any], num_tokens: int
     ) -> npt.NDArray[Any]:
         if name not in sample:
-            raise ValueError(f"{self._packer}(columns=) has {name!r}, but a sample has the keys {list(sample)}.")
+            raise ValueError(f"{self._packer_name}(columns=) has {name!r}, but a sample has the keys {list(sample)}.")
         value = sample[name]
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
         if array.shape != (num_tokens,):
@@ -84,7 +84,7 @@ class Aligned:
             )
         return converted
 
-    def concatenate(self, spans: Spans, special_tokens: SpecialTokens) -> Values:
+    def concatenate(self, spans: Spans, special_tokens: SpecialTokens) -> ColumnArrays:
         """Return the columns of documents, concatenated as `rescale_data.nodes.reading.gather.joined` does with tokens.
 
         The bos and eos tokens around a document have the value 0. An eos is learned if the last token of its document is.
@@ -97,17 +97,17 @@ class Aligned:
         has_tokens = special_tokens.lengths(spans) > 0
         return sum(not values[MASK].any() for values in self._values_of(replace(spans, array=spans.array[has_tokens])))
 
-    def values_in_range(self, spans: Spans, offset: int, num: int, special_tokens: SpecialTokens) -> Values:
+    def values_in_range(self, spans: Spans, offset: int, num: int, special_tokens: SpecialTokens) -> ColumnArrays:
         """Return the columns for ``num`` successive tokens of documents, from ``offset`` in the first document on."""
         document_ends = np.cumsum(special_tokens.lengths(spans))
         values = self.concatenate(spans[: int(document_ends.searchsorted(offset + num)) + 1], special_tokens)
         return {name: array[offset : offset + num] for name, array in values.items()}
 
     @staticmethod
-    def _values_of(spans: Spans) -> list[Values]:
+    def _values_of(spans: Spans) -> list[ColumnArrays]:
         return [spans.keeps[array] for array in spans.array.tolist() if array >= 0]  # pyright: ignore[reportReturnType]
 
-    def _add_special_tokens(self, values: Values, special_tokens: SpecialTokens) -> Values:
+    def _add_special_tokens(self, values: ColumnArrays, special_tokens: SpecialTokens) -> ColumnArrays:
         num_before, num_after = int(special_tokens.bos_id is not None), int(special_tokens.eos_id is not None)
         padded_values = {name: np.pad(values[name], (num_before, num_after)) for name in self.dtypes}
         if num_after and MASK in padded_values and len(values[MASK]):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from rescale_data.nodes.form import MOST, Stage
 
-Long: TypeAlias = Literal["split", "truncate", "drop"]
+LongDocumentRule: TypeAlias = Literal["split", "truncate", "drop"]
 Piece: TypeAlias = tuple[int, int, int]
 """Begin and end of a piece among the tokens of a window, and the number of its document."""
 
@@ -34,10 +34,10 @@ class Fit:
     long: frozenset[int]
 
 
-def fit(
+def pack_documents(
     documents: Sequence[Piece],
     stages: Iterable[Stage],
-    long: Long,
+    long: LongDocumentRule,
     multiple: int,
     payload_sizes: Mapping[str, Sequence[int]],
 ) -> Fit:
@@ -67,15 +67,15 @@ def fit(
         pieces = [cut_piece for piece in pieces for cut_piece in _cut(piece, stage.seq_len, long)]
         extra = [([_payload_size(sizes, piece, documents) for piece in pieces], limit) for sizes, limit in limits]
         bins = best_fit([padded_length(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, extra)
-        if stage.num_emitted:
-            pieces = sorted(pieces[i] for items in bins[stage.num_emitted :] for i in items)
+        if stage.num_samples_emitted:
+            pieces = sorted(pieces[i] for items in bins[stage.num_samples_emitted :] for i in items)
     if len(bins) > MOST:
         raise ValueError(f"A window has {len(bins)} samples, the most are {MOST}. Give a smaller window.")
     return Fit(pieces, bins, frozenset(too_long))
 
 
 def num_untrained(
-    documents: Sequence[Piece], fitted: Fit, seq_len: int, long: Long, learned: npt.NDArray[np.bool_]
+    documents: Sequence[Piece], fitted: Fit, seq_len: int, long: LongDocumentRule, learned: npt.NDArray[np.bool_]
 ) -> int:
     """Return the number of documents that are packed and have no learned token among their labels.
 
@@ -92,13 +92,13 @@ def num_untrained(
     return sum(not any(learned[start + 1 : end].any() for start, end, _ in _cut(doc, seq_len, long)) for doc in packed)
 
 
-def padded_length(piece: Piece, multiple: int) -> int:
-    """Return the length of a piece within a sample, rounded up to a multiple of ``multiple``."""
+def padded_length(piece: Piece, pad_multiple: int) -> int:
+    """Return the length of a piece within a sample, rounded up to a multiple of ``pad_multiple``."""
     start, stop, _ = piece
-    return -(-(stop - start) // multiple) * multiple
+    return -(-(stop - start) // pad_multiple) * pad_multiple
 
 
-def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
+def _cut(piece: Piece, seq_len: int, long: LongDocumentRule) -> list[Piece]:
     """Return the pieces in which a document is packed: whole, split or truncated to ``seq_len`` tokens."""
     start, stop, document = piece
     if stop - start <= seq_len:

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import Node, bind_once, changing_children
-from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written_sample
-from rescale_data.nodes.below import is_endless, names_rows, open_documents, source_names
+from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
+from rescale_data.nodes.below import has_provenance, is_endless, open_documents, source_names
 from rescale_data.nodes.bound import SILENT_EPOCHS, EmptyDrawLimit
-from rescale_data.nodes.column import ColumnDocuments, length_of
-from rescale_data.nodes.form import History, num_tokens
-from rescale_data.nodes.packing.aligned import MASK, Aligned
+from rescale_data.nodes.column import ColumnDocuments, num_tokens_of
+from rescale_data.nodes.form import ParameterHistory, num_tokens
+from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
 from rescale_data.nodes.packing.token_stream import TokenStream
-from rescale_data.nodes.provenance import PROVENANCE, joined
+from rescale_data.nodes.provenance import PROVENANCE, join_provenance
 from rescale_data.nodes.reading.gather import Rows, SpecialTokens, fill, log_if_no_kernel
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
@@ -29,7 +29,7 @@ IGNORED_LABEL = -100
 DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32)}
 
 
-_UNTRAINED, _CUT = 0, 1
+_UNTRAINED_SLOT, _CUT_SLOT = 0, 1
 
 
 class TokenPacker(Node[dict[str, Tensor]]):
@@ -85,10 +85,10 @@ class TokenPacker(Node[dict[str, Tensor]]):
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "document"
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
-    writes: Columns = MappingProxyType({})
+    writes: ColumnFormats = MappingProxyType({})
     tells_next: bool = False
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         source: Node[Any],
@@ -107,38 +107,38 @@ class TokenPacker(Node[dict[str, Tensor]]):
         _check_arguments(seq_len, last)
         require_dtype(dtype, pad_id)
         output_names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
-        self._aligned = Aligned(columns, column, {*output_names, "labels", "doc_ids"}, type(self).__name__)
+        self._aligned = AlignedColumns(columns, column, {*output_names, "labels", "doc_ids"}, type(self).__name__)
         self.FIELDS = (self.COUNTS if self._aligned.has_mask else ()) + self.OFFSET
         super().__init__(source=source)
         log_if_no_kernel()
         child = self.children["source"]
-        self._offset = len(self.FIELDS) - 1
+        self._offset_slot = len(self.FIELDS) - 1
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
         self.writes = {
             **dict.fromkeys(output_names, (seq_len, DTYPES[dtype])),
-            **{name: (seq_len, kind) for name, kind in self._aligned.dtypes.items()},
+            **{name: (seq_len, column_dtype) for name, column_dtype in self._aligned.dtypes.items()},
         }
         self.tells_next = labels or self._aligned.has_mask
         self._repeat = is_endless(child)
-        self._history: History = ()
+        self._history: ParameterHistory = ()
         self.stream = TokenStream(
             child,
             (None if self._aligned else open_documents(child, column))
             or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.extract] * bool(self._aligned)),
             SpecialTokens(eos_id, bos_id, DTYPES[dtype]),
-            num_tokens=seq_len,
-            num_ahead=int(self.tells_next),
+            tokens_per_sample=seq_len,
+            num_tokens_ahead=int(self.tells_next),
             repeat=self._repeat,
             draw_limit=EmptyDrawLimit(child, type(self).__name__),
             aligned=self._aligned,
-            has_provenance=any(names_rows(node) for _, node in child.walk()),
+            has_provenance=any(has_provenance(node) for _, node in child.walk()),
         )
 
     def seek(self) -> None:
         self.stream.bind(
-            self.position[self._offset :], applies_changes=bool(changing_children(self)) and not self.reread
+            self.position[self._offset_slot :], applies_changes=bool(changing_children(self)) and not self.reread
         )
         self._is_epoch_over = False
 
@@ -148,11 +148,11 @@ class TokenPacker(Node[dict[str, Tensor]]):
     def write(self, buffer: BatchBuffer, place: int) -> None:
         self._draw(buffer, place)
         if self.stream.provenance:
-            buffer.add(PROVENANCE, joined(self.stream.provenance))
+            buffer.add(PROVENANCE, join_provenance(self.stream.provenance))
 
     @staticmethod
     def write_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
-        if nodes[0].stream.one_by_one:
+        if nodes[0].stream.draws_one_by_one:
             return first
         columns, queues = buffer.arrays, [node.stream.queue for node in nodes]
         first = fill(queues, first, columns["tokens"], columns.get("labels"), columns.get("doc_ids"))
@@ -179,7 +179,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
                 num_epochs += 1
                 continue
             has_special_tokens = self.eos_id is not None or self.bos_id is not None
-            if self.position[self._offset] or has_special_tokens or length_of(document, self.column, source):
+            if self.position[self._offset_slot] or has_special_tokens or num_tokens_of(document, self.column, source):
                 return
 
     def parameters(self) -> dict[str, Any]:
@@ -189,8 +189,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         counters = {f"tokens/{'+'.join(source_names(self))}": num_tokens(self._history, samples, self.seq_len)}
-        if self._offset:
-            mask_counts = rows[:, [_UNTRAINED, _CUT]].sum(0).tolist()
+        if self._offset_slot:
+            mask_counts = rows[:, [_UNTRAINED_SLOT, _CUT_SLOT]].sum(0).tolist()
             counters |= {"untrained_documents": float(mask_counts[0]), "cut_documents": float(mask_counts[1])}
         return counters
 
@@ -210,23 +210,23 @@ class TokenPacker(Node[dict[str, Tensor]]):
         if self.doc_ids:
             doc_ids = buffer.row("doc_ids", place)
         num_ready = self.stream.draw(tokens, labels, doc_ids)
-        if self._offset:
-            self.position[_UNTRAINED] += self.stream.num_untrained
-            self.position[_CUT] += self.stream.cuts_document
-        size = min(num_ready, self.seq_len)
-        if size < self.seq_len and not (size and self.last == "pad"):
+        if self._offset_slot:
+            self.position[_UNTRAINED_SLOT] += self.stream.num_untrained
+            self.position[_CUT_SLOT] += self.stream.cuts_document
+        num_sample_tokens = min(num_ready, self.seq_len)
+        if num_sample_tokens < self.seq_len and not (num_sample_tokens and self.last == "pad"):
             self.stream.begin_next_epoch()
             self._is_epoch_over = True
             raise StopIteration
         if num_ready < self.seq_len + self.labels:
-            self._pad(size, tokens, labels, doc_ids)
+            self._pad(num_sample_tokens, tokens, labels, doc_ids)
         if self._aligned:
-            self._write_values(buffer, place, size)
+            self._write_values(buffer, place, num_sample_tokens)
 
-    def _write_values(self, buffer: BatchBuffer, place: int, size: int) -> None:
+    def _write_values(self, buffer: BatchBuffer, place: int, num_sample_tokens: int) -> None:
         """Write the other columns of a sample. The loss mask is shifted by one token, so it is true for learned labels."""
         for name, values in self.stream.values.items():
-            buffer.put(name, place, values[1:] if name == MASK else values[:size], 0)
+            buffer.put(name, place, values[1:] if name == MASK else values[:num_sample_tokens], 0)
         if self.labels and self._aligned.has_mask:
             buffer.row("labels", place)[~buffer.row(MASK, place)] = IGNORED_LABEL
 

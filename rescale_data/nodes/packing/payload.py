@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rescale_data.errors import require, require_int
+from rescale_data.errors import require_int, require_type
 from rescale_data.nodes.reading.spans import Spans
 
 
@@ -30,7 +30,7 @@ class Payload:
     def __init__(
         self, names: Sequence[str], limits: Mapping[str, int], reserved: set[str], *, long: str, packer: str
     ) -> None:
-        require(Iterable, "a list of columns", payload=names)
+        require_type(Iterable, "a list of columns", payload=names)
         if isinstance(names, str | bytes) or {type(name) for name in names} - {str}:
             raise TypeError(f"{packer}(payload={names!r}): give a list of columns, [{names!r}].")
         if not isinstance(limits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -45,7 +45,7 @@ class Payload:
                     f"{packer}(limits={{{name!r}: {limit}}}): give at least 1, for columns of payload={list(names)}."
                 )
         self.names, self.limits = tuple(sorted(set(names))), dict(sorted(limits.items()))
-        self._drops, self._packer = long == "drop", packer
+        self._drops_long_documents, self._packer = long == "drop", packer
 
     def __bool__(self) -> bool:
         return bool(self.names)
@@ -66,7 +66,7 @@ class Payload:
 
     def collect(self, spans: Spans) -> dict[str, list[Any]]:
         """Return the payload of several documents: for each column, a list with one value per document."""
-        payloads: list[Any] = [spans.keeps[array] for array in spans.array.tolist()] if self.names else []
+        payloads: list[Any] = [spans.keeps[array_index] for array_index in spans.array.tolist()] if self.names else []
         return {name: [document_values[name] for document_values in payloads] for name in self.names}
 
     def _check_sample(self, sample: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Payload:
                     f"none, give None."
                 )
             limit = self.limits.get(name)
-            if limit is not None and not self._drops and size(sample[name]) > limit:
+            if limit is not None and not self._drops_long_documents and size(sample[name]) > limit:
                 raise ValueError(
                     f"{self._packer}(limits={{{name!r}: {limit}}}): a document has {size(sample[name])}, more than a whole "
                     f"sample may. Raise the limit, leave such documents out with rd.Filter, or give long='drop', which counts "

@@ -8,12 +8,12 @@ from weakref import ref
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View, copy_of
-from rescale_data.nodes.bound import EmptyDrawLimit, require_tokens
+from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
 from rescale_data.nodes.changing import is_blocked, is_pending, pass_blocked, settle
-from rescale_data.nodes.packing.aligned import Aligned, Values
-from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.gather import OFFSET_BEYOND_END, Rows, SpecialTokens, TokenQueue, fill, token_queue
-from rescale_data.nodes.reading.spans import UNLIMITED, Spans
+from rescale_data.nodes.packing.aligned import AlignedColumns, ColumnArrays
+from rescale_data.nodes.reading.documents import DocumentReader
+from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, Rows, SpecialTokens, TokenQueue, fill, token_queue
+from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
 _REFILL_PART = 4  # few tokens are left: a quarter of those there were after the last read
@@ -33,8 +33,8 @@ class TokenStream:
         source: The node whose samples are documents.
         documents: The documents.
         special_tokens: The tokens around each document.
-        num_tokens: Tokens of a sample.
-        num_ahead: Number of tokens behind the sample that are looked at, and not consumed.
+        tokens_per_sample: Tokens of a sample.
+        num_tokens_ahead: Number of tokens behind the sample that are looked at, and not consumed.
         repeat: True to go on with the next epoch after the last document of one.
         draw_limit: Limits the number of documents without tokens.
         aligned: Columns alongside the tokens.
@@ -44,25 +44,25 @@ class TokenStream:
     def __init__(
         self,
         source: Node[Any],
-        documents: Documents,
+        documents: DocumentReader,
         special_tokens: SpecialTokens,
         *,
-        num_tokens: int,
-        num_ahead: int,
+        tokens_per_sample: int,
+        num_tokens_ahead: int,
         repeat: bool,
         draw_limit: EmptyDrawLimit,
-        aligned: Aligned,
+        aligned: AlignedColumns,
         has_provenance: bool,
     ) -> None:
-        self._aligned, self.one_by_one = aligned, bool(aligned) or has_provenance
-        self.values: Values = {}
+        self._aligned, self.draws_one_by_one = aligned, bool(aligned) or has_provenance
+        self.values: ColumnArrays = {}
         """Values of the columns alongside the tokens, for the last drawn sample and the tokens it looked ahead at."""
         self.num_untrained, self.cuts_document = 0, False
         """With a loss mask: the number of documents that ended untrained in that sample, and true if one that began in it goes
         on."""
         self._source, self._draw_limit = source, draw_limit
         self._documents, self._special_tokens, self._repeat = documents, special_tokens, repeat
-        self._num_tokens, self._num_needed = num_tokens, num_tokens + num_ahead
+        self._tokens_per_sample, self._num_tokens_needed = tokens_per_sample, tokens_per_sample + num_tokens_ahead
         self._cache_key = (owner_of(self), "queue")
         self._num_after_read = 0  # tokens left after documents were read last
         self.queue: TokenQueue | None = None
@@ -89,11 +89,11 @@ class TokenStream:
             written.
         """
         queue = self._queue()
-        num_ready, offset = min(queue.left, self._num_needed), self._position[0]
-        num_drawn, remaining = min(num_ready, self._num_tokens), queue.rest() if self.one_by_one else None
+        num_ready, offset = min(queue.left, self._num_tokens_needed), self._position[0]
+        num_drawn, remaining = min(num_ready, self._tokens_per_sample), queue.rest() if self.draws_one_by_one else None
         if self._aligned and remaining is not None:
             self.values = self._aligned.values_in_range(remaining, offset, num_ready, self._special_tokens)
-        if num_ready == self._num_needed:
+        if num_ready == self._num_tokens_needed:
             fill([queue], 0, tokens, labels, doc_ids)
         elif num_drawn:
             fill([queue], 0, tokens[:, :num_drawn], None, None if doc_ids is None else doc_ids[:, :num_drawn])
@@ -101,20 +101,20 @@ class TokenStream:
             self._record_sample(remaining, len(remaining) - len(queue.rest()), begins_document=not offset)
         return num_ready
 
-    def _record_sample(self, remaining: Spans, num_passed: int, *, begins_document: bool) -> None:
+    def _record_sample(self, remaining_documents: Spans, num_passed: int, *, begins_document: bool) -> None:
         """Record what a sample did to its documents: their provenance, and how many ended untrained or were cut.
 
         Args:
-            remaining: The documents that were left before the sample.
+            remaining_documents: The documents that were left before the sample.
             num_passed: Number of documents that ended in the sample.
             begins_document: True if the sample begins with a document's first token.
         """
         is_within = self._position[0] > 0
         if self._aligned.has_mask:
-            self.num_untrained = self._aligned.num_untrained(remaining[:num_passed], self._special_tokens)
+            self.num_untrained = self._aligned.num_untrained(remaining_documents[:num_passed], self._special_tokens)
             self.cuts_document = is_within and (num_passed > 0 or begins_document)
-        if remaining.provenance is not None:
-            self._set_provenance(remaining[: num_passed + is_within])
+        if remaining_documents.provenance is not None:
+            self._set_provenance(remaining_documents[: num_passed + is_within])
 
     def begin_next_epoch(self) -> None:
         """Move to the beginning of the next epoch, after `draw` has reached the end of the present one."""
@@ -133,7 +133,7 @@ class TokenStream:
             queue is None
             or self._applies_changes
             or queue.left > self._num_after_read // _REFILL_PART
-            or self._num_after_read < _REFILL_PART * self._num_needed
+            or self._num_after_read < _REFILL_PART * self._num_tokens_needed
         ):
             return
         with suppress(Exception):  # the error comes again when these documents are needed
@@ -141,9 +141,9 @@ class TokenStream:
 
     def _queue(self) -> TokenQueue:
         """Return a token queue that holds the next sample, or all remaining tokens of the epoch."""
-        if self.queue is None or self.queue.left < self._num_needed:
+        if self.queue is None or self.queue.left < self._num_tokens_needed:
             queue = self.queue or self._new_queue()
-            self._refill(queue, self._num_needed)
+            self._refill(queue, self._num_tokens_needed)
             return queue
         return self.queue
 
@@ -158,7 +158,7 @@ class TokenStream:
         if self._position[0] and is_blocked(self._source, self._position[1:]):
             self._position[0] = 0  # the document ends here
         stream_ref: ref[TokenStream] = ref(self)
-        queue = token_queue(self._special_tokens, self._position, lambda: _forget(stream_ref))
+        queue = token_queue(self._special_tokens, self._position, lambda: _forget_stream_queue(stream_ref))
         reach_before = copy_of(queue.reach)
         if not self._position[0]:  # so that the position points at the first document itself
             pass_blocked(self._source, queue.reach)
@@ -190,14 +190,14 @@ class TokenStream:
                 self._num_tokens_read + queue.left - left_before,
             )
             num_epochs = 0 if has_gained else num_epochs
-            num_empty = 0 if has_gained else self._draw_limit.count_empty(num_empty, position, len(spans))
+            num_empty = 0 if has_gained else self._draw_limit.count_empty_draws(num_empty, position, len(spans))
         if queue.left < 0:
-            raise DataStateError(OFFSET_BEYOND_END)
+            raise DataStateError(BEYOND_END_MESSAGE)
 
     def _num_documents(self, num_tokens: int) -> int:
         """Return the number of documents to request for ``num_tokens`` tokens; a low estimate if documents are costly."""
         if not self._documents.is_costly:
-            return UNLIMITED
+            return UNLIMITED_DOCUMENTS
         num_needed = num_tokens * self._num_documents_read // max(1, self._num_tokens_read)
         return max(1, self._num_documents_read // _READ_AHEAD_PART + min(num_needed, self._num_documents_read))
 
@@ -211,17 +211,17 @@ class TokenStream:
         return is_pending(self._source, queue.reach)
 
     def _skip_epoch_end(self, position: View, num_epochs: int) -> Spans:
-        require_tokens(num_epochs)
+        limit_silent_epochs(num_epochs)
         next_position = copy_of(position)
         self._documents.begin_next_epoch(next_position)
         return Spans.mark(position, next_position)
 
     def _set_provenance(self, spans: Spans) -> None:
         used = self._special_tokens.lengths(spans) > 0
-        self.provenance = [name for name, counts in zip(spans.provenance or (), used.tolist(), strict=True) if counts]
+        self.provenance = [name for name, is_used in zip(spans.provenance or (), used.tolist(), strict=True) if is_used]
 
 
-def _forget(stream_ref: ref[TokenStream]) -> None:
+def _forget_stream_queue(stream_ref: ref[TokenStream]) -> None:
     """Let a stream drop its token queue, if the stream still exists."""
     stream = stream_ref()
     if stream is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rescale_data.errors import require
+from rescale_data.errors import require_type
 
 
 def flat_cu_seqlens(cu_seqlens: Tensor) -> tuple[Tensor, int]:
@@ -27,7 +27,7 @@ def flat_cu_seqlens(cu_seqlens: Tensor) -> tuple[Tensor, int]:
         >>> rd.flat_cu_seqlens(torch.tensor([[0, 3, 4, 4], [0, 4, 4, 4]], dtype=torch.int32))
         (tensor([0, 3, 4, 8], dtype=torch.int32), 4)
     """
-    require(Tensor, 'the batch["cu_seqlens"] of rd.WholeDocumentPacker', cu_seqlens=cu_seqlens)
+    require_type(Tensor, 'the batch["cu_seqlens"] of rd.WholeDocumentPacker', cu_seqlens=cu_seqlens)
     seq_len = int(cu_seqlens[0, -1])
     sample_begins = torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device) * seq_len
     sequence_bounds = torch.unique_consecutive((cu_seqlens + sample_begins[:, None]).flatten())

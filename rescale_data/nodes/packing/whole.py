@@ -9,26 +9,26 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rescale_data.errors import DataStateError, checks_kinds
+from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.nodes.base import Node, View, bind_once, copy_of
-from rescale_data.nodes.batch_buffer import BatchBuffer, Columns, written_sample
+from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import is_endless, open_documents, source_names
-from rescale_data.nodes.bound import EmptyDrawLimit, require_tokens
-from rescale_data.nodes.changing import take_effect
+from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
+from rescale_data.nodes.changing import apply_changes
 from rescale_data.nodes.column import ColumnDocuments
-from rescale_data.nodes.form import MOST, STATE_DOES_NOT_FIT, History, Stage, begin_form, num_tokens, stages
-from rescale_data.nodes.packing.aligned import MASK, Aligned
-from rescale_data.nodes.packing.fit import LONG_COUNTERS, Long
+from rescale_data.nodes.form import BAD_STATE_MESSAGE, MOST, ParameterHistory, Stage, begin_form, num_tokens, stages
+from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
+from rescale_data.nodes.packing.fit import LONG_COUNTERS, LongDocumentRule
 from rescale_data.nodes.packing.packer import DTYPES, require_dtype
 from rescale_data.nodes.packing.payload import Payload
-from rescale_data.nodes.packing.window import Packing, Window, write
+from rescale_data.nodes.packing.window import Window, WindowPacker, write
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
-_EMITTED, _PADDING, _LONG, _UNTRAINED = 0, 1, 2, 3
+_EMITTED_SLOT, _PADDING, _LONG_SLOT, _UNTRAINED_SLOT = 0, 1, 2, 3
 
 
 class WholeDocumentPacker(Node[dict[str, Any]]):
@@ -100,9 +100,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     UNTRAINED: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True, limits=COUNT_LIMITS),)
     """Additional field if there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
-    writes: Columns = MappingProxyType({})
+    writes: ColumnFormats = MappingProxyType({})
 
-    @checks_kinds
+    @checks_argument_types
     def __init__(
         self,
         source: Node[Any],
@@ -112,7 +112,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         eos_id: int | None = None,
         bos_id: int | None = None,
         window: int = 256,
-        long: Long = "split",
+        long: LongDocumentRule = "split",
         labels: bool = False,
         dtype: torch.dtype = torch.int64,
         max_documents: int | None = None,
@@ -130,7 +130,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             raise ValueError(f"pad_documents_to={pad_documents_to}: give a number that divides seq_len={seq_len}.")
         names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
         reserved, name = {*names, "labels", "cu_seqlens", "cost", PROVENANCE}, type(self).__name__
-        self._aligned = Aligned(columns, column, reserved, name)
+        self._aligned = AlignedColumns(columns, column, reserved, name)
         self._payload = Payload(payload, limits, {*reserved, *columns, MASK, column}, long=long, packer=name)
         self.pad_documents_to, self.cost = pad_documents_to, cost
         self.FIELDS = self.PACKED + (self.UNTRAINED if self._aligned.has_mask else ())
@@ -140,19 +140,19 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
         self._numpy_dtype = DTYPES[dtype]
         self.writes = {
-            **{name: (seq_len, kind) for name, kind in self._aligned.dtypes.items()},
+            **{name: (seq_len, column_dtype) for name, column_dtype in self._aligned.dtypes.items()},
             **dict.fromkeys(names, (seq_len, self._numpy_dtype)),
             "loss_mask": (seq_len, np.dtype(np.bool_)),
             "cu_seqlens": (self.max_documents + 2, np.dtype(np.int32)),
             **({"cost": (1, np.dtype(np.int64))} if cost else {}),
         }
         child = self.children["source"]
-        extractors = [extra.extract for extra in (self._aligned, self._payload) if extra]
+        extractors = [column_group.extract for column_group in (self._aligned, self._payload) if column_group]
         documents = None if extractors else open_documents(child, column)
         self._documents = documents or ColumnDocuments(child, column, name, *extractors)
         special_tokens = SpecialTokens(eos_id, bos_id, self._numpy_dtype)
-        self._packing = Packing(special_tokens, long, pad_documents_to, self._aligned, self._payload)
-        self._history: History = ()
+        self._packing = WindowPacker(special_tokens, long, pad_documents_to, self._aligned, self._payload)
+        self._history: ParameterHistory = ()
         self._repeat = is_endless(child)
         self._cache_key = (owner_of(self), "window")
         self._draw_limit = EmptyDrawLimit(self)
@@ -167,7 +167,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
         window = self._window()
-        sample_number = self.position[_EMITTED] & MOST
+        sample_number = self.position[_EMITTED_SLOT] & MOST
         self._to_next_sample(window)
         write(buffer, place, window, sample_number, pad_id=self.pad_id, multiple=self.pad_documents_to)
 
@@ -191,15 +191,15 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return {
             f"tokens/{source_label}": total_tokens - num_padding,
             f"padding_share/{source_label}": num_padding / total_tokens if total_tokens else 0.0,
-            LONG_COUNTERS[self.long]: float(rows[:, _LONG].sum()),
-            **({"untrained_documents": float(rows[:, _UNTRAINED].sum())} if self._aligned.has_mask else {}),
+            LONG_COUNTERS[self.long]: float(rows[:, _LONG_SLOT].sum()),
+            **({"untrained_documents": float(rows[:, _UNTRAINED_SLOT].sum())} if self._aligned.has_mask else {}),
         }
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._history = history
 
     def reform(self, rows: Ints) -> None:
-        begin_form(rows[:, _EMITTED])
+        begin_form(rows[:, _EMITTED_SLOT])
 
     # Windows
 
@@ -208,7 +208,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         window: Window | None = cache().get(self._cache_key) if self._is_cached else None
         num_epochs = num_empty = 0
         while window is None and not self._is_epoch_over:
-            window = self._pack()
+            window = self._pack_window()
             if window is None:
                 self._documents.begin_next_epoch(self._bookmark)
                 num_epochs += 1
@@ -216,41 +216,41 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             elif not window.num_samples:
                 self._finish_window(window)
                 window = None
-                num_empty = self._draw_limit.count_empty(num_empty)
-            require_tokens(num_epochs)
+                num_empty = self._draw_limit.count_empty_draws(num_empty)
+            limit_silent_epochs(num_epochs)
         if window is None:
             raise StopIteration
         if not self._is_cached:
-            if self.position[_EMITTED] & MOST >= window.num_samples:
-                raise DataStateError(STATE_DOES_NOT_FIT)
+            if self.position[_EMITTED_SLOT] & MOST >= window.num_samples:
+                raise DataStateError(BAD_STATE_MESSAGE)
             cache().put(self._cache_key, window)
             self._is_cached = True
         return window
 
     def _to_next_sample(self, window: Window) -> None:
-        sample_number = self.position[_EMITTED] & MOST
+        sample_number = self.position[_EMITTED_SLOT] & MOST
         self.position[_PADDING] += self.seq_len - window.num_used_tokens(sample_number)
-        self.position[_EMITTED] += 1
+        self.position[_EMITTED_SLOT] += 1
         if sample_number + 1 == window.num_samples:
             self._finish_window(window)
 
     def _finish_window(self, window: Window) -> None:
         self._bookmark[:] = window.end_position
-        self.position[_EMITTED] = 0
-        self.position[_LONG] += len(window.fit.long)
+        self.position[_EMITTED_SLOT] = 0
+        self.position[_LONG_SLOT] += len(window.packing_result.long)
         if MASK in window.values:
-            self.position[_UNTRAINED] += window.num_untrained
+            self.position[_UNTRAINED_SLOT] += window.num_untrained
         self._is_cached = False
 
-    def _pack(self) -> Window | None:
+    def _pack_window(self) -> Window | None:
         """Read and pack the window that begins at the node's position; return `None` if the epoch has ended."""
-        take_effect(self)
+        apply_changes(self)
         position = copy_of(self._bookmark)
         spans = self._read_window(position)
         if not len(spans):
             return None
         stage = Stage(self.seq_len, self.max_documents, self._payload.limits)
-        return self._packing.window(spans, list(stages(self.position[_EMITTED], self._history, stage)), position)
+        return self._packing.window(spans, list(stages(self.position[_EMITTED_SLOT], self._history, stage)), position)
 
     def _read_window(self, position: View) -> Spans:
         """Return the documents of one window, read from ``position``, which moves to the end of the window."""

@@ -12,29 +12,29 @@ import numpy.typing as npt
 from rescale_data.nodes.base import View
 from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.form import Stage
-from rescale_data.nodes.packing.aligned import MASK, Aligned, Values
-from rescale_data.nodes.packing.fit import Fit, Long, Piece, fit, num_untrained, padded_length
+from rescale_data.nodes.packing.aligned import MASK, AlignedColumns, ColumnArrays
+from rescale_data.nodes.packing.fit import Fit, LongDocumentRule, Piece, num_untrained, pack_documents, padded_length
 from rescale_data.nodes.packing.packer import IGNORED_LABEL
 from rescale_data.nodes.packing.payload import Payload, PerDocument, size
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.nodes.provenance import joined as joined_provenance
-from rescale_data.nodes.reading.gather import SpecialTokens, joined
+from rescale_data.nodes.provenance import join_provenance as joined_provenance
+from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
 from rescale_data.nodes.reading.spans import Spans, TokenArray
-from rescale_data.sources.decoded.cache import Derived
-from rescale_data.sources.decoded.sizes import size_of
+from rescale_data.sources.decoded.cache import DerivedValue
+from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.state import Ints
 
 _BYTES_OF_A_PIECE = 250
 
 
 @dataclass(frozen=True)
-class Window(Derived):
+class Window(DerivedValue):
     """Successive documents, and the samples into which they were packed.
 
     Args:
         tokens: Tokens of all documents, end to end.
         starts: ``int64[D + 1]``, the first token of each document, and the end.
-        fit: The places in ``tokens`` of the pieces of each sample.
+        packing_result: The places in ``tokens`` of the pieces of each sample.
         end_position: The position of the source after the documents.
         provenance: The provenance of each document, if the reader gives it; else empty.
         values: Values of the columns alongside the tokens, in the same layout.
@@ -44,10 +44,10 @@ class Window(Derived):
 
     tokens: TokenArray
     starts: Ints
-    fit: Fit
+    packing_result: Fit
     end_position: View
     provenance: list[str]
-    values: Values
+    values: ColumnArrays
     num_untrained: int
     payload: dict[str, list[Any]]
 
@@ -55,18 +55,18 @@ class Window(Derived):
     def nbytes(self) -> int:
         return (
             self.tokens.nbytes
-            + size_of(self.values)
-            + size_of(self.payload)
-            + _BYTES_OF_A_PIECE * (len(self.fit.pieces) + len(self.provenance))
+            + memory_bytes_of(self.values)
+            + memory_bytes_of(self.payload)
+            + _BYTES_OF_A_PIECE * (len(self.packing_result.pieces) + len(self.provenance))
         )
 
     @property
     def num_samples(self) -> int:
-        return len(self.fit.bins)
+        return len(self.packing_result.bins)
 
     def pieces(self, sample_number: int) -> list[Piece]:
         """Return the pieces of documents in a sample, given by its number."""
-        return [self.fit.pieces[item] for item in self.fit.bins[sample_number]]
+        return [self.packing_result.pieces[item] for item in self.packing_result.bins[sample_number]]
 
     def num_used_tokens(self, sample_number: int) -> int:
         """Return the number of tokens in a sample, without padding."""
@@ -74,31 +74,31 @@ class Window(Derived):
 
 
 @dataclass(frozen=True)
-class Packing:
+class WindowPacker:
     """Packs documents into windows; the sample formats are arguments of `window`.
 
     Args:
         special_tokens: The tokens around documents.
         long: As in `WholeDocumentPacker`.
-        multiple: Each document is filled up to a multiple of this number of tokens.
+        pad_multiple: Each document is filled up to a multiple of this number of tokens.
         aligned: Columns alongside the tokens.
         payload: Columns that documents carry along.
     """
 
     special_tokens: SpecialTokens
-    long: Long
-    multiple: int
-    aligned: Aligned
+    long: LongDocumentRule
+    pad_multiple: int
+    aligned: AlignedColumns
     payload: Payload
 
     def window(self, spans: Spans, forms: Sequence[Stage], end_position: View) -> Window:
-        """Return a window of documents, packed in each sample format in turn (`fit`); the last format is the present one."""
-        tokens, starts = joined(spans, self.special_tokens)
+        """Return a window of documents, packed in each format in turn (`pack_documents`); the last is the present one."""
+        tokens, starts = join_documents(spans, self.special_tokens)
         document_ends = starts[1:].tolist()
         documents = list(zip([0, *document_ends[:-1]], document_ends, range(len(document_ends)), strict=True))
         payload = self.payload.collect(spans)
         payload_sizes = {name: [size(value) for value in values] for name, values in payload.items()}
-        fitted = fit(documents, forms, self.long, self.multiple, payload_sizes)
+        fitted = pack_documents(documents, forms, self.long, self.pad_multiple, payload_sizes)
         values = self.aligned.concatenate(spans, self.special_tokens) if self.aligned else {}
         mask = values.get(MASK)
         untrained = 0 if mask is None else num_untrained(documents, fitted, forms[-1].seq_len, self.long, mask)
@@ -119,10 +119,10 @@ def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, 
     pieces = window.pieces(sample_number)
     piece_lengths = np.array([padded_length(piece, multiple) for piece in pieces])
     piece_ends = np.cumsum(piece_lengths)
-    tokens = _padded(window.tokens, pieces, pad_id, multiple)
+    tokens = _pad_pieces(window.tokens, pieces, pad_id, multiple)
     learned = window.values.get(MASK, np.broadcast_to(np.True_, len(window.tokens)))
     next_is_learned = np.zeros(len(tokens), dtype=np.bool_)  # true if the next token is learned
-    next_is_learned[:-1] = _padded(learned, pieces, 0, multiple)[1:]
+    next_is_learned[:-1] = _pad_pieces(learned, pieces, 0, multiple)[1:]
     next_is_learned[piece_ends - 1] = False
     buffer.put("tokens", row, tokens, pad_id)
     buffer.put("positions", row, np.arange(len(tokens)) - np.repeat(piece_ends - piece_lengths, piece_lengths), 0)
@@ -133,7 +133,7 @@ def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, 
         labels = np.where(next_is_learned, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED_LABEL)
         buffer.put("labels", row, labels, IGNORED_LABEL)
     for name in window.values.keys() - {MASK}:
-        buffer.put(name, row, _padded(window.values[name], pieces, 0, multiple), 0)
+        buffer.put(name, row, _pad_pieces(window.values[name], pieces, 0, multiple), 0)
     if "cost" in buffer.arrays:
         buffer.put("cost", row, np.array([np.square(piece_lengths).sum()]), 0)
     if window.provenance:
@@ -142,7 +142,7 @@ def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, 
         buffer.add(name, PerDocument(values[d] if start == window.starts[d] else None for start, _, d in pieces))
 
 
-def _padded(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
+def _pad_pieces(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
     """Return the values of pieces, concatenated, each padded with ``fill`` to a multiple of ``multiple`` values."""
     padded_pieces = [values[start:stop] for start, stop, _ in pieces]
     if multiple > 1:

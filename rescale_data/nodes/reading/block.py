@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from rescale_data.nodes.reading.spans import EMPTY, Spans
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
 
 
 class Block:
@@ -34,7 +34,7 @@ class Block:
         A part is dropped when its last document is taken.
         """
         if not self.has(epoch, row):
-            return EMPTY
+            return EMPTY_SPANS
         index = row - self._row
         documents = self._parts[0][index : index + max_documents]
         if index + len(documents) == len(self._parts[0]):

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import owner_of
 from rescale_data.sources.source import FiledSource, Source
 from rescale_data.state import Ints
 
-Excluded: TypeAlias = Mapping[str, Collection[int] | Ints] | Collection[int] | Ints
+ExcludedRows: TypeAlias = Mapping[str, Collection[int] | Ints] | Collection[int] | Ints
 """Rows of a source: ``{file: rows in it}`` for a source of files, numbered as in messages; else row numbers."""
 
 _MAX_BLOCKLISTS = 1024
@@ -29,15 +29,15 @@ class Blocklist:
 
     Args:
         source: The source.
-        excluded: The rows, see `Excluded`.
+        excluded_rows: The rows, see `ExcludedRows`.
 
     Raises:
-        TypeError: ``excluded`` is no collection of ints, or, for a source of files, no mapping.
-        ValueError: ``excluded`` has a file or a row that the source does not have.
+        TypeError: ``excluded_rows`` is no collection of ints, or, for a source of files, no mapping.
+        ValueError: ``excluded_rows`` has a file or a row that the source does not have.
     """
 
-    def __init__(self, source: Source, excluded: Excluded) -> None:
-        rows = [_to_source_rows(source, file, numbers) for file, numbers in _excluded_by_file(source, excluded)]
+    def __init__(self, source: Source, excluded_rows: ExcludedRows) -> None:
+        rows = [_to_source_rows(source, file, numbers) for file, numbers in _excluded_by_file(source, excluded_rows)]
         self.rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
         """``int64[n]``, ascending row numbers over all files of the source."""
         self.digest = _digest(_rows_by_file(source, self.rows))
@@ -64,25 +64,25 @@ _blocklists: dict[tuple[int, int, int], tuple[object, Blocklist]] = {}
 logical shards get the same one."""
 
 
-def blocklist_of(source: Source, excluded: Excluded) -> Blocklist:
+def blocklist_of(source: Source, excluded_rows: ExcludedRows) -> Blocklist:
     """Return the `Blocklist` of a collection; the same object gives the same blocklist for all logical shards."""
-    blocklist_key = (id(excluded), _size(excluded), owner_of(source))
+    blocklist_key = (id(excluded_rows), _num_excluded_rows(excluded_rows), owner_of(source))
     cached_pair = _blocklists.get(blocklist_key)
     if cached_pair is None:
         while len(_blocklists) >= _MAX_BLOCKLISTS:
             _blocklists.pop(next(iter(_blocklists)))
-        cached_pair = _blocklists[blocklist_key] = (excluded, Blocklist(source, excluded))
+        cached_pair = _blocklists[blocklist_key] = (excluded_rows, Blocklist(source, excluded_rows))
     return cached_pair[1]
 
 
-def _size(excluded: Excluded) -> int:
+def _num_excluded_rows(excluded_rows: ExcludedRows) -> int:
     try:
-        return sum(map(len, excluded.values())) if isinstance(excluded, Mapping) else len(excluded)
+        return sum(map(len, excluded_rows.values())) if isinstance(excluded_rows, Mapping) else len(excluded_rows)
     except TypeError:  # `Blocklist` raises an error that explains it
         return -1
 
 
-@checks_kinds
+@checks_argument_types
 def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id") -> dict[str, list[int]] | list[int]:
     """Return the rows whose ``column`` holds one of ``ids``, in a form that JSON can hold, for ``Reader(exclude=)``.
 
@@ -145,7 +145,7 @@ def _values_by_row(source: Source, column: str) -> Iterator[tuple[int, Any]]:
                 yield row, value
 
 
-def _excluded_by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
+def _excluded_by_file(source: Source, excluded: ExcludedRows) -> list[tuple[str, Ints]]:
     """Return the excluded rows of each file, sorted by file; a source without files has one empty file name."""
     if not isinstance(source, FiledSource):
         if isinstance(excluded, Mapping):
@@ -153,7 +153,7 @@ def _excluded_by_file(source: Source, excluded: Excluded) -> list[tuple[str, Int
                 f"exclude= was given a {type(excluded).__name__}, and {source.name} does not name the files of its rows: give "
                 f"row numbers, or make it an rd.FiledSource."
             )
-        return [("", _numbers("", excluded))]
+        return [("", _to_row_numbers("", excluded))]
     if not isinstance(excluded, Mapping):
         if not len(_require_collection("exclude", excluded)):
             return []
@@ -162,7 +162,7 @@ def _excluded_by_file(source: Source, excluded: Excluded) -> list[tuple[str, Int
             f"Give {{file: rows in it}}, as rd.find_rows returns it."
         )
     rows_by_file = cast("Mapping[str, Collection[int]]", excluded)
-    return [(file, _numbers(file, rows_by_file[file])) for file in sorted(rows_by_file)]
+    return [(file, _to_row_numbers(file, rows_by_file[file])) for file in sorted(rows_by_file)]
 
 
 def _rows_by_file(source: Source, rows: Ints) -> Iterator[tuple[str, Ints]]:
@@ -196,7 +196,7 @@ def _to_source_rows(source: Source, file: str, numbers: Ints) -> Ints:
     return numbers
 
 
-def _numbers(file: str, rows: Any) -> Ints:
+def _to_row_numbers(file: str, rows: Any) -> Ints:
     row_numbers = np.asarray([*_require_collection("exclude", rows)])
     if row_numbers.size and (row_numbers.ndim != 1 or row_numbers.dtype.kind not in "iu"):
         raise TypeError(
@@ -205,7 +205,7 @@ def _numbers(file: str, rows: Any) -> Ints:
     return np.unique(row_numbers.astype(np.int64))
 
 
-def _require_collection(name: str, value: Any) -> Any:
+def _require_collection(argument_name: str, value: Any) -> Any:
     if isinstance(value, str | bytes) or not isinstance(value, Collection):
-        raise TypeError(f"{name}={value!r}: give a list, a set or an array.")
+        raise TypeError(f"{argument_name}={value!r}: give a list, a set or an array.")
     return value

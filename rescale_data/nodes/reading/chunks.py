@@ -1,41 +1,41 @@
-"""`Chunks`: fetches several rows at a time, for sources where this costs less than one row at a time."""
+"""`ChunkFetcher`: fetches several rows at a time, for sources where this costs less than one row at a time."""
 
 from __future__ import annotations
 
 from typing import Any
 from weakref import WeakSet
 
-from rescale_data.nodes.reading.rows import Plan
-from rescale_data.sources.decoded.cache import Derived, cache, owner_of, room_for
-from rescale_data.sources.decoded.sizes import size_of
+from rescale_data.nodes.reading.rows import WindowPlan
+from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_of, room_for
+from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.sources.source import Source
 
 
-class Chunk(Derived):
+class Chunk(DerivedValue):
     """Rows that were fetched and are not used yet, and an error for each row that could not be read."""
 
     def __init__(self, samples: dict[int, Any], errors: dict[int, Exception]) -> None:
         self.samples, self.errors = samples, errors
-        self.nbytes = sum(size_of(sample) for sample in samples.values())
+        self.nbytes = sum(memory_bytes_of(sample) for sample in samples.values())
 
 
-class Chunks:
+class ChunkFetcher:
     """Fetches rows of one logical shard ahead. All shards together use half of the cache for such rows."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._key = (owner_of(self), "chunk")
-        self._mean_bytes = 0.0
+        self._cache_key = (owner_of(self), "chunk")
+        self._mean_row_bytes = 0.0
         _all_chunks.add(self)
 
-    def take(self, plan: Plan, index: int) -> Any:
+    def take(self, plan: WindowPlan, index: int) -> Any:
         """Return the row at an index of a plan and drop it from the cache; if needed, fetch it and the next rows first."""
         row = int(plan.rows[index])
-        chunk: Chunk | None = cache().get(self._key)
+        chunk: Chunk | None = cache().get(self._cache_key)
         if chunk is None or (row not in chunk.samples and row not in chunk.errors):
             chunk = self._fetch(plan.unblocked_rows(index, self._num_rows()))
             cache().register(self._source)
-            cache().put(self._key, chunk)
+            cache().put(self._cache_key, chunk)
         if (error := chunk.errors.pop(row, None)) is not None:
             raise error
         return chunk.samples.pop(row)
@@ -51,14 +51,14 @@ class Chunks:
                 except Exception as error:
                     errors[index] = error
         chunk = Chunk(samples, errors)
-        self._mean_bytes = chunk.nbytes / max(1, len(samples))
+        self._mean_row_bytes = chunk.nbytes / max(1, len(samples))
         return chunk
 
     def _num_rows(self) -> int:
-        if not self._mean_bytes:
+        if not self._mean_row_bytes:
             return 1
-        max_rows = room_for(self._source) / (2 * len(_all_chunks) * self._mean_bytes)
+        max_rows = room_for(self._source) / (2 * len(_all_chunks) * self._mean_row_bytes)
         return max(1, min(self._source.batch_rows, int(max_rows)))
 
 
-_all_chunks: WeakSet[Chunks] = WeakSet()
+_all_chunks: WeakSet[ChunkFetcher] = WeakSet()

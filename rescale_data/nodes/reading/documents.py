@@ -1,4 +1,4 @@
-"""`Documents` and `Texts`: read a column of tokens or strings from any position, many rows at a time."""
+"""`DocumentReader` and `TextReader`: read a column of tokens or strings from any position, many rows at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
 
-class Documents(Protocol):
+class DocumentReader(Protocol):
     """Reads the documents of a node in order, many at a time. ``position`` is a row of int64 numbers of that node.
 
     State is in ``position`` alone; the node itself may move where samples are read one at a time. The caller reads ahead, and
@@ -39,7 +39,7 @@ class Documents(Protocol):
         ...
 
 
-class Texts:
+class TextReader:
     """Reads a string column of one logical shard, many rows at a time; positions are the positions of its `Reader`."""
 
     def __init__(self, source: Source, column: str, reader: Reader) -> None:
@@ -54,8 +54,8 @@ class Texts:
         if not self._reader.to_next_row(next_position):
             return [], NO_UPDATES
         rows = self._reader.rows_from(next_position[0], next_position[1])[:max_texts]
-        unblocked, moves = self._reader.moves(position, next_position, len(rows))
-        return self._source.texts(self._column, rows if unblocked is None else rows[unblocked]), moves
+        unblocked_indices, moves = self._reader.moves(position, next_position, len(rows))
+        return self._source.texts(self._column, rows if unblocked_indices is None else rows[unblocked_indices]), moves
 
     def begin_next_epoch(self, position: memoryview) -> None:
         self._reader.begin_unblocked_epoch(position)

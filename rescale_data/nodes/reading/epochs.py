@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from rescale_data.order import GlobalBatchOrder
-from rescale_data.rounds import next_epoch_with_rows, range_number, range_numbers, rows_before, shard_sizes
+from rescale_data.rounds import next_epoch_with_rows, row_range_index, row_range_indices, rows_before, shard_sizes
 from rescale_data.shard import Shard
 from rescale_data.state import Ints
 
@@ -33,7 +33,7 @@ class EpochView:
 
 
 @lru_cache(maxsize=1024)
-def whole_source(num_rows: int) -> Sequence[EpochView]:
+def whole_source_views(num_rows: int) -> Sequence[EpochView]:
     return (EpochView(0, num_rows),)
 
 
@@ -69,12 +69,12 @@ class ShardEpochs:
         """Return the contents of the source in an epoch, as an `EpochView`."""
         return self.views[0] if len(self.views) == 1 else self.views[bisect_right(self.since, epoch) - 1]
 
-    def range_number(self, epoch: int, shard: int) -> int:
+    def shard_range_index(self, epoch: int, shard: int) -> int:
         """Return the index of the range of rows that a shard reads in an epoch."""
         view = self.view(epoch)
         if self.steps is not None or view.num_rows >= self.shard.num_logical_shards:
             return shard
-        return range_number(shard, epoch, *self.round_args(view))
+        return row_range_index(shard, epoch, *self.round_args(view))
 
     def next_epoch(self, epoch: int, shard: int = -1) -> int:
         """Return the epoch after ``epoch``; in an endless stream, the next epoch in which the shard has a row."""
@@ -120,14 +120,14 @@ class ShardEpochs:
 
     def epoch_end(self, epoch: int, shard: int) -> tuple[int, int]:
         """Return the result of `epoch_ends` for one epoch and shard."""
-        n, size = self.shard.num_logical_shards, self.num_rows(epoch, epoch + 1, shard)
-        if not (self.shard.repeat and size):
-            return size, self.next_epoch(epoch, shard)
+        n, num_epoch_rows = self.shard.num_logical_shards, self.num_rows(epoch, epoch + 1, shard)
+        if not (self.shard.repeat and num_epoch_rows):
+            return num_epoch_rows, self.next_epoch(epoch, shard)
         starts = [v.since for v, end in zip(self.views, self._stops(), strict=True) if v.num_rows >= n and end > epoch]
         stop = min(epoch - epoch % n + n, *(max(epoch, since) + 1 for since in starts), epoch + n)
         return self.num_rows(epoch, stop, shard), self.next_epoch(stop - 1, shard)
 
-    def epoch_after(self, epoch: int, num_rows: int, shard: int) -> tuple[int, int]:
+    def epoch_after_rows(self, epoch: int, num_rows: int, shard: int) -> tuple[int, int]:
         """Return the epoch in which a shard reads the last of its next rows, and the number of these rows in earlier epochs.
 
         If epochs may have no row and their ends count, this is ``epoch`` itself.
@@ -147,7 +147,7 @@ class ShardEpochs:
 
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in the given epoch."""
-        sizes_by_view = np.stack([self._sizes(epochs, shards, view) for view in self.views])
+        sizes_by_view = np.stack([self._row_counts_in_view(epochs, shards, view) for view in self.views])
         return sizes_by_view[np.searchsorted(self.since, epochs, side="right") - 1, np.arange(len(shards))]
 
     def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
@@ -162,10 +162,10 @@ class ShardEpochs:
             total += rows_before(shards, clipped, *self.round_args(v)) - rows_before(shards, since, *self.round_args(v))
         return total
 
-    def _sizes(self, epochs: Ints, shards: Ints, view: EpochView) -> Ints:
+    def _row_counts_in_view(self, epochs: Ints, shards: Ints, view: EpochView) -> Ints:
         if self.steps is not None:
             return self.steps.sizes(shards, view.num_rows)
-        range_indices = range_numbers(shards, epochs, *self.round_args(view))
+        range_indices = row_range_indices(shards, epochs, *self.round_args(view))
         return shard_sizes(range_indices, view.num_rows, self.shard.num_logical_shards)
 
     def round_args(self, view: EpochView) -> tuple[int, int, int]:

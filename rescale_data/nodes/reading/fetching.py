@@ -1,4 +1,4 @@
-"""`Fetching`: requests the fragments that a logical shard needs soon, so that the source fetches them in the background."""
+"""`FragmentPrefetcher`: requests the fragments that a logical shard needs soon; the source fetches them in the background."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _MAX_FRAGMENTS = 64
 _MAX_WINDOWS = 5
 
 
-class Fetching:
+class FragmentPrefetcher:
     """Requests fragments of one source before they are needed.
 
     Args:
         source: The source.
         fragments: ``int64[F + 1]``, the first row of each fragment, and the end.
-        key: Key of the source, under which the shards of this process are registered.
-        width: Number of rows of a window.
+        source_key: Key of the source, under which the shards of this process are registered.
+        rows_per_window: Number of rows of a window.
     """
 
-    def __init__(self, source: Source, fragments: Ints, key: int, width: int) -> None:
-        self._source, self._key = source, key
+    def __init__(self, source: Source, fragments: Ints, source_key: int, rows_per_window: int) -> None:
+        self._source, self._source_key = source, source_key
         self._num_fragments = len(fragments) - 1
-        self._fragments_per_window = width * self._num_fragments / max(1, int(fragments[-1]))
+        self._fragments_per_window = rows_per_window * self._num_fragments / max(1, int(fragments[-1]))
 
     @property
     def num_windows(self) -> int:
@@ -33,7 +33,7 @@ class Fetching:
 
         A window takes as many fragments as its rows fill. The first window takes one more, since it begins inside a fragment.
         """
-        num_shards = max(1, min(len(served_shards(self._key, self._num_fragments)), self._num_fragments))
+        num_shards = max(1, min(len(served_shards(self._source_key, self._num_fragments)), self._num_fragments))
         max_fragments = room_for(self._source) // max(1, num_shards * self._source.fragment_bytes)
         return min(_MAX_WINDOWS, int(max(0, max_fragments - 1) / self._fragments_per_window))
 

@@ -14,17 +14,17 @@ from rescale_data.nodes.reading.block import Block
 from rescale_data.nodes.reading.gather import fragments_of
 from rescale_data.nodes.reading.lent import SharedFragment, copy_rows, locate_rows, shared_fragments
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.nodes.reading.spans import EMPTY, Spans
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of, room_for
-from rescale_data.sources.decoded.interest import BLOCK_PARTS, beside, room_for_block
+from rescale_data.sources.decoded.interest import PARTS_PER_BLOCK, num_sources_and_shards, room_for_block
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints, copy_of
 
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
-_MAX_EXCESS = 4
-_DECODED_AHEAD = 2  # further fragments that need room if decoding is costly
+_MAX_BYTES_FACTOR = 4
+_NUM_FRAGMENTS_AHEAD = 2  # further fragments that need room if decoding is costly
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,29 @@ class FragmentDocuments:
         source: The source.
         column: Its column of lists of integers.
         reader: Gives the order of the shard, and the moves of its position.
-        num_bytes: About this many bytes are copied at once.
+        bytes_per_copy: About this many bytes are copied at once.
     """
 
     __slots__ = (
-        "_block_key", "_bytes", "_column", "_decoder", "_fragments", "_owner", "_reader", "_share", "_source",
+        "_block_key",
+        "_bytes",
+        "_column",
+        "_decoder",
+        "_fragments",
+        "_reader",
+        "_share",
+        "_source",
+        "_source_key",
     )  # fmt: skip
 
-    def __init__(self, source: TokenSource, column: str, reader: Reader, num_bytes: int) -> None:
+    def __init__(self, source: TokenSource, column: str, reader: Reader, bytes_per_copy: int) -> None:
         source.token_dtype(column)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
-        self._source, self._owner, self._column, self._reader = source, owner_of(source), column, reader
+        self._source, self._source_key, self._column, self._reader = source, owner_of(source), column, reader
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._decoder = source if source.decodes_ahead else None
-        self._bytes, self._block_key = num_bytes, (self._owner, "block", *reader.key)
+        self._bytes, self._block_key = bytes_per_copy, (self._source_key, "block", *reader.key)
         self._share: ShardShare | None = None
 
     is_costly = False
@@ -78,25 +86,25 @@ class FragmentDocuments:
     def read(self, position: memoryview, max_documents: int) -> Spans:
         next_position = copy_of(position)
         if not self._reader.to_next_row(next_position):
-            return EMPTY
+            return EMPTY_SPANS
         epoch, row = next_position[0], next_position[1]
         spans = self._read_block(epoch, row, max_documents) or self._read_fragments(epoch, row, max_documents)
-        unblocked, moves = self._reader.moves(position, next_position, len(spans))
-        return spans.with_moves(moves) if unblocked is None else spans.take(unblocked, moves)
+        unblocked_indices, moves = self._reader.moves(position, next_position, len(spans))
+        return spans.with_moves(moves) if unblocked_indices is None else spans.take(unblocked_indices, moves)
 
     def _read_fragments(self, epoch: int, row: int, max_documents: int) -> Spans:
         self._share = self._reader.share(epoch)
         rows = self._reader.rows_from(epoch, row)
         fragments, index = fragments_of(rows[:max_documents], self._fragments)
         first_fragment = self._get_fragment(self._fragment_at(int(rows[0])))
-        if self._can_stay(epoch, row, fragments, first_fragment):
+        if self._can_use_in_place(epoch, row, fragments, first_fragment):
             return locate_rows(rows[:max_documents], index, [self._get_fragment(fragment) for fragment in fragments])
         if self._decoder is not None and self._share is None and (room := room_for_block(self._decoder)):
             return self._take(
                 self._make_block(epoch, row, self._num_rows(first_fragment, room), room), epoch, row, max_documents
             )
         rows = rows[: min(max_documents, self._num_rows(first_fragment, self._bytes))]
-        return _limit_bytes(self._bytes * _MAX_EXCESS, self._copy(rows, [len(rows)])[0])
+        return _limit_bytes(self._bytes * _MAX_BYTES_FACTOR, self._copy(rows, [len(rows)])[0])
 
     def _make_block(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
         """Return a new block with copies of up to ``num_rows`` documents: whole windows, or a part of one window."""
@@ -105,18 +113,18 @@ class FragmentDocuments:
         while (next_rows := next(windows, None)) is not None and len(rows) + len(next_rows) <= num_rows:
             rows = np.concatenate([rows, next_rows])
         block_parts = self._copy(
-            rows, [len(rows) * part // BLOCK_PARTS for part in range(1, BLOCK_PARTS + 1)], self._decoder
+            rows, [len(rows) * part // PARTS_PER_BLOCK for part in range(1, PARTS_PER_BLOCK + 1)], self._decoder
         )
         byte_ends = np.cumsum([part.nbytes for part in block_parts])
-        return Block(epoch, row, block_parts[: max(1, int(byte_ends.searchsorted(_MAX_EXCESS * num_bytes)))])
+        return Block(epoch, row, block_parts[: max(1, int(byte_ends.searchsorted(_MAX_BYTES_FACTOR * num_bytes)))])
 
     def _read_block(self, epoch: int, row: int, max_documents: int) -> Spans:
         """Return documents from the cached block of copies; no documents if there is no block or it does not hold the row."""
         block: Block | None = None if self._decoder is None else cache().get(self._block_key)
-        return EMPTY if block is None else self._take(block, epoch, row, max_documents)
+        return EMPTY_SPANS if block is None else self._take(block, epoch, row, max_documents)
 
     def _take(self, block: Block, epoch: int, row: int, max_documents: int) -> Spans:
-        spans = block.take(epoch, row, min(max_documents, self._reader.rows.order(epoch).span(row)[1] - row))
+        spans = block.take(epoch, row, min(max_documents, self._reader.rows.order(epoch).window_bounds(row)[1] - row))
         if block.nbytes:
             cache().put(self._block_key, block)  # it may take fewer bytes now
         else:
@@ -158,11 +166,11 @@ class FragmentDocuments:
         rows = row_arrays[0] if len(row_arrays) == 1 else np.concatenate(row_arrays)
         fragments, fragment_index = fragments_of(rows, self._fragments)
         first_fragment = self._get_fragment(self._fragment_at(int(rows[0])))
-        if not self._can_stay(position[0], position[1], fragments, first_fragment):
+        if not self._can_use_in_place(position[0], position[1], fragments, first_fragment):
             return None
         return ReadyDocuments(runs, rows, fragment_index, [self._get_fragment(fragment) for fragment in fragments])
 
-    def _can_stay(self, epoch: int, row: int, fragments: list[int], first_fragment: SharedFragment) -> bool:
+    def _can_use_in_place(self, epoch: int, row: int, fragments: list[int], first_fragment: SharedFragment) -> bool:
         """True if documents need not be copied out of decoded fragments. Also starts to decode the next fragments ahead."""
         if self._share is not None:
             return False
@@ -171,35 +179,35 @@ class FragmentDocuments:
         if self._have_room(2, first_fragment):
             for next_row in self._reader.rows.ends(epoch, row):
                 self._decoder.decode_ahead(self._column, self._fragment_at(next_row))
-        return self._have_room(len(fragments) + _DECODED_AHEAD, first_fragment)
+        return self._have_room(len(fragments) + _NUM_FRAGMENTS_AHEAD, first_fragment)
 
     def begin_next_epoch(self, position: memoryview) -> None:
         self._reader.begin_unblocked_epoch(position)
 
-    def _copy(self, rows: Ints, stops: Sequence[int], passed_source: TokenSource | None = None) -> list[Spans]:
+    def _copy(self, rows: Ints, part_stops: Sequence[int], source_to_pass_by: TokenSource | None = None) -> list[Spans]:
         """Return copies of documents, one `Spans` with its own arrays for the documents up to each stop.
 
         Args:
             rows: Rows of the source.
-            stops: Ascending numbers of rows; the last one is the number of all rows.
-            passed_source: Source whose `pass_by` is called for each fragment that is no longer needed here.
+            part_stops: Ascending numbers of rows; the last one is the number of all rows.
+            source_to_pass_by: Source whose `pass_by` is called for each fragment that is no longer needed here.
         """
         fragments, fragment_index = fragments_of(rows, self._fragments)
-        copies: list[list[Spans]] = [[] for _ in stops]
-        indices: list[list[Ints]] = [[] for _ in stops]
+        copies: list[list[Spans]] = [[] for _ in part_stops]
+        indices: list[list[Ints]] = [[] for _ in part_stops]
         for index, fragment in enumerate(fragments):  # one fragment at a time, so that few are in memory at once
             shared_fragment = self._get_fragment(fragment)
             row_indices = np.flatnonzero(fragment_index == index)
-            for part, part_indices in enumerate(np.split(row_indices, np.searchsorted(row_indices, stops[:-1]))):
+            for part, part_indices in enumerate(np.split(row_indices, np.searchsorted(row_indices, part_stops[:-1]))):
                 if len(part_indices):
                     copies[part].append(copy_rows(rows[part_indices], shared_fragment))
                     indices[part].append(part_indices)
-            if passed_source is not None:
-                passed_source.pass_by(self._column, fragment)
+            if source_to_pass_by is not None:
+                source_to_pass_by.pass_by(self._column, fragment)
         return [
-            Spans.join(spans).take(np.argsort(np.concatenate(order)))
-            for spans, order in zip(copies, indices, strict=True)
-            if order
+            Spans.join(spans).take(np.argsort(np.concatenate(index_arrays)))
+            for spans, index_arrays in zip(copies, indices, strict=True)
+            if index_arrays
         ]
 
     def _num_rows(self, shared_fragment: SharedFragment, num_bytes: int) -> int:
@@ -209,19 +217,19 @@ class FragmentDocuments:
 
     def _have_room(self, num_fragments: int, shared_fragment: SharedFragment) -> bool:
         """True if the cache has room for ``num_fragments`` such fragments for each logical shard and each source."""
-        num_sources, num_shards = beside(self._owner)
+        num_sources, num_shards = num_sources_and_shards(self._source_key)
         return num_sources * num_shards * num_fragments * shared_fragment.nbytes <= room_for(self._source)
 
     def _get_fragment(self, fragment: int) -> SharedFragment:
         tokens, sharers = None, 1
         if self._share is not None:
             tokens = self._source.tokens_of(self._column, fragment, self._share)
-        key = self._owner, self._column, fragment, 0 if tokens is None else id(tokens)
+        key = self._source_key, self._column, fragment, 0 if tokens is None else id(tokens)
         shared_fragment = shared_fragments.get(key)
         if shared_fragment is None:
             if tokens is None:
                 tokens = self._source.tokens(self._column, fragment)
-                sharers = max(1, beside(self._owner)[1] // (len(self._fragments) - 1))
+                sharers = max(1, num_sources_and_shards(self._source_key)[1] // (len(self._fragments) - 1))
             shared_fragment = shared_fragments[key] = SharedFragment(tokens, int(self._fragments[fragment]), sharers)
         return shared_fragment
 

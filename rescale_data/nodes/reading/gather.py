@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import DataStateError, require_int
-from rescale_data.nodes.reading.spans import EMPTY, NO_UPDATES, Spans, TokenArray
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, NO_UPDATES, Spans, TokenArray
 from rescale_data.order import FragmentOrder, ShardOrder
-from rescale_data.sources.decoded.cache import Pinned
+from rescale_data.sources.decoded.cache import UserHeldValue
 from rescale_data.state import Ints
 
-VERSION = 4
+KERNEL_VERSION = 4
 """Version of the extension (`kernel.c` and `draws.c`) that this package calls. An extension of another version is not used."""
 
 try:
@@ -33,13 +33,13 @@ except ImportError:  # built without a compiler
     kernel = None
 
 
-def if_current_version(module: Any) -> Any:
+def module_if_current(module: Any) -> Any:
     """Return the C extension ``module`` if it has the version that this package needs, else `None`."""
-    return module if getattr(module, "VERSION", 0) == VERSION else None
+    return module if getattr(module, "VERSION", 0) == KERNEL_VERSION else None
 
 
-_is_old = kernel is not None and if_current_version(kernel) is None
-kernel = if_current_version(kernel)
+_is_old = kernel is not None and module_if_current(kernel) is None
+kernel = module_if_current(kernel)
 
 Rows: TypeAlias = npt.NDArray[np.integer[Any]]
 """Rows of a batch: ``[b, seq_len]``, int64 or int32."""
@@ -133,7 +133,7 @@ def fill(queues: list[Any], first_row: int, tokens: Rows, labels: Rows | None, d
         The first row that was not written.
     """
     if kernel is None:
-        while first_row < len(queues) and _draw(queues[first_row], first_row, tokens, labels, doc_ids):
+        while first_row < len(queues) and _draw_sample(queues[first_row], first_row, tokens, labels, doc_ids):
             first_row += 1
         return first_row
     try:
@@ -148,7 +148,7 @@ def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrde
     """Return ``order.rows(epoch, row, fragments)``, computed in C if possible."""
     if kernel is None or order.full or not order.window:
         return order.rows(epoch, row, fragments)
-    first_row, stop_row = order.span(row)
+    first_row, stop_row = order.window_bounds(row)
     rows = np.empty(stop_row - first_row, dtype=np.int64)
     virtual, first_rows = None, None
     if fragments is not None:
@@ -167,19 +167,19 @@ def copy_documents(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
     return destination
 
 
-def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
+def fragments_of(rows: Ints, fragment_starts: Ints) -> tuple[list[int], Ints]:
     """Return the fragments that hold the rows, sorted, and for each row the index of its fragment in that list.
 
     Args:
         rows: ``int64[n]``.
-        starts: ``int64[F + 1]``, the first row of each fragment.
+        fragment_starts: ``int64[F + 1]``, the first row of each fragment.
     """
     if kernel is None:
-        fragment_of_row = np.searchsorted(starts, rows, side="right") - 1
+        fragment_of_row = np.searchsorted(fragment_starts, rows, side="right") - 1
         fragments = np.unique(fragment_of_row)
         return fragments.tolist(), np.searchsorted(fragments, fragment_of_row)
     fragment_index = np.empty_like(rows)
-    return kernel.find(rows, starts, fragment_index), fragment_index
+    return kernel.find(rows, fragment_starts, fragment_index), fragment_index
 
 
 def offsets_and_lengths(rows: Ints, index: Ints, first_row: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
@@ -201,7 +201,7 @@ def offsets_and_lengths(rows: Ints, index: Ints, first_row: Sequence[int], offse
     return start, length
 
 
-def joined(spans: Spans, special_tokens: SpecialTokens) -> tuple[TokenArray, Ints]:
+def join_documents(spans: Spans, special_tokens: SpecialTokens) -> tuple[TokenArray, Ints]:
     """Return the concatenated documents with bos and eos tokens, and ``int64[D + 1]``, the offset of each document.
 
     The dtype is the stored one if it holds all tokens.
@@ -244,14 +244,14 @@ def _log_no_kernel() -> None:
 def _native(base: Any) -> Any:
     """Return a subclass of ``base``, the token queue class of the C extension, whose objects the cache can hold."""
 
-    class Native(base, Pinned):
+    class Native(base, UserHeldValue):
         __slots__ = ("dropped", "nbytes", "reach")
 
         def __new__(cls, special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None]) -> Any:
-            reach = np.array(position[1:], dtype=np.int64).data
+            end_position = np.array(position[1:], dtype=np.int64).data
             bos, eos = (-1 if token is None else token for token in (special_tokens.bos_id, special_tokens.eos_id))
-            queue = super().__new__(cls, position, reach, bos, eos)
-            queue.dropped, queue.reach, queue.nbytes = on_drop, reach, 0
+            queue = super().__new__(cls, position, end_position, bos, eos)
+            queue.dropped, queue.reach, queue.nbytes = on_drop, end_position, 0
             return queue
 
         def append(self, spans: Spans) -> None:
@@ -263,19 +263,19 @@ def _native(base: Any) -> Any:
                 raise DataStateError(str(error)) from None
 
         def rest(self) -> Spans:
-            first_part, *other_parts = self.parts or [EMPTY]
+            first_part, *other_parts = self.parts or [EMPTY_SPANS]
             return Spans.join([first_part[self.document :], *other_parts])
 
     return Native
 
 
-class _NumpyQueue(Pinned):
+class _NumpyQueue(UserHeldValue):
     """Token queue implemented in NumPy, with the same results as the C class `kernel.TokenQueue`."""
 
     def __init__(self, special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None]) -> None:
         self.nbytes, self.dropped = 0, on_drop
         self.reach = np.array(position[1:], dtype=np.int64).data
-        self._special_tokens, self._position, self._spans, self._document = special_tokens, position, EMPTY, 0
+        self._special_tokens, self._position, self._spans, self._document = special_tokens, position, EMPTY_SPANS, 0
         self.tokens: TokenArray = np.zeros(0, dtype=np.int8)
         self._starts = np.zeros(1, dtype=np.int64)
         self._offset, self._is_used = position[0], False
@@ -286,14 +286,14 @@ class _NumpyQueue(Pinned):
 
     def append(self, spans: Spans) -> None:
         begin = int(self._starts[self._document])
-        tokens, starts = joined(spans, self._special_tokens)
+        tokens, starts = join_documents(spans, self._special_tokens)
         self._spans = Spans.join([self.rest(), spans])
         self.tokens = np.concatenate([self.tokens[begin:], tokens])
         self._starts = np.concatenate([self._starts[self._document :] - begin, starts[1:] + (self._starts[-1] - begin)])
         self._document, self._offset = 0, self._offset - begin
         spans.move(self.reach, len(spans))
         if self._offset > self._starts[min(1, len(self._spans))]:
-            raise DataStateError(OFFSET_BEYOND_END)
+            raise DataStateError(BEYOND_END_MESSAGE)
 
     def rest(self) -> Spans:
         return self._spans[self._document :]
@@ -314,7 +314,7 @@ class _NumpyQueue(Pinned):
         return self.tokens[start:stop], ends
 
 
-def _draw(queue: Any, row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> bool:
+def _draw_sample(queue: Any, row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> bool:
     sample_length = tokens.shape[1]
     if not isinstance(queue, _NumpyQueue) or queue.left < sample_length + (labels is not None) or not sample_length:
         return False
@@ -339,6 +339,6 @@ def _require_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
         raise ValueError(f"The tokens from {low} to {high} do not fit {dtype}: give a wider dtype.")
 
 
-OFFSET_BEYOND_END = (
+BEYOND_END_MESSAGE = (
     "the position is behind the end of its document: the data is not what it was when the position was saved"
 )

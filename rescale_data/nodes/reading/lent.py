@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from rescale_data.nodes.reading.gather import copy_documents, offsets_and_lengths
-from rescale_data.nodes.reading.spans import NO_UPDATES, PositionUpdates, Spans, plain
+from rescale_data.nodes.reading.spans import NO_UPDATES, PositionUpdates, Spans, as_native_array
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
@@ -18,15 +18,15 @@ class SharedFragment:
     Args:
         tokens: The decoded tokens.
         first_row: The row of the source at which the fragment begins.
-        num_sharing: About the number of shards that keep it at once; each of them counts its part of the bytes.
+        num_sharing_shards: About the number of shards that keep it at once; each of them counts its part of the bytes.
     """
 
     __slots__ = ("__weakref__", "_tokens", "first", "nbytes", "offsets", "values")
 
-    def __init__(self, tokens: Tokens, first_row: int, num_sharing: int = 1) -> None:
+    def __init__(self, tokens: Tokens, first_row: int, num_sharing_shards: int = 1) -> None:
         self._tokens = tokens  # kept because it may release pages when it is deleted
-        self.values, self.offsets = plain(tokens.values), np.ascontiguousarray(tokens.offsets, dtype=np.int64)
-        self.first, self.nbytes = first_row + tokens.first, tokens.nbytes // num_sharing
+        self.values, self.offsets = as_native_array(tokens.values), np.ascontiguousarray(tokens.offsets, dtype=np.int64)
+        self.first, self.nbytes = first_row + tokens.first, tokens.nbytes // num_sharing_shards
 
 
 shared_fragments: WeakValueDictionary[tuple[int, str, int, int], SharedFragment] = WeakValueDictionary()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from rescale_data.nodes.bound import EmptyDrawLimit
-from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.spans import EMPTY, PositionUpdates, Spans
+from rescale_data.nodes.reading.documents import DocumentReader
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
 from rescale_data.state import Ints
 
-_NUM_OWN = 2  # own slots of the node
+_NUM_OWN_SLOTS = 2  # own slots of the node
 
 
 class PickedDocuments:
@@ -30,36 +30,36 @@ class PickedDocuments:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: DocumentReader,
         pieces: Callable[[Spans], list[list[slice]]],
         draw_limit: EmptyDrawLimit,
         *,
         dropped_slot: int,
         piece_slot: int | None = None,
     ) -> None:
-        self._documents, self._pieces, self._draw_limit = documents, pieces, draw_limit
+        self._documents, self._find_pieces, self._draw_limit = documents, pieces, draw_limit
         self._dropped_slot, self._piece_slot = dropped_slot, piece_slot
 
     is_costly = True
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
-        self._source_position = np.array(position[_NUM_OWN:]).data
+        self._source_position = np.array(position[_NUM_OWN_SLOTS:]).data
         first_piece, self._num_dropped = (
             self._first_piece(position),
             0,
         )  # dropped before the documents that are returned
-        num_empty = 0
+        num_empty_draws = 0
         while len(spans := self._documents.read(self._source_position, max_documents)):
-            picked, num_read = self._cut(spans, position, first_piece)
+            picked, num_read = self._cut_documents(spans, position, first_piece)
             if len(picked):
                 return picked[:max_documents]
             first_piece, self._num_dropped = 0, self._num_dropped + num_read
             spans.move(self._source_position, num_read)
-            num_empty = self._draw_limit.count_empty(num_empty, self._source_position, num_read)
-        return EMPTY
+            num_empty_draws = self._draw_limit.count_empty_draws(num_empty_draws, self._source_position, num_read)
+        return EMPTY_SPANS
 
     def begin_next_epoch(self, position: memoryview) -> None:
-        source_position = position[_NUM_OWN:]
+        source_position = position[_NUM_OWN_SLOTS:]
         source_position[:] = self._source_position
         self._documents.begin_next_epoch(source_position)
         if self._piece_slot is not None:
@@ -69,7 +69,7 @@ class PickedDocuments:
     def _first_piece(self, position: memoryview) -> int:
         return 0 if self._piece_slot is None else position[self._piece_slot]
 
-    def _cut(self, spans: Spans, position: memoryview, first_piece: int) -> tuple[Spans, int]:
+    def _cut_documents(self, spans: Spans, position: memoryview, first_piece: int) -> tuple[Spans, int]:
         """Return the pieces to keep of some documents, and the number of documents that were examined.
 
         A piece moves the position to its own document, behind all documents before it. The last piece of a document moves it
@@ -79,7 +79,7 @@ class PickedDocuments:
         documents: list[int] = []  # document of each piece
         node_values: list[tuple[int, int]] = []  # after each piece: documents dropped so far, number of the next piece
         piece_slices: list[slice] = []
-        all_pieces = self._pieces(spans)
+        all_pieces = self._find_pieces(spans)
         for number, pieces in enumerate(all_pieces):
             num_dropped += not pieces
             for piece in range(0 if number else first_piece, len(pieces)):
@@ -90,11 +90,11 @@ class PickedDocuments:
         piece_begins, piece_ends = (
             np.array([getattr(piece, name) for piece in piece_slices], dtype=np.int64) for name in ("start", "stop")
         )
-        skipped_updates = PositionUpdates.between(position[_NUM_OWN:], self._source_position)
+        skipped_updates = PositionUpdates.between(position[_NUM_OWN_SLOTS:], self._source_position)
         source_updates = (
             PositionUpdates.join([skipped_updates, spans.moves])
             .merge_groups(1 + doc_index + (values[:, 1] == 0))
-            .shifted(_NUM_OWN)
+            .shifted(_NUM_OWN_SLOTS)
         )
         picked = Spans(
             spans.arrays,

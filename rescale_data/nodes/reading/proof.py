@@ -1,4 +1,4 @@
-"""`Proof`: checks that a logical shard reads each of its rows once an epoch, across all segments of a run.
+"""`RowDigestChecker`: checks that a logical shard reads each of its rows once an epoch, across all segments of a run.
 
 Each row that is read adds its hash to a digest, which is part of the state and so goes from segment to segment. The sum does
 not depend on the order. So the sum over the rows that a shard owns can be computed without the order in which it reads them.
@@ -19,11 +19,11 @@ from rescale_data.state import Ints
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
-_MASK = (1 << 63) - 1  # so that a digest fits int64
+_DIGEST_MASK = (1 << 63) - 1  # so that a digest fits int64
 _CHUNK = 2**20
 
 
-class Proof:
+class RowDigestChecker:
     """Computes and checks the digest of the rows that one logical shard's reader reads."""
 
     def __init__(self, reader: Reader) -> None:
@@ -34,16 +34,16 @@ class Proof:
         stop = min(row + num_rows, self._reader.rows.size(epoch))
         while row < stop:
             plan = self._reader.plan(epoch, row)
-            first_row, sums = plan.first_row, plan.sums
+            first_row, sums = plan.first_row, plan.hash_sums
             stop_index = min(stop - first_row, len(sums) - 1)
             digest, row = digest + sums[stop_index] - sums[row - first_row], first_row + stop_index
-        return digest & _MASK
+        return digest & _DIGEST_MASK
 
     def digests_after_each(self, digest: int, epoch: int, row: int, num_rows: int) -> Ints:
         """Return ``int64[num_rows]``, the digest after each of the next ``num_rows`` rows, which lie in one window."""
         plan = self._reader.plan(epoch, row)
-        sums = np.asarray(plan.sums)[row - plan.first_row :][: num_rows + 1]
-        return ((sums[1:] - sums[0] + np.uint64(digest)) & np.uint64(_MASK)).astype(np.int64)
+        sums = np.asarray(plan.hash_sums)[row - plan.first_row :][: num_rows + 1]
+        return ((sums[1:] - sums[0] + np.uint64(digest)) & np.uint64(_DIGEST_MASK)).astype(np.int64)
 
     def check(self, epoch: int, row: int, digest: int) -> None:
         """Raise ``DataStateError`` if the rows that were read are not the first ``row`` rows of the epoch."""
@@ -51,8 +51,8 @@ class Proof:
         size = rows.size(epoch)
         stop = row - row % rows.width if row < size else size  # rows of whole windows, whose order does not matter
         row_chunks = (rows.unshuffled_rows(epoch, start, min(start + _CHUNK, stop)) for start in range(0, stop, _CHUNK))
-        expected_digest = sum(_sum(rows.to_epoch_rows(epoch, chunk)) for chunk in row_chunks)
-        if self.read(expected_digest & _MASK, epoch, stop, row - stop) != digest:
+        expected_digest = sum(_sum_of_hashes(rows.to_epoch_rows(epoch, chunk)) for chunk in row_chunks)
+        if self.read(expected_digest & _DIGEST_MASK, epoch, stop, row - stop) != digest:
             raise DataStateError(
                 f"{source.name}, logical shard {shard.index} of {shard.num_logical_shards}: the rows that were delivered in "
                 f"epoch {epoch} are not the first {row} of the {size} that it owns: some were lost or repeated since the epoch "
@@ -61,14 +61,14 @@ class Proof:
             )
 
 
-def running_sums(rows: Ints) -> memoryview:
+def running_hash_sums(rows: Ints) -> memoryview:
     """Return ``uint64[n + 1]``: item i is the digest of the first i rows; differences are the digests of other runs of rows."""
     sums = np.zeros(len(rows) + 1, dtype=np.uint64)
     np.cumsum(_hashes(rows), out=sums[1:])
     return sums.data
 
 
-def _sum(rows: Ints) -> int:
+def _sum_of_hashes(rows: Ints) -> int:
     return int(_hashes(rows).sum(dtype=np.uint64))
 
 

@@ -12,9 +12,9 @@ from weakref import ref
 import numpy as np
 
 from rescale_data.nodes.reading.blocklist import Blocklist
-from rescale_data.nodes.reading.epochs import EpochView, ShardEpochs, whole_source
+from rescale_data.nodes.reading.epochs import EpochView, ShardEpochs, whole_source_views
 from rescale_data.nodes.reading.gather import rows_around
-from rescale_data.nodes.reading.proof import running_sums
+from rescale_data.nodes.reading.proof import running_hash_sums
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.order import (
     FragmentOrder,
@@ -32,22 +32,22 @@ from rescale_data.state import Ints
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
-DEFAULT_WINDOW = 1024
+DEFAULT_WINDOW_ROWS = 1024
 _NO_SUMS = memoryview(b"")
-_PLAN_OVERHEAD = 900  # bytes of a cached plan beside its arrays, and of the objects that its reader keeps as long
+_PLAN_OVERHEAD_BYTES = 900  # bytes of a cached plan beside its arrays, and of the objects that its reader keeps as long
 reader_numbers = itertools.count()
 """Numbers for readers; readers of several shards that differ in the shard alone share one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(OnEvict):
+class WindowPlan(OnEvict):
     """Row numbers of the source for one window of a logical shard, in the order in which they are read.
 
     Args:
         epoch: The epoch.
         first_row: The shard's row at which the plan begins.
         rows: ``int64[n]``, rows of the source.
-        sums: `running_sums` of the rows, if `Shard.verify` is set; else empty.
+        hash_sums: `running_hash_sums` of the rows, if `Shard.verify` is set; else empty.
         next_unblocked: `Blocklist.next_unblocked` of the rows, if some of them are left out.
         reader: The reader, if it still exists: its `drop_order` is called when the cache drops the plan. The cache keeps
             neither the reader nor its source alive.
@@ -56,7 +56,7 @@ class Plan(OnEvict):
     epoch: int
     first_row: int
     rows: Ints
-    sums: memoryview
+    hash_sums: memoryview
     next_unblocked: memoryview | None
     reader: ref[Reader] | None
 
@@ -64,9 +64,9 @@ class Plan(OnEvict):
     def nbytes(self) -> int:
         return (
             self.rows.nbytes
-            + self.sums.nbytes
+            + self.hash_sums.nbytes
             + (0 if self.next_unblocked is None else self.next_unblocked.nbytes)
-            + _PLAN_OVERHEAD
+            + _PLAN_OVERHEAD_BYTES
         )
 
     def unblocked_rows(self, index: int, num_rows: int) -> list[int]:
@@ -79,7 +79,7 @@ class Plan(OnEvict):
             index += 1
         return rows
 
-    def evicted(self) -> None:
+    def handle_eviction(self) -> None:
         reader = None if self.reader is None else self.reader()
         if reader is not None:
             reader.drop_order()
@@ -99,7 +99,7 @@ class ShardRows(ShardEpochs):
     """
 
     __slots__ = (
-        "_blocklist", "_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key", "farthest", "is_full",
+        "_blocklist", "_last_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key", "farthest", "is_full",
         "window",
     )  # fmt: skip
 
@@ -114,16 +114,16 @@ class ShardRows(ShardEpochs):
         number: int = -1,
         blocklist: Blocklist | None = None,
     ) -> None:
-        steps = GlobalBatchOrder(**_sizes_of(shard, shuffle)) if by_global_batch else None
-        super().__init__(shard, views or whole_source(source.num_rows), steps)
+        steps = GlobalBatchOrder(**_global_batch_args(shard, shuffle)) if by_global_batch else None
+        super().__init__(shard, views or whole_source_views(source.num_rows), steps)
         self._source, self._blocklist = source, blocklist
         self.is_full = shuffle is True and source.fragments is None
-        self.window = 0 if self.is_full else _window(shuffle)
+        self.window = 0 if self.is_full else _to_window_rows(shuffle)
         self._source_key = owner_of(source)
         self._plan_key = (self._source_key, "plan", next(reader_numbers) if number < 0 else number, shard.index)
-        self._epoch, self._size = -1, 0  # the last epoch given to `size`, and its size
+        self._last_epoch, self._size = -1, 0  # the last epoch given to `size`, and its size
         self.farthest = 0  # the last epoch that was read
-        self._plan: Plan | None = None
+        self._plan: WindowPlan | None = None
         self._reader = None if reader is None else ref(reader)
 
     @property
@@ -132,30 +132,30 @@ class ShardRows(ShardEpochs):
         return self.order(0).width
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
-        range_index = self.range_number(epoch, self.shard.index if shard < 0 else shard)
-        return _order(*self.round_args(self.view(epoch)), range_index, self.window, self.is_full, self.steps)
+        range_index = self.shard_range_index(epoch, self.shard.index if shard < 0 else shard)
+        return _shard_order(*self.round_args(self.view(epoch)), range_index, self.window, self.is_full, self.steps)
 
     def size(self, epoch: int) -> int:
         """Return the number of rows of the shard in an epoch."""
-        if epoch != self._epoch:
-            self._epoch, self._size = epoch, self.order(epoch).size
+        if epoch != self._last_epoch:
+            self._last_epoch, self._size = epoch, self.order(epoch).size
             self.farthest = max(self.farthest, epoch)
         return self._size
 
-    def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
+    def plan(self, epoch: int, row: int) -> tuple[WindowPlan, bool]:
         """Return the plan of the window around ``row``, and true if this call has computed it."""
         plan = self.cached_plan(epoch, row)
         if plan is not None:
             return plan, False
         rows = self.window_rows(epoch, row)
-        sums = running_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_SUMS
+        sums = running_hash_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_SUMS
         next_unblocked = None if self._blocklist is None else self._blocklist.next_unblocked(rows)
-        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, next_unblocked, self._reader)
+        plan = WindowPlan(epoch, self.order(epoch).window_bounds(row)[0], rows, sums, next_unblocked, self._reader)
         cache().put(self._plan_key, plan)
         self._plan = plan  # until the cache drops it: then the reader drops this object too
         return plan, True
 
-    def cached_plan(self, epoch: int, row: int) -> Plan | None:
+    def cached_plan(self, epoch: int, row: int) -> WindowPlan | None:
         """Return the last computed plan if it holds a row of an epoch, else `None`."""
         plan = self._plan
         if plan is not None and plan.epoch == epoch and 0 <= row - plan.first_row < len(plan.rows):
@@ -165,32 +165,32 @@ class ShardRows(ShardEpochs):
     @property
     def plan_bytes(self) -> int:
         """Approximate size in bytes of the plan of one logical shard in the cache."""
-        return _PLAN_OVERHEAD + min(self.width, self.order(0).size) * 8 * (1 + self.shard.verify)
+        return _PLAN_OVERHEAD_BYTES + min(self.width, self.order(0).size) * 8 * (1 + self.shard.verify)
 
     def window_rows(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Return the row numbers of the source in the window around ``row`` of a shard, in the order of reading."""
         order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
         if self.is_full and num_rows < self.shard.num_logical_shards:
-            return self._round_order(num_rows, self.shuffle_key(epoch))[order.virtual(*order.span(row))]
+            return self._round_order(num_rows, self.shuffle_key(epoch))[order.virtual(*order.window_bounds(row))]
         return rows_around(order, self.shuffle_key(epoch), row, self.fragments(epoch))
 
-    def _round_order(self, num_rows: int, number: int) -> Ints:
+    def _round_order(self, num_rows: int, round_number: int) -> Ints:
         """Return all rows of a source with fewer rows than shards, in the order of a round (N epochs for N shards)."""
-        cache_key = (self._source_key, "few", self.shard.seed, num_rows, number)
+        cache_key = (self._source_key, "few", self.shard.seed, num_rows, round_number)
         all_rows = np.arange(num_rows, dtype=np.int64)
-        return cache().make(cache_key, lambda: encipher(all_rows, num_rows, "full", self.shard.seed, number))
+        return cache().make(cache_key, lambda: encipher(all_rows, num_rows, "full", self.shard.seed, round_number))
 
     def windows(self, epoch: int, row: int) -> Iterator[Ints]:
         """Yield the row numbers of the source that the shard reads from ``row`` of an epoch on, one window at a time."""
         while row < self.size(epoch):
-            first_row, stop_row = self.order(epoch).span(row)
+            first_row, stop_row = self.order(epoch).window_bounds(row)
             yield self.window_rows(epoch, row)[row - first_row :]
             row = stop_row
 
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Return the fragments of the source that hold the rows of the window around ``row`` of a shard."""
         fragments, order = self._source.fragments, self.order(epoch, shard)
-        virtual_rows = order.virtual(*order.span(row))
+        virtual_rows = order.virtual(*order.window_bounds(row))
         if fragments is None or not len(virtual_rows):
             return []
         start, stop = int(virtual_rows[0]), int(virtual_rows[-1]) + 1
@@ -203,13 +203,13 @@ class ShardRows(ShardEpochs):
     def next_window(self, epoch: int, row: int) -> tuple[int, int]:
         """Return the epoch and row at which the window after the window of ``row`` begins."""
         order = self.order(epoch)  # not `size`: the window is not read yet
-        stop_row = order.span(row)[1]
+        stop_row = order.window_bounds(row)[1]
         return (epoch, stop_row) if stop_row < order.size else (self.next_epoch(epoch), 0)
 
     def ends(self, epoch: int, row: int) -> list[int]:
         """Return the first and last row of the source in the window after ``row``'s window; none at the end of the epoch."""
         order = self.order(epoch)
-        return order.ends(order.span(row)[1], self.fragments(epoch))
+        return order.ends(order.window_bounds(row)[1], self.fragments(epoch))
 
     def unshuffled_rows(self, epoch: int, first_row: int, stop: int, shard: int = -1) -> Ints:
         """Return the rows of the source for rows ``first_row .. stop - 1`` of a shard, before windows are permuted."""
@@ -230,7 +230,7 @@ class ShardRows(ShardEpochs):
         shard_sizes, shards_and_rows = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
         for shard in np.flatnonzero(shard_sizes).tolist():
             shard_rows = np.flatnonzero(np.isin(self.unshuffled_rows(epoch, 0, int(shard_sizes[shard]), shard), rows))
-            for first_row in sorted({self.order(epoch, shard).span(row)[0] for row in shard_rows.tolist()}):
+            for first_row in sorted({self.order(epoch, shard).window_bounds(row)[0] for row in shard_rows.tolist()}):
                 indices = np.flatnonzero(np.isin(self.window_rows(epoch, first_row, shard), rows))
                 shards_and_rows += [(shard, first_row + row) for row in indices.tolist()]
         return shards_and_rows
@@ -240,7 +240,7 @@ class ShardRows(ShardEpochs):
         if self._source.fragments is None or self.steps is not None:
             return None
         shard = self.shard.index if shard < 0 else shard
-        range_shift = self.range_number(epoch, shard) - shard
+        range_shift = self.shard_range_index(epoch, shard) - shard
         order, fragments_hash = self.fragments(epoch), self.view(epoch).fragments_hash
         return ShardShare(
             self.shard, epoch, self._source.fragments, order, self._source_key, shard, range_shift, fragments_hash
@@ -265,13 +265,13 @@ class ShardRows(ShardEpochs):
 
 
 @lru_cache(maxsize=1024)
-def _order(
+def _shard_order(
     num_rows: int,
     num_logical_shards: int,
     seed: int,
     range_index: int,
     window: int,
-    full: bool,
+    permutes_all_rows: bool,
     steps: GlobalBatchOrder | None,
 ) -> ShardOrder:
     return ShardOrder(
@@ -280,7 +280,7 @@ def _order(
         num_logical_shards=num_logical_shards,
         seed=seed,
         window=window,
-        full=full,
+        full=permutes_all_rows,
         steps=steps,
     )
 
@@ -288,11 +288,11 @@ def _order(
 def check_order(shard: Shard, shuffle: bool | int, by_global_batch: bool) -> None:
     """Raise ``ValueError`` if ``shuffle`` is no valid window, or does not fit ``by_global_batch`` and the shard."""
     if by_global_batch:
-        _sizes_of(shard, shuffle)
-    _window(shuffle)
+        _global_batch_args(shard, shuffle)
+    _to_window_rows(shuffle)
 
 
-def _sizes_of(shard: Shard, shuffle: bool | int) -> dict[str, int]:
+def _global_batch_args(shard: Shard, shuffle: bool | int) -> dict[str, int]:
     if shuffle is not False or shard.repeat:
         raise ValueError(
             f"by_global_batch=True with shuffle={shuffle!r}, repeat={shard.repeat}: the order of the source is that of one "
@@ -301,9 +301,9 @@ def _sizes_of(shard: Shard, shuffle: bool | int) -> dict[str, int]:
     return {"num_logical_shards": shard.num_logical_shards, "global_batch_size": shard.global_batch_size}
 
 
-def _window(shuffle: bool | int) -> int:
+def _to_window_rows(shuffle: bool | int) -> int:
     if isinstance(shuffle, bool):
-        return DEFAULT_WINDOW if shuffle else 0
+        return DEFAULT_WINDOW_ROWS if shuffle else 0
     if not isinstance(shuffle, int | np.integer) or shuffle < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"shuffle={shuffle!r}: give True, False for the files' order, or the window in rows (at least 1)."

@@ -22,8 +22,8 @@ class ShardShare:
         epoch: The epoch.
         fragments: ``int64[F + 1]``, the first row of each fragment of the source, and the end.
         order: Order of the fragments in this epoch; `None` for the order of the source.
-        source: Key of the source, under which the shards of this process are registered.
-        index: The logical shard that reads.
+        source_key: Key of the source, under which the shards of this process are registered.
+        shard_index: The logical shard that reads.
         range_shift: Number of places by which the ranges of all shards have moved in this epoch, see `rescale_data.rounds`.
         fragments_hash: See `EpochView`.
     """
@@ -34,19 +34,19 @@ class ShardShare:
         epoch: int,
         fragments: Ints,
         order: FragmentOrder | None,
-        source: int,
-        index: int,
+        source_key: int,
+        shard_index: int,
         range_shift: int,
         fragments_hash: int = 0,
     ) -> None:
-        self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source
-        self._index, self._range_shift, self._fragments_hash = index, range_shift, fragments_hash
+        self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source_key
+        self._shard_index, self._range_shift, self._fragments_hash = shard_index, range_shift, fragments_hash
         self._num_rows = int(fragments[-1] if order is None else order.virtual[-1])
         self._virtual_starts: dict[int, int] = {}
 
     @property
     def key(self) -> Hashable:
-        return self._key(self._index)
+        return self._key(self._shard_index)
 
     def cuts(self, fragment: int) -> list[RowRange]:
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
@@ -57,13 +57,13 @@ class ShardShare:
         starts = shard_starts(np.arange(num_shards + 1), self._num_rows, num_shards)
         first_range = int(np.searchsorted(starts, begin, side="right")) - 1
         stop_range = int(np.searchsorted(starts, begin + num_rows, side="left"))
-        served = set(served_shards(self._source, num_shards)) | {self._index}
+        served_indices = set(served_shards(self._source, num_shards)) | {self._shard_index}
         row_ranges: list[RowRange] = []
         for index in range(first_range, stop_range):
             start = max(int(starts[index]) - begin, 0)
             stop = min(int(starts[index + 1]) - begin, num_rows)
             shard = (index - self._range_shift) % num_shards
-            if shard in served and stop > start:
+            if shard in served_indices and stop > start:
                 row_ranges.append(RowRange(self._key(shard), start, stop))
         return row_ranges
 
@@ -72,7 +72,7 @@ class ShardShare:
         if start is None:
             start = self._virtual_starts[fragment] = self._virtual_start(fragment)
         num_shards = self._shard.num_logical_shards
-        index = (self._index + self._range_shift) % num_shards
+        index = (self._shard_index + self._range_shift) % num_shards
         begin, end = index * self._num_rows // num_shards - start, (index + 1) * self._num_rows // num_shards - start
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
         return RowRange(self.key, max(begin, 0), min(end, num_rows))

@@ -21,7 +21,7 @@ from rescale_data.state import Ints
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
-class Kept(Protocol):
+class MemoryOwner(Protocol):
     """An object that owns the memory of an array, with its size in bytes."""
 
     @property
@@ -133,7 +133,8 @@ class Spans:
     epoch begins or other weights take effect. A mark has no token, no bos and no eos.
 
     Args:
-        arrays: Arrays of integers, 1-D and contiguous, of any dtypes; read-only (`plain`). They live as long as the spans.
+        arrays: Arrays of integers, 1-D and contiguous, of any dtypes; read-only (`as_native_array`). They live as
+            long as the spans.
         array, start, length: ``int64[D]``.
         moves: The moves by each document of the position from which they were read.
         keeps: For each array, the object that owns its memory, and that has to stay; `None` if the array owns it itself.
@@ -145,7 +146,7 @@ class Spans:
     start: Ints
     length: Ints
     moves: PositionUpdates
-    keeps: tuple[Kept | None, ...]
+    keeps: tuple[MemoryOwner | None, ...]
     provenance: tuple[str, ...] | None = None
 
     @staticmethod
@@ -153,7 +154,7 @@ class Spans:
         """Return a `Spans` that holds a single document, whose tokens are the whole of ``array``."""
         zero = np.zeros(1, dtype=np.int64)
         provenances = None if provenance is None else (provenance,)
-        return Spans((plain(array),), zero, zero, np.array([len(array)]), moves, (None,), provenances)
+        return Spans((as_native_array(array),), zero, zero, np.array([len(array)]), moves, (None,), provenances)
 
     @staticmethod
     def mark(earlier: memoryview, later: memoryview) -> Spans:
@@ -168,7 +169,7 @@ class Spans:
         Their moves are in one row, or are shifted by their first slots if these are given (`PositionUpdates.shifted`).
         """
         if len(all_spans) <= 1 and not any(first_slots):
-            return all_spans[0] if all_spans else EMPTY
+            return all_spans[0] if all_spans else EMPTY_SPANS
         document_counts = [len(spans.length) for spans in all_spans]
         array = np.concatenate([spans.array for spans in all_spans])
         first_array = np.repeat(np.cumsum([0, *[len(spans.arrays) for spans in all_spans[:-1]]]), document_counts)
@@ -221,7 +222,7 @@ class Spans:
         num_bytes = sum({id(owner): owner.nbytes for owner in owners}.values())
         return num_bytes + 24 * len(self) + 16 * len(self.moves.slot)
 
-    def require_within(self) -> None:
+    def require_within_arrays(self) -> None:
         """Raise ``IndexError`` if a document reaches beyond its array."""
         array_sizes = np.array([*map(len, self.arrays), 0], dtype=np.int64)  # the last size is for marks
         index, last_index = self.array, len(self.arrays) - 1
@@ -230,22 +231,22 @@ class Spans:
             raise IndexError("a document reaches beyond its array, or lies in none")
 
     def views(self) -> list[memoryview]:
-        """Return a memory view of the tokens of each document, without the marks; errors as in `require_within`."""
+        """Return a memory view of the tokens of each document, without the marks; errors as in `require_within_arrays`."""
         all_ranges = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
         data, ranges = [array.data for array in self.arrays], [span for span in all_ranges if span[0] >= 0]
         if not all(0 <= start <= stop <= len(data[array]) for array, start, stop in ranges):  # NumPy is slower for few
-            self.require_within()
+            self.require_within_arrays()
         return [data[array][start:stop] for array, start, stop in ranges]
 
 
-def plain(array: npt.NDArray[Any]) -> TokenArray:
+def as_native_array(array: npt.NDArray[Any]) -> TokenArray:
     """Return the array in contiguous memory and native byte order; a copy only if needed."""
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
-_NONE = np.zeros(0, dtype=np.int64)
-NO_UPDATES = PositionUpdates(np.zeros(1, dtype=np.int64), _NONE, _NONE)
-UNLIMITED = 1 << 62
+_EMPTY_INTS = np.zeros(0, dtype=np.int64)
+NO_UPDATES = PositionUpdates(np.zeros(1, dtype=np.int64), _EMPTY_INTS, _EMPTY_INTS)
+UNLIMITED_DOCUMENTS = 1 << 62
 """Number of documents that means: all that are at hand."""
-EMPTY = Spans((), _NONE, _NONE, _NONE, NO_UPDATES, ())
+EMPTY_SPANS = Spans((), _EMPTY_INTS, _EMPTY_INTS, _EMPTY_INTS, NO_UPDATES, ())
 """Spans without a document."""

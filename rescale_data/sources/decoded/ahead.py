@@ -1,4 +1,4 @@
-"""`Ahead`: background threads that decode or fetch data before it is needed."""
+"""`BackgroundRunner`: background threads that decode or fetch data before it is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 
-class Ahead:
+class BackgroundRunner:
     """Runs functions in background threads before their results are needed.
 
     The work puts its result into the cache. Its errors are not raised here: a caller that misses the result does the work
@@ -23,12 +23,12 @@ class Ahead:
         self._pool: ThreadPoolExecutor | None = None
         self._futures: dict[Hashable, Future[Any]] = {}
         self._lock = threading.Lock()
-        self._stopped = False
+        self._is_stopped = False
 
     def begin(self, key: Hashable, work: Callable[[], Any]) -> None:
         """Submit a function to the threads, unless one with this key is queued or running, or `stop` was called."""
         with self._lock:
-            if key in self._futures or self._stopped:
+            if key in self._futures or self._is_stopped:
                 return
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="rescale_data")
@@ -44,25 +44,25 @@ class Ahead:
     def stop(self) -> None:
         """Cancel the queued functions that no thread has started, and accept no new ones."""
         with self._lock:
-            self._stopped = True
+            self._is_stopped = True
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-_FETCHING_THREADS = 16
+_NUM_FETCHING_THREADS = 16
 
-_ahead, _fetch_ahead = Ahead(1), Ahead(_FETCHING_THREADS)
+_ahead, _fetch_ahead = BackgroundRunner(1), BackgroundRunner(_NUM_FETCHING_THREADS)
 
 _exit_event = threading.Event()
 
 
-def ahead() -> Ahead:
-    """Return this process's `Ahead` for decoding, with one thread, because decoding keeps a core busy."""
+def decode_runner() -> BackgroundRunner:
+    """Return this process's `BackgroundRunner` for decoding, with one thread, because decoding keeps a core busy."""
     return _ahead
 
 
-def fetch_ahead() -> Ahead:
-    """Return this process's `Ahead` for requests over a network, with many threads, because they mostly wait."""
+def fetch_runner() -> BackgroundRunner:
+    """Return this process's `BackgroundRunner` for requests over a network, with many threads, because they mostly wait."""
     return _fetch_ahead
 
 
@@ -80,7 +80,7 @@ def _stop_all() -> None:
 def _reset_after_fork() -> None:
     """Replace the threads in a forked child, which has none, and the locks, which another thread may have held."""
     global _ahead, _fetch_ahead, _exit_event
-    _ahead, _fetch_ahead, _exit_event = Ahead(1), Ahead(_FETCHING_THREADS), threading.Event()
+    _ahead, _fetch_ahead, _exit_event = BackgroundRunner(1), BackgroundRunner(_NUM_FETCHING_THREADS), threading.Event()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

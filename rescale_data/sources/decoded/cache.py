@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
-DEFAULT_BYTES = 2**30
-_owners = itertools.count()
+DEFAULT_CACHE_BYTES = 2**30
+_owner_numbers = itertools.count()
 
 
 class Sized(Protocol):
@@ -23,22 +23,22 @@ class Sized(Protocol):
 
 
 class OnEvict:
-    """Base class of cached values whose method `evicted` is called when the cache evicts them for lack of room."""
+    """Base class of cached values whose method `handle_eviction` is called when the cache evicts them for lack of room."""
 
     __slots__ = ()
 
-    def evicted(self) -> None:
+    def handle_eviction(self) -> None:
         raise NotImplementedError
 
 
-class Derived:
+class DerivedValue:
     """Base class of cached values that are made from many others and are costly to make again: the cache evicts them last."""
 
     __slots__ = ()
 
 
-class Pinned(Derived):
-    """A `Derived` value to which its user keeps a reference, so that it is used without a look-up in the cache."""
+class UserHeldValue(DerivedValue):
+    """A `DerivedValue` value to which its user keeps a reference, so that it is used without a look-up in the cache."""
 
     __slots__ = ()
     dropped: Callable[[], None]
@@ -57,8 +57,8 @@ class Budgeted(Protocol):
 class Cache:
     """Thread-safe cache with a byte budget, which evicts the least recently used entry first.
 
-    A look-up takes the same time however many entries there are. `Derived` values are evicted last, as long as they take at
-    most half of the budget: fragments that pass through do not evict them. The budget is this process's part (`room_for`) of
+    A look-up takes the same time however many entries there are. `DerivedValue` values are evicted last, as long as they take
+    at most half of the budget: fragments that pass through do not evict them. The budget is this process's part (`room_for`) of
     the largest `cache_bytes` of the sources that are alive. One entry may be larger than the budget. It is kept while it is in
     use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is decoded once, and not once
     for each window.
@@ -67,13 +67,13 @@ class Cache:
     def __init__(self) -> None:
         self._entries: dict[Hashable, int] = {}  # sizes
         self._derived: OrderedDict[Hashable, Any] = OrderedDict()
-        self._ordinary: OrderedDict[Hashable, Any] = OrderedDict()
+        self._ordinary_values: OrderedDict[Hashable, Any] = OrderedDict()
         self._derived_bytes = 0
         self._keys_of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner at their beginning
         self._large_sizes: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
-        self._locks = weakref.WeakValueDictionary[Hashable, Any]()
+        self._lock_by_key = weakref.WeakValueDictionary[Hashable, Any]()
         self.nbytes = 0
         self._rank_budget = self._budget_of_large = -1  # not known; the second is the budget of `_large_sizes`
 
@@ -81,7 +81,7 @@ class Cache:
     def budget(self) -> int:
         with self._lock:
             if self._rank_budget < 0:
-                self._rank_budget = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
+                self._rank_budget = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_CACHE_BYTES)
             budget = self._rank_budget // num_processes()
             if budget != self._budget_of_large:
                 self._budget_of_large = budget
@@ -102,7 +102,7 @@ class Cache:
     def get(self, key: Hashable) -> Any:
         """Return the value at ``key``, or `None`."""
         with self._lock:
-            for entries in (self._ordinary, self._derived):
+            for entries in (self._ordinary_values, self._derived):
                 if key in entries:
                     entries.move_to_end(key)
                     return entries[key]
@@ -110,11 +110,11 @@ class Cache:
 
     def put(self, key: Hashable, value: Any) -> None:
         """Store ``value`` at ``key`` in place of an earlier value, and evict other entries if the budget is exceeded."""
-        size, is_derived = self._size_of(value), isinstance(value, Derived)
+        size, is_derived = self._size_of(value), isinstance(value, DerivedValue)
         with self._lock:
             self._pop(key)
             entries, keys = (
-                self._derived if is_derived else self._ordinary,
+                self._derived if is_derived else self._ordinary_values,
                 self._keys_of_owner.setdefault(_owner(key), {}),
             )
             self._entries[key], keys[key], entries[key] = (size, None, value)  # no call: Ctrl-C does not interrupt it
@@ -140,18 +140,18 @@ class Cache:
     def lock_for(self, key: Hashable) -> AbstractContextManager[Any]:
         """Return the lock for making the value at ``key``; all threads that ask for it while it is in use get the same one."""
         with self._lock:
-            return self._locks.setdefault(key, threading.RLock())
+            return self._lock_by_key.setdefault(key, threading.RLock())
 
     def forget(self, key: Hashable) -> None:
         """Remove the value at ``key``, if there is one."""
         with self._lock:
             self._pop(key)
 
-    def evict_next(self, key: Hashable) -> None:
+    def mark_for_eviction(self, key: Hashable) -> None:
         """Make the value at ``key`` the next one to be evicted, unless it is used again before."""
         with self._lock:
-            if key in self._ordinary:
-                self._ordinary.move_to_end(key, last=False)
+            if key in self._ordinary_values:
+                self._ordinary_values.move_to_end(key, last=False)
 
     def evict_to_budget(self) -> None:
         """Evict entries until the others fit into the budget, after it has become smaller."""
@@ -164,7 +164,7 @@ class Cache:
             for key in list(self._entries):
                 self._pop(key)
 
-    def drop(self, owner: int) -> None:
+    def drop_entries_of(self, owner: int) -> None:
         """Remove all entries of an owner: their key is a tuple that begins with ``owner``."""
         with self._lock:
             for key in list(self._keys_of_owner.get(owner, ())):
@@ -175,7 +175,7 @@ class Cache:
 
     def _pop(self, key: Hashable) -> Any:
         size = self._entries.pop(key, -1)
-        value = self._ordinary.pop(key, None)
+        value = self._ordinary_values.pop(key, None)
         if size >= 0:
             self.nbytes -= size
             self._large_sizes.pop(key, None)
@@ -186,7 +186,7 @@ class Cache:
             if value is None:
                 value = self._derived.pop(key)
                 self._derived_bytes -= size
-                if isinstance(value, Pinned):
+                if isinstance(value, UserHeldValue):
                     value.dropped()
         return value
 
@@ -195,21 +195,21 @@ class Cache:
         limit = max(budget, largest_size * 9 // 8)
         derived_limit = min(limit // 2, limit - largest_size)
         while self.nbytes > limit and len(self._entries) > 1:
-            if self._ordinary and (
+            if self._ordinary_values and (
                 self._derived_bytes <= derived_limit or (len(self._derived) == 1 and new_key in self._derived)
             ):
-                key = next(iter(self._ordinary))
+                key = next(iter(self._ordinary_values))
             else:
                 key = self._oldest_derived()
             value = self._pop(key)
             if isinstance(value, OnEvict):
-                value.evicted()
+                value.handle_eviction()
 
     def _oldest_derived(self) -> Hashable:
-        """Return the key of the least recently used `Derived` value, the next one to evict."""
+        """Return the key of the least recently used `DerivedValue` value, the next one to evict."""
         while True:
             key, value = next(iter(self._derived.items()))
-            if not (isinstance(value, Pinned) and value.was_used()):
+            if not (isinstance(value, UserHeldValue) and value.was_used()):
                 return key
             self._derived.move_to_end(key)
 
@@ -218,28 +218,28 @@ def _owner(key: Hashable) -> Hashable:
     return key[0] if isinstance(key, tuple) else None
 
 
-class Handles(Cache):
+class OpenFileCache(Cache):
     """Open files of a process, as many as the limit; the least recently used one is closed first.
 
     A thread that still reads a file that was dropped here holds a reference to it, and can finish.
     """
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(self, max_files: int = 64) -> None:
         super().__init__()
-        self._limit = limit
+        self._max_files = max_files
 
     @property
     def budget(self) -> int:
-        return self._limit
+        return self._max_files
 
     def _size_of(self, value: Any) -> int:
         return 1
 
 
 _cache = Cache()
-_handles = Handles()
-_owner_of: dict[int, int] = {}
-_by_owner: list[dict[int, Any]] = []
+_handles = OpenFileCache()
+_owner_by_object_id: dict[int, int] = {}
+_dicts_by_owner: list[dict[int, Any]] = []
 _other_processes: dict[int, int] = {}  # numbers of processes that share the budget, by group
 
 
@@ -248,8 +248,8 @@ def cache() -> Cache:
     return _cache
 
 
-def handles() -> Handles:
-    """Return the `Handles` of this process, which keep the files that its sources read open."""
+def open_files() -> OpenFileCache:
+    """Return the `OpenFileCache` of this process, which keep the files that its sources read open."""
     return _handles
 
 
@@ -258,18 +258,18 @@ def room_for(source: Budgeted) -> int:
     return source.cache_bytes // num_processes()
 
 
-def share_with(key: int, num_others: int) -> None:
+def share_budget_with(group_key: int, num_other_processes: int) -> None:
     """Share the budget with other processes of this rank, in equal parts; evict what no longer fits into this process's part.
 
     Args:
-        key: Number of a group of processes, such as the workers of one loader.
-        num_others: Number of processes in the group; 0 when they have ended.
+        group_key: Number of a group of processes, such as the workers of one loader.
+        num_other_processes: Number of processes in the group; 0 when they have ended.
     """
-    if num_others:
-        _other_processes[key] = num_others
+    if num_other_processes:
+        _other_processes[group_key] = num_other_processes
         _cache.evict_to_budget()
     else:  # without a lock: a finalizer in a thread that has the cache's may wait for the caller
-        _other_processes.pop(key, None)
+        _other_processes.pop(group_key, None)
 
 
 def num_processes() -> int:
@@ -283,34 +283,34 @@ def owner_of(value: object) -> int:
     Raises:
         TypeError: The object cannot have a weak reference, such as a list.
     """
-    owner = _owner_of.get(id(value))
+    owner = _owner_by_object_id.get(id(value))
     if owner is None:
         weakref.ref(value)  # raises TypeError, before anything is kept
-        new_owner = next(_owners)
-        owner = _owner_of.setdefault(id(value), new_owner)  # another thread may ask at the same moment
+        new_owner = next(_owner_numbers)
+        owner = _owner_by_object_id.setdefault(id(value), new_owner)  # another thread may ask at the same moment
         if owner == new_owner:
             weakref.finalize(value, _remove_entries, id(value)).atexit = False
     return owner
 
 
-def by_owner() -> dict[int, Any]:
+def new_dict_by_owner() -> dict[int, Any]:
     """Return a new dict whose keys are numbers of `owner_of`; an entry is removed when its object is garbage-collected."""
-    _by_owner.append({})
-    return _by_owner[-1]
+    _dicts_by_owner.append({})
+    return _dicts_by_owner[-1]
 
 
 def _remove_entries(object_id: int) -> None:
-    owner = _owner_of.pop(object_id)
-    for values_by_owner in _by_owner:
+    owner = _owner_by_object_id.pop(object_id)
+    for values_by_owner in _dicts_by_owner:
         values_by_owner.pop(owner, None)
-    _cache.drop(owner)
-    _handles.drop(owner)
+    _cache.drop_entries_of(owner)
+    _handles.drop_entries_of(owner)
 
 
 def _reset_after_fork() -> None:
     """Replace cache and open files in a forked child: a lock may be held there, and open files would share their offset."""
     global _cache, _handles
-    _cache, _handles = Cache(), Handles()
+    _cache, _handles = Cache(), OpenFileCache()
     _other_processes.clear()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as kinds
 
-from rescale_data.errors import require
+from rescale_data.errors import require_type
 from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.bad_row import NullValueError
 from rescale_data.sources.source import Tokens
@@ -99,7 +99,7 @@ def token_lists(array: ArrowArray) -> Tokens:
     """Return a column of lists of integers as flat values and offsets; `NullValueError` with the row of the first null."""
     lists = flat_lists(array)
     if lists is None:
-        raise NullValueError(_first_null(array))
+        raise NullValueError(_first_null_row(array))
     return lists
 
 
@@ -134,7 +134,7 @@ def _flatten_chunk(chunk: Any) -> Tokens | None:
     return Tokens(values.to_numpy(zero_copy_only=False), offsets)
 
 
-def _first_null(array: ArrowArray) -> int:
+def _first_null_row(array: ArrowArray) -> int:
     return next(i for i, scalar in enumerate(array) if not scalar.is_valid or scalar.values.null_count)
 
 
@@ -163,7 +163,7 @@ def chosen_columns(columns: Sequence[str] | None) -> list[str] | None:
     """Return the argument ``columns`` of a source as a list, or `None` for all; raise an error if it is no list of names."""
     if columns is None:
         return None
-    require(Iterable, "a list with at least one name", columns=columns)
+    require_type(Iterable, "a list with at least one name", columns=columns)
     column_names: list[object] = [] if isinstance(columns, str) else [*columns]
     if not column_names or not all(isinstance(name, str) for name in column_names):
         raise TypeError(f"columns={columns!r}: give a list with at least one name, or None for all columns.")

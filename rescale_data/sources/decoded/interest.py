@@ -8,15 +8,15 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rescale_data.sources.decoded.cache import by_owner, owner_of, room_for
+from rescale_data.sources.decoded.cache import new_dict_by_owner, owner_of, room_for
 from rescale_data.sources.source import Described, Source
 
-BLOCK_PARTS = 8
+PARTS_PER_BLOCK = 8
 """Number of parts of a block of copied documents. The memory of a part is freed when all of its documents were read."""
-_LEAST_BLOCK = 2**16
+_MIN_BLOCK_BYTES = 2**16
 
 
-class Interest(NamedTuple):
+class LoaderDemand(NamedTuple):
     """The logical shards and sources that one loader, or all loaders of this process, read in turn with a given source.
 
     Args:
@@ -30,89 +30,89 @@ class Interest(NamedTuple):
     needed: int
 
 
-_interest_by_reader: dict[int, dict[int, Interest]] = by_owner()
-_total_interest: dict[int, Interest] = by_owner()
-_readers: set[int] = set()
-_warned: dict[int, bool] = by_owner()
+_interest_by_reader: dict[int, dict[int, LoaderDemand]] = new_dict_by_owner()
+_total_interest: dict[int, LoaderDemand] = new_dict_by_owner()
+_reader_ids: set[int] = set()
+_warned_owners: dict[int, bool] = new_dict_by_owner()
 _log = logging.getLogger("rescale_data")
 
 
-def serve(reader: object, sources: Iterable[Described], shards: Sequence[int]) -> None:
+def record_served_shards(reader: object, sources: Iterable[Described], shards: Sequence[int]) -> None:
     """Record that ``reader`` reads these shards of the sources in turn.
 
-    The record holds until ``reader`` is garbage-collected, or calls this again or `withdraw`.
+    The record holds until ``reader`` is garbage-collected, or calls this again or `withdraw_reader`.
     """
     served_sources, reader_id = list(sources), id(reader)
-    if reader_id not in _readers:
-        _readers.add(reader_id)
+    if reader_id not in _reader_ids:
+        _reader_ids.add(reader_id)
         weakref.finalize(reader, _remove_reader, reader_id).atexit = False
-    needed = sum(_bytes_needed_by(source, len(shards)) for source in served_sources)
+    needed_bytes = sum(_bytes_needed_by(source, len(shards)) for source in served_sources)
     for source in served_sources:
         owner = owner_of(source)
-        _interest_by_reader.setdefault(owner, {})[reader_id] = Interest(shards, len(served_sources), needed)
+        _interest_by_reader.setdefault(owner, {})[reader_id] = LoaderDemand(shards, len(served_sources), needed_bytes)
         _update_total(owner)
 
 
-def withdraw(reader: object) -> None:
+def withdraw_reader(reader: object) -> None:
     """Remove the record of ``reader``: other readers divide the cache until it calls `serve` again."""
     _remove_interest(id(reader))
 
 
-def _remove_reader(reader: int) -> None:
-    _readers.discard(reader)
-    _remove_interest(reader)
+def _remove_reader(reader_id: int) -> None:
+    _reader_ids.discard(reader_id)
+    _remove_interest(reader_id)
 
 
-def _remove_interest(reader: int) -> None:
+def _remove_interest(reader_id: int) -> None:
     for owner in list(_interest_by_reader):  # a copy: the collector may end another reader meanwhile
-        if _interest_by_reader.get(owner, {}).pop(reader, None) is not None:
+        if _interest_by_reader.get(owner, {}).pop(reader_id, None) is not None:
             _update_total(owner)
 
 
-def _update_total(source: int) -> None:
+def _update_total(source_key: int) -> None:
     # A loader without shards does not count: its rank may have no row left to serve.
-    all_interests = list(_interest_by_reader.get(source, {}).values())  # a copy, see `_remove_interest`
+    all_interests = list(_interest_by_reader.get(source_key, {}).values())  # a copy, see `_remove_interest`
     interests = [interest for interest in all_interests if interest.shards]
-    _total_interest.pop(source, None)
+    _total_interest.pop(source_key, None)
     if interests:
         shards = [shard for interest in interests for shard in interest.shards]
-        _total_interest[source] = Interest(
+        _total_interest[source_key] = LoaderDemand(
             shards, max(interest.sources for interest in interests), sum(interest.needed for interest in interests)
         )
 
 
 def _reset_after_fork() -> None:
     """Clear the records of loaders in a forked child: the loaders are the parent's."""
-    for records in (_interest_by_reader, _total_interest, _readers):
+    for records in (_interest_by_reader, _total_interest, _reader_ids):
         records.clear()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def served_shards(source: int, num_logical_shards: int) -> Sequence[int]:
+def served_shards(source_key: int, num_logical_shards: int) -> Sequence[int]:
     """Return the logical shards of a source that the loaders of this process read; all shards if there is no loader.
 
     Args:
-        source: Key of the source, see `owner_of`.
+        source_key: Key of the source, see `owner_of`.
         num_logical_shards: Number of all shards.
 
     Returns:
         One entry for each loader that serves a shard.
     """
-    interest = _total_interest.get(source)
+    interest = _total_interest.get(source_key)
     return range(num_logical_shards) if interest is None else interest.shards
 
 
-def beside(source: int) -> tuple[int, int]:
+def num_sources_and_shards(source_key: int) -> tuple[int, int]:
     """Return two counts: the sources, this one included, and the shards that this process reads in turn.
 
     They are (1, 1) without a loader. A shard counts once for each loader that reads it.
 
     Args:
-        source: Key of the source, see `owner_of`.
+        source_key: Key of the source, see `owner_of`.
     """
-    interest = _total_interest.get(source)
+    interest = _total_interest.get(source_key)
     return (1, 1) if interest is None else (interest.sources, len(interest.shards))
 
 
@@ -125,12 +125,12 @@ def room_for_block(source: Source) -> int:
     Returns:
         Bytes; 0 if the cache has room for all fragments, or if a block would be too small to pay.
     """
-    num_sources, num_shards = beside(owner_of(source))
+    num_sources, num_shards = num_sources_and_shards(owner_of(source))
     num_fragments = 0 if source.fragments is None else len(source.fragments) - 1
     room = room_for(source)
-    block_bytes = (room - source.fragment_bytes) * BLOCK_PARTS // ((BLOCK_PARTS + 1) * num_sources * num_shards)
+    block_bytes = (room - source.fragment_bytes) * PARTS_PER_BLOCK // ((PARTS_PER_BLOCK + 1) * num_sources * num_shards)
     all_fit = num_sources * num_fragments * source.fragment_bytes <= room
-    return 0 if all_fit or block_bytes < _LEAST_BLOCK else block_bytes
+    return 0 if all_fit or block_bytes < _MIN_BLOCK_BYTES else block_bytes
 
 
 def bytes_needed(source: Source, num_shards: int) -> int:
@@ -149,29 +149,29 @@ def _bytes_needed_by(source: Described, num_shards: int) -> int:
 
 
 def warn_if_thrashing(
-    sources: Iterable[Described], owned_shards: int, beside: int = 0, *, num_workers: int = 0
+    sources: Iterable[Described], num_owned_shards: int, beside: int = 0, *, num_workers: int = 0
 ) -> None:
     """Warn, once, if the processes of a rank visit more fragments in turn than the cache holds, over all sources.
 
     Args:
         sources: The sources; the ones without fragments do not count.
-        owned_shards: Number of logical shards that the rank runs.
+        num_owned_shards: Number of logical shards that the rank runs.
         beside: Bytes that the cache keeps for each of these shards, in addition to fragments.
         num_workers: Number of worker processes. Each takes an equal part of the shards. Each of them, and the trainer's
             process, has an equal part of the cache.
     """
-    num_shards = -(-owned_shards // max(1, num_workers))
+    num_shards = -(-num_owned_shards // max(1, num_workers))
     fragmented = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
     rows_per_fragment = [
         source.num_rows // max(1, len(bounds) - 1) for source in fragmented if (bounds := source.fragments) is not None
     ]
     decodes_per_epoch = max(rows_per_fragment, default=0)
     needed = (1 + num_workers) * (sum(_bytes_needed_by(src, num_shards) for src in fragmented) + num_shards * beside)
-    room = max((source.cache_bytes + source.cache_dir_bytes for source in fragmented), default=0)
+    room_bytes = max((source.cache_bytes + source.cache_dir_bytes for source in fragmented), default=0)
     owners = {owner_of(source) for source in fragmented}
-    if needed <= room or decodes_per_epoch < 2 or owners <= _warned.keys():
+    if needed <= room_bytes or decodes_per_epoch < 2 or owners <= _warned_owners.keys():
         return
-    _warned.update(dict.fromkeys(owners, True))
+    _warned_owners.update(dict.fromkeys(owners, True))
     name = fragmented[0].name if len(fragmented) == 1 else f"{len(fragmented)} sources, {fragmented[0].name} among them"
     median_bytes = sorted(source.fragment_bytes for source in fragmented)[len(fragmented) // 2]
     _log.warning(
@@ -181,5 +181,5 @@ def warn_if_thrashing(
         "rows; less under a TokenPacker, which takes many at a visit). "
         "Give cache_bytes=%d, or cache_dir=, a local folder with as much room, run fewer shards in a rank (a smaller "
         "num_logical_shards, more ranks), or write smaller row groups or record batches.",
-        name, owned_shards, median_bytes, needed, room, decodes_per_epoch, needed,
+        name, num_owned_shards, median_bytes, needed, room_bytes, decodes_per_epoch, needed,
     )  # fmt: skip

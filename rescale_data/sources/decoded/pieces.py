@@ -41,18 +41,18 @@ class Share(Protocol):
         ...
 
 
-class Piece(OnEvict):
+class FragmentPiece(OnEvict):
     """Some rows of a fragment as an Arrow IPC stream, the same bytes in memory and on disk.
 
     Args:
-        data: The stream.
-        start: Row of the fragment at which the piece begins.
+        stream_bytes: The stream.
+        first_row: Row of the fragment at which the piece begins.
         on_evict: Called with the stream when the cache evicts the piece.
     """
 
-    def __init__(self, data: ArrowBuffer, start: int, on_evict: Callable[[ArrowBuffer], None]) -> None:
-        self._data, self.start, self._on_evict = data, start, on_evict
-        self.nbytes: int = data.size
+    def __init__(self, stream_bytes: ArrowBuffer, first_row: int, on_evict: Callable[[ArrowBuffer], None]) -> None:
+        self._stream_bytes, self.start, self._on_evict = stream_bytes, first_row, on_evict
+        self.nbytes: int = stream_bytes.size
 
     @cached_property
     def rows(self) -> Fragment:
@@ -64,11 +64,11 @@ class Piece(OnEvict):
         lists = token_lists(self._table().column(0))
         return Tokens(lists.values, lists.offsets, self.start)
 
-    def evicted(self) -> None:
-        self._on_evict(self._data)
+    def handle_eviction(self) -> None:
+        self._on_evict(self._stream_bytes)
 
     def _table(self) -> ArrowTable:
-        return pa.ipc.open_stream(self._data).read_all()
+        return pa.ipc.open_stream(self._stream_bytes).read_all()
 
 
 def copy_as_stream(table: ArrowTable, start: int, stop: int) -> ArrowBuffer:

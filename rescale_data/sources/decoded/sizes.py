@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 
-def size_of(value: Any) -> int:
+def memory_bytes_of(value: Any) -> int:
     """Return the approximate number of bytes that a sample takes in memory.
 
     Arrays and tensors count with their bytes, containers with their items. Other objects are a guess, of text an exact one.
@@ -18,13 +18,13 @@ def size_of(value: Any) -> int:
     if isinstance(value, np.ndarray | torch.Tensor):
         return value.nbytes
     if isinstance(value, Mapping):
-        return sum(size_of(item) for item in value.values())
+        return sum(memory_bytes_of(item) for item in value.values())
     if isinstance(value, list | tuple):
-        return sum(size_of(item) for item in value) + 8 * len(value)
-    return sys.getsizeof(value) + _pixels(value)
+        return sum(memory_bytes_of(item) for item in value) + 8 * len(value)
+    return sys.getsizeof(value) + _pixel_bytes(value)
 
 
-def _pixels(value: Any) -> int:
+def _pixel_bytes(value: Any) -> int:
     """Return the bytes of a PIL image's pixels, which ``sys.getsizeof`` does not count; 0 for any other object."""
-    bands = getattr(value, "getbands", None)
-    return value.width * value.height * len(bands()) if bands is not None else 0
+    get_bands = getattr(value, "getbands", None)
+    return value.width * value.height * len(get_bands()) if get_bands is not None else 0

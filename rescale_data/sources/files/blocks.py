@@ -28,7 +28,7 @@ _MAGIC = b"RDBLOCK2"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
-class BlockRanges(Ranges):
+class BlockRangeReader(Ranges):
     """Byte ranges of a compressed file's content, read from a copy in blocks; ``ValueError`` if the copy is incomplete.
 
     Args:
@@ -51,7 +51,7 @@ class BlockRanges(Ranges):
         self._content_offsets, self._copy_offsets = table[: 2 * num_offsets].reshape(2, -1)
         self._checksums = table[2 * num_offsets : -1]
         # A copy that was made again has other blocks, if the file has changed.
-        self._path, self._name = path, f"{path}|{checksum}"
+        self._path, self._store_key_prefix = path, f"{path}|{checksum}"
 
     @property
     def size(self) -> int:
@@ -64,7 +64,7 @@ class BlockRanges(Ranges):
             return pa.py_buffer(b"")
         first_block = bisect.bisect_right(cast(Any, offsets), offset) - 1
         stop_block = bisect.bisect_left(cast(Any, offsets), stop)
-        blocks = [self._block(block) for block in range(first_block, stop_block)]
+        blocks = [self._read_block(block) for block in range(first_block, stop_block)]
         content = blocks[0] if len(blocks) == 1 else pa.py_buffer(b"".join(blocks))
         content_offset = int(offsets[first_block])
         return content.slice(offset - content_offset, stop - offset)
@@ -72,12 +72,12 @@ class BlockRanges(Ranges):
     def as_arrow(self) -> Any:
         return self.read(0, self.size)
 
-    def _block(self, block: int) -> ArrowBuffer:
+    def _read_block(self, block: int) -> ArrowBuffer:
         decompress = partial(self._decompress, block)
         if self._store is None:
             return decompress()
         start, stop = self._content_offsets[block : block + 2].tolist()
-        return self._store.read(f"{self._name}|{start}|{stop - start}", decompress)
+        return self._store.read(f"{self._store_key_prefix}|{start}|{stop - start}", decompress)
 
     def _decompress(self, block: int) -> ArrowBuffer:
         start, stop = self._copy_offsets[block : block + 2].tolist()
@@ -90,13 +90,13 @@ class BlockRanges(Ranges):
         return self._codec.decompress(compressed_block, size)
 
 
-def codec_of(name: str) -> str | None:
+def codec_of(file_name: str) -> str | None:
     """Return the compression codec that a file's name shows; `None` if the file is not compressed."""
-    return next((codec for suffix, codec in CODECS.items() if name.endswith(suffix)), None)
+    return next((codec for suffix, codec in CODECS.items() if file_name.endswith(suffix)), None)
 
 
 def write_blocks(chunks: Iterator[bytes], path: str) -> None:
-    """Write chunks of bytes to a file for `BlockRanges`; each chunk is compressed as a block of its own."""
+    """Write chunks of bytes to a file for `BlockRangeReader`; each chunk is compressed as a block of its own."""
     codec, offsets, copy_offsets, checksums = pa.Codec("zstd"), [0], [0], list[int]()
     with open(path, "wb") as file:
         for chunk in chunks:
@@ -109,7 +109,7 @@ def write_blocks(chunks: Iterator[bytes], path: str) -> None:
         file.write(table_bytes + zlib.crc32(table_bytes).to_bytes(8, "little") + _MAGIC)
 
 
-def decompressed(stream: Any, codec: str) -> Iterator[bytes]:
+def decompress_chunks(stream: Any, codec: str) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file, in chunks of `BLOCK_BYTES`; the last one may be shorter."""
     with pa.CompressedInputStream(stream, codec) as file:
         reader = io.BufferedReader(file, BLOCK_BYTES)  # pyarrow may return fewer bytes than requested

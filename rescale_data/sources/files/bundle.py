@@ -64,33 +64,33 @@ class Strings(Sequence[str]):
     """Sequence of strings in an index file, each decoded when it is read."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        self._text, self._ends = bundle.array(f"{name}.text"), bundle.array(f"{name}.ends")
+        self._text, self._end_offsets = bundle.array(f"{name}.text"), bundle.array(f"{name}.ends")
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self._end_offsets) - 1
 
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        start, stop = self._ends[index : index + 2].tolist()
+        start, stop = self._end_offsets[index : index + 2].tolist()
         return self._text[start:stop].tobytes().decode()
 
 
-def string_arrays(name: str, values: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+def string_arrays(name: str, string_list: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return, by name, the arrays in which an index file stores a list of strings (see `Strings`)."""
-    encoded_strings = [value.encode() for value in values]
+    encoded_strings = [value.encode() for value in string_list]
     string_ends = np.cumsum([0, *map(len, encoded_strings)], dtype=np.int64)
     return {f"{name}.text": np.frombuffer(b"".join(encoded_strings), dtype=np.uint8), f"{name}.ends": string_ends}
 
 
-def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def write_bundle(path: str, json_metadata: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write an index file from arrays and JSON values. A process that reads it at the same time may see half of it."""
-    array_infos: dict[str, tuple[str, int, int]] = {}
+    array_specs: dict[str, tuple[str, int, int]] = {}
     arrays_bytes = 0
     for name, array in arrays.items():
-        array_infos[name] = (array.dtype.str, arrays_bytes, len(array))
+        array_specs[name] = (array.dtype.str, arrays_bytes, len(array))
         arrays_bytes += _aligned(array.nbytes)
-    header = json.dumps({"facts": dict(facts), "arrays": array_infos, "bytes": arrays_bytes}).encode()
+    header = json.dumps({"facts": dict(json_metadata), "arrays": array_specs, "bytes": arrays_bytes}).encode()
     with open(path, "wb") as file:
         file.write(_MAGIC + struct.pack("<q", len(header)) + header)
         file.write(bytes(_aligned(16 + len(header)) - 16 - len(header)))

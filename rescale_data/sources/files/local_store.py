@@ -29,14 +29,14 @@ _ENTRIES_FOLDER = "rescale_data-1"  # 1: version of the entries; other files in 
 _TRIM_DIVISOR = 64  # a process looks for entries to delete after it has written 1/64 of the bound
 _FULL_FRACTION, _TRIMMED_FRACTION = 7 / 8, 3 / 4
 _CHECKSUM_BYTES = 4
-_USED_SECONDS = 1.0  # an access time is exact to this, so that most reads do not write it
-_MAX_VERIFIED = 2**17  # about 10 MB
+_ACCESS_TIME_SECONDS = 1.0  # an access time is exact to this, so that most reads do not write it
+_MAX_VERIFIED_ENTRIES = 2**17  # about 10 MB
 _MOUNTS = "/proc/mounts"
 _SHARED_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph")
 
 
 class LocalStore:
-    """Cache in one folder of a local disk. `store_in` returns the instance that this whole process shares.
+    """Cache in one folder of a local disk. `local_store_for` returns the instance that this whole process shares.
 
     Args:
         folder: The folder, made if it is missing. Entries are in a folder of their own below it.
@@ -64,7 +64,7 @@ class LocalStore:
             self._warn(error)
 
     def __reduce__(self) -> tuple[Callable[[str, int], LocalStore], tuple[str, int]]:
-        return store_in, (self._given_folder, self.max_bytes)
+        return local_store_for, (self._given_folder, self.max_bytes)
 
     def read(self, name: str, fetch: Callable[[], Any]) -> ArrowBuffer:
         """Return the entry called ``name``. If it is missing, call ``fetch`` for its bytes and write them to the disk."""
@@ -87,17 +87,17 @@ class LocalStore:
             entry_stat = os.stat(path)
         except OSError:
             return None
-        data = _map(path)
+        data = _map_file(path)
         version = hash((entry_stat.st_ino, entry_stat.st_mtime_ns, data.size))
         if version not in self._verified:
-            if not _is_sound(data):
+            if not _has_valid_checksum(data):
                 with suppress(OSError):
                     os.unlink(path)
                 return None
-            if len(self._verified) >= _MAX_VERIFIED:
+            if len(self._verified) >= _MAX_VERIFIED_ENTRIES:
                 self._verified.clear()
             self._verified.add(version)
-        if time.time() - entry_stat.st_atime > _USED_SECONDS:
+        if time.time() - entry_stat.st_atime > _ACCESS_TIME_SECONDS:
             with suppress(OSError):
                 os.utime(path, ns=(time.time_ns(), entry_stat.st_mtime_ns))
         return data.slice(0, data.size - _CHECKSUM_BYTES)
@@ -132,7 +132,7 @@ class LocalStore:
             return
         try:
             if self._bytes_since_trim + data.size > self.max_bytes // _TRIM_DIVISOR:
-                self._trim()
+                self._trim_entries()
                 self._bytes_since_trim = 0
             self._bytes_since_trim += data.size
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -151,7 +151,7 @@ class LocalStore:
             )  # fmt: skip
         self._has_warned = True
 
-    def _trim(self) -> None:
+    def _trim_entries(self) -> None:
         """Delete the entries that were not used for the longest time, if the folder is nearly full."""
         entries: list[tuple[float, int, str]] = []
         for folder, _, names in os.walk(self._folder):
@@ -184,7 +184,7 @@ def _filesystem_type(folder: str) -> str:
     return nearest_mount[1]
 
 
-def _map(path: str) -> ArrowBuffer:
+def _map_file(path: str) -> ArrowBuffer:
     """Return the bytes of a file, memory-mapped; none if the file is missing or empty."""
     try:
         with pa.memory_map(path) as file:  # the mapping outlives the file, even its deletion
@@ -200,7 +200,7 @@ def _write(path: str, data: ArrowBuffer) -> None:
         os.fchmod(file.fileno(), 0o400)  # read-only: truncated while mapped, it would end readers by SIGBUS
 
 
-def _is_sound(data: ArrowBuffer) -> bool:
+def _has_valid_checksum(data: ArrowBuffer) -> bool:
     """True if a file ends with the correct checksum of its data."""
     size = max(0, data.size - _CHECKSUM_BYTES)
     return data.slice(size).to_pybytes() == zlib.crc32(data.slice(0, size)).to_bytes(_CHECKSUM_BYTES, "little")
@@ -220,7 +220,7 @@ def _reset_after_fork() -> None:
 os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def store_in(folder: str, max_bytes: int) -> LocalStore:
+def local_store_for(folder: str, max_bytes: int) -> LocalStore:
     """Return this process's store for a folder, created on first use; its bound is the largest that was requested."""
     store = _stores.get(folder)
     if store is None:

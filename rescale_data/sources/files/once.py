@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.05
 
 
 def open_or_create(
-    path: str, opener: Callable[[str], T], make: Callable[[str], None], *, wait: bool = True
+    path: str, opener: Callable[[str], T], write_file: Callable[[str], None], *, wait_for_writer: bool = True
 ) -> T | None:
     """Open a file and return it. If it is missing or incomplete, one process writes it while the others wait.
 
@@ -28,8 +28,8 @@ def open_or_create(
     Args:
         path: Path of the file.
         opener: Opens the file; raises `ValueError` if the file is incomplete.
-        make: Writes the file to the path that it is given.
-        wait: Whether to wait for a process that is making the file. If not, return `None` in that case.
+        write_file: Writes the file to the path that it is given.
+        wait_for_writer: Whether to wait for a process that is making the file. If not, return `None` in that case.
     """
     filesystem, lease_path = LocalFileSystem(), f"{path}.claim"
     observer = LeaseObserver(filesystem)
@@ -42,7 +42,7 @@ def open_or_create(
             if observer.look(lease_path)[0] == "gone":
                 with suppress(FileNotFoundError):
                     os.unlink(lease_path)
-            elif wait:
+            elif wait_for_writer:
                 time.sleep(_POLL_SECONDS)
             else:
                 return None
@@ -50,14 +50,14 @@ def open_or_create(
         with lease:
             with suppress(FileNotFoundError, ValueError):
                 return opener(path)
-            write_atomically(path, make)
+            write_atomically(path, write_file)
 
 
-def write_atomically(path: str, make: Callable[[str], object]) -> None:
+def write_atomically(path: str, write_file: Callable[[str], object]) -> None:
     """Write a file under another name, then rename it, so that no process sees half of it."""
     temporary_path = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
     try:
-        make(temporary_path)
+        write_file(temporary_path)
         os.replace(temporary_path, path)
     finally:
         with suppress(FileNotFoundError):

@@ -25,10 +25,10 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import glob_translate
 
-from rescale_data.errors import require
+from rescale_data.errors import require_type
 from rescale_data.sources.arrow_types import ArrowFile
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import ChangedFileError, MappedFile, Ranges
+from rescale_data.sources.files.ranges import MappedFile, Ranges
 from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, reconnected, wait_random_time
 from rescale_data.state import Ints
 
@@ -36,7 +36,7 @@ _NUM_PROBES = 16
 _PROBE_BYTES = 2**12
 _PROBING_THREADS = 16
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "created")
-_warned: set[str] = set()
+_warned_roots: set[str] = set()
 _log = logging.getLogger("rescale_data")
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -67,38 +67,38 @@ class Files:
     def path(self, file: int) -> str:
         return _prefix(self.root) + self.names[file]
 
-    def with_files(self, names: Sequence[str], sizes: Sequence[int] | Ints, stamps: Sequence[str]) -> Files:
+    def with_files(self, names: Sequence[str], sizes: Sequence[int] | Ints, version_stamps: Sequence[str]) -> Files:
         """Return a copy of this `Files` with other files, below the same root."""
-        return replace(self, names=names, sizes=sizes, stamps=stamps)
+        return replace(self, names=names, sizes=sizes, stamps=version_stamps)
 
-    def select(self, files: Sequence[int]) -> Files:
+    def select(self, file_indices: Sequence[int]) -> Files:
         """Return a `Files` with only the files of the given numbers."""
-        names, sizes = [self.names[file] for file in files], [int(self.sizes[file]) for file in files]
-        return self.with_files(names, sizes, [self.stamps[file] for file in files])
+        names, sizes = [self.names[file] for file in file_indices], [int(self.sizes[file]) for file in file_indices]
+        return self.with_files(names, sizes, [self.stamps[file] for file in file_indices])
 
     def probes(self) -> list[str]:
-        """Return a digest of sampled bytes (`probe`) for each file."""
+        """Return a digest of sampled bytes (`probe_digest`) for each file."""
         with ThreadPoolExecutor(_PROBING_THREADS) as pool:
-            return list(pool.map(self.probe, range(len(self.names))))
+            return list(pool.map(self.probe_digest, range(len(self.names))))
 
-    def probe(self, file: int) -> str:
+    def probe_digest(self, file: int) -> str:
         """Return a digest of sampled bytes of a local file; empty for a remote file, which has an ETag.
 
         The samples are the head, the tail and 16 places between them.
         """
         if self.filesystem is not None:
             return ""
-        return _probe(self.path(file), int(self.sizes[file]), self.stamps[file])
+        return _probe_digest(self.path(file), int(self.sizes[file]), self.stamps[file])
 
-    def is_unchanged_copy(self, file: int, probe: str) -> bool:
+    def is_unchanged_copy(self, file: int, earlier_digest: str) -> bool:
         """True if a local file still has the given digest of sampled bytes.
 
         Then only its time has changed, as by a copy. Warns once.
         """
-        if not probe or self.probe(file) != probe:
+        if not earlier_digest or self.probe_digest(file) != earlier_digest:
             return False
-        if self.root not in _warned:
-            _warned.add(self.root)
+        if self.root not in _warned_roots:
+            _warned_roots.add(self.root)
             _log.warning(
                 "Files below %s, %s among them, have other times than when their index was made. Their heads, their tails and "
                 "%d places of each hold the same bytes, and they count as the same.", self.root, self.names[file], _NUM_PROBES,
@@ -107,34 +107,34 @@ class Files:
 
     def open(self, file: int) -> ArrowFile:
         """Open a file for random access."""
-        return pa.OSFile(self._local(file), "rb") if self.filesystem is None else self.ranges(file).as_arrow()
+        return pa.OSFile(self._local_path(file), "rb") if self.filesystem is None else self.ranges(file).as_arrow()
 
     def ranges(self, file: int) -> Ranges:
         """Return an object that reads byte ranges of a file."""
         if self.filesystem is None:
-            return MappedFile(self._local(file))
-        size, stamp = int(self.sizes[file]), self.stamps[file]
-        return RemoteFile(self.filesystem, self.path(file), self.remote, size, stamp, self.store)
+            return MappedFile(self._local_path(file))
+        size, version_stamp = int(self.sizes[file]), self.stamps[file]
+        return RemoteFile(self.filesystem, self.path(file), self.remote, size, version_stamp, self.store)
 
-    def _local(self, file: int) -> str:
-        """Return the path of a local file; raise `ChangedFileError` if its size has changed since it was listed."""
+    def _local_path(self, file: int) -> str:
+        """Return the path of a local file; raise ``OSError`` if its size has changed since it was listed."""
         path, listed_size = self.path(file), int(self.sizes[file])
         if (size := os.stat(path).st_size) != listed_size:
-            raise ChangedFileError(f"it has changed: it had {listed_size} bytes when it was listed and has {size}")
+            raise OSError(f"it has changed: it had {listed_size} bytes when it was listed and has {size}")
         return path
 
-    def other_file(self, path: str) -> Ranges:
+    def other_file_reader(self, path: str) -> Ranges:
         """Return an object that reads byte ranges of another file in the same filesystem, given its path."""
         if self.filesystem is None:
             return MappedFile(path)
         filesystem = reconnected(self.filesystem)
         info = attempt(self.remote, filesystem.unstrip_protocol(path), partial(_info_with_size, filesystem, path), 0)
-        return RemoteFile(filesystem, path, self.remote, int(info["size"]), _stamp(info), self.store)
+        return RemoteFile(filesystem, path, self.remote, int(info["size"]), _version_stamp(info), self.store)
 
 
 @lru_cache(maxsize=2**16)
-def _probe(path: str, size: int, stamp: str) -> str:
-    del stamp  # a part of the key: another stamp is another probe
+def _probe_digest(path: str, size: int, version_stamp: str) -> str:
+    del version_stamp  # a part of the key: another stamp is another probe
     digest = hashlib.blake2b(digest_size=8)
     with open(path, "rb", buffering=0) as file:
         for offset in np.linspace(0, max(0, size - _PROBE_BYTES), _NUM_PROBES + 2, dtype=np.int64).tolist():
@@ -142,7 +142,7 @@ def _probe(path: str, size: int, stamp: str) -> str:
     return digest.hexdigest()
 
 
-def find(
+def find_matching_files(
     paths: Paths,
     suffixes: Sequence[str],
     storage_options: Mapping[str, Any] | None = None,
@@ -164,7 +164,7 @@ def find(
             or a server gives no size of a file.
     """
     if remote is not None:
-        require(Remote, "an rd.Remote", remote=remote)
+        require_type(Remote, "an rd.Remote", remote=remote)
     items = [paths] if isinstance(paths, str | os.PathLike) else paths
     items = list(items) if isinstance(items, Iterable) else [items]  # pyright: ignore[reportUnnecessaryIsInstance]
     if not all(isinstance(path, str | os.PathLike) for path in items):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -176,22 +176,22 @@ def find(
         raise FileNotFoundError(f"No paths were given, {items}: give a glob, a folder or a list of files.")
     urls = [path for path in items if "://" in path]
     if not urls:
-        return _files({path: info for item in items for path, info in _local(item, suffixes)})
+        return _build_files({path: info for item in items for path, info in _find_local_files(item, suffixes)})
     if len(urls) != len(items):
         raise ValueError(f"Local paths and URLs in one list, {items}: give a source for each.")
     return _remote(items, suffixes, storage_options or {}, remote or Remote())
 
 
-def _files(infos: Mapping[str, tuple[int, str]]) -> Files:
-    folders = [path.split("/")[:-1] for path in infos]
+def _build_files(size_stamp_by_path: Mapping[str, tuple[int, str]]) -> Files:
+    folders = [path.split("/")[:-1] for path in size_stamp_by_path]
     shared = [
         name for name, _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(folders), max(folders), strict=False))
     ]
     root = "/".join(shared).rstrip("/") or "/"[: len(shared)]  # not normalized: in a bucket, a//b is not a/b
-    infos_by_name = {path.removeprefix(_prefix(root)): info for path, info in infos.items()}
+    infos_by_name = {path.removeprefix(_prefix(root)): info for path, info in size_stamp_by_path.items()}
     names = tuple(sorted(infos_by_name))
-    sizes, stamps = zip(*(infos_by_name[name] for name in names), strict=True)
-    return Files(root, names, sizes, stamps=stamps)
+    sizes, version_stamps = zip(*(infos_by_name[name] for name in names), strict=True)
+    return Files(root, names, sizes, stamps=version_stamps)
 
 
 def _prefix(root: str) -> str:
@@ -199,7 +199,7 @@ def _prefix(root: str) -> str:
     return root if root in ("", "/") else f"{root}/"
 
 
-def _local(user_input: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
+def _find_local_files(user_input: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
     pattern = os.path.expanduser(user_input)
     path = os.path.abspath(pattern)
     if os.path.isdir(path):
@@ -257,7 +257,7 @@ def read_if_exists(path: str, options: Mapping[str, Any] | None, remote: Remote 
 
 def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
     wait_random_time("listing")
-    infos: dict[str, Any] = {}
+    infos_by_path: dict[str, Any] = {}
     filesystem: Any = None
     for url in user_input:
         previous_filesystem = filesystem
@@ -270,11 +270,11 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
         if is_folder:
             matches = {match: matches[match] for match in _filter_names(matches, path, suffixes)}
         _require_matches(matches, url, suffixes, is_folder)
-        infos.update(matches)
-    for path, info in infos.items():
+        infos_by_path.update(matches)
+    for path, info in infos_by_path.items():
         if info["size"] is None:  # a web page that lists files has no sizes
-            infos[path] = attempt(remote, path, partial(_info_with_size, filesystem, path))
-    files = _files({path: (int(info["size"]), _stamp(info)) for path, info in infos.items()})
+            infos_by_path[path] = attempt(remote, path, partial(_info_with_size, filesystem, path))
+    files = _build_files({path: (int(info["size"]), _version_stamp(info)) for path, info in infos_by_path.items()})
     return replace(files, filesystem=filesystem, remote=remote)
 
 
@@ -289,7 +289,7 @@ def _list_path(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[boo
             info = filesystem.info(path)
             if info["type"] == "file":
                 return False, {path: info}
-        return True, _find_below(filesystem, path) if _uses_default_find(filesystem) else filesystem.find(
+        return True, _find_files_below(filesystem, path) if _uses_default_find(filesystem) else filesystem.find(
             path, detail=True
         )
     except FileNotFoundError as error:
@@ -316,7 +316,7 @@ def _expand_glob(filesystem: Any, pattern: str) -> dict[str, Any]:
     root = posixpath.dirname(pattern[: re.search(r"[*?[]", pattern).start()])  # pyright: ignore[reportOptionalMemberAccess]
     depth = None if "**" in pattern else pattern.count("/", len(root) + 1)
     matcher = re.compile(glob_translate(pattern))
-    return {match: info for match, info in _find_below(filesystem, root, depth).items() if matcher.match(match)}
+    return {match: info for match, info in _find_files_below(filesystem, root, depth).items() if matcher.match(match)}
 
 
 def _uses_default_find(filesystem: Any) -> bool:
@@ -326,8 +326,8 @@ def _uses_default_find(filesystem: Any) -> bool:
     return type(filesystem).find is AbstractFileSystem.find
 
 
-def _find_below(filesystem: Any, folder: str, depth: int | None = None) -> dict[str, Any]:
-    """Return all files below a folder, or down to ``depth`` levels of folders below it.
+def _find_files_below(filesystem: Any, folder: str, max_depth: int | None = None) -> dict[str, Any]:
+    """Return all files below a folder, or down to ``max_depth`` levels of folders below it.
 
     A folder that cannot be listed is an error. fsspec's ``walk(on_error="raise")`` raises for the first folder only, and leaves
     out folders below it that fail.
@@ -337,12 +337,12 @@ def _find_below(filesystem: Any, folder: str, depth: int | None = None) -> dict[
         name = info["name"].rstrip("/")
         if info["type"] != "directory":
             matches[name] = info
-        elif name != folder.rstrip("/") and depth != 0:
-            matches |= _find_below(filesystem, name, None if depth is None else depth - 1)
+        elif name != folder.rstrip("/") and max_depth != 0:
+            matches |= _find_files_below(filesystem, name, None if max_depth is None else max_depth - 1)
     return matches
 
 
-def _stamp(info: Mapping[str, Any]) -> str:
+def _version_stamp(info: Mapping[str, Any]) -> str:
     return str(next((info[key] for key in _STAMPS if key in info), ""))
 
 

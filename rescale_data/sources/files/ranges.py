@@ -17,10 +17,6 @@ import pyarrow as pa
 from rescale_data.sources.arrow_types import ArrowBuffer
 
 
-class ChangedFileError(OSError, ValueError):
-    """Error raised if a local file is no longer the one that was opened: its rows are not bad, they are other rows."""
-
-
 class Ranges(ABC):
     """Interface to a file that any number of threads may read at random."""
 
@@ -48,8 +44,8 @@ class Ranges(ABC):
 class RangesFile(io.RawIOBase):
     """Read-only, unbuffered file object over byte ranges: each read call reads one range."""
 
-    def __init__(self, ranges: Ranges) -> None:
-        self._ranges, self._offset = ranges, 0
+    def __init__(self, range_reader: Ranges) -> None:
+        self._range_reader, self._offset = range_reader, 0
 
     def readable(self) -> bool:
         return True
@@ -59,17 +55,17 @@ class RangesFile(io.RawIOBase):
 
     def size(self) -> int:
         """Return the number of bytes; pyarrow calls this."""
-        return self._ranges.size
+        return self._range_reader.size
 
     def tell(self) -> int:
         return self._offset
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._offset = offset + (0, self._offset, self._ranges.size)[whence]
+        self._offset = offset + (0, self._offset, self._range_reader.size)[whence]
         return self._offset
 
     def readinto(self, buffer: Any, /) -> int:
-        data = self._ranges.read(self._offset, len(buffer))
+        data = self._range_reader.read(self._offset, len(buffer))
         buffer[: data.size] = memoryview(data).cast("B")
         self._offset += data.size
         return data.size
@@ -99,13 +95,13 @@ class MappedFile(Ranges):
         return self._buffer
 
     def _require_not_truncated(self) -> None:
-        """Raise `ChangedFileError` if the file became shorter since it was mapped: reading beyond its end raises SIGBUS."""
+        """Raise ``OSError`` if the file became shorter since it was mapped: reading beyond its end would raise SIGBUS."""
         try:
             file_stat = os.stat(self._path)
         except FileNotFoundError:  # removed: the mapping keeps the data
             return
         if file_stat.st_ino == self._stat_when_mapped.st_ino and file_stat.st_size < self._stat_when_mapped.st_size:
-            raise ChangedFileError(
+            raise OSError(
                 f"{self._path} was cut off while it was read: it had {self._stat_when_mapped.st_size} bytes and has "
                 f"{file_stat.st_size}. "
                 f"Write files anew under another name, and rename them."

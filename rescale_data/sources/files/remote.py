@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 from fsspec.asyn import AsyncFileSystem
 
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import checks_argument_types
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.counts import REQUEST_BYTES, REQUESTS, RETRIES, counts
 from rescale_data.sources.decoded.ahead import exit_event
@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 _REQUESTS_AT_ONCE = 16
 _SMALL_READ = 2**16
-_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-_RECOVERY_SECONDS = 30.0
-_MIN_ANSWERS = 100
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE = 0.5, 30.0
+_LIMIT_DOUBLING_SECONDS = 30.0
+_MIN_ANSWERS_FOR_LIMIT = 100
 _ANSWERS_A_LIMIT = 50  # limits are computed again after so many answers
-_MANY_REQUESTS = 10
+_LISTING_TIMEOUT_FACTOR = 10
 _OVERHEAD_BYTES = 2**20  # a request takes about as long as so many of its bytes, even if it asks for none
-_MAX_START_SECONDS = 10.0
+_MAX_START_DELAY_SECONDS = 10.0
 _SLOW_DOWN_MARKS = ("SlowDown", "Slow Down", "SLOW_DOWN", "503", "429", "TooManyRequests")
 _PERMANENT_ERRORS = (
     IsADirectoryError,
@@ -51,7 +51,7 @@ _PERMANENT_ERRORS = (
 )
 
 
-@checks_kinds
+@checks_argument_types
 @dataclass(frozen=True, kw_only=True)
 class Remote:
     """Options for reading files behind URLs.
@@ -102,7 +102,7 @@ class RemoteFile(Ranges):
         path: Path of the file in it.
         remote: Options for reading it.
         size: Bytes of the file.
-        stamp: A text that changes with the file; "" if it is not known.
+        version_stamp: A text that changes with the file; "" if it is not known.
         store: Store for ranges that were read; `None` to keep none.
     """
 
@@ -112,11 +112,11 @@ class RemoteFile(Ranges):
         path: str,
         remote: Remote,
         size: int,
-        stamp: str = "",
+        version_stamp: str = "",
         store: LocalStore | None = None,
     ) -> None:
         self._filesystem: Any = reconnected(filesystem)
-        self._path, self._remote, self._stamp, self._store = path, remote, stamp, store
+        self._path, self._remote, self._version_stamp, self._store = path, remote, version_stamp, store
         self.url: str = self._filesystem.unstrip_protocol(path)
         self._size = size
         self._window: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
@@ -162,9 +162,9 @@ class RemoteFile(Ranges):
 
         if not length:
             return pa.py_buffer(b"")
-        if self._store is None or not self._stamp:  # a change of the file would not be seen
+        if self._store is None or not self._version_stamp:  # a change of the file would not be seen
             return pa.py_buffer(fetch())
-        return self._store.read(f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}", fetch)
+        return self._store.read(f"{self.url}|{self.size}|{self._version_stamp}|{offset}|{length}", fetch)
 
 
 def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | None = None, detail: str = "") -> T:
@@ -184,16 +184,16 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
     started, host, answers = time.monotonic(), "/".join(url.split("/")[:3]), list[Future[tuple[T, float]]]()
     request_limit, request_times = _request_limit(remote.max_requests, host), _request_times(host)
     for attempt_number in range(remote.retries + 1):
-        is_last, seconds = attempt_number == remote.retries, remote.timeout
+        is_last, wait_seconds = attempt_number == remote.retries, remote.timeout
         if num_bytes is None:
-            seconds *= _MANY_REQUESTS
+            wait_seconds *= _LISTING_TIMEOUT_FACTOR
         elif not is_last:
-            seconds = min(seconds, request_times.limit(num_bytes) * 4**attempt_number)
+            wait_seconds = min(wait_seconds, request_times.limit(num_bytes) * 4**attempt_number)
         try:
             with request_limit.slot():
                 counts().add(REQUESTS, 1)
                 answers.append(_start_request(work, request_limit))
-                work_result, seconds_taken = _first_answer(answers, seconds)
+                work_result, seconds_taken = _first_answer(answers, wait_seconds)
             if num_bytes is not None:
                 request_times.add(num_bytes, seconds_taken)
             return work_result
@@ -208,13 +208,13 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
             if is_last or exit_event().is_set():
                 raise _out_of_retries(url + detail, error, attempt_number + 1, time.monotonic() - started) from error
             if not isinstance(error, _NoAnswerError):  # to wait for an answer has been a pause
-                exit_event().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _PAUSE * 2**attempt_number)))
+                exit_event().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE_SECONDS * 2**attempt_number)))
         counts().add(RETRIES, 1)
     raise AssertionError
 
 
-def _start_request(work: Callable[[], T], request_limit: RequestLimit) -> Future[tuple[T, float]]:
-    """Start ``work`` in a new thread, and return a future of its result and of the seconds that it took.
+def _start_request(send_request: Callable[[], T], request_limit: RequestLimit) -> Future[tuple[T, float]]:
+    """Start ``send_request`` in a new thread, and return a future of its result and of the seconds that it took.
 
     An error that asks to slow down lowers the limit, even if nobody waits for this answer any more.
     """
@@ -223,7 +223,7 @@ def _start_request(work: Callable[[], T], request_limit: RequestLimit) -> Future
     def run() -> None:
         start_time = time.monotonic()
         try:
-            answer.set_result((work(), time.monotonic() - start_time))
+            answer.set_result((send_request(), time.monotonic() - start_time))
         except BaseException as error:
             if _asks_to_slow_down(error):
                 request_limit.slow_down(start_time)
@@ -233,15 +233,15 @@ def _start_request(work: Callable[[], T], request_limit: RequestLimit) -> Future
     return answer
 
 
-def _first_answer(answers: list[Future[T]], seconds: float) -> T:
-    """Return the first answer to any attempt of a request; `_NoAnswerError` if none comes in ``seconds``.
+def _first_answer(answers: list[Future[T]], wait_seconds: float) -> T:
+    """Return the first answer to any attempt of a request; `_NoAnswerError` if none comes in ``wait_seconds``.
 
     Args:
         answers: Answers to all attempts so far. Earlier attempts go on, since a slow network may answer the first one. An error
             counts only if it is the error of the last attempt.
-        seconds: Time to wait.
+        wait_seconds: Time to wait.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + wait_seconds
     while done_answers := wait(answers, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED).done:
         for answer in done_answers:
             if answer.exception() is None:
@@ -249,7 +249,7 @@ def _first_answer(answers: list[Future[T]], seconds: float) -> T:
         if answers[-1] in done_answers:
             return answers[-1].result()
         answers[:] = [answer for answer in answers if answer not in done_answers]
-    raise _NoAnswerError(f"no answer in {seconds:.1f} s")
+    raise _NoAnswerError(f"no answer in {wait_seconds:.1f} s")
 
 
 class _NoAnswerError(TimeoutError):
@@ -264,7 +264,7 @@ class RequestTimes:
 
     def __init__(self) -> None:
         self._seconds_per_byte: deque[float] = deque(maxlen=1000)
-        self._p99_per_byte = math.inf  # seconds a byte in which 99 % of requests are answered
+        self._p99_seconds_per_byte = math.inf  # seconds a byte in which 99 % of requests are answered
         self._num_answers, self._lock = 0, threading.Lock()
 
     def add(self, num_bytes: int, seconds: float) -> None:
@@ -272,17 +272,17 @@ class RequestTimes:
         with self._lock:
             self._seconds_per_byte.append(seconds / (num_bytes + _OVERHEAD_BYTES))
             self._num_answers += 1
-            if self._num_answers >= _MIN_ANSWERS and self._num_answers % _ANSWERS_A_LIMIT == 0:
-                self._p99_per_byte = sorted(self._seconds_per_byte)[int(len(self._seconds_per_byte) * 0.99)]
+            if self._num_answers >= _MIN_ANSWERS_FOR_LIMIT and self._num_answers % _ANSWERS_A_LIMIT == 0:
+                self._p99_seconds_per_byte = sorted(self._seconds_per_byte)[int(len(self._seconds_per_byte) * 0.99)]
 
     def limit(self, num_bytes: int) -> float:
         """Return four times the seconds in which 99 % of requests of this size are answered, at least 50 ms.
 
         Until a hundred requests were answered, it is 5 s, and 1 s more for each MiB.
         """
-        if self._p99_per_byte == math.inf:
+        if self._p99_seconds_per_byte == math.inf:
             return 5.0 + num_bytes / 2**20
-        return max(0.05, 4 * self._p99_per_byte * (num_bytes + _OVERHEAD_BYTES))
+        return max(0.05, 4 * self._p99_seconds_per_byte * (num_bytes + _OVERHEAD_BYTES))
 
 
 class RequestLimit:
@@ -310,7 +310,7 @@ class RequestLimit:
     @property
     def limit(self) -> int:
         """Number of requests that are allowed at once at present. It doubles each half minute after `slow_down`."""
-        doublings = min(30.0, (time.monotonic() - self._reduced_at) / _RECOVERY_SECONDS)
+        doublings = min(30.0, (time.monotonic() - self._reduced_at) / _LIMIT_DOUBLING_SECONDS)
         return min(self._max_requests, int(self._reduced_limit * 2**doublings))
 
     def slow_down(self, start_time: float) -> None:
@@ -342,15 +342,15 @@ def _out_of_retries(label: str, error: Exception, attempts: int, seconds: float)
     )
 
 
-def wait_random_time(label: str) -> None:
+def wait_random_time(activity_name: str) -> None:
     """Wait a random time, so that ranks that start together do not send their requests at the same moment.
 
-    The wait is at most 1 s for each 400 ranks, and at most 10 s. A process waits once for each ``label``.
+    The wait is at most 1 s for each 400 ranks, and at most 10 s. A process waits once for each ``activity_name``.
     """
     num_ranks = os.environ.get("WORLD_SIZE", "1")
-    max_wait = min(_MAX_START_SECONDS, (int(num_ranks) - 1) / 400 if num_ranks.isdigit() else 0.0)
+    max_wait_seconds = min(_MAX_START_DELAY_SECONDS, (int(num_ranks) - 1) / 400 if num_ranks.isdigit() else 0.0)
     with _lock:
-        start_time = _start_times.setdefault(label, time.monotonic() + random.uniform(0.0, max_wait))
+        start_time = _start_times.setdefault(activity_name, time.monotonic() + random.uniform(0.0, max_wait_seconds))
     exit_event().wait(max(0.0, start_time - time.monotonic()))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from rescale_data.engine.ranks import meeting
-from rescale_data.engine.ranks.meeting import Missing, arrive, meet, within
+from rescale_data.engine.ranks.meeting import MissingRanks, arrive, call_within, meet
 
 
 class CountedStore(dist.Store):
@@ -38,7 +38,7 @@ def told(call: Any, *args: Any) -> Any:
     """What a meeting returns, or the ranks that it misses."""
     try:
         return call(*args)
-    except Missing as missing:
+    except MissingRanks as missing:
         return missing.ranks
 
 
@@ -89,19 +89,19 @@ def test_whoever_was_left_alone_meets_the_others_in_the_next_attempt(attempts: i
 
 def test_a_store_that_does_not_answer_or_fails_keeps_nobody_for_long() -> None:
     end = threading.Event()
-    assert told(within, 0.2, end.wait) is None
+    assert told(call_within, 0.2, end.wait) is None
     end.set()
-    assert within(60.0, lambda: 5) == 5
+    assert call_within(60.0, lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
-        within(60.0, lambda: 1 // 0)
+        call_within(60.0, lambda: 1 // 0)
 
 
 def test_errors_of_the_store_are_those_of_a_store_that_is_gone() -> None:
     def fails() -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
-    with pytest.raises(Missing) as missing:
-        within(60.0, fails)
+    with pytest.raises(MissingRanks) as missing:
+        call_within(60.0, fails)
     assert missing.value.ranks is None
 
 

@@ -35,9 +35,9 @@ def documents(
 def test_c_and_numpy_say_the_same(by_tokens: bool, even: bool) -> None:
     for seed in range(60):
         chosen, spans, begins, counted = documents(seed, by_tokens=by_tokens, even=even)
-        fast = module.interleaved(chosen, spans, begins, 7, counted)
+        fast = module.interleave_documents(chosen, spans, begins, 7, counted)
         with mock.patch.object(module, "kernel", None):
-            slow = module.interleaved(chosen, spans, begins, 7, counted)
+            slow = module.interleave_documents(chosen, spans, begins, 7, counted)
         for one, other in ((fast, slow), (fast.moves, slow.moves)):
             for name in type(one).__dataclass_fields__:
                 if name not in ("arrays", "keeps", "moves"):
@@ -60,4 +60,4 @@ def test_what_does_not_fit_is_refused() -> None:
     ]
     for chosen, spans, begins, counted in bad:
         with pytest.raises(ValueError, match=r"not there|out of range|do not fit"):
-            module.interleaved(chosen, spans, begins, 0, counted)
+            module.interleave_documents(chosen, spans, begins, 0, counted)

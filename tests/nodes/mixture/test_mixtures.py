@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.engine.recipe import FIRST_SLOT, Recipe
+from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.nodes.base import Node
@@ -152,7 +152,7 @@ def test_an_endless_loader_skips_over_the_ends_of_epochs(tree: Any, before: int,
     skipping.load(drawing.table.copy(), {})
     skipping.skip(index, num)
     drawing.look_ahead(index, num)
-    assert drawing.table[index, FIRST_SLOT:].tolist() == skipping.table[index, FIRST_SLOT:].tolist()
+    assert drawing.table[index, FIRST_SLOT_COLUMN:].tolist() == skipping.table[index, FIRST_SLOT_COLUMN:].tolist()
 
 
 STEADY: dict[str, Any] = {
