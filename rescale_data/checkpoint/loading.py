@@ -88,7 +88,7 @@ def load(
         FileNotFoundError: no checkpoint at ``path``.
         DamagedCheckpointError: a ``ValueError``; the message says if the state is half loaded. Load another checkpoint over it.
         ValueError: a value could run code, names, shapes or dtypes do not fit, or a
-            tensor is on the meta device, quantized, sparse or nested; the message lists them all.
+            tensor is on the meta device, quantized, sparse, nested or partial; the message lists them all.
 
     Example:
         >>> import tempfile

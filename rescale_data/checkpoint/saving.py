@@ -55,7 +55,7 @@ def save(
         TypeError: ``state`` holds what has no place in a checkpoint.
         ValueError: ``path`` is taken, or is a step that its run's newest manager has saved; ranks differ in it, in ``step`` or
             in a value that is not ``PerRank``, an optimizer's parameters are in no module of ``state``, or a tensor is on the
-            meta device, quantized, sparse or nested.
+            meta device, quantized, sparse, nested or partial.
         OSError: disk full, no permission; the message says what to do.
 
     Example:
