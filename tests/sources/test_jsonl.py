@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rescale_data.sources import indexed, jsonl
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.decoded.cache import cache, handles
+from rescale_data.sources.decoded.cache import cache, open_files
 from rescale_data.sources.files import local_store
 from rescale_data.sources.files.blocks import BlockRangeReader, write_blocks
 from rescale_data.sources.jsonl import JsonlSource, find_lines, parse
@@ -157,7 +157,7 @@ class TestIndex:
                 changed = bytearray(whole)
                 changed[at] ^= 4
                 copy.write_bytes(changed)
-                handles().clear()
+                open_files().clear()
                 cache().clear()
                 try:
                     assert rows_of(source) == ROWS
@@ -165,7 +165,7 @@ class TestIndex:
                     assert error.filename == str(copy)  # noqa: PT017
                     assert "delete the file" in str(error)  # noqa: PT017
                     copy.unlink()
-                    handles().clear()
+                    open_files().clear()
                     assert rows_of(source) == ROWS
 
     def test_is_made_again_where_the_file_has_changed(self, packed: str, tmp_path: Path) -> None:
