@@ -14,9 +14,38 @@ import rescale_data as rd
 from tests.nodes.zoo import BOOKS, CODE, FEW, WEB, by_letters, is_kept, noisy
 
 SOURCES = [WEB, CODE, BOOKS, FEW]
-STREAMS = [
-    rd.IterableSource([source.dataset[i::4] for i in range(4)], name=f"streams of {source.name}") for source in SOURCES
-]
+
+
+class Stream:
+    """Rows in their order; its state is how many were drawn."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.at = rows, 0
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Any:
+        if self.at >= len(self.rows):
+            raise StopIteration
+        self.at += 1
+        return self.rows[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def _streams(source: rd.DatasetSource, kinds: list[Any]) -> rd.IterableSource:
+    streams = [kind(source.dataset[i::4]) for i, kind in enumerate(kinds)]
+    return rd.IterableSource(streams, name=f"streams of {source.name}", state_bytes=64)
+
+
+KINDS = [[list] * 4, [Stream] * 4, [Stream, list, list, Stream], [list] * 4]
+"""Of each source, the streams that have a state and those that are read again."""
+STREAMS = [_streams(source, kinds) for source, kinds in zip(SOURCES, KINDS, strict=True)]
 Plan = tuple[Any, ...]
 
 
