@@ -28,11 +28,7 @@ from bench_peers import Contender, Corpus
 import rescale_data as rd
 
 STEPS = (5, 20, 100)
-MODES: dict[str, dict[str, int]] = {
-    "no thread": {},
-    "a thread": {"prefetch": 2},
-    "2 workers": {"num_workers": 2},
-}
+MODES: dict[str, dict[str, int]] = {"no thread": {}, "a thread": {"prefetch": 2}, "2 workers": {"num_workers": 2}}
 KINDS = ["asleep", "busy"]
 if torch.cuda.is_available():
     KINDS.append("GPU")

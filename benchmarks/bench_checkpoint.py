@@ -113,12 +113,7 @@ def modes(training: Training, folder: Path) -> dict[str, Callable[[], Callable[[
     def staged() -> Callable[[], bool]:
         return manager.save(next(count), training.state).committed.done
 
-    return {
-        "memory copy": copy,
-        "dcp.save": stock,
-        "sync": sync,
-        "staged": staged,
-    }
+    return {"memory copy": copy, "dcp.save": stock, "sync": sync, "staged": staged}
 
 
 def tensors(training: Training) -> list[torch.Tensor]:

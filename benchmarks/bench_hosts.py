@@ -91,11 +91,7 @@ def interface(host: int) -> int:
         raise OSError(ctypes.get_errno(), "unshare")
     port = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(port, _SET, struct.pack("16sH", b"fabric0", _TUN | _NO_HEADER))
-    for command in (
-        f"addr add 10.9.0.{host + 1}/24 dev fabric0",
-        "link set fabric0 mtu 9000 up",
-        "link set lo up",
-    ):
+    for command in (f"addr add 10.9.0.{host + 1}/24 dev fabric0", "link set fabric0 mtu 9000 up", "link set lo up"):
         subprocess.run(["ip", *command.split()], check=True)
     return port
 

@@ -285,11 +285,7 @@ def one_batch_a_message(source: rd.ArrowSource, *, with_state: bool) -> Iterator
     data = OneBatchAMessage(source, with_state=with_state)
     return iter(
         torch.utils.data.DataLoader(
-            data,
-            batch_size=None,
-            num_workers=WORKERS,
-            collate_fn=_as_it_is,
-            multiprocessing_context="forkserver",
+            data, batch_size=None, num_workers=WORKERS, collate_fn=_as_it_is, multiprocessing_context="forkserver"
         )
     )
 

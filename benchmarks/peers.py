@@ -295,11 +295,7 @@ def hf_mixture(corpus: Corpus) -> Iterator[Any]:
 
     parts = [
         datasets.load_dataset(
-            "parquet",
-            data_files=str(path),
-            split="train",
-            streaming=True,
-            cache_dir=str(corpus.folder / "hf-cache"),
+            "parquet", data_files=str(path), split="train", streaming=True, cache_dir=str(corpus.folder / "hf-cache")
         ).shuffle(seed=0, buffer_size=1024)
         for path in corpus.paths("parquet")
     ]

@@ -118,9 +118,7 @@ def test_a_page_uses_plain_words(page: Path) -> None:
     prose = re.sub(r"```.*?```|`[^`\n]*`|^    .*?$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert (
         re.findall(
-            r"[^.]{0,60}\b(?:th(?:ose|at) of|of (?:now|then)|is said|legs?|dealt)\b[^.]{0,60}",
-            prose,
-            re.IGNORECASE,
+            r"[^.]{0,60}\b(?:th(?:ose|at) of|of (?:now|then)|is said|legs?|dealt)\b[^.]{0,60}", prose, re.IGNORECASE
         )
         == []
     )

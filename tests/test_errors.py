@@ -168,11 +168,7 @@ class TestTopology:
 
     @pytest.mark.parametrize(
         ("name", "cure"),
-        [
-            ("batch_size", "micro_batch_size="),
-            ("sampler", "shuffle= and seed="),
-            ("drop_last", "tail="),
-        ],
+        [("batch_size", "micro_batch_size="), ("sampler", "shuffle= and seed="), ("drop_last", "tail=")],
     )
     def test_arguments_of_torchs_loaders(self, name: str, cure: str) -> None:
         with pytest.raises(TypeError, match=rf"rd\.DataLoader has no argument {name}=.*{re.escape(cure)}"):

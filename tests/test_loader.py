@@ -586,8 +586,7 @@ class TestCollate:
         assert rd.pad_collate({"x": 0.0})([{"x": []}])["x"].dtype == torch.float32
 
     @pytest.mark.parametrize(
-        ("pad", "values"),
-        [(0.5, [1, 2]), (float("nan"), [1]), (300, np.zeros(2, np.uint8)), (-100, [True])],
+        ("pad", "values"), [(0.5, [1, 2]), (float("nan"), [1]), (300, np.zeros(2, np.uint8)), (-100, [True])]
     )
     def test_pad_collate_with_what_the_column_cannot_hold(self, pad: float, values: Any) -> None:
         with pytest.raises(

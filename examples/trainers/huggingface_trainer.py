@@ -11,15 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from parts.llama import StopAt, record_rows, small_model
-from parts.rows import (
-    EPOCHS,
-    GLOBAL_BATCH_SIZE,
-    MICRO_BATCH_SIZE,
-    NUM_ROWS,
-    Record,
-    Sequences,
-    main,
-)
+from parts.rows import EPOCHS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, Record, Sequences, main
 from transformers import Trainer, TrainingArguments
 
 import rescale_data as rd

@@ -13,16 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 from parts.llama import StopAt, record_rows, small_model
-from parts.rows import (
-    EPOCHS,
-    GLOBAL_BATCH_SIZE,
-    MICRO_BATCH_SIZE,
-    NUM_ROWS,
-    VOCABULARY,
-    Record,
-    Sequences,
-    main,
-)
+from parts.rows import EPOCHS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_ROWS, VOCABULARY, Record, Sequences, main
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast

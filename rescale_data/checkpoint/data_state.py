@@ -52,11 +52,7 @@ def read_data_state(
 
 @checks_argument_types
 def check_checkpoint(
-    path: StrPath,
-    loader: HasStream,
-    *,
-    name: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    path: StrPath, loader: HasStream, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Raise `DataStateError`, with the reasons, if the data state of a DCP checkpoint does not fit a loader.
 
@@ -87,11 +83,7 @@ def check_checkpoint(
 
 @checks_argument_types
 def load_changed(
-    path: StrPath,
-    loader: Stateful,
-    *,
-    name: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    path: StrPath, loader: Stateful, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> None:
     """Load a loader's state although sources were added to its `WeightedSampler` or removed, which ``dcp.load`` refuses.
 

@@ -92,9 +92,8 @@ class RunReader:
                 try:
                     report = self._load(step, state, strict=strict, allow_foreign=False)
                 except (DamagedCheckpointError, NoCheckpointError) as error:
-                    if not isinstance(
-                        skipped.get(step), DamagedCheckpointError
-                    ):  # deleted since, and loaded in part before
+                    # Deleted since, and loaded in part before
+                    if not isinstance(skipped.get(step), DamagedCheckpointError):
                         skipped[step] = error
                 except Exception as error:
                     for other_step, reason in skipped.items():

@@ -50,9 +50,8 @@ def merge_rows(rows_list: Sequence[TableRows]) -> TableRows:
         np.concatenate([rows.counted_values for rows in rows_list]),
         [rows.slots for rows in rows_list if rows.slots is not None],
     )
-    return TableRows(
-        visited, values, np.concatenate(slots) if slots else None
-    )  # if an index comes twice, the last value counts
+    # If an index comes twice, the last value counts
+    return TableRows(visited, values, np.concatenate(slots) if slots else None)
 
 
 def _indices(visited: slice | Ints) -> Ints:

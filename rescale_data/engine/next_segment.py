@@ -144,9 +144,8 @@ def _remainder_segment(ends: Ends, u: int, samples_left: Ints, samples: Ints, *,
 
 def _log_tail(cursor: Cursor, ends: Ends, num_dropped: int, num_padded: int) -> None:
     if num_dropped or num_padded or cursor.empty_epochs:
-        log = (
-            ends.ranks.warn if cursor.empty_epochs else ends.ranks.info
-        )  # too few samples, or a load changed the global batch
+        # Too few samples, or a load changed the global batch
+        log = ends.ranks.warn if cursor.empty_epochs else ends.ranks.info
         log(
             "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
             cursor.clock.epoch,

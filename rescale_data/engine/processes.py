@@ -41,10 +41,8 @@ from rescale_data.sources.decoded.cache import share_budget_with
 
 PRELOAD = ["rescale_data.engine.processes"]
 """Modules that the fork server imports once, before it forks the first worker: code that all workers need, and no data."""
-_PIPELINE_MODULES = (
-    "rescale_data.nodes.",
-    "rescale_data.sources.",
-)  # of these, the modules that the trainer has imported: pyarrow takes half a second
+# The fork server also imports what the trainer has imported of these: pyarrow takes half a second.
+_PIPELINE_MODULES = ("rescale_data.nodes.", "rescale_data.sources.")
 _CHECK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
 _GRACE_SECONDS = 5.0  # time for a worker to end by itself
 _MAX_TRACEBACK_CHARS = 2000
@@ -121,9 +119,8 @@ class Crew:
         Args:
             seconds: Time for the workers to end by themselves, before they are killed.
         """
-        if (
-            os.getpid() != self._trainer_pid or not self._thread.is_alive()
-        ):  # a forked process has no thread, and the workers are its parent's
+        # A forked process has no thread, and the workers are its parent's
+        if os.getpid() != self._trainer_pid or not self._thread.is_alive():
             return
         self.begin(Work(None, self._num_workers))
         if threading.current_thread() is self._thread:  # that thread collects garbage, and ends the workers itself

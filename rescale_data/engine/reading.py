@@ -62,9 +62,8 @@ class Reading:
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
         self._recent_wait_seconds: deque[float] = deque(maxlen=_MAX_WAITS)
-        weak_warn_slow = weakref.WeakMethod(
-            self._warn_slow
-        )  # an unreferenced loader is freed at once, with its workers
+        # An unreferenced loader is freed at once, with its workers
+        weak_warn_slow = weakref.WeakMethod(self._warn_slow)
         self._watch = Watch(slow_after, lambda seconds, frame: (warn := weak_warn_slow()) and warn(seconds, frame))
         self._last_batch_samples = 0
 
@@ -312,10 +311,7 @@ class Reading:
     def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
         activity = self._stream.feed.activity() if waits_for_batches(frame) else ""
         _logger.warning(
-            "Rank %d has waited %.0f s for a batch: %s.",
-            self._stream.ranks.rank,
-            seconds,
-            activity or describe(frame),
+            "Rank %d has waited %.0f s for a batch: %s.", self._stream.ranks.rank, seconds, activity or describe(frame)
         )
 
     # State

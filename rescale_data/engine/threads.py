@@ -86,9 +86,8 @@ class TaskThread:
 
     def __init__(self, name: str) -> None:
         self._tasks, self._ended_flag = _Tasks(), Flag()
-        owner = ref(
-            self, self._tasks.put
-        )  # puts itself when self is collected; Ctrl-C within a `__del__` would be lost
+        # Puts itself when self is collected; Ctrl-C within a `__del__` would be lost
+        owner = ref(self, self._tasks.put)
         args = self._tasks, self._ended_flag, owner
         self._thread = threading.Thread(target=_run_tasks, args=args, daemon=True, name=f"rescale_data-{name}")
         self._thread.start()

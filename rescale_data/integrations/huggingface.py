@@ -65,9 +65,8 @@ class DataStateMixin(Trainer):
             checkpoint = get_last_checkpoint(str(self.args.output_dir))
         if checkpoint:
             self._train_loader.load_state_dict(_load_data_state(Path(checkpoint)))
-        return super().train(
-            resume_from_checkpoint or None, *args, **kwargs
-        )  # transformers refuses True without a checkpoint
+        # transformers refuses True without a checkpoint
+        return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
 
 class _SaveDataState(TrainerCallback):

@@ -46,10 +46,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         [[5, 6]]
     """
 
-    FIELDS = (
-        Field(("piece",), limits=COUNT_LIMITS),
-        Field(("short",), counts=True, limits=COUNT_LIMITS),
-    )
+    FIELDS = (Field(("piece",), limits=COUNT_LIMITS), Field(("short",), counts=True, limits=COUNT_LIMITS))
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "window"
 

@@ -148,9 +148,8 @@ class TableSource(FileSource, TokenSource):
     def _cut_under_lock(self, fragment: int, share: Share, column: str | None) -> FragmentPiece:
         with cache().lock_for((owner_of(self), "cutting", fragment)):
             key = self._key(fragment, column, share)
-            piece = cache().get(key) or self._read_stored(
-                fragment, share, column
-            )  # another thread may have cut it in the meantime
+            # Another thread may have cut it in the meantime
+            piece = cache().get(key) or self._read_stored(fragment, share, column)
             return piece or self._cut_pieces(fragment, share, column)
 
     def _cut_pieces(self, fragment: int, share: Share, column: str | None) -> FragmentPiece:

@@ -14,15 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import rescale_data as rd
 from tests.distributed.ranks import run_ranks
-from tests.distributed.segments import (
-    ByRank,
-    Data,
-    Taken,
-    check_exactly_once,
-    num_real,
-    take,
-    take_epoch,
-)
+from tests.distributed.segments import ByRank, Data, Taken, check_exactly_once, num_real, take, take_epoch
 from tests.pipelines import Rows, plain
 from tests.states import opened
 

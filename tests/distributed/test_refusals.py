@@ -132,11 +132,7 @@ def loader_of(node: type[Scaled], factor: int) -> rd.DataLoader:
             {},
             "saved with num_logical_shards=24, the loader has num_logical_shards=48. It is fixed for a whole run",
         ),
-        (
-            FILTERED,
-            {},
-            r"The fields differ from those of the checkpoint: .*source.kept is new.*or begin a new run",
-        ),
+        (FILTERED, {}, r"The fields differ from those of the checkpoint: .*source.kept is new.*or begin a new run"),
         (ROWS, {"seed": 8}, "saved with seed=7, the loader has seed=8. Another seed is another order"),
         (Data("rows", 201, 24), {}, "The sources differ from those of the checkpoint: .*200.*201.*restore the files"),
     ],

@@ -83,7 +83,5 @@ def main(first: int, seconds: float, one: bool) -> None:
 
 if __name__ == "__main__":
     main(
-        int(sys.argv[1]),
-        float(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2][0] != "-" else 60,
-        "--one" in sys.argv,
+        int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2][0] != "-" else 60, "--one" in sys.argv
     )

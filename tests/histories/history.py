@@ -249,11 +249,7 @@ class History:
         loaded = opened(state)
         was, now = tuple(saved[key] for key in TOPOLOGY), (top.o, top.w, top.b)
         at_step = (saved["samples"] - saved["origin"]) % was[0] == 0 and top.o == was[0]
-        besides = (
-            *TOPOLOGY,
-            "sources",
-            *(("pipeline",) if self.changes else ()),
-        )  # folded where it can be
+        besides = (*TOPOLOGY, "sources", *(("pipeline",) if self.changes else ()))  # folded where it can be
         # rows of the remainder may be blocked
         anew = blocked_then and "blocklist" in self.changes and (saved["shards"]["remainder"] >= 0).any()
         if not anew and (at_step or now == was or saved["samples"] == saved["origin"]):

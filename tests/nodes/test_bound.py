@@ -111,9 +111,7 @@ def test_a_numpy_integer_is_an_int() -> None:
 ROWS = rd.DatasetSource([{"id": i} for i in range(96)], name="rows")
 IN_A_NODE: dict[str, Callable[[Any, rd.Shard], Any]] = {
     "max_epochs": lambda kind, shard: rd.WeightedSampler(
-        {"a": rd.Reader(ROWS, shard), "b": rd.Reader(FEW, shard)},
-        {"a": kind(1), "b": 2},
-        max_epochs={"a": kind(2)},
+        {"a": rd.Reader(ROWS, shard), "b": rd.Reader(FEW, shard)}, {"a": kind(1), "b": 2}, max_epochs={"a": kind(2)}
     ),
     "version": lambda kind, shard: rd.Map(rd.Reader(ROWS, shard), dict, version=kind(2)),
     "torchdata": lambda kind, shard: Batcher(rd.Reader(ROWS, shard), kind(3)),

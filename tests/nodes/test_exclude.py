@@ -153,11 +153,7 @@ OTHERS = rd.DatasetSource(
 
 
 @given(
-    rows_of,
-    rows_of,
-    st.sampled_from([1, 2, 3]),
-    st.integers(1, 9),
-    st.sampled_from(["reader", "blocks", "mixture"]),
+    rows_of, rows_of, st.sampled_from([1, 2, 3]), st.integers(1, 9), st.sampled_from(["reader", "blocks", "mixture"])
 )
 @example(ODD, set(), 1, 3, "blocks")
 @example(ODD, set(), 1, 4, "blocks")

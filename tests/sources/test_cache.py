@@ -241,14 +241,7 @@ def test_warns_once_where_the_shards_exceed_the_cache(caplog: pytest.LogCaptureF
         warn_if_thrashing([source], 100)
         warn_if_thrashing([source], 101)
     (message,) = caplog.messages
-    for part in (
-        "web",
-        "100 logical shards",
-        "1000 bytes",
-        "are 999",
-        "up to 10 times",
-        "cache_bytes=1000",
-    ):
+    for part in ("web", "100 logical shards", "1000 bytes", "are 999", "up to 10 times", "cache_bytes=1000"):
         assert part in message
 
 

@@ -222,10 +222,7 @@ def test_small_reads_near_each_other_are_one_request(tmp_path: Path) -> None:
     assert file.read(255_990, 50).size == 10
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [{"retries": -1}, {"timeout": 0.0}, {"timeout": float("inf")}, {"max_requests": 0}],
-)
+@pytest.mark.parametrize("bad", [{"retries": -1}, {"timeout": 0.0}, {"timeout": float("inf")}, {"max_requests": 0}])
 def test_options_out_of_range(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         rd.Remote(**bad)

@@ -75,15 +75,7 @@ def test_names_are_taken_as_they_are(options: dict[str, Any], tmp_path: Path) ->
 
     bucket = s3fs.S3FileSystem(**options)
     bucket.mkdirs("s3://names", exist_ok=True)
-    names = [
-        "a/x.jsonl",
-        "a//x.jsonl",
-        "a/./x.jsonl",
-        "a/[1].jsonl",
-        "a/#.jsonl",
-        "a/%20 +&.jsonl",
-        "a/ü.jsonl",
-    ]
+    names = ["a/x.jsonl", "a//x.jsonl", "a/./x.jsonl", "a/[1].jsonl", "a/#.jsonl", "a/%20 +&.jsonl", "a/ü.jsonl"]
     for i, name in enumerate(names):
         bucket.pipe_file(f"s3://names/{name}", b'{"x": %d}\n' % i)
     for given in (["a"], names, *([name] for name in names)):

@@ -25,13 +25,7 @@ from rescale_data.engine.recipe import (
 )
 from rescale_data.engine.schema import NodeParameters, Schema, adopt
 from rescale_data.engine.skip import require_countable, skip
-from rescale_data.engine.states.change import (
-    TranslatedHeader,
-    check_changes,
-    earlier_parameters,
-    reform,
-    settle,
-)
+from rescale_data.engine.states.change import TranslatedHeader, check_changes, earlier_parameters, reform, settle
 from rescale_data.engine.states.check import require_fit
 from rescale_data.engine.states.codec import SavedState, has_remainder, read, table_of
 from rescale_data.engine.states.differences import log_changes, without_functions, without_in_all_nodes
@@ -163,9 +157,8 @@ def _clock_after_load(
     if had_remainder and not has_remainder(table):
         loaded_clock = clock.restarted(saved_sizes[0])
     has_ended = bool((table[:, REMAINDER_COLUMN] == EPOCH_ENDED).all())
-    if (
-        stream.setup.recipe.repeat and (table[:, REMAINDER_COLUMN] != NO_REMAINDER).any()
-    ):  # an endless stream is never at the end of an epoch
+    # An endless stream is never at the end of an epoch
+    if stream.setup.recipe.repeat and (table[:, REMAINDER_COLUMN] != NO_REMAINDER).any():
         loaded_clock = clock.next_epoch(saved_sizes[0]) if has_ended else clock.restarted(saved_sizes[0])
     if stream.setup.recipe.repeat or (loaded_clock != clock and not has_ended):
         table[:, REMAINDER_COLUMN] = NO_REMAINDER

@@ -22,11 +22,8 @@ from rescale_data.nodes.reading.spans import EMPTY_SPANS, UNLIMITED_DOCUMENTS, P
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-_FIRST_READ_DRAWS, _SECOND_READ_DRAWS, _READ_GROWTH_FACTOR = (
-    16,
-    256,
-    4,
-)  # draws in the first read and in the second; then so many times more each
+# Draws in the first read and in the second; then so many times more each
+_FIRST_READ_DRAWS, _SECOND_READ_DRAWS, _READ_GROWTH_FACTOR = (16, 256, 4)
 _MAX_DRAWS, _MAX_MEAN_DRAWS = 2**15, 2048  # most draws at once, in all and on average for each source
 _MAX_READS = 256  # reads of sources after which a call ends (at least 4 for each): an epoch may hold only a row or two
 _READY_DOCS = 16  # documents of each source in the second read, if they lie at hand: a few cost as much as one
@@ -170,10 +167,7 @@ class MixedDocuments:
     def _read_sources_together(self, num_wanted: Sequence[int]) -> Ints:
         """Read up to ``num_wanted`` documents of each source in one batched read, where possible; return how many were read."""
         requests = [
-            (
-                source,
-                (documents, self._slots[source], num, self._repeats and source not in self._ending_sources),
-            )
+            (source, (documents, self._slots[source], num, self._repeats and source not in self._ending_sources))
             for source, num in enumerate(num_wanted)
             if num and isinstance(documents := self._documents_of(source), FragmentDocuments)
         ]

@@ -31,9 +31,8 @@ class KeptDocuments:
             documents = self._spans_by_position[key] = self._documents.read(position, max_documents)
             if not len(documents):
                 self._next_epoch[key] = next_position = copy_of(position)
-                self._documents.begin_next_epoch(
-                    next_position
-                )  # at once: the next bind of the node moves it away from this end
+                # At once: the next bind of the node moves it away from this end
+                self._documents.begin_next_epoch(next_position)
         return documents if len(documents) <= max_documents else documents[:max_documents]
 
     def begin_at(self, position: View) -> None:
@@ -66,11 +65,7 @@ class SourceBuffer:
     """The next documents of one source, as many as are requested, also from its following epochs."""
 
     def __init__(
-        self,
-        documents: DocumentReader,
-        position: View,
-        by_tokens: bool,
-        first_spans: Spans = EMPTY_SPANS,
+        self, documents: DocumentReader, position: View, by_tokens: bool, first_spans: Spans = EMPTY_SPANS
     ) -> None:
         self._documents, self._position = documents, copy_of(position)
         self._next_epoch, self._by_tokens = NO_UPDATES, by_tokens

@@ -44,10 +44,8 @@ class PickedDocuments:
 
     def read(self, position: memoryview, max_documents: int) -> Spans:
         self._source_position = np.array(position[_NUM_OWN_SLOTS:]).data
-        first_piece, self._num_dropped = (
-            self._first_piece(position),
-            0,
-        )  # dropped before the documents that are returned
+        # Dropped before the documents that are returned
+        first_piece, self._num_dropped = (self._first_piece(position), 0)
         num_empty_draws = 0
         while len(spans := self._documents.read(self._source_position, max_documents)):
             picked, num_read = self._cut_documents(spans, position, first_piece)

@@ -120,9 +120,8 @@ class PositionUpdates:
     def apply(self, position: memoryview, num_documents: int) -> None:
         """Write the updates of the first ``num_documents`` documents into ``position``, which is then behind them."""
         stop = int(self.ends[num_documents])
-        np.asarray(position)[self.slot[:stop]] = self.value[
-            :stop
-        ]  # if a slot comes twice, NumPy keeps the last of the values
+        # If a slot comes twice, NumPy keeps the last of the values
+        np.asarray(position)[self.slot[:stop]] = self.value[:stop]
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,9 +283,8 @@ def _list_path(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[boo
     try:
         if glob.has_magic(path) and not filesystem.isdir(path) and (matches := _expand_glob(filesystem, path)):
             return False, matches
-        if path.endswith(tuple(suffixes)) or not filesystem.isdir(
-            path
-        ):  # the filesystem of http calls each path a file, even a folder
+        # The filesystem of http calls each path a file, even a folder
+        if path.endswith(tuple(suffixes)) or not filesystem.isdir(path):
             info = filesystem.info(path)
             if info["type"] == "file":
                 return False, {path: info}

@@ -137,10 +137,7 @@ def test_a_removed_source_is_dropped_with_a_warning_and_an_added_one_begins(capl
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"unit": "tokens", "column": "tokens"}, "source.since.* is new"),
-        ({"stop": "first"}, "stop: saved"),
-    ],
+    [({"unit": "tokens", "column": "tokens"}, "source.since.* is new"), ({"stop": "first"}, "stop: saved")],
 )
 def test_nothing_else_may_change(change: dict[str, Any], message: str) -> None:
     ranks = loaders(ALL)

@@ -111,12 +111,7 @@ def test_global_batches_and_micro_batches_are_even(shape: tuple[int, ...], bound
         assert micro <= 3 + 1e-9 or shape[3] > 64, (shape, len(wanted))
 
 
-@given(
-    weights,
-    st.sampled_from([12, 24, 30, 48, 64, 96, 160, 256]),
-    st.integers(1, 6),
-    st.data(),
-)
+@given(weights, st.sampled_from([12, 24, 30, 48, 64, 96, 160, 256]), st.integers(1, 6), st.data())
 @example(WEIGHTS["power20"], 256, 4, None)
 @settings(max_examples=60, deadline=None)
 def test_at_most_one_sample_off_in_every_aligned_step(

@@ -31,10 +31,7 @@ def test_takes_the_bin_with_the_least_room() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "flat", "longest"),
-    [
-        ([[0, 3, 8, 8, 8], [0, 8, 8, 8, 8]], [0, 3, 8, 16], 8),
-        ([[0, 2, 4, 5, 8]], [0, 2, 4, 5, 8], 3),
-    ],
+    [([[0, 3, 8, 8, 8], [0, 8, 8, 8, 8]], [0, 3, 8, 16], 8), ([[0, 2, 4, 5, 8]], [0, 2, 4, 5, 8], 3)],
 )
 def test_cumulative_lengths_of_a_batch(rows: list[list[int]], flat: list[int], longest: int) -> None:
     found, length = flat_cu_seqlens(torch.tensor(rows, dtype=torch.int32))
