@@ -253,7 +253,7 @@ def megatron_loader(corpus: Corpus) -> Any:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    torch.is_distributed.init_process_group("gloo", store=torch.is_distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     prefixes = sorted({str(path.with_suffix("")) for path in corpus.paths("megatron")})
     config = GPTDatasetConfig(
         random_seed=0,

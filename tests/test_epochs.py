@@ -537,7 +537,7 @@ def test_a_state_says_again_that_it_was_saved_within_a_step() -> None:
 
 def _counted(loader: rd.DataLoader) -> dict[str, float]:
     """All that is no time: what making took is counted when it is asked for."""
-    return {name: value for name, value in loader.progress().items() if not name.endswith("_make_seconds")}
+    return {name: value for name, value in loader.progress().items() if not name.endswith("_seconds")}
 
 
 def test_an_endless_stream_whose_shards_are_in_several_epochs_warns_where_the_loader_has_epochs(

@@ -651,7 +651,7 @@ class TestTorchdata:
         loader = loader_of(lambda shard: Batcher(rd.Reader(ROWS, shard), 2), repeat=True, collate_fn=list)
         batch = next(iter(loader))
         assert [len(sample) for sample in batch] == [2] * 4
-        own = ["_epoch_ended", "epoch", "row", "skipped"]
+        own = ["_ended", "epoch", "row", "skipped"]
         expected = ["begun", "remainder", "samples", *(f"source.{name}" for name in own), "stamp"]
         assert sorted(opened(loader.state_dict())["shards"]) == expected
 

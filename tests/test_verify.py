@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch.distributed.checkpoint as dcp
+from torchdata.nodes import Mapper, SamplerWrapper
 
 import rescale_data as rd
 from rescale_data.testing import assert_rescalable, full_state_dict
@@ -161,3 +162,15 @@ def test_a_run_that_switches_it_is_told_so(verify: bool, tmp_path: Path) -> None
     dcp.save({"loader": saved}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(rd.DataStateError, match=r"digest.*the saved verify= \(True keeps a digest"):
         rd.checkpoint.check_checkpoint(tmp_path, now)
+
+
+def test_what_cannot_be_proved_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    def pipeline(shard: rd.Shard) -> rd.Node[Any]:
+        stream = rd.StreamReader(rd.IterableSource([[{"x": i}] * 9 for i in range(4)]), shard)
+        rows = rd.Reader([{"x": i} for i in range(36)], shard)
+        ids = Mapper(SamplerWrapper(range(shard.index, 36, shard.num_logical_shards)), lambda i: {"x": i})
+        nodes = {"stream": rd.Map(stream, dict), "rows": rows, "ids": ids}
+        return rd.WeightedSampler(nodes, dict.fromkeys(nodes, 1), stop="all")
+
+    rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=4, verify=True)
+    assert "proves nothing of the rows of ['ids.source', 'stream.source']" in caplog.text

@@ -50,7 +50,7 @@ def train(folder: Path, resume: int, stop: int) -> None:
             if loader.step == stop:
                 break
     # to here
-    torch.is_distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def train(folder: Path, resume: int, stop: int) -> None:
     # to here
     loader.close()
     fabric.barrier()
-    torch.is_distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def train(folder: Path, resume: int, stop: int, strategy: str) -> None:
     )  # fmt: skip
     torch.manual_seed(0)  # not copied
     model, data = Model(Record(folder / f"from {resume}")), Data(int(resume > 0))  # not copied
-    trainer.packing_result(model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     # to here
 
 

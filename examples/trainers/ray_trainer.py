@@ -85,7 +85,7 @@ def job(folder: str, stop: int, num_workers: int, of_loader: int) -> None:
         },
         run_config=RunConfig(name="run", storage_path=folder, failure_config=FailureConfig(max_failures=1)),
     )  # fmt: skip
-    trainer.packing_result()
+    trainer.fit()
     # to here
 
 

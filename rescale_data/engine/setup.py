@@ -13,9 +13,10 @@ from rescale_data.engine.balance import Balance
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.recipe import Pipeline, Recipe
+from rescale_data.engine.recipe import Pipeline, Recipe, path_name
 from rescale_data.engine.schema import Schema
 from rescale_data.layout.layout import Layout, default_num_logical_shards
+from rescale_data.nodes.abilities import Proves
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.decoded.cache import new_dict_by_owner, owner_of
@@ -63,6 +64,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> Setup:
     _check_epoch(setup)
     _check_steps(setup)
     _check_shards(setup)
+    _warn_if_not_proved(setup)
     compared_options = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
     ranks = ranks.with_new_loader(
         {
@@ -170,6 +172,16 @@ def _check_epoch(setup: Setup) -> None:
         raise ValueError(
             f"An epoch has {int(epoch_end[0].sum())} samples, less than one global batch of {setup.layout.global_batch_size}, "
             f"so tail='drop' would drop them all. Use a smaller global_batch_size, tail='pad', repeat=True or more data."
+        )
+
+
+def _warn_if_not_proved(setup: Setup) -> None:
+    """Warn if `verify` cannot prove an epoch, because some rows are not read by a `Reader`."""
+    leaves = {path: node for path, node in setup.schema.root.walk() if len([*node.walk()]) == 1}
+    unproved = [path_name(path) for path, node in leaves.items() if not isinstance(node, Proves)]
+    if setup.recipe.verify and unproved:
+        setup.ranks.warn(
+            "verify=True proves nothing of the rows of %s: only an rd.Reader keeps a digest of what it reads.", unproved
         )
 
 

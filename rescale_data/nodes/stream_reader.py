@@ -133,7 +133,13 @@ class StreamReader(Node[Any]):
         state_length = self.position[_LENGTH] if self._stateful_stream is not None else 0
         if self._stateful_stream is None or not state_length:
             return False
-        self._stateful_stream.load_state_dict(json.loads(bytes(_stream_state_bytes(self.position)[:state_length])))
+        try:
+            state = json.loads(bytes(_stream_state_bytes(self.position)[:state_length]))
+        except ValueError as error:
+            raise DataStateError(
+                f"{self.source.name}: the state of a stream is no JSON ({error}): it was changed or damaged. Load another one."
+            ) from None
+        self._stateful_stream.load_state_dict(state)
         return True
 
     def _save_state(self, stream: Stateful) -> None:

@@ -20,6 +20,7 @@ from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
 from rescale_data.sources.files.local_store import local_store_for
 from rescale_data.sources.files.paths import Files, Paths, find_matching_files
+from rescale_data.sources.files.ranges import ChangedFileError
 from rescale_data.sources.files.remote import Remote, RemoteError
 from rescale_data.sources.folders import FILES, FOLDERS, fold
 from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, join_footers
@@ -214,7 +215,8 @@ class FragmentedSource(FiledSource):
             if isinstance(error, OSError) and error.errno:  # a fault of the machine, such as a full disk
                 error.add_note(f"This was met while {self._files.path(file)} was read.")
                 raise
-            raise ValueError(
+            kind = ChangedFileError if isinstance(error, ChangedFileError) else ValueError
+            raise kind(
                 f"{self._files.path(file)} cannot be read as {self.FORMAT}: {error}. It may be half-written or of another "
                 f"format: write it again, or leave it out."
             ) from error

@@ -52,7 +52,7 @@ class ParquetSource(TableSource):
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
         ValueError: A file is damaged or lacks a column, two files differ in their columns, or there is no row. The message
-            names the file. A file that has changed since the source was opened raises it when it is read.
+            names the file. A local file whose size has changed since the source was opened raises it when it is read.
         DataStateError: No row matches the filter.
 
     Example:

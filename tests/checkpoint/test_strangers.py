@@ -253,7 +253,7 @@ def of_python_3_11_0(member: enum.Enum, _: Any) -> Any:
 
 def test_enums_as_python_3_11_0_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DCP's metadata holds members of enums, for each tensor; values may, where the user has allowed the class."""
-    encoding: Any = torch.is_distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    encoding: Any = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
     monkeypatch.setattr(encoding, "__reduce_ex__", of_python_3_11_0)
     with torch.serialization.safe_globals([Level]):
         checkpoint.save(tmp_path / "c", {**STATE, "level": Level.LOW})

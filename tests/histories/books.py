@@ -141,9 +141,7 @@ def same_state(one: Mapping[str, Any], other: Mapping[str, Any], besides: tuple[
         if key.endswith(".batch_idx"):  # torchdata's Unbatcher puts it to 0 where it is reset at its source's end
             below = key.removesuffix("batch_idx")
             ends = [
-                ended
-                for name, ended in one["shards"].items()
-                if name.startswith(below) and name.endswith("_epoch_ended")
+                ended for name, ended in one["shards"].items() if name.startswith(below) and name.endswith("_ended")
             ]
             differs &= ~sum(ends, torch.zeros_like(differs)).bool()
         if differs.any():

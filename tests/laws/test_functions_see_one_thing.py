@@ -275,7 +275,7 @@ def read(nodes: list[rd.Node[Any]]) -> None:
         going = list(nodes)
         while going:
             for node in list(going):
-                if next(node, None) is None and node.state_dict()["_epoch_ended"]:
+                if next(node, None) is None and node.state_dict()["_ended"]:
                     going.remove(node)
         for node in nodes:
             node.reset(node.get_state())

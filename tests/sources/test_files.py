@@ -454,6 +454,8 @@ class TestErrors:
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(ValueError, match=r"a\.arrow was cut off while it was read: it had \d+ bytes and has \d+"):
             source.row(4999)
+        with pytest.raises(OSError, match=r"a\.arrow was cut off while it was read"):
+            list(Reader(source, Shard(), shuffle=False, on_error="skip"))
 
     def test_a_file_that_is_replaced_while_it_is_read(self, tmp_path: Path) -> None:
         save(tmp_path / "a.arrow", {"row": list(range(9000))})
@@ -473,6 +475,8 @@ class TestErrors:
             ValueError, match=rf"a{suffix} cannot be read .*it has changed: it had \d+ bytes .* and has"
         ):
             pickle.loads(sent).row(0)
+        with pytest.raises(OSError, match="it has changed"):  # no bad row
+            next(Reader(pickle.loads(sent), Shard(), on_error="skip"))
 
     @pytest.mark.parametrize("name", ["a.jsonl", "a.tar", "a.bin"])
     def test_a_file_without_a_schema_that_is_replaced_before_a_worker_opens_it(self, name: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def rows_of(path: Path, max_epochs: int, max_steps: int = -1, *, resume: bool = 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     limits = {"max_epochs": max_epochs, "max_steps": max_steps}
     trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], enable_model_summary=False, **limits, **quiet)
-    trainer.packing_result(model, ckpt_path=path if resume else None)
+    trainer.fit(model, ckpt_path=path if resume else None)
     trainer.save_checkpoint(path)
     return model.rows
 
@@ -66,7 +66,7 @@ def test_two_loaders_that_go_on_with_another_micro_batch(tmp_path: Path) -> None
         model.training_step = step  # type: ignore[method-assign,assignment]
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], max_steps=steps, max_epochs=5, **quiet)
-        trainer.packing_result(model, loaders, ckpt_path=path)
+        trainer.fit(model, loaders, ckpt_path=path)
         return trainer, rows
 
     fit(4, 3, None)[0].save_checkpoint(tmp_path / "a.ckpt")
@@ -101,7 +101,7 @@ def test_a_save_within_a_balanced_step_goes_on_with_the_step(tmp_path: Path) -> 
         )
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
         trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState(), *callbacks], max_epochs=2, **quiet)
-        trainer.packing_result(model, ckpt_path=path)
+        trainer.fit(model, ckpt_path=path)
         return trainer, model
 
     path = tmp_path / "a.ckpt"

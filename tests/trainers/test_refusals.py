@@ -100,7 +100,7 @@ def test_torchtitan() -> None:
 def test_lightning(arguments: dict[str, Any], kwargs: dict[str, Any], says: str) -> None:
     trainer, model = lightning(**arguments)
     with pytest.raises(ValueError, match=says):
-        trainer.packing_result(model, loader_of(**kwargs))
+        trainer.fit(model, loader_of(**kwargs))
 
 
 def lightning(**arguments: Any) -> tuple[Any, Any]:
@@ -118,34 +118,34 @@ def lightning(**arguments: Any) -> tuple[Any, Any]:
 
 def test_lightning_resumes_from_a_state_of_the_data(tmp_path: Path) -> None:
     trainer, model = lightning()
-    trainer.packing_result(model, torch.utils.data.DataLoader(range(32), 4))
+    trainer.fit(model, torch.utils.data.DataLoader(range(32), 4))
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     trainer, model = lightning(max_steps=4)
     with pytest.raises(ValueError, match=r"states of 0 rd\.DataLoader, and the trainer has 1: .* without ckpt_path="):
-        trainer.packing_result(model, loader_of(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
+        trainer.fit(model, loader_of(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
 
 
 def test_lightning_trains_anew_after_an_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
     trainer, model = lightning()
-    trainer.packing_result(model, loader_of())
+    trainer.fit(model, loader_of())
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     trainer, model = lightning()
     model.validation_step = lambda batch, batch_idx: None
     trainer.validate(model, loader_of(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
-    trainer.packing_result(model, loader := loader_of())
+    trainer.fit(model, loader := loader_of())
     assert (trainer.global_step, loader.step) == (2, 2)
 
 
 def test_lightning_has_the_accumulation_of_the_loader() -> None:
     trainer, model = lightning()
     loader = loader_of()
-    trainer.packing_result(model, loader)
+    trainer.fit(model, loader)
     assert (trainer.accumulate_grad_batches, trainer.global_step, loader.step) == (2, 2, 2)
 
 
 def test_lightning_tries_a_batch() -> None:
     trainer, model = lightning(fast_dev_run=True)
-    trainer.packing_result(model, loader_of())
+    trainer.fit(model, loader_of())
     assert trainer.global_step == 1
 
 
@@ -159,11 +159,11 @@ def test_lightning_does_not_count_steps_before_it_knows_the_accumulation() -> No
 
         model.configure_optimizers = configure
         with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
-            trainer.packing_result(model, loader_of())
+            trainer.fit(model, loader_of())
 
 
 def test_lightning_compares_with_manual_optimization() -> None:
     trainer, model = lightning()
     model.automatic_optimization = False
     with pytest.raises(ValueError, match="with manual optimization it is 1"):
-        trainer.packing_result(model, loader_of())
+        trainer.fit(model, loader_of())

@@ -286,7 +286,7 @@ def test_an_error_of_a_transfer_is_raised_by_next_alone_and_the_thread_ends(tmp_
 
 
 def _without_time(progress: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in progress.items() if not name.endswith(("_make_seconds", "_ready_batches"))}
+    return {name: value for name, value in progress.items() if not name.endswith(("_seconds", "_ready"))}
 
 
 def _assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:

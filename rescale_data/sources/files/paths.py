@@ -28,7 +28,7 @@ from fsspec.utils import glob_translate
 from rescale_data.errors import require_type
 from rescale_data.sources.arrow_types import ArrowFile
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import MappedFile, Ranges
+from rescale_data.sources.files.ranges import ChangedFileError, MappedFile, Ranges
 from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, reconnected, wait_random_time
 from rescale_data.state import Ints
 
@@ -117,10 +117,10 @@ class Files:
         return RemoteFile(self.filesystem, self.path(file), self.remote, size, version_stamp, self.store)
 
     def _local_path(self, file: int) -> str:
-        """Return the path of a local file; raise ``OSError`` if its size has changed since it was listed."""
+        """Return the path of a local file; raise `ChangedFileError` if its size has changed since it was listed."""
         path, listed_size = self.path(file), int(self.sizes[file])
         if (size := os.stat(path).st_size) != listed_size:
-            raise OSError(f"it has changed: it had {listed_size} bytes when it was listed and has {size}")
+            raise ChangedFileError(f"it has changed: it had {listed_size} bytes when it was listed and has {size}")
         return path
 
     def other_file_reader(self, path: str) -> Ranges:

@@ -17,6 +17,10 @@ import pyarrow as pa
 from rescale_data.sources.arrow_types import ArrowBuffer
 
 
+class ChangedFileError(OSError, ValueError):
+    """Error raised if a local file is no longer the one that was opened: its rows are not bad, they are other rows."""
+
+
 class Ranges(ABC):
     """Interface to a file that any number of threads may read at random."""
 
@@ -95,13 +99,13 @@ class MappedFile(Ranges):
         return self._buffer
 
     def _require_not_truncated(self) -> None:
-        """Raise ``OSError`` if the file became shorter since it was mapped: reading beyond its end would raise SIGBUS."""
+        """Raise `ChangedFileError` if the file became shorter since it was mapped: reading beyond its end raises SIGBUS."""
         try:
             file_stat = os.stat(self._path)
         except FileNotFoundError:  # removed: the mapping keeps the data
             return
         if file_stat.st_ino == self._stat_when_mapped.st_ino and file_stat.st_size < self._stat_when_mapped.st_size:
-            raise OSError(
+            raise ChangedFileError(
                 f"{self._path} was cut off while it was read: it had {self._stat_when_mapped.st_size} bytes and has "
                 f"{file_stat.st_size}. "
                 f"Write files anew under another name, and rename them."

@@ -37,7 +37,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     decode = ParquetSource._decode
 
     def count(self: Any, fragment: int, columns: Any) -> Any:
-        counts[self._file_system.path(0), fragment] += 1
+        counts[self._files.path(0), fragment] += 1
         return decode(self, fragment, columns)
 
     monkeypatch.setattr(ParquetSource, "_decode", count)

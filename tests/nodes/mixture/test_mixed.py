@@ -82,7 +82,7 @@ def _through(kind: str, node: Any) -> Any:
 
 def one_by_one() -> Any:
     """No node but a reader hands over several documents at once."""
-    return mock.patch.pad_multiple(rd.WeightedSampler, open_documents=lambda self, column: None)
+    return mock.patch.multiple(rd.WeightedSampler, open_documents=lambda self, column: None)
 
 
 def drawn(node: Any, position: Any, num: int) -> list[Any]:
