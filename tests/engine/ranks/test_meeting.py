@@ -57,10 +57,11 @@ def in_threads(num_ranks: int, come: Any, lost: int = -1) -> dict[int, Any]:
 
 @pytest.mark.parametrize("num_ranks", [4, 32])
 def test_one_rank_looks_who_is_missing_and_all_are_told(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_CHECK_SECONDS", 0.1)
+    # A member that is slower than this to write what it saw is taken for dead.
+    monkeypatch.setattr(meeting, "_CHECK_SECONDS", 0.5)
     store, lost = dist.HashStore(), num_ranks - 2
     asked = [Counter[str]() for _ in range(num_ranks)]
-    found = in_threads(num_ranks, lambda me: arrive(CountedStore(store, asked[me]), me, range(num_ranks), 0.5), lost)
+    found = in_threads(num_ranks, lambda me: arrive(CountedStore(store, asked[me]), me, range(num_ranks), 2.0), lost)
     assert found == {me: [lost] for me in set(range(num_ranks)) - {lost}}
     assert sum(count["compare_set came"] for count in asked) == 1
     assert told(arrive, store, lost, range(num_ranks), 60.0) == [lost]  # at once: the verdict holds
