@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -55,7 +55,7 @@ def memory_address(tensor: Any) -> int:
     if _has_adapter(tensor):
         return 0
     with torch.no_grad():
-        local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local_tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return local_tensor.data_ptr() if type(local_tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
@@ -70,9 +70,9 @@ def wait_for_device(state: Any) -> Any:
 def refuse_pickled(state: Any) -> None:
     """Raise ``TypeError`` if a value that DCP pickles holds a tensor that other devices or ranks could not load."""
     for path, value in iterate_leaves(state):
-        tensors = (item for item in nested_values(value) if isinstance(item, DTensor) or _has_adapter(item))
+        tensors = (item for item in nested_values(value) if is_dtensor(item) or _has_adapter(item))
         if not isinstance(value, torch.Tensor) and (tensor := next(tensors, None)) is not None:
-            place = tensor.device_mesh if isinstance(tensor, DTensor) else tensor.device
+            place = tensor.device_mesh if is_dtensor(tensor) else tensor.device
             raise TypeError(
                 f"{'.'.join(path)} is a {type(value).__name__} with a tensor on {place}: DCP would pickle one rank's part "
                 f"of it, and only the same device and mesh could load that. Put the tensors into a list or a dict."
@@ -85,6 +85,11 @@ def state_after_first_step(
     """Return the state after an optimizer's first step, by parameter, if only a device adapter can make it; else ``{}``."""
     adapter = adapter_of(parameter for parameter in parameters if not optimizer.state.get(parameter))
     return {} if adapter is None else adapter.first_state(optimizer)
+
+
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """True if a value is a DTensor with a mesh and placements, which a sharded tensor of XLA need not have."""
+    return isinstance(value, DTensor) and not _has_adapter(value)
 
 
 def _has_adapter(value: Any) -> bool:

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
-from rescale_data.checkpoint.devices import adapt_tensors, refuse_pickled
+from rescale_data.checkpoint.devices import adapt_tensors, is_dtensor, refuse_pickled
 from rescale_data.checkpoint.entry import Entry, Path, for_each
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owning_module
@@ -166,7 +165,7 @@ def _refusal_reason(tensor: torch.Tensor) -> str:
     # Not is_quantized and is_nested: FSDP1's ShardedTensor knows neither.
     if str(tensor.dtype).startswith(("torch.qint", "torch.quint")):
         return "is quantized: put int_repr(), scale and zero point into the state instead."
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+    if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
         return "is a DTensor of partial values, of which DCP saves one rank's: put x.redistribute(...) into the state instead."
     if tensor.layout != torch.strided:
         layout_name = str(tensor.layout).removeprefix("torch.")
