@@ -2,10 +2,12 @@
 loop without end.
 
 Crossed: formats (the file and the stream format of Arrow, lists, texts and nested columns, documents a batch; Megatron with its
-index; indexes of Parquet footers and of lines) with numbers of 4 and 8 bytes at any place, and files that end too soon. Each
-damaged file is opened, its rows are read, and they are packed, in a process of its own, since a crash ends it.
+index; indexes of Parquet footers and of lines; copies of compressed files in blocks) with numbers of 4 and 8 bytes at any
+place, and files that end too soon. Each damaged file is opened, its rows are read, and they are packed, in a process of its
+own, since a crash ends it. What the package writes has checksums: there the rows are the right ones, or it is an error.
 """
 
+import gzip
 import random
 import resource
 import subprocess
@@ -86,6 +88,16 @@ def lines(folder: Path) -> Path:
     return indexed(folder, jsonl)
 
 
+def blocks(folder: Path) -> Path:
+    """The copy of a compressed file in blocks, once it is made."""
+    write_jsonl(folder / "a.jsonl", [{"tokens": document} for document in DOCUMENTS])
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()))
+    (folder / "a.jsonl").unlink()
+    indexed(folder, jsonl)
+    (path,) = (folder / "index").rglob("*.rdblocks")
+    return path
+
+
 def parquet(folder: Path) -> rd.Source:
     return rd.ParquetSource(folder, index_dir=folder / "index")
 
@@ -103,6 +115,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], rd.Source]]] = {
     "megatron-bin": (lambda folder: megatron(folder, ".bin"), rd.MegatronSource),
     "index-parquet": (footers, parquet),
     "index-jsonl": (lines, jsonl),
+    "blocks-jsonl": (blocks, jsonl),
 }
 """The file that is damaged, and its source."""
 
@@ -119,12 +132,15 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def read(source: rd.Source) -> None:
+def read(source: rd.Source) -> list[list[int]]:
+    """Return the tokens of all rows, after packing them."""
+    rows: list[list[int]] = []
     for shard in range(2):
-        list(rd.Reader(source, rd.Shard(shard, 2), shuffle=8))
+        rows += [list(row["tokens"]) for row in rd.Reader(source, rd.Shard(shard, 2), shuffle=8)]
         cache().clear()
         list(rd.TokenPacker(rd.Reader(source, rd.Shard(shard, 2)), column="tokens", seq_len=7, eos_id=None))
         cache().clear()
+    return rows
 
 
 def run(kind: str, seeds: range) -> None:
@@ -137,7 +153,9 @@ def run(kind: str, seeds: range) -> None:
             path.write_bytes(damaged(path.read_bytes(), random.Random(seed)))
             print("BEGIN", seed, flush=True)
             try:
-                read(source_of(Path(folder)))
+                rows = read(source_of(Path(folder)))
+                if path.parent != Path(folder) and sorted(rows) != sorted(DOCUMENTS):
+                    print("WRONG", seed, "rows", rows, flush=True)
             except (ValueError, OSError) as error:
                 if folder not in str(error) and path.stem not in str(error):
                     print("NAMELESS", seed, type(error).__name__, error, traceback.format_exc(limit=-3), flush=True)
