@@ -16,7 +16,6 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
-from functools import partial
 from math import inf
 from queue import SimpleQueue
 from typing import Any
@@ -81,7 +80,8 @@ class InProcessFeed(Feed):
 
     def __init__(self, runner: Runner, collate: Collate | None) -> None:
         self.runner = runner
-        self._draw: Callable[[Turn], MicroBatch] = partial(runner.take, collate=collate)
+        self._draw: Callable[[Turn, Collate | None], MicroBatch] = runner.take
+        self._collate = collate
         self._turns: TurnFunction | None = None
         self._segment: Segment | None = None
         self._u, self._pads_tail = 0, False
@@ -106,7 +106,7 @@ class InProcessFeed(Feed):
             raise Exhausted
         if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker
             self.runner.serve(self._segment.served(u))
-        batch = self._draw(turns(u))
+        batch = self._draw(turns(u), self._collate)
         if self._pads_tail:
             batch = batch._replace(batch=with_valid(batch.batch, batch.num_real, len(batch.shards)))
         self._turns = turns
@@ -270,4 +270,4 @@ class TracedFeed(InProcessFeed):
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         super().__init__(runner, None)
-        self._draw = lambda turn: runner.trace(turn, shards)
+        self._draw = lambda turn, _collate: runner.trace(turn, shards)

@@ -114,7 +114,7 @@ class Reading:
         ``StopIteration``. Older iterators are invalid.
         """
         self._iter()
-        return BatchIterator(self._num_iterators, self._take_batch)
+        return BatchIterator(self._num_iterators, self._take_batch if self._shared is None else self._take_shared_batch)
 
     @on_first_peer(RESULT)
     def _iter(self) -> None:
@@ -421,6 +421,9 @@ class Reading:
             )
 
     @on_first_peer(BATCH_MESSAGE)
+    def _take_shared_batch(self, batches: BatchIterator) -> Any:
+        return self._take_batch(batches)
+
     def _take_batch(self, batches: BatchIterator) -> Any:
         if batches.number != self._num_iterators:
             raise RuntimeError(

@@ -295,12 +295,13 @@ class Stream:
     def _next_micro_batch(self, cursor: Cursor) -> MicroBatch:
         """Return the micro batch at a cursor, from the queue or newly made."""
         self._make_until(cursor, cursor.u + 1)
-        if cursor.u not in self._queue.micro_batches:
+        micro_batch = self._queue.micro_batches.get(cursor.u)
+        if micro_batch is None:
             raise DataStateError(
                 "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
                 "number of samples is not certain."
             )
-        return self._queue.micro_batches[cursor.u]
+        return micro_batch
 
     def _make_until(self, cursor: Cursor, stop: int) -> int:
         """Make micro batches of a segment up to ``stop``, or until a shard ends; return the number of the next micro batch."""
