@@ -1,49 +1,66 @@
 """`rd.plan`: the topologies that keep the order, as data and as a table."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 import rescale_data as rd
-from rescale_data.layout.layout import Layout
+from tests.layout.test_layout import layout_of
+
+Topologies = set[tuple[int, int, int]]
+
+
+def topologies(plan: Any) -> Topologies:
+    return {(option.dp_world_size, option.micro_batch_size, option.num_workers) for option in plan}
+
+
+def aligned_with(o: int, n: int, workers: Any) -> Topologies:
+    """Return every W, b and K that is aligned, by trying them."""
+    found = set()
+    for w, b, k in itertools.product(range(1, o + 1), range(1, o + 1), workers):
+        try:
+            layout = layout_of(n, o, w, b, k)
+        except ValueError:
+            continue
+        if layout.aligned:
+            found.add((w, b, k))
+    return found
 
 
 @pytest.mark.parametrize(("o", "n"), [(12, None), (24, 24), (60, 30), (7, None), (36, 12)])
 def test_is_every_topology_that_is_aligned(o: int, n: int | None) -> None:
-    found = {(p.dp_world_size, p.micro_batch_size, p.num_workers) for p in rd.plan(o, num_logical_shards=n)}
-    expected = set()
-    for w in range(1, o + 1):
-        for b in range(1, o + 1):
-            for k in (0, 1, 2, 4, 8):
-                try:
-                    layout = Layout(
-                        num_logical_shards=n or 4 * o,
-                        global_batch_size=o,
-                        dp_world_size=w,
-                        micro_batch_size=b,
-                        num_workers=k,
-                    )
-                except ValueError:
-                    continue
-                if layout.aligned:
-                    expected.add((w, b, k))
-    assert found == expected
+    expected = aligned_with(o, n or 4 * o, (0, 1, 2, 4, 8))
+    plan = rd.plan(o, num_logical_shards=n)
+    assert topologies(plan) == expected
+    assert all(p.gradient_accumulation_steps * p.micro_batch_size * p.dp_world_size == o for p in plan)
+    assert topologies(rd.plan(o, 2, n, 4)) == {(w, b, k) for w, b, k in expected if (b, k) == (2, 4)}
 
 
-def test_narrowed_to_a_micro_batch_and_workers() -> None:
-    plan = rd.plan(768, micro_batch_size=8, num_logical_shards=4 * 768, num_workers=4)
-    assert [p.dp_world_size for p in plan] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
-    assert {(p.micro_batch_size, p.num_workers) for p in plan} == {(8, 4)}
-    assert all(p.gradient_accumulation_steps * 8 * p.dp_world_size == 768 for p in plan)
-    assert plan[0].gradient_accumulation_steps == 96
-    assert len(plan) == 12
+@pytest.mark.parametrize("several", [[24, 36, 48], [12, 24], [12, 18], [8, 8]])
+def test_several_global_batches_get_the_topologies_aligned_with_each(several: list[int]) -> None:
+    plan = rd.plan(several, num_workers=(0, 2))
+    assert plan.global_batch_sizes == tuple(several)
+    aligned = [aligned_with(o, plan.num_logical_shards, (0, 2)) for o in several]
+    assert topologies(plan) == set.intersection(*aligned)
+    assert len(plan) >= max(len(rd.plan(several, num_logical_shards=4 * o, num_workers=(0, 2))) for o in several) > 1
+
+
+def test_the_default_number_of_shards_is_small_and_keeps_the_order_for_0_1_2_and_4_workers() -> None:
+    for o in range(1, 40):
+        for w in (w for w in range(1, o + 1) if o % w == 0):
+            assert {p.num_workers for p in rd.plan(o, o // w) if p.dp_world_size == w} >= {0, 1, 2, 4}
+    found = {o: rd.plan(o, num_workers=0).num_logical_shards for o in (512, 513, 768, 1025, 2048, 6144, 8192, 2053)}
+    assert found == {512: 2048, 513: 1026, 768: 1536, 1025: 1025, 2048: 2048, 6144: 1536, 8192: 2048, 2053: 2053}
+    assert {option.dp_world_size for option in rd.plan(8192, num_workers=0)} == {2**k for k in range(12)}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"global_batch_size": 0}, "global_batch_size=0: it is at least 1"),
+        ({"global_batch_size": []}, "give one O"),
         ({"global_batch_size": 10**25}, "a plan goes through all its divisors, up to 4294967296"),
         ({"global_batch_size": 12, "micro_batch_size": 0}, "micro_batch_size=0: it is at least 1"),
         ({"global_batch_size": 12, "num_logical_shards": -1}, "num_logical_shards=-1: it is at least 1"),
@@ -56,10 +73,10 @@ def test_a_number_out_of_range_is_an_error_and_no_empty_table(arguments: Any, me
         rd.plan(**arguments)
 
 
-def test_says_that_nothing_fits() -> None:
-    assert str(rd.plan(12, micro_batch_size=5)).startswith(
-        "global_batch_size=12, num_logical_shards=48: no ranks, micro batch and workers that were asked for keep the same"
-    )
+def test_ints_of_numpy_are_ints() -> None:
+    few = rd.plan(np.int8(24), np.int8(2), np.int8(96), [np.int8(2)])  # type: ignore[list-item]
+    assert list(few) == list(rd.plan(24, 2, 96, 2))
+    assert list(few) == list(rd.plan([np.int8(24)], 2, 96, np.int8(2)))  # type: ignore[arg-type]
 
 
 def test_prints_as_a_table() -> None:
@@ -70,36 +87,7 @@ def test_prints_as_a_table() -> None:
         "        3              2               1  0, 1, 2"
     )
     assert repr(rd.plan(6)) == str(rd.plan(6))
-
-
-def test_the_default_number_of_shards_keeps_the_order_for_0_1_2_and_4_workers() -> None:
-    for o in range(1, 40):
-        for w in (w for w in range(1, o + 1) if o % w == 0):
-            assert {p.num_workers for p in rd.plan(o, o // w) if p.dp_world_size == w} >= {0, 1, 2, 4}
-
-
-def test_the_default_number_of_shards_stays_small_and_fits_the_global_batch() -> None:
-    found = {o: rd.plan(o, num_workers=0).num_logical_shards for o in (512, 513, 768, 1025, 2048, 6144, 8192, 2053)}
-    assert found == {512: 2048, 513: 1026, 768: 1536, 1025: 1025, 2048: 2048, 6144: 1536, 8192: 2048, 2053: 2053}
-    assert {option.dp_world_size for option in rd.plan(8192, num_workers=0)} == {2**k for k in range(12)}
-
-
-@pytest.mark.parametrize("several", [[1024, 1536, 2048], [12, 24], [12, 18], [8, 8], [512, 768, 8192]])
-def test_several_global_batches_get_the_topologies_aligned_with_each(several: list[int]) -> None:
-    plan = rd.plan(several)
-    assert plan.global_batch_sizes == tuple(several)
-    assert len(plan) > 1
-    for option in plan:
-        for o in several:
-            layout = Layout(
-                num_logical_shards=plan.num_logical_shards,
-                global_batch_size=o,
-                dp_world_size=option.dp_world_size,
-                micro_batch_size=option.micro_batch_size,
-                num_workers=option.num_workers,
-            )
-            assert layout.aligned
-    assert len(plan) >= max(len(rd.plan(several, num_logical_shards=4 * o)) for o in several)
+    assert "no ranks, micro batch and workers that were asked for keep the same" in str(rd.plan(12, micro_batch_size=5))
 
 
 def test_prints_one_screen_and_what_n_means() -> None:
@@ -119,12 +107,4 @@ def test_prints_one_screen_and_what_n_means() -> None:
         "    the table in a checkpoint: at least 111 kB",
         "    the smallest source, small: 4608 rows, 3 a logical shard",
     ]
-    assert len(plan.table().splitlines()) > 100 > 25 > max(len(lines), 1)
-    with pytest.raises(ValueError, match="give one O"):
-        rd.plan([])
-
-
-def test_ints_of_numpy_are_ints() -> None:
-    few = rd.plan(np.int8(24), np.int8(2), np.int8(96), [np.int8(2)])  # type: ignore[list-item]
-    assert list(few) == list(rd.plan(24, 2, 96, 2))
-    assert list(few) == list(rd.plan([np.int8(24)], 2, 96, np.int8(2)))  # type: ignore[arg-type]
+    assert len(plan.table().splitlines()) > 100 > 25 > len(lines)
