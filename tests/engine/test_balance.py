@@ -1,4 +1,7 @@
-"""What a user says about balanced steps: checked when it is said; and what samples cost."""
+"""Balanced steps: what a user says of them, what samples cost, and the same samples in each step as without.
+
+On real ranks: `tests.distributed.test_balance`; whatever is called at any moment: law 4.
+"""
 
 import random
 from collections.abc import Callable
@@ -13,29 +16,50 @@ from rescale_data.testing import full_state_dict
 COST = rd.transformer_cost(crossover=10)
 
 
+def cost_of(cost: Any, sample: Any) -> Any:
+    return rd.Balance(cost=cost).measure(sample)
+
+
+def first_batch(**given: Any) -> Any:
+    return next(iter(rd.DataLoader([{"tokens": [0]}] * 8, global_batch_size=4, collate_fn=list, **given)))
+
+
+WEIGHED = rd.Balance(cost=COST, over="rank", weight=lambda sample: 1)
+ON_TWO_RANKS = {"micro_batch_size": 2, "dp_rank": 0, "dp_world_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("call", "error", "words"),
     [
-        ({"over": "node"}, ValueError, "over='node'"),
-        ({"sync": "batch"}, ValueError, "sync='batch'"),
-        ({"max_tokens": 0}, ValueError, "max_tokens=0"),
-        ({"max_tokens": 1.5}, TypeError, "max_tokens=1.5"),
-        ({"cost": None}, TypeError, "cost=None"),
-        ({"weight": 3}, TypeError, "weight=3"),
-        ({"padded": "yes"}, TypeError, "padded='yes'"),
+        (lambda: rd.Balance(cost="cost", over="node"), ValueError, "over='node'"),
+        (lambda: rd.Balance(cost="cost", sync="batch"), ValueError, "sync='batch'"),
+        (lambda: rd.Balance(cost="cost", max_tokens=0), ValueError, "max_tokens=0"),
+        (lambda: rd.Balance(cost="cost", max_tokens=1.5), TypeError, "max_tokens=1.5"),
+        (lambda: rd.Balance(cost=None), TypeError, "cost=None"),
+        (lambda: rd.Balance(cost="cost", weight=3), TypeError, "weight=3"),
+        (lambda: rd.Balance(cost="cost", padded="yes"), TypeError, "padded='yes'"),
+        (lambda: rd.transformer_cost(), ValueError, "crossover"),
+        (lambda: rd.transformer_cost(crossover=0), ValueError, "crossover"),
+        (lambda: rd.transformer_cost(crossover=9, layers=2), ValueError, "crossover"),
+        (lambda: rd.transformer_cost(active_parameters=9, layers=2), ValueError, "crossover"),
+        (lambda: cost_of(COST, {"text": "x"}), ValueError, "'tokens' or 'input_ids'"),
+        (lambda: cost_of(COST, 3), ValueError, "a int"),
+        (lambda: cost_of("price", {"tokens": [1]}), ValueError, "there is no such column"),
+        (lambda: cost_of(lambda sample: "much", {"tokens": [1]}), ValueError, "'much' is no integer"),
+        (lambda: cost_of(lambda sample: -1, {"tokens": [1]}), ValueError, "a sample has -1"),
+        (lambda: cost_of(lambda sample: 1 << 60, {"tokens": [1]}), ValueError, "give 0 to"),
+        (lambda: first_batch(balance="host"), TypeError, "balance='host'"),
+        (lambda: first_batch(balance=WEIGHED), TypeError, "collate_fn returns a list"),
+        (
+            lambda: first_batch(balance=rd.Balance(cost=int), **ON_TWO_RANKS),
+            ValueError,
+            "no process group in which ranks",
+        ),
     ],
 )
-def test_what_is_wrong_is_refused_at_once(given: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_what_is_wrong_is_refused(call: Callable[[], Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        rd.Balance(**{"cost": "cost", **given})
-
-
-@pytest.mark.parametrize(
-    "given", [{}, {"crossover": 0}, {"crossover": 9, "layers": 2}, {"active_parameters": 9, "layers": 2}]
-)
-def test_a_cost_has_one_crossover(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="crossover"):
-        rd.transformer_cost(**given)
+        call()
 
 
 def test_a_document_costs_its_tokens_and_their_square() -> None:
@@ -44,34 +68,9 @@ def test_a_document_costs_its_tokens_and_their_square() -> None:
     assert COST({"tokens": [0] * 20, "cost": torch.tensor([200])}) == 20 + 20, "two documents of ten tokens"
 
 
-@pytest.mark.parametrize(
-    ("cost", "sample", "words"),
-    [
-        (COST, {"text": "x"}, "'tokens' or 'input_ids'"),
-        (COST, 3, "a int"),
-        ("price", {"tokens": [1]}, "there is no such column"),
-        (lambda sample: "much", {"tokens": [1]}, "'much' is no integer"),
-        (lambda sample: -1, {"tokens": [1]}, "a sample has -1"),
-        (lambda sample: 1 << 60, {"tokens": [1]}, "give 0 to"),
-    ],
-)
-def test_a_cost_that_is_none_is_an_error(cost: str | Callable[[Any], Any], sample: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        rd.Balance(cost=cost).measure(sample)
-
-
 def test_a_sample_without_tokens_counts_as_one() -> None:
     assert rd.Balance(cost="cost").measure({"cost": 5, "image": 0}) == (5, 1, 0)
     assert rd.Balance(cost="cost", tokens="n", weight="w").measure({"cost": 5, "n": 7, "w": 3}) == (5, 7, 3)
-
-
-def test_ranks_that_cannot_be_reached_exchange_nothing() -> None:
-    with pytest.raises(ValueError, match="no process group in which ranks exchange costs"):
-        rd.DataLoader(
-            range(8), global_batch_size=4, micro_batch_size=2, dp_rank=0, dp_world_size=2, balance=rd.Balance(cost=int)
-        )
-    with pytest.raises(TypeError, match="balance='host'"):
-        rd.DataLoader(range(8), global_batch_size=4, balance="host")  # type: ignore[arg-type]
 
 
 def test_one_micro_batch_a_step_is_said_to_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,13 +89,6 @@ def test_a_sample_that_is_longer_than_a_micro_batch_stands_alone(caplog: pytest.
             assert sorted(len(batch) for batch in step if any(len(s["tokens"]) == 90 for s in batch)) == [1]
             assert sum(len(batch) for batch in step) == 8
     assert caplog.text.count("a micro batch has 90 tokens") == 1
-
-
-def test_batches_that_are_no_dict_take_no_weight() -> None:
-    balance = rd.Balance(cost=COST, over="rank", weight=lambda sample: 1)
-    loader = rd.DataLoader([{"tokens": [0]}] * 8, global_batch_size=4, balance=balance, collate_fn=list)
-    with loader, pytest.raises(TypeError, match="collate_fn returns a list"):
-        next(iter(loader))
 
 
 ROWS = [{"id": row, "tokens": [row] * (1 + row * row % 37)} for row in range(101)]
@@ -119,23 +111,19 @@ CHAINS: list[tuple[Any, dict[str, Any]]] = [
     (ROWS, {"tail": "drop"}),
     (mixed, {"repeat": True}),
 ]
+BALANCES = [None, rd.Balance(cost=COST, over="rank"), rd.Balance(cost=COST, over="rank", padded=True)]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("data", "given"), CHAINS, ids=["padded", "dropped", "mixed"])
-def test_chains_of_topologies_with_and_without_balance_have_one_order(
-    data: Any, given: dict[str, Any], seed: int
-) -> None:
+def test_chains_of_topologies_with_and_without_balance_have_one_order(data: Any, given: Any, seed: int) -> None:
     """Balance begins and ends with a segment, also within a balanced step: that begins again."""
     rng = random.Random(seed)
     plain = opened(data, 0, 1, 12, **given)
     state: Any = plain.state_dict()
     for _ in range(6):
         world, b = rng.choice([(1, 12), (1, 4), (2, 3), (2, 6), (3, 2), (4, 3), (6, 1), (6, 2)])
-        feed = rng.choice([{}, {"prefetch": 2}])
-        balance = rng.choice(
-            [None, rd.Balance(cost=COST, over="rank"), rd.Balance(cost=COST, over="rank", padded=True)]
-        )
+        feed, balance = rng.choice([{}, {"prefetch": 2}]), rng.choice(BALANCES)
         loaders = [opened(data, rank, world, b, balance=balance, **feed, **given) for rank in range(world)]
         for loader in loaders:
             loader.load_state_dict(state)

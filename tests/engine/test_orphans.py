@@ -27,8 +27,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+@pytest.mark.parametrize(("how", "context"), [(signal.SIGKILL, "forkserver"), (signal.SIGTERM, "spawn")])
 def test_a_trainer_that_is_killed_leaves_nothing_behind(tmp_path: Path, how: signal.Signals, context: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINER)

@@ -49,8 +49,7 @@ def test_every_token_is_delivered_once_in_rounds_of_bounded_reading(
     def loader() -> rd.DataLoader:
         return rd.DataLoader(pipeline, global_batch_size=o, num_logical_shards=n, tail="pad")
 
-    found, first = [], loader()
-    most = 0
+    found, first, most = [], loader(), 0
     for count, batch in enumerate(first):
         found.append(batch["tokens"][batch["valid"]])
         most, documents.num_reads = max(most, documents.num_reads), 0

@@ -1,8 +1,10 @@
-"""Background threads end: with the object that has them, with the interpreter while a read hangs, and after Ctrl-C."""
+"""Background threads end: with the interpreter while a read hangs, and after Ctrl-C.
+
+With the loader that has them: `tests.test_ahead`; that threads stay as few as they are: law 9.
+"""
 
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,27 +13,7 @@ import pytest
 import torch
 
 from rescale_data.engine.exchanges import STATUS_STOPPED, Exchanges, RankGroup
-from rescale_data.engine.threads import TaskThread
 from tests.test_interrupt import CtrlC
-
-
-def test_tasks_run_in_order_and_end_waits_for_them() -> None:
-    done: list[int] = []
-    thread = TaskThread("test")
-    for number in range(100):
-        thread.put(lambda number=number: done.append(number))
-    thread.end()
-    assert done == list(range(100))
-    thread.end()  # once more
-
-
-def test_the_thread_ends_with_its_object() -> None:
-    thread = TaskThread("test")
-    (background,) = (each for each in threading.enumerate() if each.name == "rescale_data-test")
-    del thread
-    background.join(60)
-    assert not background.is_alive()
-
 
 HANGS = """
 import threading

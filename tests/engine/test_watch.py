@@ -4,6 +4,7 @@ import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Clock:
 
 
 class Blocks:
-    """A function that waits until it may go on."""
+    """A function that waits until it may go on; as a dataset, its rows do."""
 
     def __init__(self) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
@@ -37,30 +38,64 @@ class Blocks:
         assert self.go_on.wait(60)
         return sample
 
-
-class Dataset:
-    """Rows that block."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.blocks = blocks
-
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, row: int) -> Any:
-        return self.blocks(row)
+        return self(row)
 
 
-def write(folder: Path, rows: int = 64) -> None:
-    pq.write_table(pa.table({"row": np.arange(rows)}), folder / "rows.parquet", row_group_size=8)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"row": np.arange(64)}), tmp_path / "data" / "rows.parquet", row_group_size=8)
+    return tmp_path / "data"
 
 
 def mapped(source: Any, fn: Any, shard: rd.Shard) -> Any:
     return rd.Map(rd.Reader(source, shard, shuffle=False), fn)
 
 
-def said_of(loader: rd.DataLoader, blocks: Blocks, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is logged while a thread waits for a batch, by a clock that is wound on."""
+def with_a_map(folder: Path, blocks: Blocks) -> rd.DataLoader:
+    pipeline = functools.partial(mapped, rd.ParquetSource(folder), blocks)
+    sizes = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 4}
+    return rd.DataLoader(pipeline, **sizes, dp_rank=1, dp_world_size=2)
+
+
+def with_a_slow_disk(folder: Path, blocks: Blocks) -> rd.DataLoader:
+    class Source(rd.ParquetSource):
+        def _load(self, fragment: Any) -> Any:
+            return super()._load(blocks(fragment))
+
+    return rd.DataLoader(Source(folder), global_batch_size=4)
+
+
+WAITS: dict[str, tuple[Callable[[Path, Blocks], rd.DataLoader], list[str]]] = {
+    "a function": (
+        with_a_map,
+        [
+            "Rank 1 has waited 10 s for a batch",  # at 11.0, since 0.5
+            "in a function of the user's, Blocks.__call__ (",
+            "test_watch.py, line",
+            "logical shard 2",
+            "/rows.parquet, row 32",
+        ],
+    ),
+    "a file": (with_a_slow_disk, ["reading /", "/rows.parquet, logical shard 0"]),
+    "a dataset": (lambda folder, blocks: rd.DataLoader(blocks, global_batch_size=4), ["reading, Blocks.__getitem__ ("]),
+    "the thread ahead": (
+        lambda folder, blocks: rd.DataLoader(blocks, global_batch_size=4, prefetch=2),
+        ["waiting for the thread ahead, reading, Blocks.__getitem__ ("],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_what_is_waited_for_is_named_once(what: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While a thread waits for a batch, by a clock that is wound on."""
+    blocks = Blocks()
+    open_loader, words = WAITS[what]
+    loader = open_loader(folder, blocks)
     clock, watch = Clock(), loader._watch
     watch._clock = clock
     thread = threading.Thread(target=lambda: next(iter(loader)))
@@ -72,122 +107,81 @@ def said_of(loader: rd.DataLoader, blocks: Blocks, caplog: pytest.LogCaptureFixt
             watch.look()
     blocks.go_on.set()
     thread.join(60)
-    assert watch.began is None
     clock.now = 1e9
     watch.look()  # nothing is waited for
     loader.close()
-    return [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
+    (text,) = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
+    assert [part for part in words if part not in text] == []
 
 
-def test_a_function_of_the_users_is_named_once_with_shard_and_row(tmp_path: Path, caplog: Any) -> None:
-    write(tmp_path)
-    blocks = Blocks()
-    pipeline = functools.partial(mapped, rd.ParquetSource(tmp_path), blocks)
-    sizes = {"global_batch_size": 4, "num_logical_shards": 4}
-    loader = rd.DataLoader(pipeline, micro_batch_size=2, **sizes, dp_rank=1, dp_world_size=2)
-    (said,) = said_of(loader, blocks, caplog)
-    assert "Rank 1 has waited 10 s for a batch" in said  # at 11.0, since 0.5
-    assert "in a function of the user's, Blocks.__call__ (" in said
-    assert "test_watch.py, line" in said
-    assert "logical shard 2" in said
-    assert f"{tmp_path}/rows.parquet, row 32" in said
-
-
-def test_reading_is_named_with_its_file(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
-    write(tmp_path)
-    blocks, source = Blocks(), rd.ParquetSource(tmp_path)
-    load = rd.ParquetSource._load
-    monkeypatch.setattr(rd.ParquetSource, "_load", lambda self, fragment: load(self, blocks(fragment)))
-    (said,) = said_of(rd.DataLoader(source, global_batch_size=4), blocks, caplog)
-    assert f"reading {tmp_path}/rows.parquet, logical shard 0" in said
-
-
-def test_a_dataset_of_the_users_is_named(caplog: Any) -> None:
-    blocks = Blocks()
-    (said,) = said_of(rd.DataLoader(Dataset(blocks), global_batch_size=4), blocks, caplog)
-    assert "reading, Dataset.__getitem__ (" in said
-
-
-def until_exists(file: str, sample: Any) -> Any:
-    while not Path(file).exists():
+def until_exists(file: Path, sample: Any) -> Any:
+    while not file.exists():
         time.sleep(0.01)
     return sample
 
 
-def test_a_worker_is_named_and_what_it_is_about(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+def test_a_worker_is_named_and_what_it_is_about(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(loader_module, "SLOW_AFTER", 0.2)
-    (tmp_path / "data").mkdir()
-    write(tmp_path / "data")
     go_on = tmp_path / "go_on"
-    pipeline = functools.partial(
-        mapped, rd.ParquetSource(tmp_path / "data"), functools.partial(until_exists, str(go_on))
-    )
-    loader = rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8, num_workers=2)
-    logger, lines, heard = logging.getLogger("rescale_data"), [], threading.Event()
+    pipeline = functools.partial(mapped, rd.ParquetSource(folder), functools.partial(until_exists, go_on))
+    lines: list[str] = []
 
-    class Hears(logging.Handler):
+    class GoesOn(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
-            heard.set()
+            go_on.touch()
 
-    hears = Hears(logging.WARNING)
-    logger.addHandler(hears)
-    try:
+    handler, logger = GoesOn(logging.WARNING), logging.getLogger("rescale_data")
+    with rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8, num_workers=2) as loader:
         loader.start()
+        board = loader._stream.feed._crew.board  # type: ignore[union-attr]
         deadline = time.monotonic() + 60
-        while "until_exists" not in loader._stream.feed._crew.board.read(0):  # type: ignore[union-attr]
+        while "until_exists" not in board.read(0):
             assert time.monotonic() < deadline
-        release = threading.Thread(target=lambda: heard.wait(60) and go_on.touch())
-        release.start()
-        next(iter(loader))
-        release.join(60)
-    finally:
-        logger.removeHandler(hears)
-        go_on.touch()
-    assert len(lines) == 1
-    assert "waiting for worker 0, in a function of the user's, until_exists (" in lines[0]
-    assert "logical shard 0, last row drawn" in lines[0]
-    list(loader)
-    assert loader._stream.feed._crew.board.read(0) == ""  # type: ignore[union-attr]
+        logger.addHandler(handler)
+        try:
+            next(iter(loader))
+        finally:
+            logger.removeHandler(handler)
+        assert len(lines) == 1
+        assert "waiting for worker 0, in a function of the user's, until_exists (" in lines[0]
+        assert "logical shard 0, last row drawn" in lines[0]
+        list(loader)
+        assert board.read(0) == ""
+        assert loader.progress()["transform_seconds"] > 0
+
+
+def test_what_workers_have_read_is_counted_and_what_they_have_ready(folder: Path) -> None:
+    before = counts().values[0]
+    loader = rd.DataLoader(rd.ParquetSource(folder), global_batch_size=4, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    deadline = time.monotonic() + 60
+    while loader.progress()["batches_ready"] < 1:
+        assert time.monotonic() < deadline
+    list(batches)
     told = loader.progress()
-    assert told["transform_seconds"] > 0
-    assert told["batches_ready"] == 0
-    loader.close()
-
-
-def test_what_workers_have_read_is_counted_and_what_they_have_ready(tmp_path: Path) -> None:
-    write(tmp_path)
-    before = counts().values.copy()
-    with rd.DataLoader(rd.ParquetSource(tmp_path), global_batch_size=4, num_workers=1) as loader:
-        batches = iter(loader)
-        next(batches)
-        told, deadline = loader.progress(), time.monotonic() + 60
-        while told["batches_ready"] < 1 and time.monotonic() < deadline:
-            told = loader.progress()
-        assert told["batches_ready"] >= 1
-        list(batches)
-        told = loader.progress()
-    assert 64 * 8 <= told["read_bytes"] - before[0] < 2 * 64 * 8
+    assert 64 * 8 <= told["read_bytes"] - before < 2 * 64 * 8
     assert told["read_seconds"] > 0
     assert told["batches_ready"] == 0
+    loader.close()
     next(iter(loader))  # by other workers
     after = loader.progress()
     loader.close()
-    assert after["read_bytes"] - before[0] > 64 * 8
+    assert after["read_bytes"] > told["read_bytes"]
     assert after["transform_seconds"] + after["read_seconds"] > told["transform_seconds"] + told["read_seconds"]
     assert loader.progress()["read_bytes"] >= after["read_bytes"]
     assert loader.progress()["batches_ready"] == 0
 
 
-def test_requests_and_what_they_brought_are_counted(tmp_path: Path) -> None:
-    write(tmp_path)
-    before = counts().values.copy()
-    source = rd.ParquetSource(f"file://{tmp_path}", remote=rd.Remote(read_ahead=False))
+def test_requests_and_what_they_brought_are_counted(folder: Path) -> None:
+    before = counts().values[1]
+    source = rd.ParquetSource(f"file://{folder}", remote=rd.Remote(read_ahead=False))
     loader = rd.DataLoader(source, global_batch_size=4)
     told = loader.progress()
     list(loader)
     after = loader.progress()
-    assert told["requests"] - before[1] >= 2  # the list, and a footer
+    assert told["requests"] - before >= 2  # the list, and a footer
     assert after["requests"] > told["requests"]
     assert after["request_bytes"] > told["request_bytes"]
     assert after["retries"] == told["retries"]
@@ -202,36 +196,22 @@ def test_the_worst_rank_is_named() -> None:
     assert found["wait_p99_seconds"] == (2.0, 2.0, 7.5, 1)
     assert found["batches_ready"] == (1.0, 3.0, 3.0, 2)
     assert "wait_p99_seconds 2 / 2 / 7.5 (rank 1), batches_ready 1 / 3 / 3 (rank 2)" in str(found)
+    simulated = rd.DataLoader(range(8), global_batch_size=4, micro_batch_size=2, dp_rank=1, dp_world_size=2)
+    assert {spread.worst for spread in simulated.report().values()} == {1}, "of ranks that are simulated, itself"
 
 
-def test_a_rank_whose_others_are_simulated_reports_itself() -> None:
-    loader = rd.DataLoader(range(8), global_batch_size=4, micro_batch_size=2, dp_rank=1, dp_world_size=2)
-    assert {spread.worst for spread in loader.report().values()} == {1}
-
-
-def test_a_loader_that_nobody_holds_is_gone_at_once() -> None:
+def test_nothing_is_said_of_what_is_not_long_nor_of_a_loader_that_nobody_holds(caplog: Any) -> None:
     loader = rd.DataLoader(range(8), global_batch_size=4)
     next(iter(loader))
-    watch = loader._watch
-    del loader
-    watch.began = -1e9
-    watch.look()  # there is nobody to tell
-
-
-def test_nothing_is_said_of_what_is_not_long() -> None:
-    said: list[float] = []
-    clock = Clock()
-    watch = Watch(10.0, lambda seconds, frame: said.append(seconds), clock)
+    watch, clock = loader._watch, Clock()
+    watch._clock = clock
     for clock.now in range(0, 100, 5):  # type: ignore[misc]
         watch.began = clock.now - 6.0
         watch.look()
-    assert said == []
-
-
-def test_the_thread_of_prefetch_is_looked_at(caplog: Any) -> None:
-    blocks = Blocks()
-    (said,) = said_of(rd.DataLoader(Dataset(blocks), global_batch_size=4, prefetch=2), blocks, caplog)
-    assert "waiting for the thread ahead, reading, Dataset.__getitem__ (" in said
+    del loader
+    watch.began = -1e9
+    watch.look()
+    assert "has waited" not in caplog.text
 
 
 def test_a_watch_that_ctrl_c_kept_from_starting_can_be_stopped_and_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,9 @@ from rescale_data.engine.ranks.meeting import MissingRanks, arrive, call_within,
 class CountedStore(dist.Store):
     """A store that counts what is asked of it, by the kind of key."""
 
-    def __init__(self, store: Any, asked: Counter[str]) -> None:
+    def __init__(self, store: Any) -> None:
         super().__init__()
-        self._store, self._asked = store, asked
+        self._store, self.asked = store, Counter[str]()
 
     def __getattribute__(self, name: str) -> Any:
         if name not in ("append", "add", "get", "wait", "check", "compare_set", "set", "multi_get"):
@@ -28,14 +29,20 @@ class CountedStore(dist.Store):
 
         def ask(key: Any, *args: Any) -> Any:
             first = key[0] if isinstance(key, list) else key
-            self._asked[f"{name} {first.rpartition('/')[2]}"] += 1
+            self.asked[f"{name} {first.rpartition('/')[2]}"] += 1
             return getattr(self._store, name)(key, *args)
 
         return ask
 
 
+def counted_stores(num_ranks: int) -> list[CountedStore]:
+    """Return the store of a job as each of its ranks has it."""
+    store = dist.HashStore()
+    return [CountedStore(store) for _ in range(num_ranks)]
+
+
 def told(call: Any, *args: Any) -> Any:
-    """What a meeting returns, or the ranks that it misses."""
+    """Return what a meeting returns, or the ranks that it misses."""
     try:
         return call(*args)
     except MissingRanks as missing:
@@ -43,39 +50,30 @@ def told(call: Any, *args: Any) -> Any:
 
 
 def in_threads(num_ranks: int, come: Any, lost: int = -1) -> dict[int, Any]:
-    """What each rank is told."""
-    found: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=lambda me=me: found.update({me: told(come, me)}))
-        for me in range(num_ranks)
-        if me != lost
-    ]
-    [thread.start() for thread in threads]
-    [thread.join(60) for thread in threads]
-    return found
+    """Return what each rank is told."""
+    ranks = [rank for rank in range(num_ranks) if rank != lost]
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return dict(zip(ranks, pool.map(lambda rank: told(come, rank), ranks), strict=True))
 
 
 @pytest.mark.parametrize("num_ranks", [4, 32])
 def test_one_rank_looks_who_is_missing_and_all_are_told(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # A member that is slower than this to write what it saw is taken for dead.
     monkeypatch.setattr(meeting, "_CHECK_SECONDS", 0.5)
-    store, lost = dist.HashStore(), num_ranks - 2
-    asked = [Counter[str]() for _ in range(num_ranks)]
-    found = in_threads(num_ranks, lambda me: arrive(CountedStore(store, asked[me]), me, range(num_ranks), 2.0), lost)
+    stores, lost = counted_stores(num_ranks), num_ranks - 2
+    found = in_threads(num_ranks, lambda me: arrive(stores[me], me, range(num_ranks), 2.0), lost)
     assert found == {me: [lost] for me in set(range(num_ranks)) - {lost}}
-    assert sum(count["compare_set came"] for count in asked) == 1
-    assert told(arrive, store, lost, range(num_ranks), 60.0) == [lost]  # at once: the verdict holds
+    assert sum(store.asked["compare_set came"] for store in stores) == 1
+    assert told(arrive, stores[lost], lost, range(num_ranks), 60.0) == [lost]  # at once: the verdict holds
 
 
 def test_a_member_waits_for_few_answers_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer is a trip to the host of the store: a meeting takes at most four."""
     monkeypatch.setattr(meeting, "_CHECK_SECONDS", 60.0)
-    store, num_ranks = dist.HashStore(), 6
-    asked = [Counter[str]() for _ in range(num_ranks)]
-    stores = [CountedStore(store, each) for each in asked]
-    assert len(in_threads(num_ranks, lambda me: meet(stores[me], me, range(num_ranks), 240.0))) == num_ranks
-    for count in asked:
-        assert sum(number for name, number in count.items() if name.split()[0] != "append") <= 4, count
+    stores = counted_stores(6)
+    assert len(in_threads(6, lambda me: meet(stores[me], me, range(6), 240.0))) == 6
+    for store in stores:
+        assert sum(number for name, number in store.asked.items() if name.split()[0] != "append") <= 4, store.asked
 
 
 @pytest.mark.parametrize("attempts", [0, 1, 3])
@@ -89,21 +87,18 @@ def test_whoever_was_left_alone_meets_the_others_in_the_next_attempt(attempts: i
 
 
 def test_a_store_that_does_not_answer_or_fails_keeps_nobody_for_long() -> None:
-    end = threading.Event()
-    assert told(call_within, 0.2, end.wait) is None
-    end.set()
-    assert call_within(60.0, lambda: 5) == 5
-    with pytest.raises(ZeroDivisionError):
-        call_within(60.0, lambda: 1 // 0)
+    """Errors of its connection are those of a store that is gone; others are raised."""
 
-
-def test_errors_of_the_store_are_those_of_a_store_that_is_gone() -> None:
     def fails() -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
-    with pytest.raises(MissingRanks) as missing:
-        call_within(60.0, fails)
-    assert missing.value.ranks is None
+    end = threading.Event()
+    assert told(call_within, 0.2, end.wait) is None
+    end.set()
+    assert told(call_within, 60.0, fails) is None
+    assert call_within(60.0, lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        call_within(60.0, lambda: 1 // 0)
 
 
 def test_a_fork_does_not_collect_a_group_that_its_parent_has_dropped() -> None:

@@ -21,22 +21,15 @@ WORLDS = (4, 2, 3, 1, 6)
 Tokens = dict[int, list[int]]
 
 
-def loaders(packer: Any, world_size: int, *, repeat: bool = True, **form: Any) -> list[rd.DataLoader]:
-    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        return rd.Map(packer(rd.Reader(DOCUMENTS, shard), column="tokens", eos_id=0, **form), lambda sample: sample)
+def loaders(packer: Any, world_size: int = 1, *, repeat: bool = True, **form: Any) -> list[rd.DataLoader]:
+    form = {"column": "tokens", "eos_id": 0, **form}
+    sizes = {"global_batch_size": BATCH, "micro_batch_size": BATCH // world_size, "num_logical_shards": N}
 
-    return [
-        rd.DataLoader(
-            pipeline,
-            global_batch_size=BATCH,
-            micro_batch_size=BATCH // world_size,
-            num_logical_shards=N,
-            dp_rank=rank,
-            dp_world_size=world_size,
-            repeat=repeat,
-        )
-        for rank in range(world_size)
-    ]
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return rd.Map(packer(rd.Reader(DOCUMENTS, shard), **form), dict)
+
+    ranks = [{"dp_rank": rank, "dp_world_size": world_size} for rank in range(world_size)]
+    return [rd.DataLoader(pipeline, repeat=repeat, **sizes, **rank) for rank in ranks]
 
 
 def take(ranks: list[rd.DataLoader], num_steps: int, into: dict[int, list[Any]]) -> None:
@@ -141,45 +134,46 @@ def test_one_warning_names_old_new_and_the_sample(caplog: pytest.LogCaptureFixtu
     said = [record.getMessage() for record in caplog.records if "another form" in record.getMessage()]
     assert len(said) == 1  # of two ranks the first speaks
     assert "source: labels was False up to sample 24, and is True from there; source: seq_len was 64 up" in said[0]
-    again = loaders(rd.TokenPacker, 1, seq_len=256, labels=True)
+    [again] = loaders(rd.TokenPacker, seq_len=256, labels=True)
     state = full_state_dict(ranks)
-    again[0].load_state_dict(state)
-    assert opened(full_state_dict(again))["pipeline"] == opened(state)["pipeline"]  # what was before is kept
+    again.load_state_dict(state)
+    assert opened(again.state_dict())["pipeline"] == opened(state)["pipeline"]  # what was before is kept
     assert opened(state)["pipeline"]["source"]["earlier"] == [[24, {"seq_len": 64, "shards": 12, "tokens": 24 * 64}]]
-    again[0].reset()
-    assert "earlier" not in str(opened(full_state_dict(again))["pipeline"])
+    again.reset()
+    assert "earlier" not in str(opened(again.state_dict())["pipeline"])
 
 
-@pytest.mark.parametrize("other", [{"eos_id": 1}, {"bos_id": 2}, {"column": "others"}])
-def test_other_tokens_stay_an_error(other: dict[str, Any]) -> None:
-    saved = loaders(rd.TokenPacker, 1, seq_len=16)[0].state_dict()
-
-    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        return rd.Map(
-            rd.TokenPacker(rd.Reader(DOCUMENTS, shard), **{"column": "tokens", "eos_id": 0, "seq_len": 16, **other}),
-            dict,
-        )
-
-    with pytest.raises(rd.DataStateError, match=next(iter(other))):
-        rd.DataLoader(pipeline, global_batch_size=BATCH, num_logical_shards=N, repeat=True).load_state_dict(saved)
+def within(rows: Any, *, seq_len: int, **form: Any) -> rd.BaseNode[Any]:
+    """A packer below another one, which draws its samples again."""
+    return rd.WholeDocumentPacker(rd.TokenPacker(rows, seq_len=seq_len, **form), column="tokens", seq_len=64, window=4)
 
 
-def test_below_a_node_that_draws_samples_again_it_is_an_error() -> None:
-    def loader(seq_len: int) -> rd.DataLoader:
-        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-            inner = rd.TokenPacker(rd.Reader(DOCUMENTS, shard), column="tokens", eos_id=None, seq_len=seq_len)
-            return rd.WholeDocumentPacker(inner, column="tokens", seq_len=64, window=4)
+@pytest.mark.parametrize(
+    ("packer", "other", "words"),
+    [
+        (rd.TokenPacker, {"eos_id": 1}, "eos_id"),
+        (rd.TokenPacker, {"bos_id": 2}, "bos_id"),
+        (rd.TokenPacker, {"column": "others"}, "column"),
+        (within, {"seq_len": 8}, "source: seq_len: saved 16, now 8"),
+    ],
+)
+def test_what_would_be_other_tokens_is_an_error(packer: Any, other: dict[str, Any], words: str) -> None:
+    [saved] = loaders(packer, seq_len=16)
+    [now] = loaders(packer, **{"seq_len": 16, **other})
+    with pytest.raises(rd.DataStateError, match=words):
+        now.load_state_dict(saved.state_dict())
 
-        return rd.DataLoader(pipeline, global_batch_size=BATCH, num_logical_shards=N, repeat=True)
 
-    with pytest.raises(rd.DataStateError, match="source: seq_len: saved 16, now 8"):
-        loader(8).load_state_dict(loader(16).state_dict())
+def test_a_third_change_within_a_window_is_an_error() -> None:
+    chain = [({"window": 64, "seq_len": 64 * n}, 1, 1) for n in (1, 2, 3, 4)]
+    with pytest.raises(rd.DataStateError, match="third change"):
+        play(rd.WholeDocumentPacker, chain)
 
 
 @pytest.mark.parametrize("num_batches", range(0, 14, 3))
 def test_within_the_end_of_an_epoch(num_batches: int) -> None:
     """The remainder is taken back: each token comes once an epoch, but for what the end drops."""
-    first, second = (loaders(rd.TokenPacker, 1, repeat=False, seq_len=s, last="pad")[0] for s in (64, 32))
+    (first,), (second,) = (loaders(rd.TokenPacker, repeat=False, seq_len=s, last="pad") for s in (64, 32))
     found: dict[int, list[Any]] = defaultdict(list)
     take([first], num_batches, found)
     second.load_state_dict(first.state_dict())
@@ -189,9 +183,3 @@ def test_within_the_end_of_an_epoch(num_batches: int) -> None:
     tokens = tokens[tokens > 0]
     assert len(tokens.unique()) == len(tokens)
     assert len(tokens) + second.progress()["dropped_samples"] * 32 >= int(LENGTHS.sum())
-
-
-def test_a_third_change_within_a_window_is_an_error() -> None:
-    chain = [({"window": 64, "seq_len": 64 * n}, 1, 1) for n in (1, 2, 3, 4)]
-    with pytest.raises(rd.DataStateError, match="third change"):
-        play(rd.WholeDocumentPacker, chain)
