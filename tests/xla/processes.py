@@ -1,22 +1,19 @@
 """Test bodies in processes of their own, since torch_xla settles its devices when it starts.
 
-pytest ──jobs──► a server that has imported torch_xla (seconds) and started nothing of it ──fork──► one process a job
+pytest ──► a fork server that has imported torch_xla (seconds) and started nothing of it ──fork──► one process a job
 """
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import functools
 import importlib
 import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,102 +43,60 @@ def on_devices(count: int, *, spmd: bool = True) -> Callable[[Callable[..., None
 
 
 def run(body: Callable[..., Any], *, devices: int = 0, spmd: bool = True, **arguments: Any) -> Any:
-    """What ``body`` returns in another process; ``AssertionError`` with its output where it raises."""
-    return _ask([Job(body.__module__, body.__name__, devices, devices > 0 and spmd, arguments)])[0]
+    """Return what ``body`` returns in another process; raise ``AssertionError`` with its output where it raises."""
+    return _run(body, [arguments], devices, spmd)[0]
 
 
 def run_ranks(
     body: Callable[..., Any], world_size: int, folder: Path, /, *, devices: int = 0, **arguments: Any
-) -> None:
-    """Run ``body(rank=, world_size=, ...)`` in a gloo group of processes."""
-    rendezvous = str(folder / f"rendezvous-{body.__name__}-{world_size}")
+) -> list[Any]:
+    """Run ``body(rank=, world_size=, ...)`` in a gloo group of processes, and return the result of each rank."""
     ranks = [{**arguments, "rank": rank, "world_size": world_size} for rank in range(world_size)]
-    _ask([Job(body.__module__, body.__name__, devices, devices > 0, given, rendezvous) for given in ranks])
+    return _run(body, ranks, devices, True, f"{folder}/rendezvous-{body.__name__}-{world_size}")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A body to run, with the settings of its process."""
-
-    module: str
-    name: str
-    devices: int
-    spmd: bool
-    arguments: dict[str, Any]
-    rendezvous: str | None = None
-
-
-def _ask(jobs: list[Job]) -> list[Any]:
-    """Run jobs side by side; what they return."""
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
+def _run(
+    body: Callable[..., Any], calls: list[dict[str, Any]], devices: int, spmd: bool, rendezvous: str = ""
+) -> list[Any]:
+    """Run the calls side by side, and return their results."""
+    os.environ.update(PJRT_DEVICE="CPU", PYTHONWARNINGS="ignore")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rescale_data.xla", "tests.xla.training"])
+    where = body.__module__, body.__name__, devices, devices > 0 and spmd, rendezvous
     with tempfile.TemporaryDirectory() as folder:
-        pickle.dump((folder, jobs), server.stdin)
-        server.stdin.flush()
-        exit_codes = pickle.load(server.stdout)
-        outputs = [Path(folder, f"output-{number}").read_text(errors="replace") for number in range(len(jobs))]
-        sys.stdout.write("".join(outputs))
-        for code, output in zip(exit_codes, outputs, strict=True):
-            assert code == 0, output[-6000:]
-        return [pickle.loads(Path(folder, f"result-{number}").read_bytes()) for number in range(len(jobs))]
+        paths = [f"{folder}/{number}" for number in range(len(calls))]
+        processes = [context.Process(target=_do, args=(*pair, *where)) for pair in zip(paths, calls, strict=True)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        for process, path in zip(processes, paths, strict=True):
+            output = Path(f"{path}-output").read_text(errors="replace")
+            sys.stdout.write(output)
+            assert process.exitcode == 0, output[-6000:]
+        return [pickle.loads(Path(path).read_bytes()) for path in paths]
 
 
-@functools.cache
-def _server() -> subprocess.Popen[bytes]:
-    settings = {"PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    server = subprocess.Popen(
-        [sys.executable, "-c", "from tests.xla.processes import serve; serve()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, **settings},
-        cwd=ROOT,
-    )
-    atexit.register(server.communicate)  # it ends with its input
-    return server
-
-
-def serve() -> None:
-    """In the server: fork a process for each job of a request, and answer with their exit codes."""
-    importlib.import_module("rescale_data.xla")
-    importlib.import_module("tests.xla.training")
-    context = multiprocessing.get_context("fork")
-    with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # nobody else writes to the pipe
-        while True:
-            try:
-                folder, jobs = pickle.load(sys.stdin.buffer)
-            except EOFError:
-                return
-            processes = [context.Process(target=_do, args=(folder, number, job)) for number, job in enumerate(jobs)]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join()
-            pickle.dump([process.exitcode for process in processes], answers)
-            answers.flush()
-
-
-def _do(folder: str, number: int, job: Job) -> None:
+def _do(
+    path: str, arguments: dict[str, Any], module: str, name: str, devices: int, spmd: bool, rendezvous: str
+) -> None:
     """In the forked process."""
-    with Path(folder, f"output-{number}").open("w") as output:
+    with Path(f"{path}-output").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     faulthandler.dump_traceback_later(_SECONDS, exit=True, file=sys.__stderr__)
-    os.environ["CPU_NUM_DEVICES"] = str(job.devices)
-    if job.spmd:
+    os.environ["CPU_NUM_DEVICES"] = str(devices)
+    if spmd:
         import torch_xla.runtime as xr
 
         xr.use_spmd()
-    arguments = dict(job.arguments)
-    if job.rendezvous is not None:
+    if rendezvous:
         import torch.distributed as dist
 
-        dist.init_process_group(
-            "gloo", f"file://{job.rendezvous}", rank=arguments["rank"], world_size=arguments["world_size"]
-        )
-    body = getattr(importlib.import_module(job.module), job.name)
+        rank = {"rank": arguments["rank"], "world_size": arguments["world_size"]}
+        dist.init_process_group("gloo", f"file://{rendezvous}", **rank)
+    body = getattr(importlib.import_module(module), name)
     result = getattr(body, "body", body)(**arguments)
-    if job.rendezvous is not None:
+    if rendezvous:
         dist.destroy_process_group()
-    Path(folder, f"result-{number}").write_bytes(pickle.dumps(result))
+    Path(path).write_bytes(pickle.dumps(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.xla.training import LAYOUTS, NUM_MARKED, adamw, assert_equal, loader,
 
 @on_devices(4)
 def test_every_layout_loads_what_every_other_saved(tmp_path: Path) -> None:
+    """The optimizer's state is sharded as if it had stepped; padding and copies of a piece never reach the checkpoint."""
     reference = training.xla_run("unsharded")
     reference.train(3)
     runs = {}
@@ -28,6 +30,7 @@ def test_every_layout_loads_what_every_other_saved(tmp_path: Path) -> None:
         runs[layout] = training.xla_run(layout)
         runs[layout].train(3)
         checkpoint.save(tmp_path / layout, runs[layout].state)
+        _assert_pieces_are_whole(tmp_path / layout)
     next_losses = reference.train(3)
     for saved, source in runs.items():
         expected, samples = tensors(source), opened(source.loader.state_dict())["samples"]
@@ -37,20 +40,23 @@ def test_every_layout_loads_what_every_other_saved(tmp_path: Path) -> None:
             checkpoint.load(tmp_path / saved, target.state)
             assert_equal(tensors(target), expected)
             _assert_still_sharded(target.model, before, f"{saved} -> {layout}")
+            if layout in ("(4,)", "(2,2)"):  # in which XLA cuts nothing else in its steps
+                assert _optimizer_shardings(target) == _optimizer_shardings(runs[layout]), f"{saved} -> {layout}"
             assert opened(target.loader.state_dict())["samples"] == samples
             np.testing.assert_allclose(target.train(3), next_losses, rtol=1e-5)
             _assert_still_sharded(target.model, before, f"{saved} -> {layout}, trained")
+    assert "devices=[2,2]0,1,2,3" in str(_optimizer_shardings(runs["(2,2)"]))
 
 
-@on_devices(4)
-def test_the_state_of_the_optimizer_is_sharded_as_if_it_had_stepped(tmp_path: Path) -> None:
-    source = training.xla_run("(2,2)")
-    source.train(1)
-    checkpoint.save(tmp_path / "c", source.state)
-    target = training.xla_run("(2,2)", seed=1)
-    checkpoint.load(tmp_path / "c", target.state)
-    assert _optimizer_shardings(target) == _optimizer_shardings(source)
-    assert "devices=[2,2]0,1,2,3" in str(_optimizer_shardings(target))
+def _assert_pieces_are_whole(folder: Path) -> None:
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    assert metadata.storage_data is not None
+    for name, entry in metadata.state_dict_metadata.items():
+        if hasattr(entry, "chunks"):
+            volumes = [chunk.sizes.numel() for chunk in entry.chunks]
+            assert sum(volumes) == entry.size.numel(), name
+            assert all(volumes), "no piece is padding alone"
+            assert len(volumes) == len([index for index in metadata.storage_data if index.fqn == name])
 
 
 @on_devices(4)
@@ -68,22 +74,6 @@ def test_a_whole_state_in_a_file_comes_back_sharded_too(tmp_path: Path) -> None:
         assert_equal(tensors(target), expected)
         target.train(1)
         assert _optimizer_shardings(target) == _optimizer_shardings(source)
-
-
-@on_devices(4)
-def test_padding_and_copies_of_a_piece_never_reach_the_checkpoint(tmp_path: Path) -> None:
-    for layout in LAYOUTS:
-        source = training.xla_run(layout)
-        source.train(1)
-        checkpoint.save(tmp_path / layout, source.state)
-        metadata = dcp.FileSystemReader(tmp_path / layout).read_metadata()
-        assert metadata.storage_data is not None
-        for name, entry in metadata.state_dict_metadata.items():
-            if hasattr(entry, "chunks"):
-                volumes = [chunk.sizes.numel() for chunk in entry.chunks]
-                assert sum(volumes) == entry.size.numel(), (layout, name)
-                assert all(volumes), "no piece is padding alone"
-                assert len(volumes) == len([index for index in metadata.storage_data if index.fqn == name])
 
 
 @on_devices(4)
@@ -114,42 +104,26 @@ def test_a_coarser_mesh_reads_what_overlaps_and_no_more(tmp_path: Path) -> None:
 
 
 @needs_torch_xla
-def test_another_number_of_devices(tmp_path: Path) -> None:
-    """One checkpoint from 4 devices goes to 3, from there to 1, to 2 and back to 4."""
-    expected, previous = run(_save, devices=4, path=tmp_path / "0"), tmp_path / "0"
-    for segment, devices in enumerate((3, 1, 2, 4), start=1):
-        path = tmp_path / str(segment)
-        got = run(_load_and_save, devices=devices, path=previous, to=path, shape=(devices,))
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
-        previous = path
-
-
-def _save(path: Path) -> list[float]:
-    source = training.xla_run("(4,)")
-    source.train(3)
-    checkpoint.save(path, source.state)
-    return source.train(3)
-
-
-def _load_and_save(path: Path, to: Path, shape: tuple[int, ...]) -> list[float]:
-    """The losses after a load, and the same state saved again from this mesh."""
-    target = training.xla_run("(4,)", seed=1, shape=shape)
-    checkpoint.load(path, target.state)
-    checkpoint.save(to, target.state)
-    return target.train(3)
-
-
-@needs_torch_xla
 @pytest.mark.timeout(900)
-def test_fsdp2_to_xla_and_back_by_name_with_the_data(tmp_path: Path) -> None:
-    run_ranks(_fsdp2, 2, tmp_path, load_from=None, save_to=tmp_path / "a", steps=3)
-    run(_xla, devices=4, load_from=tmp_path / "a", save_to=tmp_path / "b", steps=2)
-    run_ranks(_fsdp2, 3, tmp_path, load_from=tmp_path / "b", save_to=tmp_path / "c", steps=2)
-    run(_xla, devices=4, load_from=tmp_path / "c", save_to=tmp_path / "d", steps=1)
-    run_ranks(_uninterrupted, 1, tmp_path, checkpoint_path=tmp_path / "d", steps=8)
+def test_fsdp2_to_xla_and_back_by_name_with_the_data_on_another_number_of_devices_each_time(tmp_path: Path) -> None:
+    """The chain of segments loses as one process that never stopped does, and ends where that one does."""
+    losses: list[float] = []
+    ends = [2, 3, 2, 1, 2, 1]
+    for number, (devices, steps) in enumerate(zip(["2 ranks", 4, 3, "3 ranks", 1, 2], ends, strict=True)):
+        given = {
+            "load_from": tmp_path / f"{number - 1}" if number else None,
+            "save_to": tmp_path / f"{number}",
+            "steps": steps,
+        }
+        if isinstance(devices, str):
+            losses += np.mean(run_ranks(_fsdp2, int(devices[0]), tmp_path, **given), axis=0).tolist()
+        else:
+            losses += run(_xla, devices=devices, **given)
+    (expected,) = run_ranks(_uninterrupted, 1, tmp_path, checkpoint_path=tmp_path / "5", steps=sum(ends))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def _fsdp2(rank: int, world_size: int, load_from: Path | None, save_to: Path, steps: int) -> None:
+def _fsdp2(rank: int, world_size: int, load_from: Path | None, save_to: Path, steps: int) -> list[float]:
     """One rank of a segment without XLA, saved and loaded by stock DCP."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -159,23 +133,25 @@ def _fsdp2(rank: int, world_size: int, load_from: Path | None, save_to: Path, st
     segment = training.Run(net, adamw(net), loader(mesh=mesh, micro_batch_size=12 // world_size))
     if load_from is not None:
         checkpoint.load(load_from, segment.state)
-    segment.train(steps)
+    losses = segment.train(steps)
     model_state, optimizer_state = get_model_state_dict(net), get_optimizer_state_dict(net, segment.optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state, "loader": segment.loader}, checkpoint_id=save_to)
+    return losses
 
 
-def _xla(load_from: Path, save_to: Path, steps: int) -> None:
-    segment = training.xla_run("(2,2)", seed=1)
+def _xla(load_from: Path, save_to: Path, steps: int) -> list[float]:
+    devices = int(os.environ["CPU_NUM_DEVICES"])
+    segment = training.xla_run(*(("(2,2)", 1) if devices == 4 else ("(4,)", 1, (devices,))))
     checkpoint.load(load_from, segment.state)
-    segment.train(steps)
+    losses = segment.train(steps)
     checkpoint.save(save_to, segment.state)
+    return losses
 
 
-def _uninterrupted(rank: int, world_size: int, checkpoint_path: Path, steps: int) -> None:
-    """The chain of segments ends where one process that never stopped does."""
+def _uninterrupted(rank: int, world_size: int, checkpoint_path: Path, steps: int) -> list[float]:
     net = training.model(seed=0)
     reference = training.Run(net, adamw(net), loader())
-    reference.train(steps)
+    losses = reference.train(steps)
     other = training.model(seed=1)
     chain = training.Run(other, adamw(other), loader())
     checkpoint.load(checkpoint_path, chain.state)
@@ -185,6 +161,7 @@ def _uninterrupted(rank: int, world_size: int, checkpoint_path: Path, steps: int
     assert opened(got)["samples"] == opened(expected)["samples"] == steps * 12
     for key, rows in opened(expected)["shards"].items():
         assert torch.equal(opened(got)["shards"][key], rows), key
+    return losses
 
 
 def _assert_still_sharded(net: torch.nn.Module, before: list[str], where: str) -> None:

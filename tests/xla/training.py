@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,13 +94,21 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1)
 
 
+def logged() -> list[str]:
+    """Return a list of what the package logs from here on."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rescale_data").addHandler(handler)
+    return messages
+
+
 def tensors(run: Run) -> dict[str, torch.Tensor]:
     """Every parameter and every tensor of the optimizer's state, whole and on the CPU, copies."""
-    found = {name: parameter.detach().cpu().clone() for name, parameter in run.model.named_parameters()}
+    found = dict(run.model.named_parameters())
     for name, parameter in run.model.named_parameters():
-        for key, value in run.optimizer.state[parameter].items():
-            found[f"{name}.{key}"] = value.detach().cpu().clone()
-    return found
+        found |= {f"{name}.{key}": value for key, value in run.optimizer.state.get(parameter, {}).items()}
+    return {name: value.detach().cpu().clone() for name, value in found.items()}
 
 
 def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
