@@ -56,12 +56,10 @@ class Training:
     def fill(self, value: float) -> None:
         """Everything has this value, when the device has come to it."""
         torch.cuda._sleep(BUSY)
+        moments = (tensor for state in self.optimizer.state.values() for tensor in state.values())
         with torch.no_grad():
-            for tensor in (*self.model.parameters(), *self.model.buffers(), self.extra["tensor"]):
+            for tensor in (*self.model.parameters(), *self.model.buffers(), self.extra["tensor"], *moments):
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(value)
-            for moments in self.optimizer.state.values():
-                for tensor in moments.values():
-                    (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(value)
 
     def step(self) -> None:
         self.loader.advance()

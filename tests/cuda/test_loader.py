@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU."""
+"""Batches on their way to a GPU. A default device of the trainer's: `tests.test_loader`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import rescale_data as rd
-from tests.corpus import documents, write
 
 MODES: dict[str, dict[str, int]] = {"none": {}, "a thread": {"prefetch": 2}, "workers": {"num_workers": 2}}
 
@@ -44,13 +43,6 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(inner)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus")
-    write("arrow", path, documents([5, 40, 17, 3, 28, 60] * 20))
-    return path
-
-
 def loader(folder: Path, mode: str, form: str = "packed", **more: Any) -> rd.DataLoader:
     pipeline = partial(packed, folder=folder, form=form)
     return rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8, seed=3, **MODES[mode], **more)
@@ -59,7 +51,7 @@ def loader(folder: Path, mode: str, form: str = "packed", **more: Any) -> rd.Dat
 @pytest.mark.parametrize("collate", [None, pairs, rd.pad_collate(pad={"tokens": 0})])
 @pytest.mark.parametrize("mode", MODES)
 def test_all_tensors_arrive_in_pinned_memory_and_go_to_the_device(folder: Path, mode: str, collate: Any) -> None:
-    form = "rows" if isinstance(collate, type(rd.pad_collate(pad={"tokens": 0}))) else "packed"
+    form = "packed" if collate in (None, pairs) else "rows"
     plain = [list(tensors(b)) for b in loader(folder, mode, form, collate_fn=collate)]
     count = 0
     for batch, want in zip(loader(folder, mode, form, collate_fn=collate, pin_memory=True), plain, strict=True):
@@ -70,24 +62,3 @@ def test_all_tensors_arrive_in_pinned_memory_and_go_to_the_device(folder: Path, 
             assert torch.equal(tensor.to("cuda", non_blocking=True).cpu(), host)
             count += 1
     assert count > 20
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_default_device_changes_neither_batches_nor_state(folder: Path, mode: str) -> None:
-    want = list(loader(folder, mode))
-    with torch.device("cuda"):
-        mine = loader(folder, mode)
-        got = []
-        for batch in mine:
-            got.append(batch)
-            if len(got) == 5:
-                state = mine.state_dict()
-        other = loader(folder, mode)
-        other.load_state_dict(state)
-        rest = list(other)
-    assert len(got) == len(want)
-    assert len(rest) == len(want) - 5
-    for batch, expected in zip([*got, *rest], [*want, *want[5:]], strict=True):
-        for key in expected:
-            assert batch[key].device.type == "cpu"
-            assert torch.equal(batch[key], expected[key])

@@ -1,4 +1,7 @@
-"""`transfer=` to a GPU: the batches of a loader arrive there whole, in the stream of training, however they are made."""
+"""`transfer=` to a GPU: the batches of a loader arrive there whole, in the stream of training, however they are made.
+
+That a state is that of the batches that training has, on any ranks, does not depend on the device: `tests.test_ahead`, law 4.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import rescale_data as rd
-from tests.corpus import documents, write
 from tests.cuda.test_loader import MODES, loader, packed, pairs, tensors
 from tests.distributed.ranks import run_ranks
 from tests.states import opened
 
 BUSY = 100_000_000  # cycles that the device is behind: 0.05 s
 ROWS = [{"tokens": torch.full((3 + 11 * i % 60,), i), "row": i} for i in range(96)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus")
-    write("arrow", path, documents([5, 40, 17, 3, 28, 60] * 40))
-    return path
 
 
 @pytest.mark.parametrize("stream", ["the default stream", "a stream of the trainer's"])
@@ -54,33 +49,10 @@ def test_batches_are_on_the_gpu_and_equal_though_it_is_behind(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_state_amid_batches_on_a_gpu_is_the_state_of_those_that_were_taken(folder: Path, mode: str) -> None:
-    plain = loader(folder, mode)
-    batches = iter(plain)
-    with loader(folder, mode, transfer="cuda") as sent:
-        for mine in sent:
-            theirs = next(batches)
-            assert torch.equal(mine["tokens"].cpu(), theirs["tokens"])
-            a, b = sent.state_dict(), plain.state_dict()
-            assert torch.equal(a["table"], b["table"])
-            assert a["header"] == b["header"]
-    plain.close()
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_balanced_steps_go_to_the_gpu(mode: str) -> None:
-    def make(**more: Any) -> rd.DataLoader:
-        balance = rd.Balance(cost=rd.transformer_cost(crossover=1000), weight=lambda sample: len(sample["tokens"]))
-        return rd.DataLoader(
-            ROWS,
-            global_batch_size=16,
-            micro_batch_size=4,
-            balance=balance,
-            collate_fn=joined,
-            seed=1,
-            **MODES[mode],
-            **more,
-        )
+    balance = rd.Balance(cost=rd.transformer_cost(crossover=1000), weight=lambda sample: len(sample["tokens"]))
+    sizes = {"global_batch_size": 16, "micro_batch_size": 4}
+    make = partial(rd.DataLoader, ROWS, balance=balance, collate_fn=joined, **sizes, **MODES[mode])
 
     with make() as plain, make(transfer="cuda") as sent:
         for mine, theirs in zip(sent, plain, strict=True):
@@ -96,19 +68,10 @@ def joined(samples: list[dict[str, Any]]) -> dict[str, Any]:
 def on_two_peers(folder: Path) -> list[tuple[list[torch.Tensor], int]]:
     """Return for each mode the batches of this peer and the samples that its state counts; both peers have one GPU."""
     peers = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
-    results = []
+    pipeline, results = partial(packed, folder=folder, form="packed"), []
+    given = {"dp_rank": 0, "dp_world_size": 1, "global_batch_size": 4, "num_logical_shards": 8, "seed": 3}
     for mode in MODES:
-        with rd.DataLoader(
-            lambda: partial(packed, folder=folder, form="packed"),
-            peers=peers,
-            dp_rank=0,
-            dp_world_size=1,
-            global_batch_size=4,
-            num_logical_shards=8,
-            seed=3,
-            transfer="cuda",
-            **MODES[mode],
-        ) as sent:
+        with rd.DataLoader(lambda: pipeline, peers=peers, transfer="cuda", **given, **MODES[mode]) as sent:
             batches = []
             for batch in sent:
                 torch.cuda._sleep(BUSY // 10)
@@ -125,22 +88,3 @@ def test_peers_share_batches_that_each_copies_to_its_gpu(tmp_path: Path, folder:
         for batches, samples in rank:
             assert samples == 4 * len(expected)
             assert all(torch.equal(*pair) for pair in zip(batches, expected, strict=True))
-
-
-def on_two_dp_ranks(folder: Path) -> list[list[torch.Tensor]]:
-    """Return for each mode the batches of this dp rank; both have one GPU."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    results = []
-    for mode in MODES:
-        with loader(folder, mode, transfer="cuda", mesh=mesh, micro_batch_size=2) as sent:
-            results.append([batch["tokens"].cpu() for batch in sent])
-            sent.state_dict()
-    return results
-
-
-def test_two_dp_ranks_have_the_batches_of_one(tmp_path: Path, folder: Path) -> None:
-    expected = [batch["tokens"].clone() for batch in loader(folder, "none")]
-    first, second = run_ranks(2, tmp_path, on_two_dp_ranks, folder)
-    for mine, theirs in zip(first, second, strict=True):
-        for a, b, whole in zip(mine, theirs, expected, strict=True):
-            assert torch.equal(torch.cat([a, b]), whole)

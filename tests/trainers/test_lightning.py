@@ -28,13 +28,15 @@ class Model(pl.LightningModule):  # type: ignore[misc,name-defined]
         return rd.DataLoader(ROWS, global_batch_size=12, num_logical_shards=24)
 
 
-def rows_of(path: Path, max_epochs: int, max_steps: int = -1, *, resume: bool = False) -> list[list[int]]:
+def trainer_of(*callbacks: Any, **limits: Any) -> Any:
     from rescale_data.integrations.lightning import DataState
 
-    model = Model()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    limits = {"max_epochs": max_epochs, "max_steps": max_steps}
-    trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], enable_model_summary=False, **limits, **quiet)
+    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    return pl.Trainer(accelerator="cpu", callbacks=[DataState(), *callbacks], **limits, **quiet)
+
+
+def rows_of(path: Path, max_epochs: int, max_steps: int = -1, *, resume: bool = False) -> list[list[int]]:
+    model, trainer = Model(), trainer_of(max_epochs=max_epochs, max_steps=max_steps)
     trainer.fit(model, ckpt_path=path if resume else None)
     trainer.save_checkpoint(path)
     return model.rows
@@ -52,7 +54,6 @@ def test_saved_after_a_fit(epochs: int, steps: int, more: int, tmp_path: Path) -
 
 def test_two_loaders_that_go_on_with_another_micro_batch(tmp_path: Path) -> None:
     """Lightning counts the micro batches of both as one."""
-    from rescale_data.integrations.lightning import DataState
 
     def fit(micro_batch_size: int, steps: int, path: Path | None) -> tuple[Any, list[list[int]]]:
         sizes = {"global_batch_size": 8, "micro_batch_size": micro_batch_size, "num_logical_shards": 8}
@@ -64,8 +65,7 @@ def test_two_loaders_that_go_on_with_another_micro_batch(tmp_path: Path) -> None
             return model.layer(batches[0]["x"]).pow(2).mean()
 
         model.training_step = step  # type: ignore[method-assign,assignment]
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], max_steps=steps, max_epochs=5, **quiet)
+        trainer = trainer_of(max_steps=steps, max_epochs=5)
         trainer.fit(model, loaders, ckpt_path=path)
         return trainer, rows
 
@@ -88,20 +88,13 @@ class SavesWithinAStep(pl.Callback):  # type: ignore[misc,name-defined]
 
 def test_a_save_within_a_balanced_step_goes_on_with_the_step(tmp_path: Path) -> None:
     """The model in it is that of the step's beginning, and so is the loader."""
-    from rescale_data.integrations.lightning import DataState
+    sizes = {"global_batch_size": 12, "micro_batch_size": 4, "num_logical_shards": 24}
 
     def fit(path: Path | None, *callbacks: Any) -> tuple[Any, Model]:
         torch.manual_seed(0)
-        model = Model()
+        model, trainer = Model(), trainer_of(*callbacks, max_epochs=2)
         balance = rd.Balance(cost=lambda row: 1 + row["row"] % 7, over="rank")
-        model.train_dataloader = (
-            lambda: rd.DataLoader(  # type: ignore[method-assign]
-                ROWS[:48], global_batch_size=12, micro_batch_size=4, num_logical_shards=24, balance=balance
-            )
-        )
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState(), *callbacks], max_epochs=2, **quiet)
-        trainer.fit(model, ckpt_path=path)
+        trainer.fit(model, rd.DataLoader(ROWS[:48], balance=balance, **sizes), ckpt_path=path)
         return trainer, model
 
     path = tmp_path / "a.ckpt"
@@ -109,10 +102,6 @@ def test_a_save_within_a_balanced_step_goes_on_with_the_step(tmp_path: Path) -> 
     after, rest = fit(path)
     assert rest.rows == whole.rows[3:]
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), rest.parameters(), strict=True))
-    loops = [trainer.fit_loop.epoch_loop for trainer in (before, after)]
-    for one, other in (
-        [each.batch_progress.state_dict() for each in loops],
-        [each._batches_that_stepped for each in loops],
-        [each.global_step for each in loops],
-    ):
-        assert one == other
+    one, other = (trainer.fit_loop.epoch_loop for trainer in (before, after))
+    assert one.batch_progress.state_dict() == other.batch_progress.state_dict()
+    assert (one._batches_that_stepped, one.global_step) == (other._batches_that_stepped, other.global_step)

@@ -28,13 +28,6 @@ def said(call: Any) -> str:
     return str(error.value)
 
 
-def on_peers() -> None:
-    """Tell trainers which rank of the job this process is, as torchrun does."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # of a group that exists already
-
-
 def rows() -> Any:
     return [{"x": torch.tensor([float(row)])} for row in range(32)]
 
@@ -42,7 +35,9 @@ def rows() -> Any:
 def hugging_face(folder: Path) -> list[str]:
     from rescale_data.integrations import huggingface
 
-    on_peers()
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())  # as torchrun tells them to trainers
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # of a group that exists already
 
     def trainer(data: Any, tp_size: int, **sizes: Any) -> Any:
         model = torch.nn.Linear(1, 1)
@@ -63,7 +58,8 @@ def test_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("rescale_data.integrations.huggingface")
     found = run_ranks(2, tmp_path, hugging_face, tmp_path)
     assert found[0] == found[1]
-    assert "has 2 data-parallel ranks, but the loader serves its rows to 1" in found[0][0]
-    assert "per_device_train_batch_size=2), but" in found[0][1]
-    assert "labels=True" in found[0][2]
-    assert found[0][3] == "2"
+    ranks, micro_batch, labels, accumulation = found[0]
+    assert "has 2 data-parallel ranks, but the loader serves its rows to 1" in ranks
+    assert "per_device_train_batch_size=2), but" in micro_batch
+    assert "labels=True" in labels
+    assert accumulation == "2"

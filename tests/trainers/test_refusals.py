@@ -1,4 +1,4 @@
-"""What the trainers' modules refuse: a trainer that was told otherwise than the loader."""
+"""What the trainers' modules refuse: a trainer that was told otherwise than the loader. And what they set themselves."""
 
 import contextlib
 from pathlib import Path
@@ -14,6 +14,16 @@ def loader_of(**kwargs: Any) -> rd.DataLoader:
     return rd.DataLoader(range(32), global_batch_size=8, micro_batch_size=4, **kwargs)  # two micro batches a step
 
 
+TWO_RANKS = {"dp_rank": 0, "dp_world_size": 2}
+
+
+def hugging_face_trainer(folder: Path, loader: Any, dataset: Any = None, **arguments: Any) -> Any:
+    module = pytest.importorskip("rescale_data.integrations.huggingface")
+    sizes = {"per_device_train_batch_size": 4, **arguments}
+    given = module.TrainingArguments(str(folder), use_cpu=True, report_to=[], **sizes)
+    return module.DataStateMixin(torch.nn.Linear(1, 1), given, train_loader=loader, train_dataset=dataset)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -25,82 +35,41 @@ def loader_of(**kwargs: Any) -> rd.DataLoader:
         ({"auto_find_batch_size": True}, r"may be False\. .*rd\.DataLoader\(micro_batch_size="),
         ({"accelerator_config": {"split_batches": True}}, "split_batches=True: .* leave split_batches out"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: .* leave dispatch_batches out"),
+        ({"dataset": [1, 2]}, r"a train_dataset= and a train_loader=: give rd\.DataLoader the dataset"),
+        ({"loader": [1, 2]}, r"train_loader= is a list: give rd\.DataLoader"),
+        ({"loader": TWO_RANKS}, "has 1 data-parallel ranks, but the loader serves its rows to 2"),
     ],
 )
 def test_hugging_face(arguments: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=says):
-        hugging_face_trainer(tmp_path, loader_of(), **arguments)
-
-
-def hugging_face_trainer(folder: Path, loader: rd.DataLoader, dataset: Any = None, **arguments: Any) -> Any:
-    module = pytest.importorskip("rescale_data.integrations.huggingface")
-    sizes = {"per_device_train_batch_size": 4, **arguments}
-    given = module.TrainingArguments(str(folder), use_cpu=True, report_to=[], **sizes)
-    return module.DataStateMixin(torch.nn.Linear(1, 1), given, train_loader=loader, train_dataset=dataset)
-
-
-def test_hugging_face_has_one_source_of_batches(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a train_dataset= and a train_loader=: give rd\.DataLoader the dataset"):
-        hugging_face_trainer(tmp_path, loader_of(), [1, 2])
-
-
-def test_hugging_face_has_the_accumulation_and_the_ranks_of_the_loader(tmp_path: Path) -> None:
-    assert hugging_face_trainer(tmp_path, loader_of()).args.gradient_accumulation_steps == 2
-    with pytest.raises(ValueError, match="has 1 data-parallel ranks, but the loader serves its rows to 2"):
-        hugging_face_trainer(tmp_path, loader_of(dp_rank=0, dp_world_size=2))
-
-
-def test_hugging_face_checkpoint_without_the_data(tmp_path: Path) -> None:
-    trainer = hugging_face_trainer(tmp_path, loader_of(), gradient_accumulation_steps=2)
-    assert trainer.args.ignore_data_skip
-    (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"checkpoint-3 holds no rescale_data\.pt: .*another checkpoint"):
-        trainer.train(resume_from_checkpoint=True)
+    loader = arguments.get("loader", {})
+    given = {**arguments, "loader": loader_of(**loader) if isinstance(loader, dict) else loader}
+    with pytest.raises((ValueError, TypeError), match=says):
+        hugging_face_trainer(tmp_path, **given)
 
 
 def test_hugging_face_names_the_checkpoints_that_there_are(tmp_path: Path) -> None:
     trainer = hugging_face_trainer(tmp_path, loader_of())
+    assert (trainer.args.gradient_accumulation_steps, trainer.args.ignore_data_skip) == (2, True)
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         trainer.train(resume_from_checkpoint=True)  # and no run from the first row
     (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"checkpoint-3 holds no rescale_data\.pt: .*another checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
     torch.save(loader_of().state_dict(), tmp_path / "checkpoint-3" / "rescale_data.pt")
     for folder in ("checkpoint-9", ""):
         with pytest.raises(FileNotFoundError, match=r"there is no such folder.* there are \['.*/checkpoint-3'\]"):
             trainer.train(resume_from_checkpoint=str(tmp_path / folder))
 
 
-def test_hugging_face_takes_our_loader(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"train_loader= is a list: give rd\.DataLoader"):
-        hugging_face_trainer(tmp_path, [1, 2])  # type: ignore[arg-type]
-
-
 def test_torchtitan() -> None:
     module = pytest.importorskip("rescale_data.integrations.torchtitan")
-    config = module.RescaleDataLoader.Config(
-        pipeline=lambda *given: rd.Reader(range(96), given[-1]), global_batch_size=8
-    )
+    pipeline = lambda *given: rd.Reader(range(96), given[-1])  # noqa: E731
+    config = module.RescaleDataLoader.Config(pipeline=pipeline, global_batch_size=8)
     sizes = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 4, "local_batch_size": 4}
     module.RescaleDataLoader(config, snapshot_every_n_steps=4, **sizes)
-    with pytest.raises(
-        ValueError, match=r"saves every 3 batches, but with global_batch_size=8 the loader takes 2 a step"
-    ):
-        module.RescaleDataLoader(config, snapshot_every_n_steps=3, **sizes)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kwargs", "says"),
-    [
-        ({"accumulate_grad_batches": 4}, {}, r"Give accumulate_grad_batches=2 or another micro_batch_size"),
-        ({}, {"dp_rank": 0, "dp_world_size": 2}, r"has 1 data-parallel ranks, but the loader serves its rows to 2"),
-        ({"reload_dataloaders_every_n_epochs": 1}, {}, r"would begin the run's first epoch anew .* Leave it out"),
-        ({"limit_train_batches": 3}, {}, r"after 3 of its 8 batches .* Give rd\.DataLoader\(steps_per_epoch"),
-        ({}, {"repeat": True}, r"reads a batch ahead.* Give rd\.DataLoader\(steps_per_epoch=\.\.\.\)"),
-    ],
-)
-def test_lightning(arguments: dict[str, Any], kwargs: dict[str, Any], says: str) -> None:
-    trainer, model = lightning(**arguments)
+    says = r"saves every 3 batches, but with global_batch_size=8 the loader takes 2 a step"
     with pytest.raises(ValueError, match=says):
-        trainer.fit(model, loader_of(**kwargs))
+        module.RescaleDataLoader(config, snapshot_every_n_steps=3, **sizes)
 
 
 def lightning(**arguments: Any) -> tuple[Any, Any]:
@@ -116,31 +85,40 @@ def lightning(**arguments: Any) -> tuple[Any, Any]:
     return trainer, model
 
 
-def test_lightning_resumes_from_a_state_of_the_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "kwargs", "says"),
+    [
+        ({"accumulate_grad_batches": 4}, {}, r"Give accumulate_grad_batches=2 or another micro_batch_size"),
+        ({"manual": True}, {}, "with manual optimization it is 1"),
+        ({}, TWO_RANKS, r"has 1 data-parallel ranks, but the loader serves its rows to 2"),
+        ({"reload_dataloaders_every_n_epochs": 1}, {}, r"would begin the run's first epoch anew .* Leave it out"),
+        ({"limit_train_batches": 3}, {}, r"after 3 of its 8 batches .* Give rd\.DataLoader\(steps_per_epoch"),
+        ({}, {"repeat": True}, r"reads a batch ahead.* Give rd\.DataLoader\(steps_per_epoch=\.\.\.\)"),
+    ],
+)
+def test_lightning(arguments: dict[str, Any], kwargs: dict[str, Any], says: str) -> None:
+    trainer, model = lightning(**{name: value for name, value in arguments.items() if name != "manual"})
+    model.automatic_optimization = "manual" not in arguments
+    with pytest.raises(ValueError, match=says):
+        trainer.fit(model, loader_of(**kwargs))
+
+
+def test_lightning_resumes_from_a_state_of_the_data_and_trains_anew_after_an_evaluation(tmp_path: Path) -> None:
     trainer, model = lightning()
     trainer.fit(model, torch.utils.data.DataLoader(range(32), 4))
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     trainer, model = lightning(max_steps=4)
     with pytest.raises(ValueError, match=r"states of 0 rd\.DataLoader, and the trainer has 1: .* without ckpt_path="):
         trainer.fit(model, loader_of(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
-
-
-def test_lightning_trains_anew_after_an_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
     trainer, model = lightning()
-    trainer.fit(model, loader_of())
+    trainer.fit(model, loader := loader_of())
+    assert (trainer.accumulate_grad_batches, trainer.global_step, loader.step) == (2, 2, 2), "those of the loader"
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     trainer, model = lightning()
     model.validation_step = lambda batch, batch_idx: None
     trainer.validate(model, loader_of(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
     trainer.fit(model, loader := loader_of())
     assert (trainer.global_step, loader.step) == (2, 2)
-
-
-def test_lightning_has_the_accumulation_of_the_loader() -> None:
-    trainer, model = lightning()
-    loader = loader_of()
-    trainer.fit(model, loader)
-    assert (trainer.accumulate_grad_batches, trainer.global_step, loader.step) == (2, 2, 2)
 
 
 def test_lightning_tries_a_batch() -> None:
@@ -160,10 +138,3 @@ def test_lightning_does_not_count_steps_before_it_knows_the_accumulation() -> No
         model.configure_optimizers = configure
         with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
             trainer.fit(model, loader_of())
-
-
-def test_lightning_compares_with_manual_optimization() -> None:
-    trainer, model = lightning()
-    model.automatic_optimization = False
-    with pytest.raises(ValueError, match="with manual optimization it is 1"):
-        trainer.fit(model, loader_of())
