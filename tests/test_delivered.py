@@ -1,4 +1,4 @@
-"""`load_state_dict(state, delivered=n)`: what other ranks delivered after a state is neither repeated nor lost."""
+"""`load_state_dict(state, delivered=n)`: what other ranks delivered after a state is neither repeated nor lost; and `skip`."""
 
 import functools
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
 from tests.simulate import Topology, same_state
+from tests.states import opened
 
 NUM_ROWS = 1000
 SIZES: dict[str, tuple[int, list[Topology]]] = {  # N, and the topologies of a run; W, b, O, K
@@ -77,6 +78,28 @@ def test_others_go_on_behind_what_was_delivered(sizes: str, repeat: bool) -> Non
             here.close()
             there.close()
         state = wanted
+
+
+def test_a_state_has_the_ranges_that_were_left_out_on_any_ranks_and_loses_them_with_an_older_state() -> None:
+    whole, two = Ranks(96, Topology(1, 24, 24), True).take(8), Ranks(96, Topology(2, 12, 24), True)
+    first = two.take(2)
+    before = two.state()
+    for loader in two.loaders:
+        loader.skip(48)
+        loader.skip(24)  # a range that goes on
+    assert opened(two.state())["skipped"] == [[48, 120]]
+    three = Ranks(96, Topology(3, 8, 24), True, state=two.state())
+    second = three.take(1)
+    for loader in three.loaders:
+        loader.skip(0)
+        loader.skip(24)
+    third = three.take(1)
+    assert [first, second, third] == [whole[:48], whole[120:144], whole[168:192]]
+    assert opened(three.state())["skipped"] == [[48, 120], [144, 168]]
+    for loader in three.loaders:
+        loader.load_state_dict(before)
+    assert opened(three.state())["skipped"] == []
+    assert three.take(1) == whole[48:72]
 
 
 def test_what_no_topology_can_have_delivered_is_refused_and_nothing_moves() -> None:

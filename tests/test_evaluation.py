@@ -153,18 +153,6 @@ def test_a_mask_is_for_dicts() -> None:
     ]
 
 
-def test_what_does_not_keep_the_order() -> None:
-    with pytest.raises(ValueError, match=r"shuffle=False keeps the order .* num_workers=2 does not divide"):
-        rd.DataLoader(range(9), shuffle=False, global_batch_size=3, num_logical_shards=3, num_workers=2)
-    with pytest.raises(ValueError, match="by_global_batch=True with shuffle=False, repeat=True"):
-        rd.DataLoader(range(9), shuffle=False, global_batch_size=3, repeat=True)
-    first = rd.DataLoader(range(48), shuffle=False, global_batch_size=4, num_logical_shards=8)
-    next(iter(first))
-    second = rd.DataLoader(range(48), shuffle=False, global_batch_size=8, num_logical_shards=8)
-    with pytest.raises(rd.DataStateError, match="global_batch_size: saved 4, now 8"):
-        second.load_state_dict(first.state_dict())
-
-
 def test_sources_of_one_name_are_told_apart() -> None:
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         readers = {name: rd.Reader(source, shard) for name, source in sources.items()}

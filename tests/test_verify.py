@@ -16,22 +16,13 @@ from torchdata.nodes import Mapper, SamplerWrapper
 
 import rescale_data as rd
 from rescale_data.testing import assert_rescalable, full_state_dict
+from tests.pipelines import Rows
 from tests.states import opened
 
 TOPOLOGIES = [(2, 3, 0), (3, 2, 0), (1, 12, 0), (4, 1, 0), (6, 2, 0)]
 
 
-class Rows:
-    """101 rows that know their number."""
-
-    def __len__(self) -> int:
-        return 101
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return {"row": index}
-
-
-ROWS = rd.DatasetSource(Rows())
+ROWS = rd.DatasetSource(Rows(101))
 
 
 def rows(shuffle: bool | int, shard: rd.Shard) -> rd.BaseNode[Any]:
@@ -48,14 +39,6 @@ def loader(pipeline: Any, rank: int, world_size: int, b: int, k: int, **options:
 def test_an_undisturbed_chain_over_several_epochs_passes(shuffle: bool | int, repeat: bool) -> None:
     make = functools.partial(loader, functools.partial(rows, shuffle), repeat=repeat)
     assert_rescalable(make, TOPOLOGIES * 3, steps=4)
-
-
-@pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_a_whole_epoch_passes_with_either_tail(tail: Any) -> None:
-    with loader(functools.partial(rows, True), 0, 1, 12, 0, tail=tail) as whole:
-        for epoch in range(2):
-            assert sum(1 for _ in whole) == (8 if tail == "drop" else 9)
-            assert whole.epoch == epoch + 1
 
 
 def test_the_order_is_the_same_as_without() -> None:
