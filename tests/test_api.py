@@ -11,15 +11,6 @@ import pytest
 import rescale_data as rd
 
 
-def test_the_public_names() -> None:
-    assert rd.__all__ == sorted(rd.__all__)
-    assert all(hasattr(rd, name) for name in rd.__all__)
-    assert {
-        "ArrowSource", "BaseNode", "DataLoader", "DataStateError", "DatasetSource", "LogicalShards", "ParquetSource", "Reader",
-        "Shard", "TokenPacker", "pad_collate", "plan",
-    } <= set(rd.__all__)  # fmt: skip
-
-
 def test_the_names_of_a_loader() -> None:
     """What a user calls, and no more: all else is underscored."""
     assert [name for name in dir(rd.DataLoader(range(8), global_batch_size=4)) if not name.startswith("_")] == [
@@ -27,16 +18,6 @@ def test_the_names_of_a_loader() -> None:
         "local_state_dict", "options", "peek", "progress", "reopen", "report", "reset", "set_epoch", "skip", "start",
         "state_dict", "step",
     ]  # fmt: skip
-
-
-def test_a_pipeline_runs_by_itself() -> None:
-    """In a notebook or a debugger: one shard, no loader."""
-    documents = [{"tokens": [i] * 3} for i in range(4)]
-
-    def pipeline(shard: rd.Shard) -> rd.BaseNode:
-        return rd.TokenPacker(rd.Reader(documents, shard, shuffle=False), column="tokens", seq_len=4, eos_id=9)
-
-    assert next(pipeline(rd.Shard()))["tokens"].tolist() == [0, 0, 0, 9]
 
 
 def test_importing_starts_no_process_group_thread_or_log() -> None:
@@ -67,6 +48,8 @@ FLOORS = [
 ]
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 """A module imports from its own room or from those on lower floors: see rescale_data/README.md."""
+DCP = "torch.distributed.checkpoint."
+DCP_FUNCTIONS = ("state_dict.", "stateful.", "staging.", "storage.StorageReader", "api.CheckpointException")
 
 
 def imports(path: Path) -> list[str]:
@@ -80,8 +63,14 @@ def imports(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+in_each_module = pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+
+
+@in_each_module
 def test_imports_go_down_and_are_public(path: Path) -> None:
+    """DCP is used below its functions in one module: what a new torch may change. Others have three types of it."""
     own = path.relative_to(PACKAGE).with_suffix("").parts[0]
     for name in imports(path):
         parts = name.split(".")
@@ -90,6 +79,8 @@ def test_imports_go_down_and_are_public(path: Path) -> None:
         elif parts[0] in ("torch", "torchdata"):
             assert not any(part.startswith("_") for part in parts), name
         assert parts[0] != "torchdata" or path.match("nodes/base.py"), name
+        below = name.startswith(DCP) and not name.removeprefix(DCP).startswith(DCP_FUNCTIONS)
+        assert not below or path == PACKAGE / "checkpoint" / "storage" / "dcp.py", name
 
 
 BELOW_STORAGE = ["tree", "ranks"]
@@ -103,39 +94,23 @@ def test_the_storage_of_checkpoints_imports_nothing_above_it(room: str) -> None:
     assert {parts[2] for parts in names if parts[:2] == ["rescale_data", "checkpoint"]} <= allowed
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_dcp_is_used_below_its_functions_in_one_module(path: Path) -> None:
-    """What a new torch may change. Others have its functions on modules and optimizers, its stager, and three types."""
-    half_public = [name for name in imports(path) if name.startswith("torch.distributed.checkpoint.")]
-    public = ("state_dict.", "stateful.", "staging.", "storage.StorageReader", "api.CheckpointException")
-    odd = [name for name in half_public if not name.removeprefix("torch.distributed.checkpoint.").startswith(public)]
-    assert odd == [] or path == PACKAGE / "checkpoint" / "storage" / "dcp.py"
-
-
 def test_the_rooms_are_described_as_they_are() -> None:
     """rescale_data/README.md: every room, from the top floor down, and only files that are there."""
     page = (PACKAGE / "README.md").read_text()
-    named = re.findall(r"`([\w/]+\.(?:py|c))`", page)
+    named = re.findall(r"`([\w/]+(?:\.py|\.c|/))`", page)
     assert named
-    assert [name for name in named if not any((root / name).is_file() for root in (PACKAGE, PACKAGE.parent))] == []
+    assert [name for name in named if not any((root / name).exists() for root in (PACKAGE, PACKAGE.parent))] == []
     rows = re.findall(r"^\| (`.*?) \|", page.split("\n## To find")[0], re.MULTILINE)
     rooms = [Path(name).stem for row in rows for name in re.findall(r"`([\w.]+)/?`", row)]
     assert sorted(rooms) == sorted(LEVELS.keys() - {"__init__"})
     assert [LEVELS[room] for room in rooms] == sorted((LEVELS[room] for room in rooms), reverse=True)
 
 
-BOTTOM = [
-    "order.py",
-    "rounds.py",
-    "state.py",
-    *(str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("layout/*.py"))),
-]
-
-
-@pytest.mark.parametrize("name", BOTTOM)
+@pytest.mark.parametrize("name", ["order.py", "rounds.py", "state.py", "layout"])
 def test_the_bottom_is_pure(name: str) -> None:
     """Integers and tensors: no I/O, no processes, no collectives."""
-    found = imports(PACKAGE / name)
+    found = [each for path in PACKAGE.glob(f"{name}/*.py" if name == "layout" else name) for each in imports(path)]
+    assert found
     outside = {module.split(".")[0] for module in found} - set(sys.stdlib_module_names)
     assert outside <= {"numpy", "torch", "rescale_data"}
     assert not any(module.startswith(("torch.distributed", "os", "io", "multiprocessing")) for module in found)

@@ -106,29 +106,23 @@ def said(function: Callable[..., Any], given: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_error_is_of_python_itself(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_error_is_of_python_itself_and_what_is_no_whole_number_is_named_with_the_cure(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The latter of each argument that is declared as an int, or an int or None."""
     monkeypatch.chdir(folder)
     function, given = CASES[name](folder)
     function(**given)
-    public = inspect.signature(rd.DataLoader.__init__ if function is loader else function).parameters
-    named = {argument for argument, about in public.items() if about.kind is not inspect.Parameter.VAR_KEYWORD}
+    public = rd.DataLoader if function is loader else function
+    public = public.__init__ if inspect.isclass(public) else public
+    parameters = inspect.signature(public).parameters
+    named = {argument for argument, about in parameters.items() if about.kind is not inspect.Parameter.VAR_KEYWORD}
     for argument in {*named, *given} - SLOW - {"self"}:
         for wrong in WRONG:
             assert not said(function, {**given, argument: wrong}), (argument, wrong)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_no_whole_number_is_named_with_the_cure(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of each argument that is declared as an int, or an int or None."""
-    monkeypatch.chdir(folder)
-    function, given = CASES[name](folder)
-    public = rd.DataLoader if function is loader else function
-    kinds = get_type_hints(public.__init__ if inspect.isclass(public) else public)
-    if name == "reopen":
-        del kinds["delivered"]  # without a state none is taken, whatever it is
-    for argument in (argument for argument, kind in kinds.items() if kind in (int, int | None)):
+    for argument, kind in get_type_hints(public).items():
+        if kind not in (int, int | None) or (name, argument) == ("reopen", "delivered"):
+            continue  # without a state nothing is delivered, whatever it is
         for wrong in (8.0, "8", True):
             says = re.escape(f"{argument}={wrong!r} is a {type(wrong).__name__}; give an int")
             with pytest.raises(TypeError, match=says):

@@ -161,21 +161,12 @@ def test_the_code_of_the_page_on_checkpoints(tmp_path: Path) -> None:
     assert names["state"]["loader"].step == 1001
 
 
-def test_the_rooms_of_the_package() -> None:
-    """Every place that the package's README names is there."""
-    text = (ROOT / "rescale_data" / "README.md").read_text()
-    named = set(re.findall(r"`([a-z_/]+(?:\.py|/))`", text))
-    assert len(named) > 20
-    assert [
-        name for name in sorted(named) if not any((base / name).exists() for base in (ROOT, ROOT / "rescale_data"))
-    ] == []
-
-
 def test_every_public_name_is_in_the_reference() -> None:
     import rescale_data
     from rescale_data import audit, checkpoint, nodes, testing
 
     text = (DOCS / "api.md").read_text()
+    assert rescale_data.__all__ == sorted(rescale_data.__all__)
     for module in (rescale_data, nodes, checkpoint, audit, testing):
         part = re.search(rf"currentmodule:: {module.__name__}\n(.*?)(?=\n## rescale_data|\Z)", text, re.DOTALL)
         assert part is not None

@@ -41,21 +41,14 @@ def test_those_left_out_are_not_ours(name: str) -> None:
     assert not getattr(rescale_data, name).__module__.startswith("rescale_data")
 
 
+PACKAGE = Path(rescale_data.__path__[0])
+in_each_file = pytest.mark.parametrize(
+    "file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE))
+)
 HIDDEN = re.compile(
     r"(What|Whatever|Whether|Where|Which|Who|How|When|Those|Th(at|ese|is|ey)|Its?|Of|(In|By) which|From what|As far|So that)\b"
 )
 """First words that hide what a sentence is about."""
-PACKAGE = Path(rescale_data.__path__[0])
-
-
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_a_first_line_names_its_subject(file: Path) -> None:
-    """It says what is returned or done: "Return the rows of ...", "True if ...", "Positions of one logical shard"."""
-    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    texts = [ast.get_docstring(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
-    assert [text.splitlines()[0] for text in texts if text and HIDDEN.match(text)] == []
-
-
 LONGEST = 25
 """Words of a docstring's first sentence."""
 NOT_USED = re.compile(
@@ -65,12 +58,14 @@ NOT_USED = re.compile(
 """Words that have no noun, or another one in the glossary of docs/concepts.md."""
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_a_first_sentence_is_short_and_plain(file: Path) -> None:
+@in_each_file
+def test_a_first_sentence_is_short_and_plain_and_names_its_subject(file: Path) -> None:
+    """It says what is returned or done: "Return the rows of ...", "True if ...", "Positions of one logical shard"."""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     texts = [ast.get_docstring(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
     first = [re.split(r"(?<=[.!?:])\s", re.sub(r"\s+", " ", text.split("\n\n")[0]))[0] for text in texts if text]
-    assert [sentence for sentence in first if len(sentence.split()) > LONGEST or NOT_USED.search(sentence)] == []
+    wrong = [s for s in first if HIDDEN.match(s) or NOT_USED.search(s) or len(s.split()) > LONGEST]
+    assert wrong == []
 
 
 ARGUMENTS = re.compile(r"^Args:\n((?: .*\n|\n)+)", re.MULTILINE)
@@ -88,7 +83,7 @@ def described(owner: Any) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+@in_each_file
 def test_args_are_parameters(file: Path) -> None:
     """Each name in a section `Args:`, also in a list "a, b: ...", is a parameter of the function or class."""
     parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
