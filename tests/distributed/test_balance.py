@@ -1,7 +1,5 @@
 """Balanced steps on real ranks: the same global batches as sets, and the same table at each step's end, as without."""
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -126,20 +124,8 @@ CASES = [
     ("all", "", {"tail": "pad"}),
     ("host", "thread", {"is_filtered": True, "tail": "pad"}),
 ]
-
-
-def compare_all() -> list[list[list[int]]]:
-    return [compare(*case) for case in CASES]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_global_batches_and_tables_are_those_without_balance(ranks: int, tmp_path: Path) -> None:
-    found = run_ranks(ranks, tmp_path, compare_all)
-    assert all(len(batches) == 40 for rank in found for batches in rank)
-
-
-def test_workers_read_before_the_exchange(tmp_path: Path) -> None:
-    run_ranks(2, tmp_path, compare, "all", "workers", {"repeat": True})
+WORKERS = ("all", "workers", {"repeat": True})
+"""Of two ranks."""
 
 
 def resumed_anywhere() -> None:
@@ -153,19 +139,11 @@ def resumed_anywhere() -> None:
                 batches = first(loader, taken)
                 if taken % 2:
                     loader.close()
-                else:
-                    state = loader.state_dict()
-                    assert state["table"].equal(loader.state_dict()["table"])
                 batches += first(loader, 3)
                 assert batches == whole[: taken + 3]
-                loader.load_state_dict(state := loader.state_dict())
+                loader.load_state_dict(loader.state_dict())
                 begun = (taken + 3) // 2 * 2
                 assert first(loader, 2) == whole[begun : begun + 2]
-                assert len(state["table"])
-
-
-def test_a_run_that_stops_within_a_step_goes_on_with_its_micro_batches(tmp_path: Path) -> None:
-    run_ranks(2, tmp_path, resumed_anywhere)
 
 
 def skipped_and_refused() -> None:
@@ -187,10 +165,6 @@ def skipped_and_refused() -> None:
         assert torch.equal(loader.state_dict()["table"], plain.state_dict()["table"])
 
 
-def test_skips_are_of_whole_steps(tmp_path: Path) -> None:
-    run_ranks(2, tmp_path, skipped_and_refused)
-
-
 def weighed(over: Any) -> list[int]:
     balance = rd.Balance(cost=COST, over=over, weight=len_of)
     with opened(balance, repeat=True, collate_fn=with_lengths) as loader:
@@ -208,12 +182,6 @@ def len_of(sample: Any) -> int:
 
 def with_lengths(samples: list[Any]) -> dict[str, Any]:
     return {"lengths": [len(sample["tokens"]) for sample in samples]}
-
-
-@pytest.mark.parametrize("over", ["rank", "all"])
-def test_the_weight_is_that_of_the_global_batch(over: str, tmp_path: Path) -> None:
-    one, other = run_ranks(2, tmp_path, weighed, over)
-    assert one == other
 
 
 def failing() -> list[str]:
@@ -236,13 +204,6 @@ def failing() -> list[str]:
         source.broken = -1
         assert [next(batches)["id"] for _ in range(2)] == whole[2:]
     return errors
-
-
-def test_an_error_of_one_rank_is_raised_on_all_and_all_go_on(tmp_path: Path) -> None:
-    errors = [error for rank in run_ranks(2, tmp_path, failing) for error in rank]
-    assert len(errors) == 2
-    assert any("corrupt" in error for error in errors)
-    assert all("corrupt" in error or "Another dp rank could not make its samples" in error for error in errors)
 
 
 def apart() -> list[str]:
@@ -271,15 +232,6 @@ def apart() -> list[str]:
     return errors
 
 
-def test_ranks_that_are_at_different_steps_never_exchange_samples(tmp_path: Path) -> None:
-    one, other = run_ranks(2, tmp_path, apart)
-    assert one[0].startswith("RuntimeError: Another dp rank has stopped")
-    assert other[0] == "OSError: no memory"
-    for errors in (one[1:], other[1:]):
-        assert errors
-        assert all("The dp ranks are at different places of the run, [24, 36] samples" in error for error in errors)
-
-
 def unsendable() -> str:
     source = Rows(locks=dist.get_rank() == 1)
     with (
@@ -288,12 +240,6 @@ def unsendable() -> str:
     ):
         first(loader, 4)
     return str(raised.value)
-
-
-def test_samples_of_one_rank_that_cannot_be_sent_are_an_error_on_all(tmp_path: Path) -> None:
-    one, other = run_ranks(2, tmp_path, unsendable)
-    assert "could not make its samples" in one
-    assert "cannot pickle" in other
 
 
 def leaves() -> list[str]:
@@ -307,10 +253,6 @@ def leaves() -> list[str]:
     loader.close()
     ours = ("rescale_data-balance", "rescale_data-ahead")
     return [thread.name for thread in threading.enumerate() if thread.name in ours]
-
-
-def test_ranks_that_stop_leave_no_thread(tmp_path: Path) -> None:
-    assert run_ranks(3, tmp_path, leaves) == [[], [], []]
 
 
 TRAINER = """
@@ -354,40 +296,12 @@ def test_a_rank_that_fails_ends_while_another_one_is_behind(tmp_path: Path) -> N
         behind.kill()
 
 
-def killed() -> str:
-    with opened(rd.Balance(cost=COST, over="all"), repeat=True, timeout=20) as loader:
-        batches = iter(loader)
-        next(batches)
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            for _ in range(4):
-                next(batches)
-        except RuntimeError as error:
-            os._exit(0 if "ranks [1] did not come" in str(error) else 3)
-    return ""
-
-
-def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="process 1 terminated with signal SIGKILL"):
-        run_ranks(2, tmp_path, killed)
-
-
 def uneven_hosts() -> list[list[int]]:
     """Three ranks on two hosts: samples move on each host."""
     with patch("socket.gethostname", lambda: "a" if dist.get_rank() < 2 else "b"):
         loader = opened(rd.Balance(cost=COST, over="host"), repeat=True)
     found, _ = played(loader, 8)
     return found
-
-
-def test_samples_stay_on_their_host(tmp_path: Path) -> None:
-    expected = run_ranks(3, tmp_path, plain_batches)
-    found = run_ranks(3, tmp_path, uneven_hosts)
-    for step in range(0, 8, 2):
-        assert flat(found[2][step : step + 2]) == flat(expected[2][step : step + 2])
-    assert found[0] != expected[0]
-    assert flat(found[0] + found[1]) == flat(expected[0] + expected[1])
 
 
 def plain_batches() -> list[list[int]]:
@@ -429,9 +343,78 @@ def trained(how: str) -> list[float]:
     return losses
 
 
+def on_2_ranks() -> dict[str, Any]:
+    found: dict[str, Any] = {"compared": [compare(*case) for case in [*CASES, WORKERS]]}
+    resumed_anywhere()
+    skipped_and_refused()
+    found |= {f"weighed {over}": weighed(over) for over in ("rank", "all")}
+    return {**found, "failing": failing(), "apart": apart(), "unsendable": unsendable()}
+
+
+def on_3_ranks() -> dict[str, Any]:
+    found = {"compared": [compare(*case) for case in CASES], "threads": leaves()}
+    found |= {"plain": plain_batches(), "on two hosts": uneven_hosts()}
+    return {**found, **{how: trained(how) for how in ("", "ddp", "fsdp")}}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found, which checks steps that stop, and skips, itself."""
+    return run_ranks(2, tmp_path_factory.mktemp("two"), on_2_ranks)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(3, tmp_path_factory.mktemp("three"), on_3_ranks)
+
+
+def test_global_batches_and_tables_are_those_without_balance(two: Any, three: Any) -> None:
+    """Also where workers read before the exchange."""
+    assert all(len(batches) == 40 for rank in [*two, *three] for batches in rank["compared"])
+
+
+@pytest.mark.parametrize("over", ["rank", "all"])
+def test_the_weight_is_that_of_the_global_batch(over: str, two: Any) -> None:
+    one, other = (rank[f"weighed {over}"] for rank in two)
+    assert one == other
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_all_go_on(two: Any) -> None:
+    errors = [error for rank in two for error in rank["failing"]]
+    assert len(errors) == 2
+    assert any("corrupt" in error for error in errors)
+    assert all("corrupt" in error or "Another dp rank could not make its samples" in error for error in errors)
+
+
+def test_ranks_that_are_at_different_steps_never_exchange_samples(two: Any) -> None:
+    one, other = (rank["apart"] for rank in two)
+    assert one[0].startswith("RuntimeError: Another dp rank has stopped")
+    assert other[0] == "OSError: no memory"
+    for errors in (one[1:], other[1:]):
+        assert errors
+        assert all("The dp ranks are at different places of the run, [24, 36] samples" in error for error in errors)
+
+
+def test_samples_of_one_rank_that_cannot_be_sent_are_an_error_on_all(two: Any) -> None:
+    one, other = (rank["unsendable"] for rank in two)
+    assert "could not make its samples" in one
+    assert "cannot pickle" in other
+
+
+def test_ranks_that_stop_leave_no_thread(three: Any) -> None:
+    assert [rank["threads"] for rank in three] == [[], [], []]
+
+
+def test_samples_stay_on_their_host(three: Any) -> None:
+    expected, found = ([rank[name] for rank in three] for name in ("plain", "on two hosts"))
+    for step in range(0, 8, 2):
+        assert flat(found[2][step : step + 2]) == flat(expected[2][step : step + 2])
+    assert found[0] != expected[0]
+    assert flat(found[0] + found[1]) == flat(expected[0] + expected[1])
+
+
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_losses_are_those_of_one_rank(how: str, tmp_path: Path) -> None:
+def test_losses_are_those_of_one_rank(how: str, three: Any) -> None:
     """Micro batches are uneven, and the mean is one over the tokens of the step."""
-    one = run_ranks(1, tmp_path, trained, "")[0]
-    for losses in run_ranks(3, tmp_path, trained, how):
-        assert losses == pytest.approx(one, rel=1e-12)
+    for rank in three:
+        assert rank[how] == pytest.approx(three[0][""], rel=1e-12)

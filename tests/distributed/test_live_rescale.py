@@ -1,6 +1,5 @@
 """The same loader on 4 ranks, then 3, then 4, in live processes: every global batch is that of a run that never stopped."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ def live(k: int, other_k: int) -> dict[str, Any]:
             found["refused"] = str(refused.value)
     if loader is not None:
         loader.close()
-    return found
+    return {**found, "left": leave()}
 
 
 def uninterrupted() -> list[list[int]]:
@@ -93,9 +92,35 @@ def uninterrupted() -> list[list[int]]:
     return rows[:STEPS]
 
 
-@pytest.mark.parametrize(("k", "other_k"), [(0, 0), (2, 2), (1, 0)])
-def test_four_ranks_then_three_then_four(k: int, other_k: int, tmp_path: Path) -> None:
-    ranks = run_ranks(4, tmp_path, live, k, other_k)
+def leave() -> list[Any]:
+    """All but the first of four ranks leave, and it goes on alone; they are refused a state."""
+    loader = rd.DataLoader(range(96), global_batch_size=8, micro_batch_size=2, timeout=3.0)
+    batches = iter(loader)
+    rows, said = next(batches).tolist(), ""
+    state = loader.state_dict()
+    if dist.get_rank():
+        loader.close()
+        with pytest.raises(RuntimeError, match="A state is made by all dp ranks together") as error:
+            loader.state_dict()
+        said = str(error.value)
+    else:
+        loader.reopen(state, dp_world_size=1)
+        with pytest.raises(RuntimeError, match="no longer valid"):
+            next(batches)
+        rows += [row for batch in loader for row in batch.tolist()]
+        assert loader._stream.layout.micro_batch_size == 2
+        assert opened(loader.state_dict())["samples"] == 96
+    dist.barrier()
+    return [rows, said]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(4, tmp_path_factory.mktemp("live"), live, 1, 0)
+
+
+def test_four_ranks_then_three_then_four(ranks: Any) -> None:
+    """With a worker each, without, and with again."""
     expected = uninterrupted()
     assert [[row for rank in ranks for row in rank["rows"].get(step, [])] for step in range(STEPS)] == expected
     assert sum(len(rank["rows"]) for rank in ranks) == 3 * STEPS + 10
@@ -103,30 +128,6 @@ def test_four_ranks_then_three_then_four(k: int, other_k: int, tmp_path: Path) -
     assert "mesh holds the ranks [0, 1, 2]" in ranks[3]["refused"]
 
 
-def leave() -> list[Any]:
-    """One of two ranks leaves, the other goes on alone."""
-    loader = rd.DataLoader(range(96), global_batch_size=8, micro_batch_size=4, timeout=3.0)
-    batches = iter(loader)
-    rows = next(batches).tolist()
-    state = loader.state_dict()
-    if dist.get_rank():
-        loader.close()
-        with pytest.raises(RuntimeError, match="A state is made by all dp ranks together") as error:
-            loader.state_dict()
-        dist.barrier()
-        return [rows, str(error.value)]
-    loader.reopen(state, dp_world_size=1)
-    with pytest.raises(RuntimeError, match="no longer valid"):
-        next(batches)
-    for batch in loader:
-        rows += batch.tolist()
-    assert loader._stream.layout.micro_batch_size == 4
-    dist.barrier()
-    return [rows, opened(loader.state_dict())["samples"]]
-
-
-def test_a_state_of_a_loader_that_others_went_on_from_is_refused(tmp_path: Path) -> None:
-    (alone, samples), (left, said) = run_ranks(2, tmp_path, leave)
-    assert sorted(alone + left) == list(range(96))
-    assert samples == 96
-    assert "the ranks [0] did not come to it in time" in said
+def test_a_state_of_a_loader_that_others_went_on_from_is_refused(ranks: Any) -> None:
+    assert sorted(row for rank in ranks for row in rank["left"][0]) == list(range(96))
+    assert all("the ranks [0] did not come to it in time" in rank["left"][1] for rank in ranks[1:])
