@@ -73,7 +73,7 @@ def take(loader: rd.DataLoader, num_micro_batches: int) -> list[Taken]:
         if batch is None:
             batches = iter(loader)
         else:
-            found.append(_taken(loader, epoch, batch))
+            found.append(taken_from(loader, epoch, batch))
     return found
 
 
@@ -81,10 +81,10 @@ def take_epoch(loader: rd.DataLoader) -> list[Taken]:
     """What is left of the epoch on this rank."""
     batches = iter(loader)
     epoch = loader.epoch  # a load in mid-step may have left less than a global batch of the one before
-    return [_taken(loader, epoch, batch) for batch in batches]
+    return [taken_from(loader, epoch, batch) for batch in batches]
 
 
-def _taken(loader: rd.DataLoader, epoch: int, batch: Any) -> Taken:
+def taken_from(loader: rd.DataLoader, epoch: int, batch: Any) -> Taken:
     real = batch["valid"].tolist() if "valid" in batch else [True] * len(batch["samples"])
     assert real == sorted(real, reverse=True)
     assert sum(real) == loader.last_batch_samples

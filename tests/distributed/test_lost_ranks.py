@@ -1,6 +1,5 @@
 """Ranks that die, or go another way in the program: an error on the others, soon, that names them."""
 
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rescale_data.engine.ranks import communicator, meeting
+from rescale_data.engine.ranks import communicator
 from tests.distributed.ranks import run_ranks
 from tests.distributed.segments import Data, take, take_epoch
-from tests.states import opened
 
 LONG = 60.0
 UNEVEN = Data("rows", 100, 7)
@@ -66,25 +64,3 @@ def test_ranks_that_see_a_dead_one_in_different_exchanges_name_it_alone(tmp_path
     assert said[1] is None
     for rank in (0, 2):
         assert f"failed on rank {rank} after at most {LONG:g} s, because the ranks [1] did" in said[rank]
-
-
-def late_at_a_save() -> list[Any]:
-    """What rank 0 is told, whose clock runs a minute ahead whenever it looks, and two saves after it."""
-    loader, said = UNEVEN.loader(12, 2, timeout=60.0), ""
-    take(loader, 1)
-    before = opened(loader.state_dict())["shards"]["samples"].tolist()
-    if dist.get_rank() == 0:
-        with pytest.MonkeyPatch.context() as patch:
-            ahead = itertools.count(0, 61)
-            patch.setattr(meeting, "_CHECK_SECONDS", 0.1)
-            for each in (communicator, meeting):
-                patch.setattr(each, "monotonic", lambda: next(ahead))
-            said = _failure(loader.state_dict)
-    dist.barrier()
-    return [said, *(opened(loader.state_dict())["shards"]["samples"].tolist() == before for _ in range(2))]
-
-
-def test_a_rank_that_is_late_at_a_save_is_named_and_the_next_save_is_whole(tmp_path: Path) -> None:
-    (said, *after), others = run_ranks(2, tmp_path, late_at_a_save)
-    assert "failed on rank 0 after at most 60 s, because the ranks [1] did not come to it" in said
-    assert (after, others) == ([True, True], ["", True, True])
