@@ -13,7 +13,7 @@ from tests.histories.__main__ import accepts
 from tests.histories.books import Books, Reference, same_state
 from tests.histories.crew import Hang, in_threads
 from tests.histories.history import fail_in, failing_reads
-from tests.histories.plans import Pipeline, Plan, as_samples
+from tests.histories.plans import Pipeline, as_samples
 from tests.histories.ranks import Seats, Top
 from tests.histories.shards import history_of
 
@@ -123,36 +123,7 @@ def test_a_blocklist_may_change_wherever_an_epoch_is() -> None:
             assert max(_ids(books).values()) == 1
 
 
-_PACK = (("seq_len", 3), ("eos_id", None))
-_LABELS = (("seq_len", 6), ("eos_id", 1), ("labels", True))
 _MIXTURE = ("Mix", "samples", "never", (1, 1), None, None, [("Files", 4), ("Reader", 1, 4)])
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        ("Shuffle", ("Pack", _PACK, ("Files", 4)), 5),
-        ("Pack", _PACK, _MIXTURE),
-        ("CleanDocuments", _MIXTURE),
-        ("Pack", _PACK, ("Shuffle", _MIXTURE, 5)),
-        ("Pack", _LABELS, ("Files", 4)),
-    ],
-    ids=["window", "document", "piece", "document of a window", "label of the next document"],
-)
-def test_files_that_are_added_leave_what_has_begun_as_it_is(plan: Plan) -> None:
-    """It may be of an epoch behind the one at which whoever goes on within it begins to read."""
-    few, more = {"f1": 24, "f4": 14}, {"f1": 24, "f2": 19, "f4": 14}
-    first = Seats(lambda _: _endless(Pipeline(plan, few)), Top(1, 4, 8))
-    then, books = Seats(lambda _: _endless(Pipeline(plan, more)), Top(1, 4, 8)), Books()
-    for _ in range(7):
-        first.take(3, books)
-        then.load(first.state())
-        later = books.copy()
-        then.take(8, later)
-        lead = then.lead
-        Reference(lead.loader._stream.setup.recipe, dict(lead.stream.schema.histories)).check(later, repeat=True)
-    first.close()
-    then.close()
 
 
 def test_a_read_that_fails_while_files_join_keeps_no_other_waiting() -> None:
