@@ -464,6 +464,22 @@ class TestStepsPerEpoch:
                     loader.set_epoch(0)
 
 
+def test_a_state_says_again_that_it_was_saved_within_a_step() -> None:
+    """Loaded on others and saved again before a batch, it is still no end of an epoch of steps."""
+
+    def loader(global_batch_size: int) -> rd.DataLoader:
+        sizes = {"global_batch_size": global_batch_size, "micro_batch_size": 2, "num_logical_shards": 4}
+        return rd.DataLoader(range(64), repeat=True, steps_per_epoch=1, **sizes)
+
+    first, second, third = loader(4), loader(2), loader(2)
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    again = second.state_dict()
+    assert opened(again)["in_step"]
+    third.load_state_dict(again)
+    assert opened(third.state_dict())["in_step"]
+
+
 def _counted(loader: rd.DataLoader) -> dict[str, float]:
     """All that is no time: what making took is counted when it is asked for."""
     return {name: value for name, value in loader.progress().items() if not name.endswith("_seconds")}

@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, Unbatcher
 
 import rescale_data as rd
+from rescale_data.engine.states.codec import has_remainder
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.pipelines import Rows, data_for, pipeline_of, rows, tagged
 from tests.simulate import same_state
@@ -390,6 +392,36 @@ def test_a_state_is_the_same_where_samples_are_written_in_place(n: int, o: int, 
     for number, *_ in zip(range(24), in_place, collated, strict=False):
         if number % 7 < 3:
             assert same_state(in_place.state_dict(), collated.state_dict())
+
+
+def test_an_endless_run_goes_on_from_the_remainder_of_an_epoch() -> None:
+    """Saved before the first batch of the remainder, where the clock alone does not show that there is one."""
+    data = Rows(115)
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return tagged(rd.Reader(data, shard, shuffle=False), shard)  # a shard has the same rows in each epoch
+
+    loader, drawn = loader_of(pipeline), Counter[tuple[int, int]]()
+
+    def draw(batch: Any) -> None:
+        drawn.update(zip(batch["shard"].tolist(), batch["row"].tolist(), strict=True))
+
+    for batch in loader:
+        draw(batch)
+        if has_remainder(loader._stream.table):
+            break
+    state = loader.state_dict()
+    assert (opened(state)["shards"]["remainder"] >= 0).all()
+    assert opened(state)["origin"] == opened(state)["samples"] == drawn.total()
+    endless = loader_of(pipeline, repeat=True)
+    endless.load_state_dict(state)
+    assert (opened(endless.state_dict())["shards"]["remainder"] == -1).all()
+    for batch in itertools.islice(endless, 60):
+        draw(batch)
+    assert len(drawn) == 115
+    for shard in range(24):
+        counts = [count for (of, _), count in drawn.items() if of == shard]
+        assert max(counts) - min(counts) <= 1
 
 
 # Nodes of torchdata, below and above
