@@ -1,5 +1,6 @@
 """`Audit`: what it says of a run is what the run has seen, whatever happened between its checkpoints."""
 
+import itertools
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torchdata import nodes
 
@@ -22,15 +23,12 @@ from tests.formats import write_jsonl
 
 SIZES = {"web": 70, "code": 31, "few": 3}
 N, LENGTHS = 6, np.random.default_rng(3).integers(1, 40, 200)
-SOURCES = {
-    name: rd.DatasetSource([{"tokens": 100 * (i + first) + np.arange(LENGTHS[i])} for i in range(size)], name=name)
-    for (name, size), first in zip(SIZES.items(), (1, 1001, 2001), strict=True)
+FIRST = dict(zip(SIZES, (1, 1001, 2001), strict=True))
+ROWS = {
+    name: [{"tokens": 100 * (i + FIRST[name]) + np.arange(LENGTHS[i])} for i in range(SIZES[name])] for name in SIZES
 }
-NAME_OF = {
-    i + first: f"{name}: {name}[{i}]"
-    for (name, size), first in zip(SIZES.items(), (1, 1001, 2001), strict=True)
-    for i in range(size)
-}  # fmt: skip
+SOURCES = {name: rd.DatasetSource(of_name, name=name) for name, of_name in ROWS.items()}
+NAME_OF = {i + FIRST[name]: f"{name}: {name}[{i}]" for name, size in SIZES.items() for i in range(size)}
 
 
 def reader(name: str, shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
@@ -51,9 +49,10 @@ def cut(shard: rd.Shard, blocked: Any = (), seq_len: int = 24) -> rd.BaseNode[An
     return rd.TokenPacker(reader("web", shard, blocked), column="tokens", seq_len=seq_len, eos_id=None)
 
 
-def mixture(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
-    readers = {name: reader(name, shard, blocked) for name in SOURCES}
-    documents = rd.WeightedSampler(readers, {"web": 0.6, "code": 0.3, "few": 0.1})
+def mixture(shard: rd.Shard, blocked: Any = (), names: tuple[str, ...] = tuple(SIZES)) -> rd.BaseNode[Any]:
+    weights = {"web": 0.6, "code": 0.3, "few": 0.1}
+    readers = {name: reader(name, shard, blocked) for name in names}
+    documents = rd.WeightedSampler(readers, {name: weights[name] for name in names})
     return rd.TokenPacker(documents, column="tokens", seq_len=24, eos_id=None, labels=True)
 
 
@@ -63,9 +62,8 @@ def whole(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
 
 def wide(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
     """Windows over several epochs of a source, in each of which a row is in another logical shard."""
-    readers = {
-        name: rd.Reader(SOURCES[name], shard, exclude=blocked if name == "web" else ()) for name in ("web", "code")
-    }
+    web = rd.Reader(SOURCES["web"], shard, exclude=blocked)
+    readers = {"web": web, "code": rd.Reader(SOURCES["code"], shard)}
     documents = rd.WeightedSampler(readers, {"web": 0.5, "code": 0.5})
     return rd.WholeDocumentPacker(documents, column="tokens", seq_len=48, window=50)
 
@@ -103,15 +101,9 @@ class Recorded:
         self.folder, self.arguments, self.seen, self.state, self.num_saves = folder, arguments, Seen(), None, 0
 
     def segment(self, pipeline: Any, segment: Segment, change: Callable[[rd.DataLoader], None] | None = None) -> None:
-        sizes = {
-            "global_batch_size": segment.w * segment.b * segment.a,
-            "micro_batch_size": segment.b,
-            "num_logical_shards": N,
-        }
-        loaders = [
-            rd.DataLoader(pipeline, dp_rank=r, dp_world_size=segment.w, **(sizes | self.arguments))
-            for r in range(segment.w)
-        ]
+        w, b, a = segment[:3]
+        given = {"global_batch_size": w * b * a, "micro_batch_size": b, "num_logical_shards": N} | self.arguments
+        loaders = [rd.DataLoader(pipeline, dp_rank=rank, dp_world_size=w, **given) for rank in range(w)]
         for loader in loaders:
             if self.state is not None:
                 loader.load_state_dict(self.state)
@@ -153,36 +145,32 @@ def check(run: Recorded, audit: rd.audit.Audit, documents: list[int]) -> None:
         assert sorted((s.step, s.sample) for s in found.served) == run.steps_of(name)
 
 
-@st.composite
-def segments(draw: st.DrawFn, most: int) -> list[Segment]:
-    return draw(
-        st.lists(
-            st.builds(
-                Segment, st.integers(1, most), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.integers(1, 9),
-                st.integers(0, 1),
-            ),
-            min_size=1, max_size=4,
-        )
-    )  # fmt: skip
+def segments(most: int) -> st.SearchStrategy[list[Segment]]:
+    sizes = st.integers(1, most), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2])
+    return st.lists(st.builds(Segment, *sizes, st.integers(0, 9), st.integers(0, 1)), min_size=1, max_size=4)
 
 
 few = settings(max_examples=max(6, settings().max_examples // 16))
+WITHIN = Segment(1, 3, 2, 3, 1)
+"""It ends within a step."""
 
 
-@given(st.sampled_from(sorted(PIPELINES)), segments(3), st.sets(st.integers(0, 69), max_size=20))
+@given(st.sampled_from(sorted(PIPELINES)), segments(3), st.sets(st.integers(0, 69), max_size=20), st.integers(1, 4))
 @few
-def test_it_says_what_a_run_has_seen(kind: str, parts: list[Segment], blocked: set[int]) -> None:
-    """Other ranks, micro and global batches in each segment, aligned or not, and a blocklist that is new in the last."""
+@example("cut", [WITHIN, Segment(1, 3, 2, 0), Segment(1, 3, 2, 4)], set(), 4)  # it goes on with the same ranks,
+@example("cut", [WITHIN, Segment(1, 3, 2, 0), Segment(1, 2, 3, 2), Segment(1, 3, 2, 4)], set(), 4)  # with others then,
+@example("cut", [WITHIN, Segment(1, 2, 3, 2), Segment(1, 3, 2, 4)], set(), 4)  # or at once, and begins the step anew
+@example("cut", [Segment(1, 3, 2, 5), Segment(1, 4, 1, 0), Segment(1, 4, 1, 3)], set(), 4)  # saved again after a load
+@example("whole", [Segment(1, 3, 1, steps) for steps in (3, 2, 4)], {*range(0, 70, 3)}, 1)  # a window begins again
+def test_it_says_what_a_run_has_seen(kind: str, parts: list[Segment], blocked: set[int], since: int) -> None:
+    """Other ranks, micro and global batches in each segment, aligned or not, and a blocklist since one of them."""
     with TemporaryDirectory() as folder:
         run = Recorded(folder, repeat=True)
         pipelines = [PIPELINES[kind], partial(PIPELINES[kind], blocked=sorted(blocked))]
         for number, segment in enumerate(parts):
-            run.segment(pipelines[0 < number == len(parts) - 1], segment)
-        check(
-            run,
-            rd.audit.Audit(folder, *pipelines, repeat=True),
-            [1, 30, 70, *([1005, 2001] if kind == "mixture" else [1005, 1020] if kind == "wide" else [])],
-        )
+            run.segment(pipelines[number >= since], segment)
+        others = {"mixture": [1005, 2001], "wide": [1005, 1020], "whole": range(2, 70)}
+        check(run, rd.audit.Audit(folder, *pipelines, repeat=True), [1, 30, 70, *others.get(kind, [])])
 
 
 @given(st.sampled_from(sorted(PIPELINES)), segments(1), st.sampled_from(["drop", "pad"]))
@@ -195,92 +183,56 @@ def test_over_ends_of_epochs(kind: str, parts: list[Segment], tail: Any) -> None
         check(run, rd.audit.Audit(folder, PIPELINES[kind], tail=tail), [1, 30, 70])
 
 
-def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_not_served() -> None:
-    with TemporaryDirectory() as folder:
-        run, blocked = Recorded(folder, repeat=False, tail="pad"), [4, 5, 60]
+def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_not_served(tmp_path: Path) -> None:
+    run, blocked = Recorded(tmp_path, repeat=False, tail="pad"), [4, 5, 60]
 
-        def leave_out(loader: rd.DataLoader) -> None:
-            if loader.step == 5:
-                loader.skip(2 * 4)
+    def leave_out(loader: rd.DataLoader) -> None:
+        if loader.step == 5:
+            loader.skip(2 * 4)
 
-        for steps in (2, 3, 2, 3):
-            run.segment(partial(rows, blocked=blocked), Segment(1, 1, 4, steps), leave_out)
-        audit = rd.audit.Audit(folder, partial(rows, blocked=blocked), tail="pad")
-        check(run, audit, [1, 30, 70])
-        assert {step for step, *_ in run.seen} == {*range(12)} - {5, 6}
-        left_out = set[int]()
-        for row in range(SIZES["web"]):
-            found, dropped = audit.find(f"web:{row}"), row in blocked or (row + 1) % 3 == 0
-            assert len(found.served) == 0 if dropped else len(found.served) <= found.drawn <= 2
-            if not dropped and not found.served and found.drawn:
-                left_out.add(row)
-        assert 0 < len(left_out) <= 8  # of two steps
-
-
-def test_a_ramp_in_the_same_process_and_another_form_after_it() -> None:
-    with TemporaryDirectory() as folder:
-        run = Recorded(folder, repeat=True)
-
-        def ramp(loader: rd.DataLoader) -> None:
-            if loader.step == 6:
-                loader.reopen(global_batch_size=12)
-
-        run.segment(cut, Segment(2, 1, 3, 4))
-        run.segment(cut, Segment(1, 2, 3, 5), ramp)
-        longer = partial(cut, seq_len=40)
-        run.segment(longer, Segment(2, 1, 6, 3))
-        check(run, rd.audit.Audit(folder, cut, longer, repeat=True), [1, 2, 30, 70])
-        with pytest.raises(
-            rd.DataStateError, match=r"step 12 the run had another pipeline: root: seq_len.*Give that one"
-        ):
-            rd.audit.Audit(folder, cut, repeat=True).find("web:1")
-        with pytest.raises(rd.DataStateError, match="another pipeline"):
-            list(rd.audit.Audit(folder, longer, repeat=True).documents(0, 2))
+    for steps in (2, 3, 2, 3):
+        run.segment(partial(rows, blocked=blocked), Segment(1, 1, 4, steps), leave_out)
+    audit = rd.audit.Audit(tmp_path, partial(rows, blocked=blocked), tail="pad")
+    check(run, audit, [1, 30, 70])
+    assert {step for step, *_ in run.seen} == {*range(12)} - {5, 6}
+    left_out = set[int]()
+    for row in range(SIZES["web"]):
+        found, dropped = audit.find(f"web:{row}"), row in blocked or (row + 1) % 3 == 0
+        assert len(found.served) == 0 if dropped else len(found.served) <= found.drawn <= 2
+        if not dropped and not found.served and found.drawn:
+            left_out.add(row)
+    assert 0 < len(left_out) <= 8  # of two steps
 
 
-def test_a_step_within_which_the_run_was_saved() -> None:
-    """And went on with the same ranks, with others at the next step, or with others at once, which begin the step anew."""
-    for then in ([Segment(1, 3, 2, 0)], [Segment(1, 3, 2, 0), Segment(1, 2, 3, 2)], [Segment(1, 2, 3, 2)]):
-        with TemporaryDirectory() as folder:
-            run = Recorded(folder, repeat=True)
-            for segment in (Segment(1, 3, 2, 3, 1), *then, Segment(1, 3, 2, 4)):
-                run.segment(cut, segment)
-            check(run, rd.audit.Audit(folder, cut, repeat=True), [1, 30, 70])
-            (shown,) = [{s.sample for s in rd.audit.Audit(folder, cut, repeat=True).documents(3, 4)}]
-            assert shown == {*range(6)}
+def test_a_ramp_in_the_same_process_and_another_form_after_it(tmp_path: Path) -> None:
+    def ramp(loader: rd.DataLoader) -> None:
+        if loader.step == 6:
+            loader.reopen(global_batch_size=12)
+
+    run, longer = Recorded(tmp_path, repeat=True), partial(cut, seq_len=40)
+    run.segment(cut, Segment(2, 1, 3, 4))
+    run.segment(cut, Segment(1, 2, 3, 5), ramp)
+    run.segment(longer, Segment(2, 1, 6, 3))
+    check(run, rd.audit.Audit(tmp_path, cut, longer, repeat=True), [1, 2, 30, 70])
+    words = r"step 12 the run had another pipeline: root: seq_len.*Give that one"
+    with pytest.raises(rd.DataStateError, match=words):
+        rd.audit.Audit(tmp_path, cut, repeat=True).find("web:1")
+    with pytest.raises(rd.DataStateError, match="another pipeline"):
+        list(rd.audit.Audit(tmp_path, longer, repeat=True).documents(0, 2))
 
 
-def test_a_run_that_was_saved_again_after_a_load_with_another_batch() -> None:
-    with TemporaryDirectory() as folder:
-        run = Recorded(folder, repeat=True)
-        for segment in (Segment(1, 3, 2, 5), Segment(1, 4, 1, 0), Segment(1, 4, 1, 3)):
-            run.segment(cut, segment)
-        check(run, rd.audit.Audit(folder, cut, repeat=True), [1, 30, 70])
-
-
-def test_a_ramp_of_two_stages_without_a_checkpoint_between_is_an_error() -> None:
+def test_a_ramp_of_two_stages_without_a_checkpoint_between_is_an_error(tmp_path: Path) -> None:
     """4, 8 and 16 a step: as many samples in as many steps as with 4 and 16."""
 
     def ramp(loader: rd.DataLoader) -> None:
         if loader.step in (2, 5):
             loader.reopen(global_batch_size={2: 8, 5: 16}[loader.step])
 
-    with TemporaryDirectory() as folder:
-        run = Recorded(folder, repeat=True, num_logical_shards=8)
-        run.segment(cut, Segment(1, 2, 2, 1))
-        run.segment(cut, Segment(1, 2, 2, 5), ramp)
-        with pytest.raises(rd.DataStateError, match="another global batch in between"):
-            list(rd.audit.Audit(folder, cut, repeat=True).documents(0, 6))
-
-
-def test_a_window_that_begins_again_after_a_change_of_the_blocklist() -> None:
-    with TemporaryDirectory() as folder:
-        run = Recorded(folder, repeat=True)
-        later = partial(whole, blocked=[*range(0, 70, 3)])
-        for steps, pipeline in ((3, whole), (2, later), (4, later)):
-            run.segment(pipeline, Segment(1, 3, 1, steps))
-        audit = rd.audit.Audit(folder, whole, later, repeat=True)
-        check(run, audit, [*range(1, 71)])
+    run = Recorded(tmp_path, repeat=True, num_logical_shards=8)
+    run.segment(cut, Segment(1, 2, 2, 1))
+    run.segment(cut, Segment(1, 2, 2, 5), ramp)
+    with pytest.raises(rd.DataStateError, match="another global batch in between"):
+        list(rd.audit.Audit(tmp_path, cut, repeat=True).documents(0, 6))
 
 
 def test_of_files_and_of_shards_that_had_the_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,20 +299,15 @@ def test_of_a_run_to_which_files_were_added(tmp_path: Path) -> None:
         assert found == [(step, i) for step, i, other in documents if other == row]
 
 
-def few_left_out(shard: rd.Shard) -> rd.BaseNode[Any]:
-    documents = rd.WeightedSampler({name: reader(name, shard) for name in ("web", "code")}, {"web": 0.6, "code": 0.3})
-    return rd.TokenPacker(documents, column="tokens", seq_len=24, eos_id=None, labels=True)
-
-
-def test_of_a_source_that_the_run_has_no_more() -> None:
-    with TemporaryDirectory() as folder:
-        run = Recorded(folder, repeat=True)
-        for pipeline in (mixture, few_left_out):
-            run.segment(pipeline, Segment(1, 2, 3, 4))
-        audit = rd.audit.Audit(folder, mixture, few_left_out, repeat=True)
-        check(run, audit, [1, 1005, 2001, 2002, 2003])
-        assert sum(len(audit.find(f"few:{row}").served) for row in range(SIZES["few"])) > 0
-        assert all(audit.find(f"few:{row}").drawn for row in range(SIZES["few"]) if audit.find(f"few:{row}").served)
+def test_of_a_source_that_the_run_has_no_more(tmp_path: Path) -> None:
+    run, pipelines = Recorded(tmp_path, repeat=True), (mixture, partial(mixture, names=("web", "code")))
+    for pipeline in pipelines:
+        run.segment(pipeline, Segment(1, 2, 3, 4))
+    audit = rd.audit.Audit(tmp_path, *pipelines, repeat=True)
+    check(run, audit, [1, 1005, 2001, 2002, 2003])
+    served = [found for row in range(SIZES["few"]) if (found := audit.find(f"few:{row}")).served]
+    assert served
+    assert all(found.drawn for found in served)
 
 
 def test_of_a_loader_that_was_given_a_source(tmp_path: Path) -> None:
@@ -374,15 +321,15 @@ def test_of_a_loader_that_was_given_a_source(tmp_path: Path) -> None:
 
 def test_sources_of_one_name(tmp_path: Path) -> None:
     """Folders of several corpora are often all called "train"."""
+    firsts = {"web": 100, "code": 200}
     sources = {
         name: write("parquet", tmp_path / name / "train", [[first + i] * 3 for i in range(14)])
-        for name, first in (("web", 100), ("code", 200))
+        for name, first in firsts.items()
     }
 
     def train(shard: rd.Shard) -> rd.BaseNode[Any]:
-        return rd.WeightedSampler(
-            {name: rd.Reader(source, shard) for name, source in sources.items()}, {"web": 1, "code": 1}
-        )
+        readers = {name: rd.Reader(source, shard) for name, source in sources.items()}
+        return rd.WeightedSampler(readers, {"web": 1, "code": 1})
 
     loader = rd.DataLoader(train, global_batch_size=4, repeat=True, num_logical_shards=4)
     seen = [batch["tokens"][:, 0].tolist() for _, batch in zip(range(6), loader, strict=False)]
@@ -390,43 +337,35 @@ def test_sources_of_one_name(tmp_path: Path) -> None:
     audit = rd.audit.Audit(tmp_path / "run", train, repeat=True)
     with pytest.raises(ValueError, match=r"several sources have the name 'train'.*\['code', 'web'\]"):
         audit.find("train:5")
-    for name, first in (("web", 100), ("code", 200)):
-        for row in range(14):
-            found = {(one.step, one.sample) for one in audit.find(f"{name}:{row}").served}
-            assert found == {
-                (s, i) for s, rows in enumerate(seen) for i, token in enumerate(rows) if token == first + row
-            }
+    for name, row in itertools.product(firsts, range(14)):
+        served = {(one.step, one.sample) for one in audit.find(f"{name}:{row}").served}
+        token = firsts[name] + row
+        assert served == {(step, i) for step, tokens in enumerate(seen) for i, t in enumerate(tokens) if t == token}
 
 
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda audit: audit.find("web:70"), "web has the rows 0 to 69"),
-        (
-            lambda audit: audit.find("web:part-9.parquet"),
-            "No row of web is 'part-9.parquet'. A row is called, say, 'web.0.'",
-        ),
-        (lambda audit: audit.find("book:1"), r"reads the sources \['web'\]"),
-        (lambda audit: list(audit.documents(3, 5)), "from 0 to 4, where the newest checkpoint is"),
-        (lambda audit: list(audit.documents(-1, 2)), "from 0 to 4"),
-    ],
-)
-def test_what_is_not_there_is_an_error(ask: Any, message: str, tmp_path: Path) -> None:
+WRONG: list[tuple[Callable[[rd.audit.Audit], Any], str]] = [
+    (lambda audit: audit.find("web:70"), "web has the rows 0 to 69"),
+    (lambda audit: audit.find("web:part-9"), "No row of web is 'part-9'. A row is called, say, 'web.0.'"),
+    (lambda audit: audit.find("book:1"), r"reads the sources \['web'\]"),
+    (lambda audit: list(audit.documents(3, 5)), "from 0 to 4, where the newest checkpoint is"),
+    (lambda audit: list(audit.documents(-1, 2)), "from 0 to 4"),
+]
+
+
+def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     run = Recorded(tmp_path / "run", repeat=True)
     run.segment(cut, Segment(1, 1, 3, 4))
-    with pytest.raises(ValueError, match=message):
-        ask(rd.audit.Audit(tmp_path / "run", cut, repeat=True))
-
-
-def test_of_a_run_without_the_state_of_a_loader(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "run" / "step-1", {"model": {"x": 1}})
+    for ask, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            ask(rd.audit.Audit(tmp_path / "run", cut, repeat=True))
+    with pytest.raises(ValueError, match="Give the pipeline"):
+        rd.audit.Audit(tmp_path / "run")
+    checkpoint.save(tmp_path / "of a model" / "step-1", {"model": {"x": 1}})
     with pytest.raises(rd.DataStateError, match="no data state"):
-        rd.audit.Audit(tmp_path / "run", cut)
+        rd.audit.Audit(tmp_path / "of a model", cut)
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="or an empty one"):
         rd.audit.Audit(tmp_path / "empty", cut)
-    with pytest.raises(ValueError, match="Give the pipeline"):
-        rd.audit.Audit(tmp_path / "run")
 
 
 def test_one_damaged_step_or_leftover_stops_no_question(tmp_path: Path) -> None:
