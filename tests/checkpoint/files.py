@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rescale_data.checkpoint.storage.claims import find
+from rescale_data.checkpoint.storage.claims import Save, find
 from rescale_data.checkpoint.storage.store import DiskStore
+
+
+def save_at(path: Path) -> Save:
+    save = find(DiskStore(), str(path))
+    assert save is not None
+    return save
 
 
 def data(path: Path) -> Path:
     """The folder of DCP's files of the checkpoint at `path`."""
-    save = find(DiskStore(), str(path))
-    assert save is not None
-    return path / save.folder
+    return path / save_at(path).folder
 
 
 def manifest(path: Path) -> Path:
-    """The manifest of the checkpoint at `path`."""
-    save = find(DiskStore(), str(path))
-    assert save is not None
-    return path / save.manifest
+    return path / save_at(path).manifest
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit of a byte."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
