@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rescale_data.order import FragmentOrder, permuted_fragments
 from rescale_data.sources.arrow import ArrowSource
@@ -12,6 +11,7 @@ from rescale_data.sources.dataset import DatasetSource
 from rescale_data.sources.parquet import ParquetSource
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
+from tests.formats import write_table
 
 LAYOUTS = ("parquet", "arrow", "stream", "dataset")
 
@@ -29,21 +29,10 @@ def fragment_order(fragments: Ints, seed: int, epoch: int) -> FragmentOrder:
 
 def write(layout: str, folder: Path, docs: list[list[int]], per_file: int = 7, per_fragment: int = 3) -> Source:
     """The documents as files of ``per_file`` rows with fragments of ``per_fragment``, as a source with the column "tokens"."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, start in enumerate(range(0, len(docs), per_file)):
-        _write_file(layout, folder / f"{number:03d}", docs[start : start + per_file], per_fragment)
-    if layout == "parquet":
-        return ParquetSource(folder)
     if layout == "dataset":
         return DatasetSource([{"tokens": np.array(doc, dtype=np.uint16)} for doc in docs])
-    return ArrowSource(folder)
-
-
-def _write_file(layout: str, path: Path, docs: list[list[int]], per_fragment: int) -> None:
-    table = pa.table({"tokens": pa.array(docs, pa.list_(pa.uint16()))})
-    if layout == "parquet":
-        pq.write_table(table, path.with_suffix(".parquet"), row_group_size=per_fragment)
-    elif layout != "dataset":
-        new = pa.ipc.new_stream if layout == "stream" else pa.ipc.new_file
-        with new(path.with_suffix(".arrow"), table.schema) as writer:
-            writer.write_table(table, max_chunksize=per_fragment)
+    suffix = "parquet" if layout == "parquet" else "arrow"
+    for number, start in enumerate(range(0, len(docs), per_file)):
+        table = pa.table({"tokens": pa.array(docs[start : start + per_file], pa.list_(pa.uint16()))})
+        write_table(folder / f"{number:03d}.{suffix}", table, per_fragment, is_stream=layout == "stream")
+    return ParquetSource(folder) if layout == "parquet" else ArrowSource(folder)

@@ -1,4 +1,4 @@
-"""Files in the formats that have no schema, written as their own tools write them."""
+"""Files of all formats that a source can read, written as their own tools write them."""
 
 import bz2
 import gzip
@@ -11,6 +11,22 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def write_table(
+    path: Path, columns: Any, rows: int | None = None, *, is_stream: bool = False, compression: str | None = None
+) -> Path:
+    """Write columns as a Parquet or Arrow file, by the suffix of `path`, in fragments of so many `rows`."""
+    table = pa.table(columns) if isinstance(columns, dict) else columns
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=rows)
+    else:
+        new = pa.ipc.new_stream if is_stream else pa.ipc.new_file
+        with new(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    return path
 
 
 def lines(rows: Sequence[Any]) -> bytes:

@@ -9,10 +9,9 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.sources import source as protocol
-from rescale_data.sources.source import Source, TokenSource
+from rescale_data.sources.source import Source
 from rescale_data.sources.synthetic import SyntheticSource
 from rescale_data.testing import assert_source
-from tests.corpus import LAYOUTS, documents, write
 
 
 class Rows(Source):
@@ -83,12 +82,6 @@ def test_a_broken_promise(source: Any, message: str) -> None:
         assert_source(source)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_files_and_datasets(layout: str, tmp_path: Path) -> None:
-    source = write(layout, tmp_path, documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4]))
-    assert_source(source, columns=["tokens"] if isinstance(source, TokenSource) else [])
-
-
 def test_a_source_without_tokens() -> None:
     assert_source(Rows())
     with pytest.raises(AssertionError, match="no tokens"):
@@ -123,14 +116,3 @@ class TestSynthetic:
             SyntheticSource(2000, seed=1).row(0)["tokens"].tolist() != SyntheticSource(2000).row(0)["tokens"].tolist()
         )
         assert source.locate(7) == "synthetic row 7"
-
-    @pytest.mark.parametrize(
-        "kwargs", [{"num_rows": 0}, {"num_rows": 1, "length": (5, 2)}, {"num_rows": 1, "vocab_size": 0}]
-    )
-    def test_out_of_range(self, kwargs: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match="SyntheticSource"):
-            SyntheticSource(**kwargs)
-
-    def test_another_column(self) -> None:
-        with pytest.raises(ValueError, match="It has 'tokens'"):
-            SyntheticSource(3).token_dtype("text")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import rescale_data as rd
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.chunks import _all_chunks
 from rescale_data.shard import Shard
@@ -19,6 +18,8 @@ from rescale_data.sources.dataset import DatasetSource, as_source
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.source import Source
 from rescale_data.testing import assert_rescalable, assert_source
+from tests.nodes.resume import assert_resumes
+from tests.sources.test_rescalable import loader_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -52,13 +53,6 @@ def test_a_dataset_is_wrapped_once_and_a_source_not_at_all() -> None:
     assert as_source(Squares()) is not source
 
 
-def test_what_is_no_dataset() -> None:
-    with pytest.raises(TypeError, match="generator is neither a source nor a map-style dataset"):
-        as_source(i for i in range(3))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="list has no rows"):
-        DatasetSource([])
-
-
 class Fetching:
     """Rows of some bytes; remembers what was asked for at once."""
 
@@ -90,14 +84,7 @@ class TestMany:
 
     def test_resume_anywhere(self) -> None:
         source = DatasetSource(Fetching(30), batch_rows=4)
-        whole = [row["i"] for row in Reader(source, Shard())]
-        reader = Reader(source, Shard())
-        for drawn in range(29):
-            next(reader)
-            other = Reader(source, Shard())
-            other.reset(reader.get_state())
-            assert next(other)["i"] == whole[drawn + 1]
-            reader.reset(reader.get_state())
+        assert_resumes(lambda: Reader(source, Shard()), num_samples=29)
 
     def test_fit_the_cache(self) -> None:
         gc.collect()
@@ -113,21 +100,17 @@ class TestMany:
         assert max(map(len, dataset.asked)) == max(1, 20 // len(_all_chunks))
         assert cache().nbytes <= max(40_000, cache().budget)
 
-    def test_a_row_that_raises_is_the_one_that_is_blamed(self) -> None:
+    def test_a_row_that_raises_is_blamed_and_costs_one_more_read_of_those_beside_it(self) -> None:
         source = DatasetSource(Fetching(30, broken=(7, 11)), batch_rows=8)
         reader = Reader(source, Shard(), shuffle=False)
         assert [next(reader)["i"] for _ in range(7)] == list(range(7))
         with pytest.raises(OSError, match=r"one of \[7\]") as caught:
             next(reader)
         assert caught.value.__notes__[0] == "while reading Fetching: Fetching[7]"
-        reader = Reader(source, Shard(), shuffle=False, on_error="skip")
-        assert [row["i"] for row in reader] == [i for i in range(30) if i not in (7, 11)]
-        assert reader.get_state()["skipped"] == 2
-
-    def test_a_row_that_raises_costs_one_more_read_of_those_beside_it(self) -> None:
         dataset = Fetching(200, broken=(70, 77, 150))
         reader = Reader(DatasetSource(dataset, batch_rows=64), Shard(), shuffle=False, on_error="skip")
         assert [row["i"] for row in reader] == [i for i in range(200) if i not in (70, 77, 150)]
+        assert reader.get_state()["skipped"] == 3
         assert max(Counter(i for asked in dataset.asked for i in asked).values()) == 2
 
     @pytest.mark.parametrize("shuffle", [False, True])
@@ -138,19 +121,6 @@ class TestMany:
         rows = [row["i"] for row in reader]
         assert sorted(rows) == sorted({*range(100)} - blocked)
         assert [i for asked in dataset.asked for i in asked] == rows
-
-    def test_of_nothing(self) -> None:
-        with pytest.raises(ValueError, match="batch_rows=0"):
-            DatasetSource([1], batch_rows=0)
-
-
-def test_rows_of_different_lengths() -> None:
-    dataset = [{"tokens": torch.arange(i % 5 + 1)} for i in range(40)]
-    loader = rd.DataLoader(dataset, global_batch_size=4)
-    with pytest.raises(ValueError, match=r"'tokens' cannot be stacked.*pad_collate"):
-        next(iter(loader))
-    loader = rd.DataLoader(dataset, global_batch_size=4, collate_fn=rd.pad_collate({"tokens": -1}))
-    assert next(iter(loader))["tokens"].shape[0] == 4
 
 
 class TestHuggingFace:
@@ -176,8 +146,7 @@ class TestHuggingFace:
         assert next(Reader(scaled, Shard(), shuffle=False)) == {"n": 0}
 
     def test_rescales_with_and_without_workers(self, saved: Any) -> None:
-        make = partial(_image_loader, saved)
-        assert_rescalable(make, [(1, 4, 0), (2, 2, 2), (3, 4, 0)], steps=2)
+        assert_rescalable(partial(loader_of, saved, collate_fn=pixels), [(1, 4, 0), (2, 2, 2), (3, 4, 0)], steps=2)
 
     def test_is_known_again_wherever_it_lies(self, saved: Any, tmp_path: Path) -> None:
         import datasets
@@ -190,17 +159,3 @@ class TestHuggingFace:
 
 def pixels(samples: list[Any]) -> torch.Tensor:
     return torch.stack([torch.from_numpy(np.array(sample["image"])) for sample in samples])
-
-
-def _image_loader(dataset: Any, rank: int, world: int, micro: int, workers: int) -> rd.DataLoader:
-    return rd.DataLoader(
-        dataset,
-        global_batch_size=12,
-        micro_batch_size=micro,
-        num_logical_shards=24,
-        dp_rank=rank,
-        dp_world_size=world,
-        num_workers=workers,
-        repeat=True,
-        collate_fn=pixels,
-    )

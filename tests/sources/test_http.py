@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.remote import RemoteError
-from tests.formats import write_megatron
+from tests.formats import write_megatron, write_table
 
 pytest.importorskip("aiohttp")
 
@@ -53,9 +51,8 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(remote, "_FIRST_PAUSE_SECONDS", 0.001)
-    (tmp_path / "data" / "more").mkdir(parents=True)
     for i, name in enumerate(("a", "b", "more/c")):
-        pq.write_table(pa.table({"x": [10 * i + j for j in range(10)]}), tmp_path / f"data/{name}.parquet")
+        write_table(tmp_path / f"data/{name}.parquet", {"x": range(10 * i, 10 * i + 10)})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(tmp_path)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}/data"

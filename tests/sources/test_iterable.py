@@ -14,6 +14,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.nodes import stream_reader
 from rescale_data.testing import assert_rescalable, full_state_dict
+from tests.sources.test_rescalable import loader_of
 
 NUM_STREAMS, LENGTH = 12, 17
 
@@ -71,17 +72,7 @@ SOURCES = {
 }
 
 
-def make_loader(source: Any, rank: int, world: int, micro: int, workers: int, **kwargs: Any) -> rd.DataLoader:
-    return rd.DataLoader(
-        source,
-        global_batch_size=12,
-        micro_batch_size=micro,
-        num_logical_shards=6,
-        dp_rank=rank,
-        dp_world_size=world,
-        num_workers=workers,
-        **{"repeat": True, **kwargs},
-    )
+make_loader = partial(loader_of, num_logical_shards=6)
 
 
 @pytest.mark.parametrize("top", TOPS)
@@ -92,14 +83,12 @@ def test_rescales(kind: str, top: str) -> None:
     assert_rescalable(partial(make_loader, source), chain, steps=5)
 
 
-def test_rescales_in_worker_processes() -> None:
-    assert_rescalable(partial(make_loader, SOURCES["stateful"]()), [(1, 4, 1), (3, 2, 0)], steps=3)
-
-
+@pytest.mark.parametrize("num_shards", [5, 14])
 @pytest.mark.parametrize("kind", SOURCES)
-def test_each_stream_once_an_epoch(kind: str) -> None:
+def test_each_stream_once_an_epoch(kind: str, num_shards: int) -> None:
+    """With more shards than streams some have none."""
     source = SOURCES[kind]()
-    readers = [rd.StreamReader(source, rd.Shard(i, 5)) for i in range(5)]
+    readers = [rd.StreamReader(source, rd.Shard(i, num_shards)) for i in range(num_shards)]
     for epoch in range(2):
         rows = Counter(row["x"] for reader in readers for row in reader)
         assert rows == Counter(row["x"] for i in range(NUM_STREAMS) for row in numbers(i))
@@ -201,21 +190,6 @@ class TestErrors:
         with pytest.raises(rd.DataStateError, match="stream 0 ended before row 5"):
             next(reader)
 
-    def test_fewer_streams_than_shards(self) -> None:
-        source = rd.IterableSource([[1], [2]])
-        with pytest.raises(ValueError, match="2 streams for 3 logical shards"):
-            rd.StreamReader(source, rd.Shard(0, 3, repeat=True))
-        assert list(rd.StreamReader(source, rd.Shard(2, 3))) == []
-
-    @pytest.mark.parametrize("given", [numbers, 3, "text"])
-    def test_what_is_no_stream(self, given: Any) -> None:
-        with pytest.raises(TypeError, match="num_streams="):
-            rd.IterableSource(given)
-
-    def test_no_streams(self) -> None:
-        with pytest.raises((ValueError, IndexError)):
-            rd.IterableSource([])
-
 
 class TestHuggingFace:
     @pytest.fixture
@@ -234,11 +208,6 @@ class TestHuggingFace:
         assert (source.num_streams, source.keeps) == (6, "state")
         pipeline = partial(over, source, top)
         assert_rescalable(partial(make_loader, pipeline), [(1, 4, 0), (3, 2, 0), (2, 6, 0)], steps=3)
-
-    def test_each_row_once(self, stream: Any) -> None:
-        source = rd.IterableSource(stream)
-        rows = Counter(row["x"] for i in range(3) for row in rd.StreamReader(source, rd.Shard(i, 3)))
-        assert rows == Counter(row["x"] for i in range(6) for row in numbers(i))
 
     def test_a_shuffle_buffer_is_not_in_its_state(self, stream: Any) -> None:
         """So it is read again: resumed by its state alone it would lose what was in the buffer."""

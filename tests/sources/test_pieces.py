@@ -1,8 +1,6 @@
 """One process that serves many shards of large fragments: each is decoded once an epoch, within the bounds."""
 
 import gc
-import itertools
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,9 +24,9 @@ from rescale_data.sources.decoded.interest import (
     served_shards,
 )
 from rescale_data.sources.files import local_store
-from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.parquet import ParquetSource
 from tests.corpus import fragment_order
+from tests.formats import write_table
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -42,15 +39,16 @@ def no_other_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cache, "budget", 40_000)
 
 
+def tokens_of(row: int) -> list[int]:
+    return list(range(row, row + row % 9 + 90))
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    rows = [{"tokens": np.arange(i, i + i % 9 + 90), "text": f"row {i}", "d": "ab"[i % 2]} for i in range(NUM_ROWS)]
-    table = pa.Table.from_pylist(
-        rows, pa.schema([("tokens", pa.list_(pa.int32())), ("text", pa.string()), ("d", pa.string())])
-    )
-    (tmp_path / "corpus").mkdir()
-    pq.write_table(table.slice(0, 700), tmp_path / "corpus" / "a.parquet", row_group_size=GROUP)
-    pq.write_table(table.slice(700), tmp_path / "corpus" / "b.parquet", row_group_size=GROUP)
+    rows = [{"tokens": tokens_of(i), "text": f"row {i}", "d": "ab"[i % 2]} for i in range(NUM_ROWS)]
+    table = pa.Table.from_pylist(rows)
+    write_table(tmp_path / "corpus" / "a.parquet", table.slice(0, 700), GROUP)
+    write_table(tmp_path / "corpus" / "b.parquet", table.slice(700), GROUP)
     return tmp_path / "corpus"
 
 
@@ -85,30 +83,33 @@ def in_turn(nodes: list[Any]) -> Any:
                 live.remove(node)
 
 
+def readers_of(source: rd.Source, shuffle: bool | int = True, shards: Any = range(50)) -> list[rd.Reader]:
+    return [rd.Reader(source, rd.Shard(i, 50), shuffle=shuffle) for i in shards]
+
+
+def texts_of(source: rd.Source, shuffle: bool | int = True) -> list[str]:
+    return [row["text"] for row in in_turn(readers_of(source, shuffle))]
+
+
 @pytest.mark.parametrize("shuffle", [False, 16])
 def test_rows_are_the_same_and_fragments_decoded_once(
     shuffle: bool | int, corpus: Path, decoded: Counter[int], tmp_path: Path
 ) -> None:
     source = small(corpus, cache_dir=tmp_path / "cache")
     for epoch in range(2):
-        readers = [rd.Reader(source, rd.Shard(i, 50), shuffle=shuffle) for i in range(50)]
+        readers = readers_of(source, shuffle)
         for reader in readers:
             reader.reset({"epoch": epoch, "row": 0, "skipped": 0})
         found = [(row["text"], row["tokens"].tolist()) for row in in_turn(readers)]
-        assert sorted(found) == sorted((f"row {i}", list(range(i, i + i % 9 + 90))) for i in range(NUM_ROWS))
+        assert sorted(found) == sorted((f"row {i}", tokens_of(i)) for i in range(NUM_ROWS))
         assert max(decoded.values()) <= 1 + epoch * bool(shuffle)  # unshuffled pieces are the same
         assert cache().nbytes <= 40_000
-    whole = ParquetSource(corpus)
-    expected = [row["text"] for row in in_turn([rd.Reader(whole, rd.Shard(i, 50), shuffle=shuffle) for i in range(50)])]
-    again = [row["text"] for row in in_turn([rd.Reader(source, rd.Shard(i, 50), shuffle=shuffle) for i in range(50)])]
-    assert again == expected
+    assert texts_of(source, shuffle) == texts_of(ParquetSource(corpus), shuffle)
 
 
 def test_tokens_are_the_same_and_fragments_decoded_once(corpus: Path, decoded: Counter[int], tmp_path: Path) -> None:
     def packed(source: Any) -> list[list[int]]:
-        nodes = [
-            rd.TokenPacker(rd.Reader(source, rd.Shard(i, 50)), column="tokens", seq_len=64, eos_id=0) for i in range(50)
-        ]
+        nodes = [rd.TokenPacker(reader, column="tokens", seq_len=64, eos_id=0) for reader in readers_of(source)]
         return [sample["tokens"].tolist() for sample in in_turn(nodes)]
 
     found = packed(small(corpus, cache_dir=tmp_path / "cache"))
@@ -137,17 +138,10 @@ def test_without_a_folder_tokens_are_decoded_as_often_as_the_cache_has_room_for_
     assert found == packed(ParquetSource(corpus))
 
 
-def test_without_a_folder_they_are_decoded_again(corpus: Path, decoded: Counter[int]) -> None:
-    source = small(corpus)
-    readers = [rd.Reader(source, rd.Shard(i, 50), shuffle=16) for i in range(50)]
-    assert Counter(row["text"] for row in in_turn(readers)) == Counter(f"row {i}" for i in range(NUM_ROWS))
-    assert min(decoded.values()) > 1
-
-
 def test_only_what_this_process_serves_is_cut(corpus: Path, tmp_path: Path) -> None:
     source = small(corpus, cache_dir=tmp_path / "cache")
     record_served_shards(source, [source], range(10, 16))
-    readers = [rd.Reader(source, rd.Shard(i, 50), shuffle=16) for i in range(10, 16)]
+    readers = readers_of(source, 16, range(10, 16))
     [reader.reset(None) for reader in readers]
     rows = list(in_turn(readers))
     assert len(rows) == 6 * 24
@@ -236,33 +230,11 @@ def test_cuts_are_what_the_shards_read(lengths: list[int], num_shards: int, perm
 
 
 class TestStored:
-    def test_what_is_mapped_outlives_its_deletion(self, tmp_path: Path) -> None:
-        store = LocalStore(str(tmp_path), 1000)
-        store.put("a", pa.py_buffer(b"x" * 100))
-        data = store.get("a")
-        [store.put(str(i), pa.py_buffer(b"y" * 100)) for i in range(20)]
-        assert store.get("a") is None
-        assert data is not None
-        assert data.to_pybytes() == b"x" * 100
-
-    @pytest.mark.parametrize("kept", [0, 3, 60, 103])
-    def test_an_entry_that_was_cut_off_is_made_again(self, kept: int, tmp_path: Path) -> None:
-        """As a disk may leave it that lost its power, and under the eyes of a process that has read it."""
-        store = LocalStore(str(tmp_path), 10_000)
-        for _ in range(2):
-            store.put("a", pa.py_buffer(b"x" * 100))
-            assert store.get("a") == pa.py_buffer(b"x" * 100)
-            (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
-            path.chmod(0o600)
-            os.truncate(path, kept)
-            assert store.get("a") is None
-
     def test_a_restart_decodes_nothing_of_what_is_there(
         self, corpus: Path, decoded: Counter[int], tmp_path: Path
     ) -> None:
         def texts() -> list[str]:
-            source = small(corpus, cache_dir=tmp_path / "cache")
-            return [row["text"] for row in in_turn([rd.Reader(source, rd.Shard(i, 50)) for i in range(50)])]
+            return texts_of(small(corpus, cache_dir=tmp_path / "cache"))
 
         first, before = texts(), sum(decoded.values())
         with pytest.MonkeyPatch.context() as patch:
@@ -274,7 +246,7 @@ class TestStored:
     def test_another_filter_has_other_pieces(self, corpus: Path, tmp_path: Path) -> None:
         for letter in "ab":
             source = small(corpus, cache_dir=tmp_path / "cache", filter=pc.field("d") == letter)
-            rows = list(in_turn([rd.Reader(source, rd.Shard(i, 50)) for i in range(50)]))
+            rows = list(in_turn(readers_of(source)))
             assert {row["d"] for row in rows} == {letter}
             assert len(rows) == NUM_ROWS // 2
 
@@ -283,11 +255,8 @@ def test_order_of_pieces_does_not_matter(corpus: Path, tmp_path: Path) -> None:
     """Shards may be at any positions, as after a rescale."""
     source, whole = small(corpus, cache_dir=tmp_path / "cache"), ParquetSource(corpus)
     rng = np.random.default_rng(0)
-    for shard, row in itertools.islice(zip(rng.integers(0, 50, 99), rng.integers(0, 24, 99), strict=True), 99):
-        state = {"epoch": int(row) % 3, "row": int(row), "skipped": 0}
-        nodes = [rd.Reader(s, rd.Shard(int(shard), 50)) for s in (source, whole)]
-        rows = []
-        for node in nodes:
-            node.reset(state)
-            rows.append(next(node)["text"])
-        assert rows[0] == rows[1]
+    for shard, row in zip(rng.integers(0, 50, 99).tolist(), rng.integers(0, 24, 99).tolist(), strict=True):
+        readers = [rd.Reader(each, rd.Shard(shard, 50)) for each in (source, whole)]
+        for reader in readers:
+            reader.reset({"epoch": row % 3, "row": row, "skipped": 0})
+        assert next(readers[0])["text"] == next(readers[1])["text"]

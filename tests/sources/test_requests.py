@@ -2,27 +2,19 @@
 
 import errno
 import multiprocessing
-import os
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from unittest.mock import Mock
 
-import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 
 import rescale_data as rd
 from rescale_data.sources.counts import REQUESTS, RETRIES, counts
 from rescale_data.sources.files import remote
-from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.remote import RemoteError, RequestLimit, RequestTimes, attempt
 
 
@@ -82,32 +74,6 @@ def test_all_that_stall_together_are_made_again() -> None:
     assert min(made[key] for key in range(8)) >= 2
 
 
-class Far(LocalFileSystem):
-    """Local files, whose requests for ranges go through a proxy that stalls."""
-
-    protocol = "stalling"
-    cachable = False
-    proxy: ClassVar[Callable[[], int]] = int
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        type(self).proxy()
-        return super().cat_file(path, start, end, **kwargs)
-
-
-def test_no_batch_of_a_source_waits_for_a_request_that_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proxy, before = Stalls(150), counts().values.copy()
-    monkeypatch.setattr(Far, "proxy", proxy)
-    monkeypatch.setattr(remote, "_SMALL_READ", 1)  # else neighbouring row groups are one request
-    fsspec.register_implementation("stalling", Far, clobber=True)
-    pq.write_table(pa.table({"x": list(range(800))}), tmp_path / "x.parquet", row_group_size=2)
-    source = rd.ParquetSource(f"stalling://{tmp_path}/x.parquet", remote=rd.Remote(read_ahead=False, max_requests=8))
-    loader = rd.DataLoader(source, shuffle=False, global_batch_size=8, collate_fn=list)
-    assert [int(sample["x"]) for batch in loader for sample in batch] == list(range(800))
-    proxy.go_on.set()
-    assert proxy.made // 150 >= 2
-    assert (counts().values - before)[RETRIES] >= proxy.made // 150
-
-
 def test_it_is_late_when_nearly_all_others_were_far_faster() -> None:
     pace, mb = RequestTimes(), 2**20
     assert pace.limit(0) == 5.0
@@ -138,12 +104,9 @@ def test_a_later_attempt_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     monkeypatch.setattr(remote, "_first_answer", lambda answers, seconds: given.append(seconds) or answers[-1].result())
 
-    def work() -> int:
-        raise OSError("reset")
-
     for num_bytes in (0, None):
         with pytest.raises(RemoteError, match="reset"):
-            attempt(rd.Remote(timeout=5.0, retries=4), "s3://bucket/x", work, num_bytes)
+            attempt(rd.Remote(timeout=5.0, retries=4), "s3://bucket/x", Mock(side_effect=OSError("reset")), num_bytes)
     assert given == [0.05, 0.2, 0.8, 3.2, 5.0] + [50.0] * 5
 
 
@@ -190,11 +153,8 @@ def test_a_time_out_of_the_filesystem_is_a_failure_with_a_pause(
     pauses: list[float] = []
     monkeypatch.setattr(random, "uniform", lambda low, high: pauses.append(high) or 0.0)
 
-    def request() -> int:
-        raise error
-
     with pytest.raises(RemoteError, match="in 3 attempts"):
-        attempt(rd.Remote(retries=2), "s3://bucket/x", request, 0)
+        attempt(rd.Remote(retries=2), "s3://bucket/x", Mock(side_effect=error), 0)
     assert pauses == [0.001, 0.002]
 
 
@@ -207,27 +167,12 @@ def test_each_bucket_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     remote._request_times.cache_clear()
 
 
-def test_an_attempt_that_was_given_up_and_fails_is_not_counted() -> None:
-    made, failed = list[int](), threading.Event()
-
-    def request() -> int:
-        made.append(number := len(made))
-        if not number:
-            failed.wait(60)
-            raise OSError("reset")
-        failed.set()
-        return number
-
-    assert attempt(rd.Remote(timeout=30.0, retries=1), "s3://bucket/x", request, 0) == 1
-
-
 @pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError, KeyError])
 def test_what_does_not_pass_is_raised_at_once_and_names_the_file(kind: type[Exception]) -> None:
-    def fails() -> int:
-        raise kind("Forbidden")
-
+    request = Mock(side_effect=kind("Forbidden"))
     with pytest.raises(kind) as found:
-        attempt(rd.Remote(), "s3://bucket/x", fails, 0, ", bytes 3 to 4")
+        attempt(rd.Remote(), "s3://bucket/x", request, 0, ", bytes 3 to 4")
+    assert request.call_count == 1
     said = [str(found.value), *getattr(found.value, "__notes__", [])]
     assert "s3://bucket/x, bytes 3 to 4" in " ".join(said)
 
@@ -272,15 +217,8 @@ def test_fewer_after_slow_down_and_more_again_later(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_answer_that_asks_to_slow_down_is_heard() -> None:
-    answers: list[Any] = [OSError("An error occurred (SlowDown): Please reduce your request rate."), None]
-
-    def work() -> int:
-        answer = answers.pop(0)
-        if answer is not None:
-            raise answer
-        return 3
-
-    assert attempt(rd.Remote(max_requests=8), "s3://bucket/x", work, 0) == 3
+    answers = [OSError("An error occurred (SlowDown): Please reduce your request rate."), 3]
+    assert attempt(rd.Remote(max_requests=8), "s3://bucket/x", Mock(side_effect=answers), 0) == 3
     assert remote._request_limit(8, "s3://bucket").limit == 4
     assert remote._request_limit(8, "s3://other").limit == 8
 
@@ -308,46 +246,12 @@ def test_nothing_is_held_over_a_fork() -> None:
 
 def test_a_child_that_is_forked_within_a_pause_makes_pauses_of_its_own() -> None:
     """The lock of the event that ends pauses may be held at that moment."""
-
-    def fails_once(answers: list[Any]) -> Any:
-        answer = answers.pop(0)
-        if answer is None:
-            raise OSError("503")
-        return answer
-
     with remote.exit_event()._cond:
-        work = partial(attempt, rd.Remote(), "s3://bucket/x", partial(fails_once, [None, 7]), 0)
+        work = partial(attempt, rd.Remote(), "s3://bucket/x", Mock(side_effect=[OSError("503"), 7]), 0)
         child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
         child.start()
         child.join(60)
     assert child.exitcode == 0
-
-
-def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
-    """Forked while a range is fetched: the parent's lock is its own, and gone with the request."""
-    cache, inside, go_on = LocalStore(str(tmp_path), 2**20), threading.Event(), threading.Event()
-
-    def fetch() -> bytes:
-        inside.set()
-        go_on.wait(60)
-        return b"abc"
-
-    reader, writer = os.pipe()
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(cache.read, "range", fetch)
-        inside.wait()
-        child = os.fork()
-        if not child:
-            os.close(writer)
-            os.read(reader, 1)  # until the test has ended
-            os._exit(0)
-        os.close(reader)
-        go_on.set()
-        assert answer.result() == pa.py_buffer(b"abc")
-    with cache._hold_lock(cache._path("range")):  # the child would hold it
-        pass
-    os.close(writer)
-    os.waitpid(child, 0)
 
 
 def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,23 +273,3 @@ def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE")
     remote.wait_random_time("another")
     assert waits[-1] == 0.0
-
-
-def miss(folder: str, fetched: Any) -> None:
-    def fetch() -> bytes:
-        with fetched.get_lock():
-            fetched.value += 1
-        time.sleep(0.2)
-        return b"x" * 100
-
-    assert LocalStore(folder, 2**20).read("range", fetch) == pa.py_buffer(b"x" * 100)
-
-
-def test_ranks_of_a_machine_that_miss_a_range_fetch_it_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    fetched = context.Value("i", 0)
-    processes = [context.Process(target=miss, args=(str(tmp_path), fetched)) for _ in range(6)]
-    [process.start() for process in processes]
-    [process.join() for process in processes]
-    assert [process.exitcode for process in processes] == [0] * 6
-    assert fetched.value == 1

@@ -1,23 +1,16 @@
 """Datasets that Hugging Face's library saved to disk, read as Arrow files."""
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from rescale_data.cli.commands import app
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.testing import assert_source
+from tests.nodes.resume import plain
 
 datasets = pytest.importorskip("datasets")
 
 ROWS = [{"text": f"row {i}", "label": i % 3, "tokens": list(range(i % 7))} for i in range(50)]
-
-
-def plain(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in row.items()}
 
 
 @pytest.mark.parametrize("name", ["saved", "saved[1]*"])
@@ -30,15 +23,6 @@ def test_a_saved_dataset(name: str, tmp_path: Path) -> None:
     assert [plain(source.row(i)) for i in range(source.num_rows)] == list(saved)
     assert_source(source, columns=["tokens"])
     assert source.manifest()["files"][0][0] == "data-00000-of-00003.arrow"
-
-
-def test_the_command_counts_the_files_of_the_data_set_alone(tmp_path: Path) -> None:
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved", num_shards=3)
-    (tmp_path / "saved" / "cache-0123.arrow").write_bytes(b"what a map left behind")
-    command = ["index", str(tmp_path / "saved"), "--index-dir", str(tmp_path / "index"), "--json"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    assert '"files": 3' in result.stdout
 
 
 def test_images_are_their_bytes(tmp_path: Path) -> None:

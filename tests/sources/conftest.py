@@ -1,0 +1,26 @@
+"""Fixtures of tests of sources."""
+
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+
+from rescale_data.sources.files import remote
+from tests.sources.far import Far
+
+
+@pytest.fixture(params=["", ".gz", ".zst", ".bz2"])
+def packed(request: pytest.FixtureRequest) -> str:
+    """The suffix of a file that is compressed as a whole, or none."""
+    return str(request.param)
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Far]]:
+    """Local files by ``far://``, with pauses after failures that take no time."""
+    fsspec.register_implementation("far", Far, clobber=True)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_SECONDS", 0.001)
+    remote._request_limit.cache_clear()
+    Far.forget()
+    yield Far
+    Far.forget()
