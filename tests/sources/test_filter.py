@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 import rescale_data as rd
 from rescale_data.sources import arrow
 from rescale_data.sources.condition import RowFilter
-from rescale_data.testing import assert_rescalable, assert_source
+from rescale_data.testing import assert_source
 from tests.formats import write_table
-from tests.pipelines import as_samples
 from tests.sources.far import Far
-from tests.sources.test_rescalable import loader_of, packed
+from tests.sources.test_rescalable import loader_of
 
 KINDS = ["parquet", "arrow", "compressed", "stream"]
-CHAIN = [(1, 4, 0), (2, 3, 0), (3, 2, 0), (1, 6, 0)]
 
 
 def table_of(values: list[int | None]) -> pa.Table:
@@ -77,17 +75,6 @@ def test_rows_are_those_that_match(
     assert [source.locate(i).rpartition("/")[2] for i in range(source.num_rows)] == expected
     assert_source(source)
     assert sum(rows for *_, rows in source.manifest()["files"]) == source.num_rows == len(places)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_over_rescales_it_is_the_source_of_these_rows(kind: str, tmp_path: Path) -> None:
-    values = np.random.default_rng(0).integers(0, 10, 600).tolist()
-    table, condition = table_of(values), pc.field("n") < 3
-    write(tmp_path, kind, [table.slice(0, 350), table.slice(350)], 23)
-    source = source_of(tmp_path, kind, columns=["tokens"], filter=condition)
-    chain = [*CHAIN, (2, 6, 2)] if kind == "parquet" else CHAIN
-    assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), chain, steps=2)
-    assert_rescalable(partial(loader_of, source, repeat=False, tail="pad", collate_fn=as_samples), CHAIN, steps=5)
 
 
 def test_rows_that_are_not_a_number(tmp_path: Path) -> None:
