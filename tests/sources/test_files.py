@@ -132,7 +132,7 @@ class TestRows:
     def test_what_is_mapped_is_the_same_again_and_looked_into_once(
         self, kind: Any, others: bool, cuts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Once if it is one batch; a fragment of several is joined anew."""
+        """Once if it is one batch of lists; a fragment of several is joined anew, and lists of one length are read anew."""
         docs = documents([3] * 20 if pa.types.is_fixed_size_list(kind) else [3, 0, 7, 1] * 5)
         table = pa.table({**({"n": range(20)} if others else {}), "ids": pa.array(docs, kind)})
         with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
@@ -141,7 +141,7 @@ class TestRows:
         source = ArrowSource(tmp_path)
         assert tokens_in(source) == docs
         cache().clear()
-        if len(cuts) == 2:
+        if len(cuts) == 2 and not pa.types.is_fixed_size_list(kind):
             monkeypatch.setattr(ArrowSource, "_decode", None)
         assert tokens_in(source) == docs
         os.truncate(tmp_path / "a.arrow", 100)
