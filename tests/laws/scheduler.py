@@ -93,3 +93,20 @@ def play(
             actor.go_on()
         check()
     return actors
+
+
+def interrupt(work: Callable[[], object], other: Callable[[], object], requests: int) -> bool:
+    """Run an actor for so many requests, then another one to its end, then the first; return whether it came so far."""
+    actors = [Actor(name, each, 10**9) for name, each in (("interrupted", work), ("other", other))]
+    for actor in actors:
+        actor.begin()
+    while not actors[0].is_done and requests:
+        actors[0].go_on()
+        requests -= 1
+    is_interrupted = not actors[0].is_done
+    for actor in reversed(actors):
+        while not actor.is_done:
+            actor.go_on()
+        if actor.failed is not None:
+            raise actor.failed
+    return is_interrupted
