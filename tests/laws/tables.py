@@ -49,42 +49,48 @@ def table_of(rows: Rows) -> pa.Table:
     return pa.table({"id": [row["id"] for row in rows], "text": [row["text"] for row in rows], "tokens": tokens})
 
 
-def parquet(folder: Path, rows: Rows) -> rd.Source:
-    pq.write_table(table_of(rows), folder / "a.parquet", row_group_size=5)
-    return rd.ParquetSource(folder)
+FILES: dict[str, tuple[Callable[..., Any], str]] = {
+    "parquet": (rd.ParquetSource, ".parquet"),
+    "arrow": (rd.ArrowSource, ".arrow"),
+    "jsonl": (rd.JsonlSource, ".jsonl"),
+    "webdataset": (rd.WebDatasetSource, ".tar"),
+    "megatron": (rd.MegatronSource, ".bin"),
+}
+"""The source of each format of files, and the suffix of its files."""
 
 
-def arrow(folder: Path, rows: Rows) -> rd.Source:
-    table = table_of(rows)
-    with pa.ipc.new_file(folder / "a.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=5)
-    return rd.ArrowSource(folder)
+def write(kind: str, path: Path, table: pa.Table, fragment_rows: int = 5, suffix: str = "", **options: Any) -> Path:
+    """Write a table as a file of a format: each row as JSON in a tar, and tokens alone for Megatron. Return its path.
+
+    Args:
+        path: The file without its suffix.
+        options: Of `pyarrow.ipc.IpcWriteOptions`, and ``new``, which is `pyarrow.ipc.new_stream` for the stream format.
+    """
+    file = Path(f"{path}{suffix or FILES[kind][1]}")
+    if kind == "parquet":
+        pq.write_table(table, file, row_group_size=fragment_rows)
+    elif kind == "arrow":
+        new = options.pop("new", pa.ipc.new_file)
+        with new(file, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+            writer.write_table(table.combine_chunks(), max_chunksize=fragment_rows)
+    elif kind == "jsonl":
+        write_jsonl(file, table.to_pylist())
+    elif kind == "webdataset":
+        write_tar(file, [{"json": json.dumps(row, default=repr).encode()} for row in table.to_pylist()])
+    else:
+        write_megatron(path, table[table.column_names[-1]].to_pylist())
+    return file
 
 
-def jsonl(folder: Path, rows: Rows) -> rd.Source:
-    write_jsonl(folder / "a.jsonl", [{**row, "tokens": row["tokens"].tolist()} for row in rows])
-    return rd.JsonlSource(folder)
-
-
-def webdataset(folder: Path, rows: Rows) -> rd.Source:
-    write_tar(
-        folder / "a.tar", [{"json": json.dumps({**row, "tokens": row["tokens"].tolist()}).encode()} for row in rows]
-    )
-    return rd.WebDatasetSource(folder)
-
-
-def megatron(folder: Path, rows: Rows) -> rd.Source:
-    write_megatron(folder / "a", [row["tokens"].tolist() for row in rows])
-    return rd.MegatronSource(folder)
+def written(kind: str, folder: Path, rows: Rows) -> rd.Source:
+    """Return the source of a folder with one file of `rows`."""
+    write(kind, folder / "a", table_of(rows))
+    return FILES[kind][0](folder)
 
 
 SOURCES: dict[str, Callable[[Path, Rows], rd.Source]] = {
     "dataset": lambda folder, rows: rd.DatasetSource(rows),
-    "parquet": parquet,
-    "arrow": arrow,
-    "jsonl": jsonl,
-    "webdataset": webdataset,
-    "megatron": megatron,
+    **{kind: partial(written, kind) for kind in FILES},
 }
 """Sources of the same rows. Rows of "webdataset" are JSON bytes, those of "megatron" are tokens alone."""
 

@@ -20,7 +20,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
 from tests.laws.pairs import Case, cases, name_of
-from tests.laws.tables import ENDLESS, LENGTHS, MIXTURES, ROWS, TOPS, WEIGHTS, Row, packer, parquet, rows_of
+from tests.laws.tables import ENDLESS, LENGTHS, MIXTURES, ROWS, SOURCES, TOPS, WEIGHTS, Row, packer, rows_of
 from tests.nodes.listed import listed as excluded
 
 N = 2
@@ -128,7 +128,7 @@ class Segments:
         self.sources: dict[str, Any] = {n: rd.DatasetSource(rows, name=n) for n, rows in self.rows.items()}
         self.weights = CHANGES[case["change"]](case["source"])
         if case["change"] == "files":
-            parquet(folder, self.rows["web"])
+            SOURCES["parquet"](folder, self.rows["web"])
         self.use(0)
 
     def use(self, segment: int) -> None:
@@ -137,7 +137,7 @@ class Segments:
         if self.case["change"] == "files":
             if segment:
                 (self.folder / "b").mkdir(exist_ok=True)
-                parquet(self.folder / "b", rows_of([5, 0, 3], 5000))
+                SOURCES["parquet"](self.folder / "b", rows_of([5, 0, 3], 5000))
             elif (self.folder / "b").exists():
                 (self.folder / "b" / "a.parquet").unlink()
             self.sources["web"] = rd.ParquetSource(self.folder)
@@ -169,22 +169,10 @@ class Segments:
     def ranks(self, segment: int, state: Any = None) -> list[rd.DataLoader]:
         self.use(segment)
         w, b, k, o = TOPOLOGIES[self.case["then"] if segment else "same"]
-        ranks = [
-            rd.DataLoader(
-                self.pipeline,
-                global_batch_size=o,
-                micro_batch_size=b,
-                num_logical_shards=N,
-                dp_rank=rank,
-                dp_world_size=w,
-                num_workers=k,
-                multiprocessing_context="fork" if k else None,
-                repeat=self.endless,
-                tail="pad",
-                collate_fn=listed,
-            )
-            for rank in range(w)
-        ]
+        sizes: Any = {"global_batch_size": o, "micro_batch_size": b, "num_logical_shards": N, "dp_world_size": w}
+        workers: Any = {"num_workers": k, "multiprocessing_context": "fork" if k else None}
+        how: Any = {**sizes, **workers, "repeat": self.endless, "tail": "pad", "collate_fn": listed}
+        ranks = [rd.DataLoader(self.pipeline, dp_rank=rank, **how) for rank in range(w)]
         for loader in ranks if state is not None else ():
             loader.load_state_dict(state)
         return ranks

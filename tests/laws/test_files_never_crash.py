@@ -7,7 +7,6 @@ place, and files that end too soon. Each damaged file is opened, its rows are re
 own, since a crash ends it. What the package writes has checksums: there the rows are the right ones, or it is an error.
 """
 
-import gzip
 import random
 import resource
 import subprocess
@@ -19,32 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
 from rescale_data.sources.decoded.cache import cache
-from tests.formats import write_jsonl, write_megatron
+from tests.formats import write_megatron
+from tests.laws.tables import write
 
 EXAMPLES = 100
-NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    7,
-    63,
-    -8,
-    255,
-    1 << 20,
-    (1 << 31) - 1,
-    -(1 << 31),
-    1 << 32,
-    1 << 40,
-    1 << 61,
-    (1 << 63) - 1,
-    -(1 << 63),
-]
+NUMBERS = [0, 1, -1, 2, 7, 63, -8, 255, 1 << 20, 1 << 32, 1 << 40, 1 << 61]
+NUMBERS += [(1 << 31) - 1, -(1 << 31), (1 << 63) - 1, -(1 << 63)]
 DOCUMENTS = [[10 * i + j for j in range(i % 6)] for i in range(40)]
 
 
@@ -60,10 +43,8 @@ def mixed() -> pa.Table:
     return pa.table({"tokens": lists()["tokens"], "text": texts, "nested": nested, "word": words, "view": views})
 
 
-def arrow(folder: Path, table: pa.Table, new: Callable[..., Any] = pa.ipc.new_file, **options: Any) -> Path:
-    with new(folder / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
-        writer.write_table(table, max_chunksize=16)
-    return folder / "a.arrow"
+def arrow(folder: Path, table: pa.Table, **options: Any) -> Path:
+    return write("arrow", folder / "a", table, 16, **options)
 
 
 def megatron(folder: Path, suffix: str) -> Path:
@@ -79,20 +60,18 @@ def indexed(folder: Path, source: Callable[..., rd.Source]) -> Path:
 
 
 def footers(folder: Path) -> Path:
-    pq.write_table(lists(), folder / "a.parquet", row_group_size=8)
+    write("parquet", folder / "a", lists(), 8)
     return indexed(folder, parquet)
 
 
 def lines(folder: Path) -> Path:
-    write_jsonl(folder / "a.jsonl", [{"tokens": document} for document in DOCUMENTS])
+    write("jsonl", folder / "a", lists())
     return indexed(folder, jsonl)
 
 
 def blocks(folder: Path) -> Path:
     """The copy of a compressed file in blocks, once it is made."""
-    write_jsonl(folder / "a.jsonl", [{"tokens": document} for document in DOCUMENTS])
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()))
-    (folder / "a.jsonl").unlink()
+    write("jsonl", folder / "a", lists(), suffix=".jsonl.gz")
     indexed(folder, jsonl)
     (path,) = (folder / "index").rglob("*.rdblocks")
     return path
@@ -108,7 +87,7 @@ def jsonl(folder: Path) -> rd.Source:
 
 KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], rd.Source]]] = {
     "arrow": (lambda folder: arrow(folder, lists()), rd.ArrowSource),
-    "arrow-stream": (lambda folder: arrow(folder, lists(), pa.ipc.new_stream), rd.ArrowSource),
+    "arrow-stream": (lambda folder: arrow(folder, lists(), new=pa.ipc.new_stream), rd.ArrowSource),
     "arrow-mixed": (lambda folder: arrow(folder, mixed()), rd.ArrowSource),
     "arrow-zstd": (lambda folder: arrow(folder, mixed(), compression="zstd"), rd.ArrowSource),
     "megatron-idx": (lambda folder: megatron(folder, ".idx"), rd.MegatronSource),

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
 from datasets import Dataset
@@ -30,8 +29,8 @@ from datasets.table import InMemoryTable
 
 import rescale_data as rd
 from rescale_data.sources.decoded.cache import cache
-from tests.formats import write_jsonl, write_megatron, write_tar
 from tests.laws.pairs import Case, cases, name_of
+from tests.laws.tables import FILES, write
 
 NUM_ROWS, NUM_SHARDS = 24, 4
 NUMBERS = [[(7 * i + j) % 120 for j in range(i % 5)] for i in range(NUM_ROWS)]
@@ -73,7 +72,7 @@ COLUMNS: dict[str, tuple[list[Any], pa.DataType]] = {
 }  # fmt: skip
 
 
-NOT_OF_HUGGINGFACE = ("string_view", "dictionary", "tensors")
+LEFT_OUT = {"jsonl": ("bytes", "time"), "huggingface": ("string_view", "dictionary", "tensors")}
 
 
 class Rows:
@@ -95,63 +94,35 @@ def table_of(kind: str) -> pa.Table:
     return pa.table({"x": array})
 
 
-def arrow(folder: Path, kind: str, *, new: Callable[..., Any] = pa.ipc.new_file, **options: Any) -> rd.Source:
-    table = table_of(kind)
-    with new(folder / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
-        writer.write_table(table.combine_chunks(), max_chunksize=5)
-    return rd.ArrowSource(folder, **CACHE)
+CACHE: dict[str, Any] = {"cache_bytes": 1}  # one fragment at a time
 
 
-def parquet(folder: Path, kind: str) -> rd.Source:
-    pq.write_table(table_of(kind), folder / "a.parquet", row_group_size=5)
-    return rd.ParquetSource(folder, **CACHE)
+def written(kind: str, folder: Path, table: pa.Table, **options: Any) -> rd.Source:
+    write(kind, folder / "a", table, **options)
+    return FILES[kind][0](folder, **CACHE)
 
 
-def stored(folder: Path, kind: str) -> rd.Source:
-    pq.write_table(table_of(kind), folder / "a.parquet", row_group_size=5)
-    return rd.ParquetSource(folder, cache_bytes=1, cache_dir=folder / "cache")
+def stored(folder: Path, table: pa.Table) -> rd.Source:
+    written("parquet", folder, table)
+    return rd.ParquetSource(folder, **CACHE, cache_dir=folder / "cache")
 
 
-def filtered(folder: Path, kind: str) -> rd.Source:
-    parquet(folder, kind)
-    return rd.ParquetSource(folder, filter=pc.scalar(True), **CACHE)
+def filtered(folder: Path, table: pa.Table) -> rd.Source:
+    written("parquet", folder, table)
+    return rd.ParquetSource(folder, **CACHE, filter=pc.scalar(True))
 
 
-def jsonl(folder: Path, kind: str) -> rd.Source:
-    write_jsonl(folder / "a.jsonl", [{"x": value} for value in COLUMNS[kind][0]])
-    return rd.JsonlSource(folder, **CACHE)
-
-
-def webdataset(folder: Path, kind: str) -> rd.Source:
-    write_tar(folder / "a.tar", [{"x": repr(value).encode()} for value in COLUMNS[kind][0]])
-    return rd.WebDatasetSource(folder, **CACHE)
-
-
-def megatron(folder: Path, kind: str) -> rd.Source:
-    write_megatron(folder / "a", COLUMNS[kind][0])
-    return rd.MegatronSource(folder, **CACHE)
-
-
-def huggingface(folder: Path, kind: str) -> rd.Source:
-    return rd.DatasetSource(Dataset(InMemoryTable(table_of(kind))), batch_rows=3)
-
-
-CACHE = {"cache_bytes": 1}  # one fragment at a time
-FORMATS: dict[str, Callable[[Path, str], rd.Source]] = {
-    "parquet": parquet,
+FORMATS: dict[str, Callable[[Path, pa.Table], rd.Source]] = {
+    **{kind: partial(written, kind) for kind in FILES},
     "stored": stored,
     "filtered": filtered,
-    "arrow": arrow,
-    "arrow-stream": lambda folder, kind: arrow(folder, kind, new=pa.ipc.new_stream),
-    "arrow-zstd": lambda folder, kind: arrow(folder, kind, compression="zstd"),
-    "arrow-lz4": lambda folder, kind: arrow(folder, kind, compression="lz4"),
-    "jsonl": jsonl,
-    "webdataset": webdataset,
-    "megatron": megatron,
-    "huggingface": huggingface,
-    "dataset": lambda folder, kind: rd.DatasetSource(Rows(COLUMNS[kind][0])),
+    "arrow-stream": partial(written, "arrow", new=pa.ipc.new_stream),
+    "arrow-zstd": partial(written, "arrow", compression="zstd"),
+    "arrow-lz4": partial(written, "arrow", compression="lz4"),
+    "huggingface": lambda folder, table: rd.DatasetSource(Dataset(InMemoryTable(table)), batch_rows=3),
+    "dataset": lambda folder, table: rd.DatasetSource(Rows(table["x"].to_pylist())),
 }
-"""A column of rows in each format; of tables, in fragments of five rows, of which the cache holds one."""
+"""Rows in each format; of tables, in fragments of five rows, of which the cache holds one."""
 
 
 def described(value: Any) -> Any:
@@ -208,42 +179,40 @@ def mixture(node: rd.Node[Any]) -> rd.Node[Any]:
     return rd.WeightedSampler({"a": node}, {"a": 1}, stop="all")
 
 
-def token_packer(node: rd.Node[Any], column: str = "x") -> rd.Node[Any]:
+def token_packer(node: rd.Node[Any], column: str) -> rd.Node[Any]:
     return rd.TokenPacker(node, column=column, seq_len=5, eos_id=1)
 
 
-def whole_packer(node: rd.Node[Any], column: str = "x") -> rd.Node[Any]:
+def whole_packer(node: rd.Node[Any], column: str) -> rd.Node[Any]:
     return rd.WholeDocumentPacker(node, column=column, seq_len=5, window=3)
+
+
+def kept(node: rd.Node[Any], seen: list[str], *, by: Callable[..., bool] = keeps_lists) -> rd.Node[Any]:
+    return rd.Filter(node, partial(by, seen=seen))
+
+
+def tokenized(node: rd.Node[Any], seen: list[str]) -> rd.Node[Any]:
+    return rd.Tokenize(node, partial(letters, seen=seen), "x", batch_size=3)
 
 
 Way = Callable[[rd.Node[Any], list[str]], rd.Node[Any]]
 OVER_ROWS: dict[str, Way] = {
     "Map": lambda node, seen: rd.Map(node, lambda row: seen.append(looked(row))),
     "Map-mixture": lambda node, seen: rd.Map(mixture(node), lambda row: seen.append(looked(row))),
-    "Filter": lambda node, seen: rd.Filter(node, partial(keeps_none, seen=seen)),
-    "Filter-Shuffle": lambda node, seen: rd.Filter(rd.Shuffle(node, 3), partial(keeps_none, seen=seen)),
+    "Filter": partial(kept, by=keeps_none),
+    "Filter-Shuffle": lambda node, seen: kept(rd.Shuffle(node, 3), seen, by=keeps_none),
 }
 BELOW_PACKERS: dict[str, Way] = {
-    "TokenPacker": lambda node, seen: token_packer(rd.Filter(node, partial(keeps_lists, seen=seen)), column_of(node)),
-    "TokenPacker-writes": lambda node, seen: token_packer(
-        rd.Filter(node, partial(keeps_none, seen=seen)), column_of(node)
-    ),
-    "TokenPacker-mixture": lambda node, seen: token_packer(
-        rd.Filter(mixture(node), partial(keeps_lists, seen=seen)), column_of(node)
-    ),
-    "mixture-TokenPacker": lambda node, seen: token_packer(
-        mixture(rd.Filter(node, partial(keeps_lists, seen=seen))), column_of(node)
-    ),
-    "WholeDocumentPacker": lambda node, seen: whole_packer(
-        rd.Filter(node, partial(keeps_lists, seen=seen)), column_of(node)
-    ),
+    "TokenPacker": lambda node, seen: token_packer(kept(node, seen), column_of(node)),
+    "TokenPacker-writes": lambda node, seen: token_packer(kept(node, seen, by=keeps_none), column_of(node)),
+    "TokenPacker-mixture": lambda node, seen: token_packer(kept(mixture(node), seen), column_of(node)),
+    "mixture-TokenPacker": lambda node, seen: token_packer(mixture(kept(node, seen)), column_of(node)),
+    "WholeDocumentPacker": lambda node, seen: whole_packer(kept(node, seen), column_of(node)),
 }
 """A predicate; that one document is left out of each, so that a packer reads on."""
 TOKENIZERS: dict[str, Way] = {
-    "Tokenize": lambda node, seen: rd.Tokenize(node, partial(letters, seen=seen), "x", batch_size=3),
-    "Tokenize-TokenPacker": lambda node, seen: token_packer(
-        rd.Tokenize(node, partial(letters, seen=seen), "x", batch_size=3), "tokens"
-    ),
+    "Tokenize": tokenized,
+    "Tokenize-TokenPacker": lambda node, seen: token_packer(tokenized(node, seen), "tokens"),
 }
 WAYS: dict[str, Way] = {**OVER_ROWS, **BELOW_PACKERS, **TOKENIZERS}
 
@@ -258,12 +227,8 @@ def may_be(case: Case) -> bool:
     texts = ("texts", "large_string", "string_view", "dictionary")
     if form == "megatron" and kind != "uint16":
         return False
-    if form == "jsonl" and kind in ("bytes", "time"):
+    if kind in {"arrow-stream": ("dictionary",), **LEFT_OUT}.get(form, ()):  # refused, or none of its types
         return False
-    if form == "arrow-stream" and kind == "dictionary":
-        return False  # refused
-    if form == "huggingface" and kind in NOT_OF_HUGGINGFACE:
-        return False  # not of its types
     if way in BELOW_PACKERS:
         return is_list and form != "webdataset"
     return way not in TOKENIZERS or (kind in texts and form not in ("webdataset", "megatron"))
@@ -285,7 +250,7 @@ def read(nodes: list[rd.Node[Any]]) -> None:
     "case", cases({"way": list(WAYS), "format": list(FORMATS), "column": list(COLUMNS)}, may_be), ids=name_of
 )
 def test_a_function_sees_what_a_row_holds(case: Case, tmp_path: Path) -> None:
-    source = FORMATS[case["format"]](tmp_path, case["column"])
+    source = FORMATS[case["format"]](tmp_path, table_of(case["column"]))
     expected = {repr(described(source.row(i))) for i in range(NUM_ROWS)}
     cache().clear()
     seen: list[str] = []
@@ -297,23 +262,12 @@ def test_a_function_sees_what_a_row_holds(case: Case, tmp_path: Path) -> None:
     assert len(seen) >= 2 * NUM_ROWS
 
 
-def wide(folder: Path, form: str) -> rd.Source:
+def wide(form: str) -> pa.Table:
     """All columns in one row."""
-    left_out = {"jsonl": ("bytes", "time"), "huggingface": NOT_OF_HUGGINGFACE}.get(form, ())
-    table = pa.table({kind: table_of(kind)["x"] for kind in COLUMNS if kind not in left_out})
-    if form == "huggingface":
-        return rd.DatasetSource(Dataset(InMemoryTable(table)), batch_rows=3)
-    if form == "jsonl":
-        write_jsonl(folder / "a.jsonl", table.to_pylist())
-        return rd.JsonlSource(folder, **CACHE)
-    if form == "arrow":
-        with pa.ipc.new_file(folder / "a.arrow", table.schema) as writer:
-            writer.write_table(table.combine_chunks(), max_chunksize=5)
-        return rd.ArrowSource(folder, **CACHE)
-    pq.write_table(table, folder / "a.parquet", row_group_size=5)
-    return rd.ParquetSource(folder, **CACHE)
+    return pa.table({kind: table_of(kind)["x"] for kind in COLUMNS if kind not in LEFT_OUT.get(form, ())})
 
 
+SIZES = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8}
 RUNS: dict[str, dict[str, Any]] = {
     "none": {},
     "thread": {"prefetch": 2},
@@ -327,20 +281,13 @@ WIDE = cases(
 
 @pytest.mark.parametrize("case", WIDE, ids=name_of)
 def test_a_function_in_a_loader_sees_what_a_row_holds(case: Case, tmp_path: Path) -> None:
-    source = wide(tmp_path, case["format"])
+    source = FORMATS[case["format"]](tmp_path, wide(case["format"]))
     expected = {repr(described(source.row(i))) for i in range(NUM_ROWS)}
-    options = {"dp_world_size": 1, **RUNS[case["run"]]}
+    options: Any = {**SIZES, "dp_world_size": 1, **RUNS[case["run"]]}
+    options["collate_fn"] = list if case["function"] == "Map" else descriptions
     found: list[str] = []
     for rank in range(options["dp_world_size"]):
-        with rd.DataLoader(
-            partial(pipeline, source, case["function"]),
-            global_batch_size=4,
-            micro_batch_size=2,
-            num_logical_shards=8,
-            dp_rank=rank,
-            collate_fn=list if case["function"] == "Map" else descriptions,
-            **options,
-        ) as loader:
+        with rd.DataLoader(partial(pipeline, source, case["function"]), dp_rank=rank, **options) as loader:
             for _ in range(2):
                 for batch in loader:
                     found += batch
@@ -412,9 +359,8 @@ def group() -> Iterator[None]:
 @pytest.mark.parametrize("case", FAILURES, ids=name_of)
 def test_an_error_of_a_function_is_raised_and_ends_nothing(case: Case) -> None:
     """Also one by which loops end."""
-    sizes = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8}
-    given: dict[str, Any] = {**sizes, "repeat": bool(case["repeat"])}
-    given |= {"collate_fn": list, **FAILING[case["function"]](partial(fails, case["error"]))}
+    given: dict[str, Any] = {**SIZES, "repeat": bool(case["repeat"]), "collate_fn": list}
+    given |= FAILING[case["function"]](partial(fails, case["error"]))
     data: Any = partial(node_with, case["function"], case["error"])
     if case["run"] == "peers":
         given |= {"peers": dist.group.WORLD, "dp_rank": 0, "dp_world_size": 1}

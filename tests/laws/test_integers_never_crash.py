@@ -7,6 +7,7 @@ and in the state of a loader; and given to each function in C, which `.ci/saniti
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -107,15 +108,8 @@ def test_a_reader_refuses_a_state_or_goes_on(name: str, data: st.DataObject) -> 
 @given(data=st.data())
 def test_a_loader_refuses_a_table_or_goes_on(case: Case, data: st.DataObject) -> None:
     def make() -> rd.DataLoader:
-        return rd.DataLoader(
-            lambda shard: pipeline(case, shard),
-            global_batch_size=4,
-            num_logical_shards=NUM_SHARDS,
-            dp_rank=0,
-            dp_world_size=1,
-            repeat=case["mixture"] in ENDLESS,
-            collate_fn=list,
-        )
+        how: Any = {"dp_rank": 0, "dp_world_size": 1, "repeat": case["mixture"] in ENDLESS, "collate_fn": list}
+        return rd.DataLoader(partial(pipeline, case), global_batch_size=4, num_logical_shards=NUM_SHARDS, **how)
 
     loader = make()
     list(islice(loader, data.draw(st.sampled_from([0, 1, 3]))))
@@ -141,13 +135,9 @@ def test_counts_of_a_run_are_refused_where_they_are_none(wrong: Any) -> None:
     list(loader)
     state = loader.state_dict()
     assert opened(state)["dropped_samples"] == 6
-    damaged = [
-        closed({**opened(state), name: wrong})
-        for name in ("samples", "step", "epoch", "num_workers", "dropped_samples")
-    ]
-    for each in damaged:
+    for name in ("samples", "step", "epoch", "num_workers", "dropped_samples"):
         with pytest.raises(DataStateError):
-            make().load_state_dict(each)
+            make().load_state_dict(closed({**opened(state), name: wrong}))
 
 
 INTS = st.lists(NUMBERS | st.integers(0, 9), max_size=6).map(lambda numbers: np.array(numbers, dtype=np.int64))

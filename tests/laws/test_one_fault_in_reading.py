@@ -1,7 +1,7 @@
 """One fault at every place, the half of sources: whatever one request does, rows are right, or an error names its file."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -14,66 +14,46 @@ from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.files import remote
 from tests.checkpoint.object_server import BUCKET, FAULTS, Request, Server, serving
 from tests.laws.pairs import Case, cases, name_of
-from tests.laws.tables import CORPORA, SOURCES
+from tests.laws.tables import CORPORA, FILES, SOURCES
 
 pytest.importorskip("moto.server")
 s3fs = pytest.importorskip("s3fs")
 
-KINDS = ["parquet", "arrow", "jsonl", "webdataset", "megatron"]
 SCANNED = ("jsonl", "webdataset")
 """Formats of which each file has an index, in a folder that is given."""
-BATCH = 4
 PATIENCE, STALLED = 60.0, 0.25
 """Seconds that a request may take, and that one may take where one never answers."""
 
 
-@dataclass
-class World:
-    """A bucket with each kind of files, and the same files in local folders."""
-
-    server: Server
-    folder: Path
-
-    def source(self, case: Case, index_dir: Path, timeout: float = PATIENCE) -> rd.Source:
-        """Open the files of a case through the server, with no listing of before."""
-        local = self.local(case["kind"])
-        config = {"retries": {"total_max_attempts": 1}, "read_timeout": timeout, "connect_timeout": timeout}
-        options = {**self.server.options, "config_kwargs": config, "use_listings_cache": False}
-        cache().clear()
-        indexed = case["operation"] == "index" or case["kind"] in SCANNED
-        return type(local)(
-            f"s3://{BUCKET}/{case['kind']}/data" + given_of(case["kind"], case["given"], self.folder),
-            storage_options=options,
-            remote=rd.Remote(timeout=timeout, retries=1, read_ahead=case["read_ahead"]),
-            **({"index_dir": index_dir} if indexed else {}),
-        )
-
-    def local(self, kind: str) -> Any:
-        folder = self.folder / kind / "data"
-        source: Any = SOURCES[kind](folder, CORPORA["web"])  # writes the file once more
-        return source
-
-
-def given_of(kind: str, given: str, folder: Path) -> str:
-    file = next((folder / kind / "data").glob("[a]*.[!i]*"))
-    return {"folder": "", "file": f"/{file.name}", "glob": f"/*{file.suffix}", "deep glob": f"/**/*{file.suffix}"}[
-        given
-    ]
+def source_of(server: Server, case: Case, index_dir: Path, timeout: float = PATIENCE) -> rd.Source:
+    """Open the files of a case through the server, with no listing of before."""
+    kind, (make, suffix) = case["kind"], FILES[case["kind"]]
+    config = {"retries": {"total_max_attempts": 1}, "read_timeout": timeout, "connect_timeout": timeout}
+    options = {**server.options, "config_kwargs": config, "use_listings_cache": False}
+    cache().clear()
+    given = {"folder": "", "file": f"/a{suffix}", "glob": f"/*{suffix}", "deep glob": f"/**/*{suffix}"}
+    return make(
+        f"s3://{BUCKET}/{kind}/data{given[case['given']]}",
+        storage_options=options,
+        remote=rd.Remote(timeout=timeout, retries=1, read_ahead=case["read_ahead"]),
+        **({"index_dir": index_dir} if case["operation"] == "index" or kind in SCANNED else {}),
+    )
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A bucket with files of each kind in a folder, and in one below it."""
     folder = tmp_path_factory.mktemp("corpora")
-    with serving() as server:
-        bucket: Any = s3fs.S3FileSystem(**server.options)
-        for kind in KINDS:
+    with serving() as made:
+        bucket: Any = s3fs.S3FileSystem(**made.options)
+        for kind in FILES:
             (folder / kind / "data" / "more").mkdir(parents=True)
             SOURCES[kind](folder / kind / "data", CORPORA["web"])
             SOURCES[kind](folder / kind / "data" / "more", CORPORA["books"])
             for file in (folder / kind / "data").rglob("[!.]*"):
                 if file.is_file():
-                    bucket.put_file(str(file), f"{BUCKET}/{kind}/data/{file.relative_to(folder / kind / 'data')}")
-        yield World(server, folder)
+                    bucket.put_file(str(file), f"{BUCKET}/{file.relative_to(folder)}")
+        yield made
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +67,9 @@ def rows_of(source: Any) -> list[str]:
     return [f"{source.locate(i).rpartition('/')[2]}: {source.row(i)!r}" for i in range(source.num_rows)]
 
 
-def batches_of(source: Any, on_error: Any) -> list[str]:
-    loader = rd.DataLoader(
-        lambda shard: rd.Reader(source, shard, on_error=on_error),
-        global_batch_size=BATCH,
-        num_logical_shards=8,
-        collate_fn=list,
-    )
-    return [repr(batch) for batch in loader]
+def loader_of(source: Any, on_error: Any = "raise") -> rd.DataLoader:
+    pipeline = partial(rd.Reader, source, on_error=on_error)
+    return rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8, collate_fn=list)
 
 
 def packed(source: Any, on_error: Any) -> list[str]:
@@ -108,8 +83,8 @@ def told_by_audit(source: Any, run: Path) -> str:
     return repr([(each.step, each.sample) for each in served])
 
 
-def result(world: World, case: Case, tmp_path: Path, timeout: float = PATIENCE, attempt: int = 0) -> Any:
-    source = world.source(case, tmp_path / f"index-{attempt}", timeout)
+def result(server: Server, case: Case, tmp_path: Path, timeout: float = PATIENCE, attempt: int = 0) -> Any:
+    source = source_of(server, case, tmp_path / f"index-{attempt}", timeout)
     match case["operation"]:
         case "open":
             return source.num_rows, source.name
@@ -117,18 +92,16 @@ def result(world: World, case: Case, tmp_path: Path, timeout: float = PATIENCE, 
             is_packable = case["kind"] in ("parquet", "arrow", "megatron")
             return packed(source, case["on_error"]) if is_packable else rows_of(source)
         case "load":
-            return batches_of(source, case["on_error"])
+            return [repr(batch) for batch in loader_of(source, case["on_error"])]
         case "audit":
             return told_by_audit(source, tmp_path / "run")
         case _:
             return rows_of(source)
 
 
-def save_a_run(world: World, case: Case, tmp_path: Path) -> None:
-    source = world.source(case, tmp_path / "index-run")
-    loader = rd.DataLoader(
-        lambda shard: rd.Reader(source, shard), global_batch_size=BATCH, num_logical_shards=8, collate_fn=list
-    )
+def save_a_run(server: Server, case: Case, tmp_path: Path) -> None:
+    source = source_of(server, case, tmp_path / "index-run")
+    loader = loader_of(source)
     for _ in zip(range(6), loader, strict=False):
         pass
     checkpoint.save(str(tmp_path / "run" / "step-6"), {"loader": loader})
@@ -141,7 +114,7 @@ def named(error: BaseException) -> str:
 
 
 DIMENSIONS: dict[str, list[Any]] = {
-    "kind": KINDS,
+    "kind": list(FILES),
     "given": ["folder", "file", "glob", "deep glob"],
     "operation": ["open", "index", "read", "pack", "load", "audit"],
     "read_ahead": [True, False],
@@ -151,24 +124,24 @@ DIMENSIONS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("case", cases(DIMENSIONS), ids=name_of)
-def test_rows_are_right_or_an_error_names_the_file(case: Case, world: World, tmp_path: Path) -> None:
+def test_rows_are_right_or_an_error_names_the_file(case: Case, server: Server, tmp_path: Path) -> None:
     if case["operation"] == "audit":
-        save_a_run(world, case, tmp_path)
-    with world.server.recording() as requests:
-        expected = result(world, case, tmp_path)
+        save_a_run(server, case, tmp_path)
+    with server.recording() as requests:
+        expected = result(server, case, tmp_path)
     fault = case["fault"]
     for attempt, request in enumerate(dict.fromkeys(requests), 1):
         is_listing = "list-type" in request.path
         if fault == "404" and (is_listing or request.method == "HEAD"):
             continue  # then there is none
-        with world.server.failing(request, fault):
+        with server.failing(request, fault):
             try:
-                found = result(world, case, tmp_path, STALLED if fault == "stall" else PATIENCE, attempt)
+                found = result(server, case, tmp_path, STALLED if fault == "stall" else PATIENCE, attempt)
             except Exception as error:
                 found = expected
                 blame(error, request, fault, case)
         assert found == expected, request
-    assert result(world, case, tmp_path, attempt=0) == expected, "what faults have left harms nobody"
+    assert result(server, case, tmp_path, attempt=0) == expected, "what faults have left harms nobody"
 
 
 def blame(error: Exception, request: Request, fault: str, case: Case) -> None:

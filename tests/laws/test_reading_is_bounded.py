@@ -11,7 +11,7 @@ import pytest
 
 import rescale_data as rd
 from tests.laws.pairs import Case, cases, name_of
-from tests.laws.tables import LENGTHS, MIXTURES, ROWS, TOPS, arrow, rows_of
+from tests.laws.tables import LENGTHS, MIXTURES, ROWS, SOURCES, TOPS, rows_of
 from tests.nodes.resume import plain
 
 N = 4
@@ -66,7 +66,7 @@ def counted_pipeline(case: Case, folder: Path) -> tuple[Callable[[rd.Shard], Any
         if case["counted"] == "source":
             sources[name] = rd.DatasetSource(counts[name], name=name)
         else:
-            sources[name] = arrow(folder / name, counts[name].rows)
+            sources[name] = SOURCES["arrow"](folder / name, counts[name].rows)
 
     def build(shard: rd.Shard) -> Any:
         def below(name: str) -> Any:

@@ -1,6 +1,5 @@
 """Reading does not grow, at the server: requests and bytes of an epoch do not depend on the number of ranks or workers."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -9,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
 from rescale_data.sources.decoded.cache import cache
 from tests.checkpoint.object_server import BUCKET, Request, Server, serving
-from tests.formats import write_jsonl, write_megatron, write_tar
 from tests.laws.pairs import Case, cases, name_of
+from tests.laws.tables import FILES, write
 
 pytest.importorskip("moto.server")
 s3fs = pytest.importorskip("s3fs")
@@ -25,41 +23,21 @@ NUM_SHARDS, PER_SHARD = 8, 24
 ROWS = NUM_SHARDS * PER_SHARD
 
 
-def write(kind: str, folder: Path) -> None:
-    """Write files of one fragment, each of one logical shard in an epoch: what two processes share they both read."""
-    folder.mkdir()
-    for number, rows in enumerate(np.split(np.arange(ROWS), NUM_SHARDS)):
-        lists = [np.random.default_rng(int(i)).integers(0, 60000, 3000).astype(np.uint16) for i in rows]
-        table = pa.table({"id": rows, "tokens": pa.array(lists, pa.list_(pa.uint16()))})
-        if kind == "parquet":
-            pq.write_table(table, folder / f"{number}.parquet", row_group_size=PER_SHARD)
-        elif kind == "arrow":
-            with pa.ipc.new_file(folder / f"{number}.arrow", table.schema) as writer:
-                writer.write_table(table, max_chunksize=PER_SHARD)
-        elif kind == "jsonl":
-            write_jsonl(folder / f"{number}.jsonl", table.to_pylist())
-        elif kind == "webdataset":
-            write_tar(folder / f"{number}.tar", [{"json": json.dumps(row).encode()} for row in table.to_pylist()])
-        else:
-            write_megatron(folder / f"{number}", [row.tolist() for row in lists])
-
-
-SOURCES = {
-    "parquet": rd.ParquetSource,
-    "arrow": rd.ArrowSource,
-    "jsonl": rd.JsonlSource,
-    "webdataset": rd.WebDatasetSource,
-    "megatron": rd.MegatronSource,
-}
+def table_of(rows: np.ndarray[Any, Any]) -> pa.Table:
+    lists = [np.random.default_rng(int(i)).integers(0, 60000, 3000).astype(np.uint16) for i in rows]
+    return pa.table({"id": rows, "tokens": pa.array(lists, pa.list_(pa.uint16()))})
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve files of one fragment, each of one logical shard in an epoch: what two processes share they both read."""
     folder = tmp_path_factory.mktemp("corpora")
     with serving() as made:
         bucket: Any = s3fs.S3FileSystem(**made.options)
-        for kind in SOURCES:
-            write(kind, folder / kind)
+        for kind in FILES:
+            (folder / kind).mkdir()
+            for number, rows in enumerate(np.split(np.arange(ROWS), NUM_SHARDS)):
+                write(kind, folder / kind / f"{number}", table_of(rows), PER_SHARD)
             for file in (folder / kind).iterdir():
                 bucket.put_file(str(file), f"{BUCKET}/requests/{kind}/{file.name}")
         yield made
@@ -68,10 +46,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def read(source: Any, shard: rd.Shard) -> rd.Reader:
     """Read rows in windows; in their own order where the next epoch's are read ahead, so that these are the same."""
     return rd.Reader(source, shard, shuffle=False if source.reads_ahead else 8)
-
-
-def rows(source: Any, shard: rd.Shard) -> Any:
-    return read(source, shard)
 
 
 def shuffled(source: Any, shard: rd.Shard) -> Any:
@@ -86,10 +60,10 @@ def as_it_is(row: Any) -> Any:
     return row
 
 
-PIPELINES = {"rows": rows, "shuffled": shuffled, "mapped": mapped}
+PIPELINES = {"rows": read, "shuffled": shuffled, "mapped": mapped}
 DIMENSIONS: dict[str, list[Any]] = {
-    "kind": list(SOURCES),
-    "pipeline": ["rows", "shuffled", "mapped"],
+    "kind": list(FILES),
+    "pipeline": list(PIPELINES),
     "num_workers": [1, 2, 4],
     "num_ranks": [1, 2],
     "read_ahead": [True, False],
@@ -108,7 +82,7 @@ def requests_of_an_epoch(
     found: Counter[Request] = Counter()
     num_bytes = 0
     for rank in range(case["num_ranks"]):
-        source: Any = SOURCES[case["kind"]](
+        source: Any = FILES[case["kind"]][0](
             f"s3://{BUCKET}/requests/{case['kind']}",
             storage_options={**server.options, "use_listings_cache": False},
             index_dir=index,
@@ -116,16 +90,9 @@ def requests_of_an_epoch(
             cache_dir=cache_dir,
             remote=rd.Remote(read_ahead=case["read_ahead"], **ONCE),
         )
-        loader = rd.DataLoader(
-            partial(PIPELINES[case["pipeline"]], source),
-            global_batch_size=8,
-            micro_batch_size=1,
-            num_logical_shards=NUM_SHARDS,
-            num_workers=case["num_workers"],
-            dp_rank=rank,
-            dp_world_size=case["num_ranks"],
-            collate_fn=list,
-        )
+        sizes = {"global_batch_size": 8, "micro_batch_size": 1, "num_logical_shards": NUM_SHARDS}
+        where = {"dp_rank": rank, "dp_world_size": case["num_ranks"], "num_workers": case["num_workers"]}
+        loader = rd.DataLoader(partial(PIPELINES[case["pipeline"]], source), **sizes, **where, collate_fn=list)
         cache().clear()
         before = server.sent_bytes
         with server.recording() as requests:
@@ -149,17 +116,17 @@ def test_an_epoch_is_requested_once_by_any_number_of_ranks_and_workers(
     assert bytes_here == num_bytes
 
 
-@pytest.mark.parametrize("kind", list(SOURCES))
+@pytest.mark.parametrize("kind", list(FILES))
 def test_a_restart_on_other_ranks_fetches_nothing_of_what_lies_on_the_local_disk(
     kind: str, server: Server, tmp_path: Path
 ) -> None:
     alone = {
         "kind": kind,
         "pipeline": "rows",
-        "read_ahead": True,
-        "cache_bytes": 2**23,
         "num_workers": 0,
         "num_ranks": 1,
+        "read_ahead": True,
+        "cache_bytes": 2**23,
     }
     requests_of_an_epoch(alone, server, tmp_path / "index")  # makes the index
     first, _ = requests_of_an_epoch(alone, server, tmp_path / "index", tmp_path / "cache")

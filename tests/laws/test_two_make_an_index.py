@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
@@ -28,9 +27,9 @@ from rescale_data import lease as leases
 from rescale_data.sources import file_source, fragmented, index
 from rescale_data.sources.decoded.cache import OpenFileCache
 from rescale_data.sources.files import once
-from tests.formats import write_jsonl, write_megatron, write_tar
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.scheduler import Actor, Killed, current, play, request
+from tests.laws.tables import FILES, write
 
 RUNS = int(os.environ.get("RESCALE_DATA_INTERLEAVINGS", "160")) // 16
 POLL_SECONDS = 20.0
@@ -40,29 +39,14 @@ NUM_FILES, JOIN = 3, ("a", "mm")
 LATER = ("a0", "c2", "m0")
 
 
-def write_parquet(path: Path, ids: range) -> None:
-    pq.write_table(pa.table({"id": list(ids)}), path, row_group_size=2)
+def table_of(ids: range) -> pa.Table:
+    tokens = pa.array([[i] for i in ids], pa.list_(pa.uint16()))
+    return pa.table({"id": list(ids), "text": ["x" * (i % 7) for i in ids], "tokens": tokens})
 
 
-def write_lines(path: Path, ids: range) -> None:
-    write_jsonl(path, [{"id": i, "text": "x" * (i % 7)} for i in ids])
-
-
-def write_samples(path: Path, ids: range) -> None:
-    write_tar(path, [{"json": json.dumps({"id": i}).encode()} for i in ids])
-
-
-def write_tokens(path: Path, ids: range) -> None:
-    write_megatron(path.with_suffix(""), [[i] for i in ids])
-
-
-FORMATS: dict[str, tuple[Callable[..., Any], str, Callable[[Path, range], None]]] = {
-    "parquet": (rd.ParquetSource, ".parquet", write_parquet),
-    "jsonl": (rd.JsonlSource, ".jsonl", write_lines),
-    "jsonl.gz": (rd.JsonlSource, ".jsonl.gz", write_lines),
-    "webdataset": (rd.WebDatasetSource, ".tar", write_samples),
-    "megatron": (rd.MegatronSource, ".bin", write_tokens),
-}
+FORMATS = {kind: (kind, suffix) for kind, (_, suffix) in FILES.items() if kind != "arrow"}
+FORMATS["jsonl.gz"] = ("jsonl", ".jsonl.gz")
+"""Formats of files that have an index, and the suffix of the files."""
 
 
 def id_of(row: dict[str, Any]) -> int:
@@ -76,7 +60,7 @@ class Corpus:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.index = folder, folder / "index"
-        self._make, self._suffix, self._write = FORMATS[kind]
+        self._kind, self._suffix = FORMATS[kind]
         self.ids: dict[str, range] = {}
         for path in (folder / "data", folder / "aside"):
             path.mkdir(parents=True)
@@ -87,13 +71,12 @@ class Corpus:
         """Let a file join, all of it at once; those of Megatron's two are found by the second."""
         ids = range(100 * len(self.ids), 100 * len(self.ids) + 1 + len(self.ids) % 4 * 2)
         self.ids[name + self._suffix] = ids
-        self._write(self.folder / "aside" / (name + self._suffix), ids)
+        write(self._kind, self.folder / "aside" / name, table_of(ids), 2, self._suffix)
         for path in sorted((self.folder / "aside").iterdir(), key=lambda path: path.suffix == ".bin"):
             path.rename(self.folder / "data" / path.name)
 
     def open(self) -> rd.Source:
-        source: rd.Source = self._make(self.folder / "data", index_dir=self.index)
-        return source
+        return FILES[self._kind][0](self.folder / "data", index_dir=self.index)
 
     def check(self, source: Any) -> None:
         """Assert that a source has each row of its files, those of the beginning and all others, under its name."""
