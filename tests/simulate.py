@@ -4,8 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 import rescale_data as rd
 from rescale_data.engine.states.codec import has_remainder
 from rescale_data.testing import full_state_dict
@@ -62,7 +60,7 @@ class Run:
 
     def iterate(self) -> None:
         before = self._lead.epoch, self._lead.progress()["dropped_samples"]
-        self._iterators = [iter(loader) for loader in self.loaders]
+        self.iterators = [iter(loader) for loader in self.loaders]
         self._count_dropped(*before)
 
     def save(self) -> dict[str, Any]:
@@ -88,7 +86,7 @@ class Run:
     def _next(self) -> list[Any] | None:
         epoch, dropped = self._lead.epoch, self._lead.progress()["dropped_samples"]
         in_remainder = has_remainder(self._lead._stream.table)
-        batches = [next(iterator, None) for iterator in self._iterators]
+        batches = [next(iterator, None) for iterator in self.iterators]
         assert len({batch is None for batch in batches}) == 1, "the ranks end an epoch at different micro batches"
         if batches[0] is None:
             return None
@@ -119,10 +117,34 @@ def where(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in opened(state).items() if name not in ("num_workers", "skipped")}
 
 
-def same_state(one: dict[str, Any], other: dict[str, Any], besides: tuple[str, ...] = ()) -> bool:
-    """True if two states are equal, but for K and what was left out; ``besides`` names keys that may differ, too."""
+def difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], besides: tuple[str, ...] = (), *, unbatched: bool = True
+) -> str:
+    """Return in what two states differ, but for K and what was left out; empty if in nothing.
+
+    Args:
+        besides: Keys that may differ, too.
+        unbatched: Compare places in a batch, too, where torchdata's Unbatcher puts them to 0 at its source's end.
+    """
     one, other = where(one), where(other)
     if one.keys() != other.keys() or one["shards"].keys() != other["shards"].keys():
-        return False
-    tables = all(torch.equal(value, other["shards"][key]) for key, value in one["shards"].items())
-    return tables and all(one[key] == other[key] for key in one if key not in ("shards", *besides))
+        return "keys"
+    for key, column in one["shards"].items():
+        its = other["shards"][key]
+        if (column.shape, column.dtype) != (its.shape, its.dtype):
+            return f"shards.{key}: {column.dtype} {[*column.shape]}, {its.dtype} {[*its.shape]}"
+        differs = column != its
+        if not unbatched and key.endswith(".batch_idx"):
+            below = key.removesuffix("batch_idx")
+            for name, ended in one["shards"].items():
+                if name.startswith(below) and name.endswith("_ended"):
+                    differs &= ~ended.bool()
+        if differs.any():
+            return f"shards.{key}: {column.tolist()} {its.tolist()}"
+    keys = [key for key in one if key not in ("shards", *besides) and one[key] != other[key]]
+    return "; ".join(f"{key}: {one[key]} {other[key]}" for key in keys)
+
+
+def same_state(one: Mapping[str, Any], other: Mapping[str, Any], besides: tuple[str, ...] = ()) -> bool:
+    """True if two states are equal, but for K and what was left out; ``besides`` names keys that may differ, too."""
+    return not difference(one, other, besides)

@@ -3,14 +3,15 @@
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
-
-import torch
 
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.schema import adopt
 from tests.nodes.resume import plain
-from tests.simulate import where
+from tests.simulate import difference as difference_of_states
+
+difference = partial(difference_of_states, unbatched=False)
 
 
 class Failure(AssertionError):
@@ -31,7 +32,6 @@ class Books:
 
     def __init__(self) -> None:
         self.delivered: dict[Any, list[Any]] = defaultdict(list)  # by epoch and shard
-        self.lists: dict[Any, list[int]] = defaultdict(list)  # of each: the number of the blocklist then
         self.dropped: Counter[int] = Counter()  # samples, by epoch
         self.batches: list[Any] = []  # global: rows in rank order, and whether they are of the remainder
         self.open: list[list[Any]] = []  # of each rank, of the global batch that has begun
@@ -41,7 +41,12 @@ class Books:
         self.counts = True  # whether it is known of which epoch what was dropped is
 
     def copy(self) -> "Books":
-        return copy.deepcopy(self)
+        """Return books of their own, with the same samples in them."""
+        other = copy.copy(self)
+        vars(other).update({name: copy.copy(value) for name, value in vars(self).items()})
+        other.delivered = defaultdict(list, {key: [*samples] for key, samples in self.delivered.items()})
+        other.open = [[*rank] for rank in self.open]
+        return other
 
     def go_back_to(self, other: "Books") -> None:
         vars(self).update(vars(other.copy()))
@@ -110,44 +115,6 @@ class Reference:
                 f"R1: epoch {epoch} has {whole} samples, {found} were delivered and {books.dropped[epoch]} dropped",
             )
             require(tail == "drop" or not books.dropped[epoch], "dropped with tail='pad'")
-
-
-def check_blocked(books: Books, reference: Reference, repeat: bool, lists: list[set[Any]], key: Any) -> None:
-    """Rows of a shard come in its order; one that does not is on a blocklist that was in force when it was due."""
-    for (epoch, shard), samples in books.delivered.items():
-        since, number = 0, 0
-        for sample, now in zip(samples, books.lists[epoch, shard], strict=True):
-            require(key(sample) not in lists[now], f"{sample} is blocked")
-            passed = set().union(*lists[number : now + 1])
-            while True:
-                rows = reference.endless(shard, since + 1) if repeat else reference.epoch(shard, epoch)
-                require(since < len(rows), f"shard {shard} in epoch {epoch}: {sample} came, and is not due")
-                if rows[since] == sample:
-                    break
-                require(key(rows[since]) in passed, f"shard {shard} in epoch {epoch}: {rows[since]} did not come")
-                since += 1
-            since, number = since + 1, now
-
-
-def same_state(one: Mapping[str, Any], other: Mapping[str, Any], besides: tuple[str, ...] = ()) -> str:
-    """In what two states differ, but for K and what was left out; empty where in nothing."""
-    one, other = where(one), where(other)
-    if one.keys() != other.keys() or one["shards"].keys() != other["shards"].keys():
-        return "keys"
-    for key, value in one["shards"].items():
-        if value.shape != other["shards"][key].shape:
-            return f"shards.{key}: {[*value.shape]} {[*other['shards'][key].shape]}"
-        differs = value != other["shards"][key]
-        if key.endswith(".batch_idx"):  # torchdata's Unbatcher puts it to 0 where it is reset at its source's end
-            below = key.removesuffix("batch_idx")
-            ends = [
-                ended for name, ended in one["shards"].items() if name.startswith(below) and name.endswith("_ended")
-            ]
-            differs &= ~sum(ends, torch.zeros_like(differs)).bool()
-        if differs.any():
-            return f"shards.{key}: {value.tolist()} {other['shards'][key].tolist()}"
-    found = [key for key in one if key not in ("shards", *besides) and one[key] != other[key]]
-    return "; ".join(f"{key}: {one[key]} {other[key]}" for key in found)
 
 
 def comparable(batch: Any, *, filled: bool = True) -> Any:

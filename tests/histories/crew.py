@@ -6,7 +6,6 @@ processes are objects, as far ahead as they may be.
 
 import contextlib
 import pickle
-import queue
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -33,21 +32,22 @@ class Hang(BaseException):
     """Others wait in a collective for a rank that does not come."""
 
 
-_BATON = threading.Lock()
+_baton = threading.Condition()
+"""Held by the rank that runs."""
 _here = threading.local()
 
 
 class Round:
-    """One call on some threads, of which each runs, waits or has returned."""
+    """One call on all ranks, of which each runs, waits or has returned."""
 
-    def __init__(self, num_threads: int) -> None:
-        self.left, self.changed, self.hang = num_threads, threading.Condition(), ""
+    def __init__(self, num_ranks: int) -> None:
+        self.left, self.hang = num_ranks, ""
 
-    def step_aside(self, num: int = 1) -> None:
-        self.left -= num
+    def step_aside(self, why: str) -> None:
+        self.left -= 1
         if not self.left:
-            self.hang = "no rank can go on"
-            self.changed.notify_all()
+            self.hang = why
+            _baton.notify_all()
 
 
 class Hub:
@@ -57,30 +57,20 @@ class Hub:
         self.w, self.said, self.waiting = w, defaultdict[Any, dict[int, Any]](dict), Counter[Any]()
 
     def put(self, key: Any, me: int, value: Any) -> None:
-        with _here.round.changed:
-            self.said[key][me] = value
-            if len(self.said[key]) == self.w:
-                _here.round.left += self.waiting.pop(key, 0)
-                _here.round.changed.notify_all()
+        self.said[key][me] = value
+        if len(self.said[key]) == self.w:
+            _here.round.left += self.waiting.pop(key, 0)
+            _baton.notify_all()
 
     def wait(self, key: Any) -> list[Any]:
         now: Round = _here.round
-        with now.changed:
-            if len(self.said[key]) < self.w:
-                self.waiting[key] += 1
-                now.left -= 1
-                if not now.left:
-                    now.hang = f"{key}: only {sorted(self.said[key])} of {self.w} came"
-                    now.changed.notify_all()
-                else:
-                    _BATON.release()
-                    now.changed.wait_for(lambda: now.hang or len(self.said[key]) == self.w)
-                    now.changed.release()
-                    _BATON.acquire()
-                    now.changed.acquire()
-            if len(self.said[key]) < self.w:
-                raise Hang(now.hang)
-            return [self.said[key][i] for i in range(self.w)]
+        if len(self.said[key]) < self.w:
+            self.waiting[key] += 1
+            now.step_aside(f"{key}: only {sorted(self.said[key])} of {self.w} came")
+            _baton.wait_for(lambda: now.hang or len(self.said[key]) == self.w)
+        if len(self.said[key]) < self.w:
+            raise Hang(now.hang)
+        return [self.said[key][i] for i in range(self.w)]
 
 
 class InThread:
@@ -145,72 +135,45 @@ class Messages:
         return message
 
 
-class Process:
-    """A thread that is a rank of one run after another."""
-
-    def __init__(self) -> None:
-        self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.communicator: InThread | None = None
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            now, fn, done = self.todo.get()
-            _here.round, _here.process = now, self
-            with _BATON:
-                try:
-                    result = True, fn()
-                except BaseException as error:
-                    result = False, error
-            with now.changed:
-                now.step_aside()
-            done.put((self, result))
-            del fn, result
-
-
-_idle: list[Process] = []
-
-
-def run(calls: list[tuple[Process, Callable[[], Any]]]) -> list[Any]:
-    """Each function in its process; the first error of any, with a note where others waited for that rank."""
-    now, done = Round(len(calls)), queue.SimpleQueue[Any]()
-    for process, fn in calls:
-        process.todo.put((now, fn, done))
-    found = dict(done.get() for _ in calls)
-    errors = [found[process][1] for process, _ in calls if not found[process][0]]
-    real = [error for error in errors if not isinstance(error, Hang)] or errors
-    if real:
-        if len(real) < len(calls) or isinstance(real[0], Hang):
-            real[0].add_note(f"ALONE: on {len(real)} of {len(calls)} ranks, {[repr(e) for e in errors]}")
-        raise real[0]
-    return [found[process][1] for process, _ in calls]
-
-
 class Crew:
-    """W ranks."""
+    """W ranks: in each call a thread each, which holds the baton while it runs."""
 
-    def __init__(self, w: int, of: list[Process] | None = None) -> None:
-        self.w, self.processes = w, list(of or ())
-        while len(self.processes) < w:
-            self.processes.append(_idle.pop() if _idle else Process())
+    def __init__(self, w: int) -> None:
         hub = Hub(w)
         self.communicators = [InThread(hub, i) if w > 1 else None for i in range(w)]
 
-    def enter(self) -> None:
-        for process, communicator in zip(self.processes, self.communicators, strict=True):
-            process.communicator = communicator
-
     def all(self, fn: Callable[..., Any], *given: Any) -> list[Any]:
-        self.enter()
-        return run([(process, lambda i=i: fn(i, *given)) for i, process in enumerate(self.processes)])
+        """Return what a function of the rank gives on each; or raise the first error, with a note if others had none."""
+        w, results, errors = len(self.communicators), dict[int, Any](), list[BaseException]()
+        if w == 1:
+            _here.communicator = None
+            return [fn(0, *given)]
+        now = Round(w)
 
-    def close(self) -> None:
-        _idle.extend(self.processes)
-        self.processes = []
+        def work(rank: int) -> None:
+            _here.round, _here.communicator = now, self.communicators[rank]
+            with _baton:
+                try:
+                    results[rank] = fn(rank, *given)
+                except BaseException as error:
+                    errors.append(error)
+                now.step_aside("no rank can go on")
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(w)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        real = [error for error in errors if not isinstance(error, Hang)] or errors
+        if real and (len(real) < w or isinstance(real[0], Hang)):
+            real[0].add_note(f"ALONE: on {len(real)} of {w} ranks, {errors}")
+        if real:
+            raise real[0]
+        return [results[rank] for rank in range(w)]
 
 
 def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, timeout: float) -> Ranks:
-    communicator = _here.process.communicator
+    communicator = _here.communicator
     if communicator is None:
         return Ranks()
     mesh: Any = object()

@@ -9,7 +9,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
-import torch
 from pyarrow import compute
 from pyarrow import parquet as pq
 from torchdata import nodes
@@ -19,6 +18,7 @@ from rescale_data.sources.source import FiledSource, Tokens
 from rescale_data.state import Ints
 from tests.nodes import nested
 from tests.nodes.resume import plain
+from tests.pipelines import data_for, pipeline_of
 
 Plan = tuple[Any, ...]
 FRAGMENT_ROWS = 7
@@ -139,6 +139,8 @@ class Pipeline:
 
     def build(self, plan: Plan, shard: rd.Shard, exclude: Any = None) -> rd.BaseNode[Any]:
         kind = plan[0]
+        if kind == "Kind":
+            return pipeline_of(plan[1], data_for(*plan[1:]))(shard)
         if kind == "Files":
             return rd.Reader(self.source, shard, shuffle=plan[1], exclude=exclude)
         if kind == "Parquet":
@@ -265,15 +267,3 @@ def split(batch: Any, count: int) -> list[Any]:
 
 def as_samples(samples: list[Any]) -> dict[str, Any]:
     return {"samples": samples}
-
-
-def numbers_in(value: Any) -> list[int]:
-    """All ids or tokens in a sample."""
-    if isinstance(value, dict):
-        key = "tokens" if "tokens" in value else "id"
-        return numbers_in(value[key]) if key in value else []
-    if isinstance(value, list | tuple):
-        return [number for part in value for number in numbers_in(part)]
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return numbers_in(value.tolist())
-    return [int(value)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import rescale_data as rd
-from tests.histories.books import Books, Failure, require, same_state
+from tests.histories.books import Books, Failure, Reference, difference, require
 from tests.histories.crew import Crew
 from tests.histories.plans import split
 
@@ -65,19 +65,20 @@ class Seat:
         self._batches = iter(self.loader)
 
     def next(self) -> Any:
-        """``(batch, micro batch, epoch, has_remainder)``, or `None`."""
-        self.stream.taken = []
+        """``(batch, micro batch, epoch, has_remainder)`` or `None`; and ``(ended before, loader.epoch before, and after)``."""
+        self.stream.taken, ended, epoch = [], self.ended, self.loader.epoch
         batch = again(lambda: next(self._batches, None))
-        return None if batch is None else (batch, *self.stream.taken[0])
+        found = None if batch is None else (batch, *self.stream.taken[0])
+        return found, (ended, epoch, self.loader.epoch)
 
 
 class Seats:
     """All ranks."""
 
-    def __init__(self, make: Any, top: Top, crew: Crew | None = None) -> None:
-        self.top, self.crew = top, crew or Crew(top.w)
-        self.seats: list[Seat] = self.crew.all(lambda _: Seat(make(top))) if make else []
-        self.begun = self.steps = False
+    def __init__(self, make: Any, top: Top, sit: Any = None, *, steps: bool = False) -> None:
+        self.make, self.top, self.crew = make, top, Crew(top.w)
+        self.seats: list[Seat] = self.crew.all(sit or (lambda _: Seat(make(top))))
+        self.begun, self.steps = False, steps
         self.left: int | None = None  # batches that were promised until the epoch's end
 
     @property
@@ -87,6 +88,11 @@ class Seats:
     def all(self, fn: Any) -> list[Any]:
         return self.crew.all(lambda i: fn(self.seats[i]))
 
+    def reference(self, histories: Any = None) -> Reference:
+        """Return what each shard yields; `histories` of the sources are those that a state keeps, without others."""
+        kept = self.lead.stream.schema.histories
+        return Reference(self.lead.stream.setup.recipe, dict(kept) if histories is None else copy.deepcopy(histories))
+
     def same(self, fn: Any, what: str) -> Any:
         found = self.all(fn)
         require(all(value == found[0] for value in found), f"the ranks differ in {what}: {found}")
@@ -94,7 +100,6 @@ class Seats:
 
     def close(self) -> None:
         self.all(lambda seat: seat.loader.close())
-        self.crew.close()
 
     # States
 
@@ -104,8 +109,8 @@ class Seats:
         else:
             states = self.all(lambda seat: seat.loader.state_dict())
         for other in states[1:]:
-            difference = same_state(states[0], other)
-            require(not difference, f"states of ranks differ in {difference}")
+            found = difference(states[0], other)
+            require(not found, f"states of ranks differ in {found}")
         state = states[-1]
         if form == "pickle":
             return pickle.loads(pickle.dumps(state))
@@ -138,15 +143,15 @@ class Seats:
         self.begun = True
         self.tally(books, before)
 
-    def next(self, books: Books, number: int = 0) -> Any:
+    def next(self, books: Books) -> Any:
         """A micro batch of each rank; `None` at an iterator's end."""
         if not self.begun:
             self.iterate(books)
         before = self.mark()
-        ended, epoch = self.same(lambda seat: (seat.ended, seat.loader.epoch), "epoch")
-        found = self.all(lambda seat: seat.next())
+        found, epochs = zip(*self.all(lambda seat: seat.next()), strict=True)
         require(len({each is None for each in found}) == 1, "R3: the ranks end at different micro batches")
-        now = self.same(lambda seat: seat.loader.epoch, "epoch")
+        require(len(set(epochs)) == 1, f"the ranks differ in epoch: {epochs}")
+        ended, epoch, now = epochs[0]
         if found[0] is None:
             require(self.left in (None, 0), f"{self.left} batches were promised, and the epoch is over")
             require(now == epoch + 1, f"loader.epoch goes from {epoch} to {now} at an epoch's end")
@@ -157,11 +162,11 @@ class Seats:
         require(now == epoch, f"loader.epoch goes from {epoch} to {now} within an epoch")
         self.left = None if self.left is None else self.left - 1
         require(self.left is None or self.left >= 0, "more batches than were promised")
-        self._record(books, found, number)
+        self._record(books, found)
         self.tally(books, before)
         return found
 
-    def _record(self, books: Books, found: list[Any], number: int) -> None:
+    def _record(self, books: Books, found: Any) -> None:
         require(len({epoch for _, _, epoch, _ in found}) == 1, "the ranks are in different epochs")
         if len(books.open) != self.top.w:
             books.open = [[] for _ in range(self.top.w)]
@@ -175,17 +180,16 @@ class Seats:
             for sample, shard, real in zip(samples, shards, is_real, strict=True):
                 if real:
                     books.delivered[epoch, shard].append(sample)
-                    books.lists[epoch, shard].append(number)
                 mine.append((shard, sample, real))
         if len(books.open[0]) == self.top.o // self.top.w:
             rows = [row for rank in books.open for row in rank]
             books.batches.append((rows, any(in_remainder for *_, in_remainder in found)))
             books.open = [[] for _ in range(self.top.w)]
 
-    def take(self, num: int, books: Books, number: int = 0) -> None:
+    def take(self, num: int, books: Books) -> None:
         for _ in range(num):
             empty = 0
-            while self.next(books, number) is None:
+            while self.next(books) is None:
                 empty += 1
                 require(empty < 3, "three empty iterators")
 
@@ -193,13 +197,10 @@ class Seats:
 
     def rescale(self, top: Top, make: Any, order: list[int], state: dict[str, Any], delivered: int = 0) -> "Seats":
         """Go on from a state with others: ``order`` has the old rank of each new one, -1 for one that is new."""
-        old = self.crew.processes
         self.all(lambda seat: self.seats.index(seat) in order or seat.loader.close())
-        crew = Crew(top.w, [old[i] if i >= 0 else Crew(1).processes[0] for i in order])
-        Crew(0, [process for i, process in enumerate(old) if i not in order]).close()
         changed = {"micro_batch_size": top.b, "num_workers": top.k, "prefetch": None}
 
-        def go_on(rank: int) -> Seat:
+        def sit(rank: int) -> Seat:
             if order[rank] < 0:
                 seat = Seat(make(top))
                 seat.loader.load_state_dict(copy.deepcopy(state), delivered)
@@ -208,6 +209,4 @@ class Seats:
                 seat.loader.reopen(copy.deepcopy(state), delivered, **changed)
             return seat
 
-        new = Seats(None, top, crew)
-        new.seats, new.steps = crew.all(go_on), self.steps
-        return new
+        return Seats(make, top, sit, steps=self.steps)

@@ -7,7 +7,7 @@ from typing import Any
 from torchdata import nodes
 
 import rescale_data as rd
-from tests.histories.books import require, same_state
+from tests.histories.books import difference, require
 from tests.histories.crew import Crew
 from tests.histories.history import History, fail_in
 from tests.histories.plans import Pipeline
@@ -61,7 +61,7 @@ class UnderTorchdata(History):
             while above == "Prefetcher" and top.w > 1:  # ranks of a crew are threads
                 top = self.top()._replace(k=0)
             given = {"num_logical_shards": self.n, "seed": self.seed, "repeat": self.repeat}
-            make = (Pipeline(self.plan, self.files, self.lists[-1], self.first_files),), given
+            make = (Pipeline(self.plan, self.files, listed=self.first_files),), given
             crew = Crew(top.w)
             pairs = crew.all(lambda _, *it: Pair(*it), make, top, above)
             self.say("segment", top, "" if state is None else opened(_shards_in(state))["samples"])
@@ -69,8 +69,7 @@ class UnderTorchdata(History):
                 crew.all(lambda i, of, saved: of[i].load(saved), pairs, state)
             state = self._segment(crew, pairs, above)
             crew.all(lambda i, of: of[i].mirror.close(), pairs)
-            crew.close()
-            self.change()
+            self.grow()
 
     def _segment(self, crew: Crew, pairs: list[Pair], above: str) -> Any:
         r, begun = self.r, False
@@ -90,8 +89,8 @@ class UnderTorchdata(History):
         states = crew.all(lambda i: pairs[i].state())
         state = pickle.loads(pickle.dumps(states[-1][0]))
         if begun:  # `Loader` stays at an end that was seen until it begins anew
-            difference = same_state(_shards_in(state), states[0][1])
-            require(not difference, f"the states differ in {difference}")
+            found = difference(_shards_in(state), states[0][1])
+            require(not found, f"the states differ in {found}")
         return state
 
 
