@@ -411,6 +411,14 @@ class TestFiles:
             assert rd.find_rows(rd.DatasetSource(rows_in_doubt, name="doubt"), {2, 4, 8}) == [2, 8]
         assert "doubt[4] cannot be looked up: ValueError: row 4 cannot be read" in caplog.text
 
+    @pytest.mark.parametrize("ids", [["1"], torch.tensor([1]), [b"1"]])
+    def test_ids_of_another_type_than_the_column_are_an_error(self, ids: Any) -> None:
+        source = rd.DatasetSource([{"id": i} for i in range(3)], name="web")
+        with pytest.raises(TypeError, match="the column 'id' of web values of Number"):
+            rd.find_rows(source, ids)
+        assert rd.find_rows(source, ["1", 1]) == rd.find_rows(source, np.array([1], np.uint8)) == [1]
+        assert rd.find_rows(source, [7]) == rd.find_rows(source, []) == []
+
     @pytest.mark.parametrize(
         ("exclude", "message"),
         [
@@ -482,11 +490,21 @@ def test_a_list_that_has_changed_once_is_that_of_the_next_segment_too(
             assert [batch["tokens"].tolist() for batch in begun(new, state)] == served[num:]
 
 
-def test_a_list_that_was_added_to_is_another_one() -> None:
-    listed = [1]
-    for blocked in (listed, [*listed, 3]):
-        if blocked is not listed:
-            listed.append(3)
+@pytest.mark.parametrize(
+    ("listed", "change"),
+    [
+        ([1], lambda rows: rows.append(3)),
+        ([1], lambda rows: rows.__setitem__(0, 3)),
+        ({1, 2}, lambda rows: (rows.remove(1), rows.add(3))),
+        (np.array([1, 2]), lambda rows: rows.__setitem__(0, 3)),
+        (torch.tensor([1, 2]), lambda rows: rows.__setitem__(0, 3)),
+    ],
+)
+def test_a_list_that_was_changed_is_another_one(listed: Any, change: Any) -> None:
+    for is_changed in (False, True):
+        if is_changed:
+            change(listed)
+        blocked = [int(row) for row in listed]
         run = rd.DataLoader(
             lambda shard: rd.Reader(DOCUMENTS, shard, exclude=listed), global_batch_size=1, num_logical_shards=1,
             collate_fn=lambda samples: samples,

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from numbers import Number
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -59,27 +60,30 @@ class Blocklist:
         return {"rows": len(self.rows), "digest": f"{self.digest:x}"}
 
 
-_blocklists: dict[tuple[int, int, int], tuple[object, Blocklist]] = {}
-"""Blocklists by id of the collection, its size, and the source. The collection is kept too, so that its id stays valid: all
-logical shards get the same one."""
+_blocklists: dict[tuple[int, int], tuple[object, Blocklist, object]] = {}
+"""Blocklists with the content of their collection, by id of the collection and the source. The collection is kept too, so that
+its id stays valid: all logical shards get the same one."""
 
 
 def blocklist_of(source: Source, excluded_rows: ExcludedRows) -> Blocklist:
     """Return the `Blocklist` of a collection; the same object gives the same blocklist for all logical shards."""
-    blocklist_key = (id(excluded_rows), _num_excluded_rows(excluded_rows), owner_of(source))
-    cached_pair = _blocklists.get(blocklist_key)
-    if cached_pair is None:
+    blocklist_key = (id(excluded_rows), owner_of(source))
+    cached = _blocklists.get(blocklist_key)
+    if cached is None or cached[2] != _content(excluded_rows):
         while len(_blocklists) >= _MAX_BLOCKLISTS:
             _blocklists.pop(next(iter(_blocklists)))
-        cached_pair = _blocklists[blocklist_key] = (excluded_rows, Blocklist(source, excluded_rows))
-    return cached_pair[1]
+        cached = (excluded_rows, Blocklist(source, excluded_rows), _content(excluded_rows))
+        _blocklists[blocklist_key] = cached
+    return cached[1]
 
 
-def _num_excluded_rows(excluded_rows: ExcludedRows) -> int:
-    try:
-        return sum(map(len, excluded_rows.values())) if isinstance(excluded_rows, Mapping) else len(excluded_rows)
-    except TypeError:  # `Blocklist` raises an error that explains it
-        return -1
+def _content(excluded_rows: Any) -> object:
+    """Return a copy of excluded rows that differs from the copy made after a change; a list is copied without its numbers."""
+    if isinstance(excluded_rows, Mapping):
+        return {file: _content(rows) for file, rows in cast("Mapping[Any, Any]", excluded_rows).items()}
+    if hasattr(excluded_rows, "__array__"):
+        return np.asarray(excluded_rows).tobytes()
+    return [*excluded_rows] if isinstance(excluded_rows, Collection) else excluded_rows
 
 
 @checks_argument_types
@@ -98,7 +102,7 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
         ``{file: [row in it, ...]}`` for a source of files, else ``[row, ...]``.
 
     Raises:
-        TypeError: ``ids`` is no collection.
+        TypeError: ``ids`` is no collection, or no id is of the type of the column's values, so that no row can have it.
         ValueError: No row could be read.
 
     Example:
@@ -108,21 +112,34 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
         [1, 2]
     """
     source, wanted_ids, num_failed = as_source(source), frozenset(_require_collection("ids", ids)), 0
-    rows, rows_by_file = list[int](), defaultdict[str, list[int]](list)
+    rows, rows_by_file, value_types = list[int](), defaultdict[str, list[int]](list), set[type]()
     for row, value in _values_by_row(source, column):
         if isinstance(value, Exception):
             num_failed += 1
             _log.warning("%s cannot be looked up: %s: %s", source.locate(row), type(value).__name__, value)
-        elif value in wanted_ids:
-            rows.append(row)
+        else:
+            value_types.add(type(value))
+            if value in wanted_ids:
+                rows.append(row)
     if num_failed == source.num_rows:
         raise ValueError(f"No row of {source.name} can be looked up by its column {column!r}: give one that rows have.")
+    kinds, id_kinds = ({_kind(value_type) for value_type in types} for types in (value_types, {*map(type, wanted_ids)}))
+    if id_kinds and kinds.isdisjoint(id_kinds):
+        raise TypeError(
+            f"ids holds values of {', '.join(sorted(id_kinds))}, and the column {column!r} of {source.name} values of "
+            f"{', '.join(sorted(kinds))}: no row has such an id. Give ids of the type that the column has."
+        )
     if not isinstance(source, FiledSource):
         return rows
     for row in rows:
         file, row_in_file = source.file_row(row)
         rows_by_file[file].append(row_in_file)
     return dict(rows_by_file)
+
+
+def _kind(value_type: type) -> str:
+    """Return the name of a type of ids, the same for all types of numbers, and for all types of strings and of bytes."""
+    return next((kind.__name__ for kind in (Number, str, bytes) if issubclass(value_type, kind)), value_type.__name__)
 
 
 def _values_by_row(source: Source, column: str) -> Iterator[tuple[int, Any]]:
