@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
@@ -18,7 +18,6 @@ import pytest
 import rescale_data as rd
 from rescale_data.engine import threads
 from rescale_data.engine.feed import InThreadFeed
-from rescale_data.sources.decoded.cache import cache
 
 BATCH, ROWS = 4, 24
 
@@ -73,7 +72,7 @@ class CtrlC:
             raise KeyboardInterrupt
 
 
-DOCUMENTS = rd.DatasetSource([{"tokens": [i] * (1 + i % 7)} for i in range(400)], name="documents")
+DOCUMENTS = rd.DatasetSource([{"tokens": [i] * (1 + i % 7)} for i in range(84)], name="documents")
 SOURCE = rd.DatasetSource(range(ROWS), name="numbers")
 TWICE = rd.DatasetSource(range(2 * ROWS), name="twice as many")
 
@@ -100,6 +99,16 @@ def in_a_thread() -> rd.DataLoader:
     return rd.DataLoader(SOURCE, global_batch_size=BATCH, num_logical_shards=BATCH, prefetch=2)
 
 
+def packed() -> rd.DataLoader:
+    """Documents whose tokens are cached."""
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return rd.TokenPacker(rd.Reader(DOCUMENTS, shard), column="tokens", seq_len=16, eos_id=0)
+
+    sizes = {"global_batch_size": BATCH, "num_logical_shards": 2}
+    return rd.DataLoader(pipeline, **sizes, prefetch=0, transfer=lambda batch: batch["tokens"])
+
+
 def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list[list[int]], int]:
     """The batches of an epoch, Ctrl-C within a `next`; and how many had been counted when it came and did not arrive."""
     batches, batch_iterator = [], iter(loader)
@@ -120,8 +129,13 @@ def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list
         return batches, lost
 
 
-@pytest.mark.parametrize("make_loader", [known, only_reading_tells, in_a_thread])
-@pytest.mark.parametrize("number", [0, 2, ROWS // BATCH - 1], ids=["first", "within", "last"])
+FIRST, WITHIN, LAST = 0, 2, ROWS // BATCH - 1
+
+
+@pytest.mark.parametrize(
+    ("make_loader", "number"),
+    [*itertools.product((known, only_reading_tells, in_a_thread), (FIRST, WITHIN, LAST)), (packed, WITHIN)],
+)
 def test_ctrl_c_loses_and_repeats_nothing(make_loader: Callable[[], rd.DataLoader], number: int) -> None:
     whole = [batch.tolist() for batch in make_loader()]
     ctrl_c, at, num_lost = CtrlC(1), 1, 0
@@ -154,29 +168,6 @@ def test_ctrl_c_before_any_bytecode_leaves_the_old_cursor_or_the_new_one(
     assert at > 100
 
 
-def test_ctrl_c_in_a_function_that_reads_ahead() -> None:
-    """Only reading tells where the epoch ends, so that the next batches are made before this one is handed over."""
-    for at in range(1, 2 * ROWS):
-        calls = iter(range(1, 10 * ROWS))
-
-        def keep(row: int, at: int = at, calls: Any = calls) -> bool:
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            return odd(row)
-
-        loader = rd.DataLoader(
-            lambda shard, keep=keep: rd.Filter(rd.Reader(TWICE, shard), keep), global_batch_size=BATCH
-        )
-        rows: Counter[int] = Counter()
-        while loader.epoch == 0:
-            try:
-                for batch in loader:
-                    rows.update(batch.tolist())
-            except KeyboardInterrupt:
-                continue
-        assert rows == Counter(range(1, 2 * ROWS, 2))
-
-
 def test_ctrl_c_within_close_moves_nothing() -> None:
     whole = [batch.tolist() for batch in in_a_thread()]
     ctrl_c, at = CtrlC(1), 1
@@ -192,33 +183,6 @@ def test_ctrl_c_within_close_moves_nothing() -> None:
             assert batches + [batch.tolist() for batch in loader] == whole
         at += 1
     assert at > 10
-
-
-def packed(shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.TokenPacker(rd.Reader(DOCUMENTS, shard), column="tokens", seq_len=16, eos_id=0)
-
-
-def test_ctrl_c_before_the_cache_knows_the_tokens_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = [batch["tokens"].tolist() for batch in rd.DataLoader(packed, global_batch_size=BATCH, num_logical_shards=2)]
-    put, pressed = type(cache()).put, 0
-    for at in range(1, 60):
-        calls = iter(range(1, 10_000))
-
-        def put_or_press(*given: Any, at: int = at, calls: Any = calls) -> Any:
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            return put(*given)
-
-        monkeypatch.setattr(type(cache()), "put", put_or_press)
-        loader = rd.DataLoader(packed, global_batch_size=BATCH, num_logical_shards=2)
-        batches: list[Any] = []
-        while loader.epoch == 0:
-            try:
-                batches.extend(batch["tokens"].tolist() for batch in loader)
-            except KeyboardInterrupt:
-                pressed += 1
-        assert batches == whole
-    assert pressed > 5
 
 
 class Held:

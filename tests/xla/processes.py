@@ -59,7 +59,7 @@ def _run(
     body: Callable[..., Any], calls: list[dict[str, Any]], devices: int, spmd: bool, rendezvous: str = ""
 ) -> list[Any]:
     """Run the calls side by side, and return their results."""
-    os.environ.update(PJRT_DEVICE="CPU", PYTHONWARNINGS="ignore")
+    os.environ["PJRT_DEVICE"] = "CPU"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rescale_data.xla", "tests.xla.training"])
     where = body.__module__, body.__name__, devices, devices > 0 and spmd, rendezvous
