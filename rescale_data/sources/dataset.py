@@ -125,12 +125,18 @@ def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
 
     Raises:
         TypeError: ``data`` is no map-style dataset, or a path, a dict or a table: these hold no rows by number.
+        ValueError: The dataset has no rows, or not as many as when its source, which still exists, was made.
     """
     if isinstance(data, Source):
         return data
     source = _source_of_dataset.get(id(data))  # the source holds its dataset, so no other object has this id
     if source is None:
         source = _source_of_dataset[id(data)] = DatasetSource(cast(MapStyle, data))
+    elif source.num_rows != len(source.dataset):
+        raise ValueError(
+            f"The dataset {source.name} has {len(source.dataset)} rows, and had {source.num_rows} when a loader or a reader that "
+            f"still exists was built. Build this one with rd.DatasetSource(dataset), which reads the rows that there are now."
+        )
     return source
 
 

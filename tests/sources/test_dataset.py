@@ -53,6 +53,18 @@ def test_a_dataset_is_wrapped_once_and_a_source_not_at_all() -> None:
     assert as_source(Squares()) is not source
 
 
+def test_a_dataset_that_has_become_longer_is_an_error_while_readers_of_it_live() -> None:
+    rows = list(range(4))
+    reader = Reader(rows, Shard())
+    rows.append(4)
+    with pytest.raises(ValueError, match=r"list has 5 rows, and had 4 .* rd\.DatasetSource\(dataset\)"):
+        Reader(rows, Shard())
+    assert sorted(Reader(DatasetSource(rows), Shard())) == [0, 1, 2, 3, 4]
+    assert sorted(reader) == [0, 1, 2, 3]
+    del reader
+    assert sorted(Reader(rows, Shard())) == [0, 1, 2, 3, 4]
+
+
 class Fetching:
     """Rows of some bytes; remembers what was asked for at once."""
 
