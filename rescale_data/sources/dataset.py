@@ -134,8 +134,8 @@ def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
         source = _source_of_dataset[id(data)] = DatasetSource(cast(MapStyle, data))
     elif source.num_rows != len(source.dataset):
         raise ValueError(
-            f"The dataset {source.name} has {len(source.dataset)} rows, and had {source.num_rows} when a loader or a reader that "
-            f"still exists was built. Build this one with rd.DatasetSource(dataset), which reads the rows that there are now."
+            f"The dataset {source.name} has {len(source.dataset)} rows, and had {source.num_rows} when a loader or a reader "
+            f"that still exists was built. Build this one with rd.DatasetSource(dataset), which reads the rows of now."
         )
     return source
 
