@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.rounds import (
     floor_sum,
     next_epoch_with_rows,
@@ -88,34 +87,24 @@ def parquet(folder: Path, num_rows: int, **kwargs: Any) -> rd.ParquetSource:
 
 @pytest.mark.parametrize("num_rows", SIZES)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_each_row_once_an_epoch(num_rows: int, shuffle: bool, tmp_path: Path) -> None:
+def test_each_row_once_an_epoch_and_once_a_round_in_each_shard(num_rows: int, shuffle: bool, tmp_path: Path) -> None:
     """Also where fragments are cut up for the shards of one process."""
     for source in (parquet(tmp_path, num_rows), parquet(tmp_path, num_rows, cache_bytes=1), Numbers(num_rows)):
-        seen: Counter[tuple[int, str]] = Counter()
+        in_epochs: Counter[tuple[int, str]] = Counter()
+        in_rounds: Counter[tuple[int, int, str]] = Counter()
         for shard in range(N):
             reader = rd.Reader(source, rd.Shard(shard, N, seed=3, repeat=True), shuffle=shuffle)
             reader.reset()
-            while reader.position[0] < 2 * N:
-                epoch = reader.position[0]
-                try:
-                    row = next(reader)
-                except StopIteration:
+            while (epoch := reader.position[0]) < 2 * N:
+                row = next(reader, None)
+                if row is None:
                     reader.reset(reader.get_state())
                     continue
-                seen[epoch, str(row)] += 1
-        assert set(seen.values()) == {1}
-        assert len(seen) == 2 * N * num_rows
-
-
-@pytest.mark.parametrize("num_rows", SIZES[:3])
-def test_a_shard_reads_each_row_once_in_a_round(num_rows: int, tmp_path: Path) -> None:
-    for source in (parquet(tmp_path, num_rows), rd.DatasetSource(Numbers(num_rows))):
-        for shard in range(N):
-            rows = ShardRows(source, rd.Shard(shard, N), True)
-            for number in range(3):
-                epochs = range(number * N, (number + 1) * N)
-                read = [row for epoch in epochs for row in rows.unshuffled_rows(epoch, 0, rows.size(epoch)).tolist()]
-                assert sorted(read) == list(range(num_rows))
+                in_epochs[epoch, str(row)] += 1
+                in_rounds[epoch // N, shard, str(row)] += 1
+        assert set(in_epochs.values()) == {1}
+        assert len(in_epochs) == 2 * N * num_rows
+        assert num_rows > N or len(in_rounds) == len(in_epochs)
 
 
 def test_an_endless_shard_knows_how_much_is_left_of_its_round() -> None:
@@ -163,29 +152,14 @@ def test_rescales_alone(num_rows: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_rows", SIZES)
-def test_rescales_in_a_mixture(num_rows: int, tmp_path: Path) -> None:
-    pipeline = partial(mixed, small=Numbers(num_rows), large=Numbers(1000, first=1000))
-    assert_rescalable(partial(loader_of, pipeline), CHAIN, steps=6)
-    loader = loader_of(pipeline, 0, 1, 12, 0)
+def test_in_a_mixture_rows_come_in_turn(num_rows: int) -> None:
+    loader = loader_of(partial(mixed, small=Numbers(num_rows), large=Numbers(1000, first=1000)), 0, 1, 12, 0)
     drawn = np.concatenate([batch["x"].numpy() for batch in itertools.islice(loader, 400)])
     small = Counter(drawn[drawn < 1000].tolist())
     assert abs(sum(small.values()) - 480) <= N  # a sample a shard
     assert len(small) == num_rows
     if num_rows >= 7:
         assert max(small.values()) - min(small.values()) <= 480 / num_rows
-
-
-@pytest.mark.parametrize("num_rows", SIZES)
-def test_packed_tokens_are_those_of_the_rows_in_turn(num_rows: int, tmp_path: Path) -> None:
-    """However they are read: a fragment at a time, or row by row."""
-    source = parquet(tmp_path, num_rows)
-    for shard in (0, 5, N - 1):
-        streams = [
-            packed(rd.Shard(shard, N, seed=1, repeat=True, verify=True), source, provenance=by_row)
-            for by_row in (False, True)
-        ]
-        first, second = ([next(node)["tokens"].tolist() for _ in range(60)] for node in streams)
-        assert first == second
 
 
 def kept(shard: rd.Shard) -> rd.BaseNode[Any]:
@@ -202,14 +176,18 @@ def _is_row_five(sample: dict[str, Any]) -> bool:
     return sample["x"] == 5
 
 
-def test_few_rows_a_shard_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    few, enough = Numbers(8 * N - 1), Numbers(8 * N)
-    with caplog.at_level(logging.WARNING, "rescale_data"):
-        loaders = [loader_of(source, 0, 1, 12, 0) for source in (few, few, enough)]
-        [next(iter(loader)) for loader in loaders]
-    said = [message for message in caplog.messages if "logical shards" in message and "each" in message]
-    assert said
-    assert all("191 rows for 24 logical shards, 7.96 each" in message for message in said)
+@pytest.mark.parametrize(
+    ("num_rows", "is_said"), [(8 * N - 1, True), (8 * N, False), (8 * N + 1, True), (209 * N + 1, False)]
+)
+def test_few_rows_a_shard_are_said_once(num_rows: int, is_said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Few rows, or an uneven number of them."""
+    source = rd.DatasetSource(Numbers(num_rows), name="few")
+    for _ in range(3):
+        loader_of(source, 0, 1, 12, 0)
+    said = f"few has {num_rows} rows for 24 logical shards, {num_rows / N:.2f} each"
+    assert [said in message for message in caplog.messages if "draws as much from a shard" in message] == [
+        True
+    ] * is_said
 
 
 def test_small_sources_of_a_mixture_are_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,6 @@ import pytest
 import rescale_data as rd
 from rescale_data.nodes.tokenize import _to_token_array
 from rescale_data.nodes.tokenized import concatenate_ids
-from rescale_data.sources.decoded.cache import cache
 from tests.nodes.resume import endless
 from tests.nodes.zoo import by_letters
 from tests.pipelines import plain as as_values
@@ -79,57 +78,6 @@ def test_texts_go_in_batches_which_are_small_after_a_start_and_a_resume() -> Non
     assert resumed.sizes == [1, 2, 4, 8, 8, 6]
 
 
-def test_a_batch_tokenizes_what_its_shards_need_and_less_than_as_much_again(source: Any) -> None:
-    """The first one, and that after a resume: not `batch_size` texts for each of the shards."""
-    tokenizer = Counting()
-
-    def loader() -> rd.DataLoader:
-        return rd.DataLoader(
-            lambda shard: packed(tokenizer, shard=shard, source=source), global_batch_size=2, num_logical_shards=6,
-            repeat=True, dp_rank=0, dp_world_size=1,
-        )  # fmt: skip
-
-    def first(loader: rd.DataLoader) -> int:
-        tokenizer.texts.clear()
-        next(iter(loader))
-        return len(tokenizer.texts)
-
-    live = loader()
-    live.state_dict()  # asks the tokenizer what it is known by
-    needed = 2 * 2  # a text has 3 to 11 tokens, and a sample 7
-    assert 0 < first(live) <= 2 * needed - 2
-    again = loader()
-    again.load_state_dict(live.state_dict())
-    assert 0 < first(again) <= 2 * needed - 2
-
-
-@pytest.mark.parametrize("repeat", [False, True])
-@pytest.mark.parametrize("kind", ["packed", "whole", "mixed", "cleaned"])
-def test_documents_are_those_of_the_samples(
-    kind: str, repeat: bool, source: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same positions behind each sample, over the ends of epochs."""
-
-    def made() -> rd.BaseNode[Any]:
-        shard = rd.Shard(1, 2, repeat=repeat)
-        node: rd.BaseNode[Any] = tokenize(by_letters, shard=shard, source=source, batch_size=8)
-        if kind == "mixed":
-            node = rd.WeightedSampler({"a": node, "b": tokenize(by_letters, shard=shard)}, {"a": 2.0, "b": 1.0})
-        if kind == "cleaned":
-            node = rd.CleanDocuments(node, column="tokens", max_length=5)
-        if kind == "whole":
-            return rd.WholeDocumentPacker(node, column="tokens", seq_len=14, eos_id=1, window=8)
-        return rd.TokenPacker(node, column="tokens", seq_len=7, eos_id=1)
-
-    documents, plain = made(), None
-    monkeypatch.setattr(rd.Tokenize, "open_documents", lambda self, column: None)
-    plain = made()
-    states: list[list[Any]] = []
-    for node in (documents, plain):
-        states.append([(as_values(sample), node.get_state()) for sample in itertools.islice(endless(node), 60)])
-    assert states[0] == states[1]
-
-
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_a_resumed_packer_tokenizes_one_used_document_again_at_most(batch_size: int, source: Any) -> None:
     whole = Counting()
@@ -144,18 +92,9 @@ def test_a_resumed_packer_tokenizes_one_used_document_again_at_most(batch_size: 
         next(endless(resumed))
         assert tokenizer.texts[0] == order[len(used)]  # the one of the next token
         assert not set(tokenizer.texts) & set(used)
+        assert len(tokenizer.texts) <= 2 * 2 - 1  # a sample has 7 tokens and a text 3 at least: not a whole batch
     assert len(whole.texts) <= 20 * 7 + 64
     assert len(whole.texts) == len(set(whole.texts))
-
-
-def test_evicted_batches_are_made_again_from_where_they_are_needed() -> None:
-    tokenizer = Counting()
-    node = tokenize(tokenizer, batch_size=5)
-    texts = []
-    for sample in node:
-        texts.append(sample["id"])
-        cache().clear()
-    assert sorted(texts) == list(range(30))
 
 
 def test_skip_tokenizes_nothing_that_is_skipped() -> None:
@@ -176,74 +115,41 @@ def fails(texts: list[str]) -> list[list[int]]:
     return by_letters(texts)
 
 
-@pytest.mark.parametrize("batch_size", [1, 6])
-def test_an_error_names_the_row(batch_size: int) -> None:
-    with pytest.raises(ValueError, match="no such letter") as caught:
-        list(tokenize(fails, batch_size=batch_size, shuffle=False))
-    assert caught.value.__notes__ == ["in the function of Tokenize, given list: list[13]"]
-
-
-@pytest.mark.parametrize("batch_size", [1, 6, 64])
-def test_errors_are_skipped_and_counted(batch_size: int, caplog: pytest.LogCaptureFixture) -> None:
-    node = tokenize(fails, batch_size=batch_size, on_error="skip", shuffle=False)
-    assert [sample["id"] for sample in node] == [i for i in range(30) if i not in (13, 21)]
-    assert node.get_state() == {"skipped": 2, "source": {"epoch": 1, "row": 0, "skipped": 0}}
-    assert "list[13] (number 1" in caplog.text
-    assert "list[21] (number 2" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "message"),
-    [
-        (lambda texts: [object() for _ in texts], "those are the .ids"),
-        (lambda texts: [[1.5] for _ in texts], "a list of token ids"),
-    ],
-)
-def test_a_tokenizer_that_is_none(tokenizer: Any, message: str, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(TypeError, match=message):
-        next(tokenize(tokenizer, batch_size=8))
-    assert list(tokenize(tokenizer, on_error="skip")) == []
-    assert message in caplog.text
-
-
-@pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_tokenizer_that_returns_another_number(on_error: Any) -> None:
-    with pytest.raises(ValueError, match="returned 0 values for 1 texts"):
-        next(tokenize(lambda texts: [], batch_size=8, on_error=on_error))
-
-
 def wrong_for_some(texts: list[str]) -> list[Any]:
     return [[0.5] if text.startswith("21") else ids for text, ids in zip(texts, by_letters(texts), strict=True)]
 
 
-BAD_DATA: list[tuple[Any, Any, int, str]] = [
-    ([*TEXTS[:13], {"id": 13, "text": None}, *TEXTS[14:]], by_letters, 13, "under that key a NoneType"),
-    ([*TEXTS[:13], ["text"], *TEXTS[14:]], by_letters, 13, "was given a sample with a list"),
-    (TEXTS, wrong_for_some, 21, "The tokenizer returned a list for a text"),
+BAD_DATA: list[tuple[Any, Any, list[int], str]] = [
+    ([*TEXTS[:13], {"id": 13, "text": None}, *TEXTS[14:]], by_letters, [13], "under that key a NoneType"),
+    ([*TEXTS[:13], ["text"], *TEXTS[14:]], by_letters, [13], "was given a sample with a list"),
+    (TEXTS, wrong_for_some, [21], "The tokenizer returned a list for a text"),
+    (TEXTS, fails, [13, 21], "no such letter"),
 ]
 
 
 @pytest.mark.parametrize(("rows", "tokenizer", "bad", "message"), BAD_DATA)
 @pytest.mark.parametrize("batch_size", [1, 6, 64])
-def test_errors_in_the_data_name_the_row_and_are_skipped(
-    rows: Any, tokenizer: Any, bad: int, message: str, batch_size: int, caplog: pytest.LogCaptureFixture
+def test_errors_name_the_row_or_are_skipped_and_counted(
+    rows: Any, tokenizer: Any, bad: list[int], message: str, batch_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Those of a function and those in the data, wherever in a batch."""
+
     def node(on_error: Any) -> rd.Tokenize:
-        reader = rd.Reader(rows, rd.Shard(), shuffle=False)
-        return rd.Tokenize(reader, tokenizer, "text", batch_size=batch_size, on_error=on_error)
+        return tokenize(tokenizer, False, source=rows, batch_size=batch_size, on_error=on_error)
 
     with pytest.raises((ValueError, TypeError), match=message) as caught:
         list(node("raise"))
-    assert caught.value.__notes__ == [f"in the function of Tokenize, given list: list[{bad}]"]
+    assert caught.value.__notes__ == [f"in the function of Tokenize, given list: list[{bad[0]}]"]
     skipping = node("skip")
-    assert [sample["id"] for sample in skipping] == [i for i in range(30) if i != bad]
-    assert skipping.get_state()["skipped"] == 1
-    assert f"list[{bad}] (number 1" in caplog.text
+    assert [sample["id"] for sample in skipping] == [i for i in range(30) if i not in bad]
+    assert skipping.get_state() == {"skipped": len(bad), "source": {"epoch": 1, "row": 0, "skipped": 0}}
+    for number, row in enumerate(bad, 1):
+        assert f"list[{row}] (number {number}" in caplog.text
 
 
-@pytest.mark.parametrize(("rows", "tokenizer", "bad", "message"), [*BAD_DATA, (TEXTS, fails, 13, "no such letter")])
+@pytest.mark.parametrize(("rows", "tokenizer", "bad", "message"), BAD_DATA)
 def test_an_error_below_a_packer_names_the_row(
-    rows: Any, tokenizer: Any, bad: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: Any, tokenizer: Any, bad: list[int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether texts are read or rows; and the samples before it are the same."""
 
@@ -258,7 +164,7 @@ def test_an_error_below_a_packer_names_the_row(
     served = found()[0]
     assert served == samples[: len(served)]
     assert message in str(error) or "not an object" in str(error)
-    assert f"line {bad + 1}" in "".join([str(error), *getattr(error, "__notes__", [])])
+    assert f"line {bad[0] + 1}" in "".join([str(error), *getattr(error, "__notes__", [])])
 
 
 @pytest.mark.parametrize("batch_size", [1, 6, 64])
@@ -282,19 +188,9 @@ def test_an_error_above_names_the_row_and_not_the_last_of_the_batch(batch_size: 
     assert ids == [i for i in range(30) if i not in failing]
 
 
-def test_a_sample_without_text() -> None:
-    with pytest.raises(ValueError, match=r"column='body'.*keys \['id', 'text'\].*NoneType"):
-        next(rd.Tokenize(rd.Reader(TEXTS, rd.Shard()), by_letters, "body"))
-    with pytest.raises(ValueError, match="batch_size=0"):
-        tokenize(by_letters, batch_size=0)
-
-
 def test_another_tokenizer_is_an_error_when_a_state_is_loaded() -> None:
     def loader(tokenizer: Any) -> rd.DataLoader:
-        return rd.DataLoader(
-            lambda shard: rd.TokenPacker(tokenize(tokenizer, shard=shard), column="tokens", seq_len=4, eos_id=1),
-            global_batch_size=2, num_logical_shards=2, dp_rank=0, dp_world_size=1,
-        )  # fmt: skip
+        return rd.DataLoader(lambda shard: packed(tokenizer, shard=shard), global_batch_size=2, num_logical_shards=2)
 
     state = loader(by_letters).state_dict()
     loader(by_letters).load_state_dict(state)
@@ -311,12 +207,6 @@ def test_a_tokenizer_that_cannot_be_known_is_a_warning(caplog: pytest.LogCapture
     caplog.clear()
     tokenize(by_letters).parameters()
     assert not caplog.text
-
-
-def test_empty_texts_and_narrow_ids() -> None:
-    node = rd.Tokenize(rd.Reader([{"text": ""}, {"text": "ab"}], rd.Shard(), shuffle=False), _narrow, "text")
-    found = [sample["tokens"] for sample in node]
-    assert [ids.tolist() for ids in found] == [[], [97, 98]]
 
 
 @pytest.mark.parametrize(
@@ -341,10 +231,6 @@ def test_tokens_end_to_end_are_those_of_each_text(found: list[Any]) -> None:
     if values is not None:
         assert values.dtype.isnative
         assert each == [part.tolist() for part in np.split(values, np.cumsum(length)[:-1])]
-
-
-def _narrow(texts: list[str]) -> list[Any]:
-    return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
 def test_what_passes_through_the_cache_leaves_what_was_tokenized(tmp_path: Path) -> None:

@@ -1,41 +1,44 @@
-"""Documents of a mixture in blocks: what comes out, and where it stands, is as if they came one at a time."""
+"""Documents in blocks, through any nodes: what comes out, and where it stands, is as if they came one at a time."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.base import Node, initial, slots_of
-from rescale_data.nodes.mixture import mixed
+from rescale_data.nodes.mixture import interleaved, lengths, mixed
+from rescale_data.nodes.reading import gather
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
+from tests.corpus import write
+from tests.formats import write_jsonl
+from tests.nodes.listed import listed
 from tests.nodes.resume import plain
+from tests.nodes.zoo import by_letters
 
 SHARD = {"index": 1, "num_logical_shards": 3}
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Of several sizes and kinds, with documents of 0 to 12 tokens; the last one has rows in some epochs only."""
+    """Of several sizes and kinds, with documents of 0 to 12 tokens; one has rows in some epochs only, the last have texts."""
     folder, rng = tmp_path_factory.mktemp("mixed"), np.random.default_rng(0)
     found: list[Any] = []
     for number, rows in enumerate((60, 17, 9, 2)):
         lengths = rng.integers(0, 13, rows) if number else rng.integers(3, 6, rows)
-        tokens = pa.array([rng.integers(100 * number, 100 * number + 99, n) for n in lengths], pa.list_(pa.uint16()))
-        found.append(_written(folder / f"{number}.arrow", pa.table({"tokens": tokens})))
+        docs = [rng.integers(100 * number, 100 * number + 99, n).tolist() for n in lengths]
+        found.append(write("parquet" if number == 1 else "arrow", folder / str(number), docs, rows, 7))
     found.append(rd.DatasetSource([{"tokens": np.arange(n % 5), "id": n} for n in range(25)], name="rows"))
+    texts = [{"text": "abc" * (n % 4)} for n in range(25)]
+    found.append(rd.JsonlSource(write_jsonl(folder / "texts.jsonl", texts)))
+    found.append(rd.DatasetSource(texts, name="texts"))
     return found
-
-
-def _written(path: Path, table: pa.Table) -> rd.ArrowSource:
-    with pa.ipc.new_file(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    return rd.ArrowSource(path)
 
 
 def is_long(row: dict[str, Any]) -> bool:
@@ -44,9 +47,12 @@ def is_long(row: dict[str, Any]) -> bool:
 
 def build(what: Any, sources: list[Any], weights: list[float]) -> Node[Any]:
     chosen, below, stop, unit, above, packer, repeat, feature, nested = what
-    nodes: dict[str, Any] = {}
+    shard, nodes = rd.Shard(**SHARD, repeat=repeat), dict[str, Any]()
     for number, (at, kind) in enumerate(zip(chosen, below, strict=False)):
-        node: Any = rd.Reader(sources[at], rd.Shard(**SHARD, repeat=repeat), shuffle=5)
+        blocked = range(1, sources[at].num_rows, 3) if kind == "blocked" else ()
+        node: Any = rd.Reader(sources[at], shard, shuffle=5, exclude=listed(sources[at], blocked))
+        if at >= 5:
+            node = rd.Tokenize(node, by_letters, "text", batch_size=4)
         nodes[f"s{number}"] = _through(kind, node)
     given: Any = dict(zip(nodes, weights, strict=False))
     max_epochs: Any = None
@@ -57,21 +63,23 @@ def build(what: Any, sources: list[Any], weights: list[float]) -> Node[Any]:
         large = [name for name in [*nodes][1:] if not (repeat and readers[name].rows.is_small)]
         max_epochs = {name: 1 + number for number, name in enumerate(large)}
     column = "tokens" if unit == "tokens" else None
-    mixture = rd.WeightedSampler(nodes, given, unit=unit, column=column, stop=stop, max_epochs=max_epochs)
-    if nested:
-        more = {
-            name: rd.Reader(sources[at], rd.Shard(**SHARD, repeat=repeat))
-            for name, at in zip("az", (0, 1), strict=True)
-        }
-        unit = nested if nested == "samples" else unit
-        column = "tokens" if unit == "tokens" else None
+    mixture: Any = rd.WeightedSampler(nodes, given, unit=unit, column=column, stop=stop, max_epochs=max_epochs)
+    if nested == "alone":
+        mixture = nodes["s0"]
+    elif nested:
+        more = {name: rd.Reader(sources[at], shard) for at, name in enumerate("az")}
+        column = column if nested == "as below" else None
         mixture = rd.WeightedSampler(
-            {**more, "inner": mixture}, {"a": 1, "z": 0.2, "inner": 2}, unit=unit, column=column
+            {**more, "inner": mixture},
+            {"a": 1, "z": 0.2, "inner": 2},
+            unit="tokens" if column else "samples",
+            column=column,
         )
     top = _through(above, mixture)
     if packer == "whole":
         return rd.WholeDocumentPacker(top, column="tokens", seq_len=16, window=5)
-    return rd.TokenPacker(top, column="tokens", seq_len=9, eos_id=1, labels=packer == "labels")
+    form: Any = {"eos_id": None, "last": "pad", "pad_id": 0} if packer == "pad" else {"eos_id": 1}
+    return rd.TokenPacker(top, column="tokens", seq_len=3 if packer == "pad" else 9, labels=packer == "labels", **form)
 
 
 def _through(kind: str, node: Any) -> Any:
@@ -80,9 +88,37 @@ def _through(kind: str, node: Any) -> Any:
     return rd.Filter(node, is_long) if kind == "filter" else node
 
 
-def one_by_one() -> Any:
-    """No node but a reader hands over several documents at once."""
-    return mock.patch.multiple(rd.WeightedSampler, open_documents=lambda self, column: None)
+def no_documents(self: Any, column: str) -> None:
+    return None
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """No node hands over several documents at once."""
+    with ExitStack() as stack:
+        for kind in (rd.Reader, rd.Filter, rd.CleanDocuments, rd.Tokenize, rd.WeightedSampler):
+            stack.enter_context(mock.patch.object(kind, "open_documents", no_documents))
+        yield
+
+
+def no_room(self: Any, *given: Any) -> bool:
+    return False
+
+
+@contextmanager
+def in_blocks(num_bytes: int, is_compiled: bool) -> Iterator[None]:
+    """Few documents are copied at a time, or all are left where they are; by the extension, or by NumPy."""
+
+    def block_bytes(*given: Any) -> int:
+        return num_bytes
+
+    with ExitStack() as stack:
+        if num_bytes:
+            stack.enter_context(mock.patch.object(FragmentDocuments, "_have_room", no_room))
+            stack.enter_context(mock.patch("rescale_data.nodes.reader.block_bytes", block_bytes))
+        for module in () if is_compiled else (gather, interleaved, lengths):
+            stack.enter_context(mock.patch.object(module, "kernel", None))
+        yield
 
 
 def drawn(node: Any, position: Any, num: int) -> list[Any]:
@@ -112,57 +148,41 @@ def assert_alike(found: list[Any], expected: list[Any]) -> None:
 
 
 pipelines = st.tuples(
-    st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    st.lists(st.sampled_from(["", "", "clean", "filter"]), min_size=4, max_size=4),
+    st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    st.lists(st.sampled_from(["", "", "clean", "filter", "blocked"]), min_size=4, max_size=4),
     st.sampled_from(["never", "never", "first", "all"]),
     st.sampled_from(["samples", "tokens"]),
     st.sampled_from(["", "", "clean", "filter"]),
-    st.sampled_from(["cut", "labels", "whole"]),
+    st.sampled_from(["cut", "labels", "pad", "whole"]),
     st.booleans(),
     st.sampled_from(["", "", "schedule", "epochs"]),
-    st.sampled_from(["", "", "samples", "as below"]),
+    st.sampled_from(["", "", "alone", "samples", "as below"]),
 )
 weights = st.lists(st.sampled_from([0.05, 0.3, 1, 1, 2.5, 7]), min_size=4, max_size=4)
 
 
-@given(pipelines, weights, weights, st.integers(0, 60), st.booleans())
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(pipelines, weights, weights, st.integers(0, 60), st.sampled_from([0, 30, 2**16]), st.booleans())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_blocks_are_documents_one_by_one(
-    sources: list[Any], what: Any, first: list[float], second: list[float], at: int, room: bool
+    sources: list[Any], what: Any, first: list[float], second: list[float], at: int, num_bytes: int, is_compiled: bool
 ) -> None:
     """Bit for bit, in every sample and position, also after weights have changed at any of them, and out of copies."""
-    has_room = mock.patch.object(FragmentDocuments, "_have_room", return_value=room)
     second = first if "schedule" in what else second  # what has been drawn of one cannot change
     blocks = build(what, sources, first)
     with one_by_one():
         single = build(what, sources, first)
         changed = build(what, sources, second)
     expected = drawn(single, initial(single), 80)
-    with has_room:
+    with in_blocks(num_bytes, is_compiled):
         assert_alike(drawn(blocks, initial(blocks), 80), expected)
     places = [entry[1] for entry in expected if isinstance(entry, tuple)]
     if places:
         place = np.array(places[at % len(places)])
-        in_blocks = build(what, sources, second)
-        for node in (in_blocks, changed):
+        many = build(what, sources, second)
+        for node in (many, changed):
             tell_of(node, single, place)
-        with has_room:
-            assert_alike(drawn(in_blocks, place, 12), drawn(changed, place, 12))
-
-
-@pytest.mark.parametrize("unit", ["samples", "tokens"])
-@pytest.mark.parametrize("nested", ["", "samples", "as below"])
-@pytest.mark.parametrize("feature", ["schedule", "epochs"])
-def test_whatever_changes_weights_does_so_in_blocks_too(
-    sources: list[Any], feature: str, nested: str, unit: str
-) -> None:
-    what = ([0, 1, 0], [""] * 4, "never", unit, "", "cut", True, feature, nested)
-    blocks = build(what, sources, [1, 1, 2.5, 1])
-    with one_by_one():
-        single = build(what, sources, [1, 1, 2.5, 1])
-    mixture = blocks.children["source"]
-    assert (mixture.open_documents("tokens") is None) == (nested == "as below" and unit == "tokens")
-    assert drawn(blocks, initial(blocks), 80) == drawn(single, initial(single), 80)
+        with in_blocks(num_bytes, is_compiled):
+            assert_alike(drawn(many, place, 12), drawn(changed, place, 12))
 
 
 def tell_of(node: Node[Any], before: Node[Any], place: Any) -> None:
@@ -172,37 +192,8 @@ def tell_of(node: Node[Any], before: Node[Any], place: Any) -> None:
             new.adopt(new.earlier(old.parameters(), place[None, slots_of(node, path)]))
 
 
-@pytest.mark.parametrize("kind", ["clean", "filter"])
-def test_a_packer_above_what_keeps_nothing_of_an_endless_mixture_ends(sources: list[Any], kind: str) -> None:
-    readers = {name: rd.Reader(sources[0], rd.Shard(), shuffle=5) for name in "ab"}
-    mixture = rd.WeightedSampler(readers, {"a": 1, "b": 0.3})
-    top = rd.CleanDocuments(mixture, "tokens", min_length=99) if kind == "clean" else rd.Filter(mixture, never)
-    with pytest.raises(rd.DataStateError, match=f"{type(top).__name__} has drawn .* and kept none"):
-        next(rd.TokenPacker(top, column="tokens", seq_len=4, eos_id=1))
-
-
-def never(_: Any) -> bool:
-    return False
-
-
-def test_an_error_of_a_predicate_names_the_row(sources: list[Any]) -> None:
-    bad = sources[0].row(20)["tokens"].tolist()
-
-    def fails(row: dict[str, Any]) -> bool:
-        if row["tokens"].tolist() == bad:
-            raise ZeroDivisionError("by hand")
-        return True
-
-    node = rd.TokenPacker(
-        rd.Filter(rd.Reader(sources[0], rd.Shard(), shuffle=False), fails), column="tokens", seq_len=4, eos_id=1
-    )
-    with pytest.raises(ZeroDivisionError) as found:
-        list(node)
-    assert "row 20" in str(found.value) + "".join(found.value.__notes__)
-
-
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
-def test_after_a_read_that_fails_documents_come_from_where_they_are_asked_for(unit: str) -> None:
+def test_after_a_read_that_fails_documents_come_from_where_they_are_asked_for(unit: Any) -> None:
     """A loader goes back from what it has made ahead: what had been read for the failed block is of another place."""
 
     class Rows:
@@ -220,13 +211,9 @@ def test_after_a_read_that_fails_documents_come_from_where_they_are_asked_for(un
     rows = {name: rd.DatasetSource(Rows(), name=name) for name in "ab"}
 
     def pipeline(shard: rd.Shard) -> Any:
-        mixture = rd.WeightedSampler(
-            {name: rd.Reader(source, shard) for name, source in rows.items()},
-            {"a": 1, "b": 1},
-            unit=unit,  # type: ignore[arg-type]
-            column="tokens" if unit == "tokens" else None,
-            stop="all",
-        )
+        readers = {name: rd.Reader(source, shard) for name, source in rows.items()}
+        column = "tokens" if unit == "tokens" else None
+        mixture = rd.WeightedSampler(readers, {"a": 1, "b": 1}, unit=unit, column=column, stop="all")
         return rd.TokenPacker(mixture, column="tokens", seq_len=5, eos_id=None)
 
     def read(fails_in: int) -> list[Any]:
@@ -234,14 +221,9 @@ def test_after_a_read_that_fails_documents_come_from_where_they_are_asked_for(un
         loader = rd.DataLoader(pipeline, global_batch_size=4, micro_batch_size=1, num_logical_shards=2)
         batches, found = iter(loader), list[Any]()
         Rows.fails_in = fails_in
-        while len(found) < 60:
-            try:
-                batch = next(batches, None)
-            except OSError:
-                continue
-            if batch is None:
-                break
-            found.append({name: value.tolist() for name, value in batch.items()})
+        while len(found) < 60 and (not found or found[-1] is not None):
+            with suppress(OSError):
+                found.append(plain(next(batches, None)))
         return found
 
     expected = read(0)
@@ -268,8 +250,8 @@ def test_many_sources_are_read_together_and_each_seldom(
 
     monkeypatch.setattr(FragmentDocuments, "find_ready", count)
     monkeypatch.setattr(FragmentDocuments, "read", count_alone)
-    table = pa.table({"tokens": [[row] * 8 for row in range(30)]})
-    readers = {f"{i:02d}": rd.Reader(_written(tmp_path / f"{i}.arrow", table), rd.Shard()) for i in range(num)}
+    docs = [[row] * 8 for row in range(30)]
+    readers = {f"{i:02d}": rd.Reader(write("arrow", tmp_path / f"{i}", docs, 30, 7), rd.Shard()) for i in range(num)}
     column = "tokens" if unit == "tokens" else None
     mixture = rd.WeightedSampler(readers, dict.fromkeys(readers, 1.0), unit=unit, column=column)
     samples = iter(rd.TokenPacker(mixture, column="tokens", seq_len=90, eos_id=0))
