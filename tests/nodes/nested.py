@@ -1,6 +1,6 @@
 """Pipelines of any nodes, one in another, drawn at random: a plan is plain data, so that a failing one can be read.
 
-("Filter", plan) | ("Reader", source, shuffle) | ("WeightedSampler", unit, stop, [plan, ...]) | ...
+("Filter", plan) | ("Reader", source, shuffle) | ("WeightedSampler", unit, stop, weights, feature, [plan, ...]) | ...
 """
 
 from collections.abc import Callable
@@ -64,10 +64,29 @@ def _stock_leaf(source: int, shard: rd.Shard) -> nodes.BaseNode[Any]:
 
 
 def _mixture(plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
-    _, unit, stop, weights, below = plan
+    _, unit, stop, weights, feature, below = plan
     children = {f"s{i}": build(child, shard) for i, child in enumerate(below)}
+    given: Any = dict(zip(children, weights, strict=False))
+    max_epochs = None
+    if feature in ("step", "linear"):
+        later = {name: weight + 3 * i for i, (name, weight) in enumerate(reversed(given.items()))}
+        given = rd.Schedule([(0, given), (40, later), (100, {**given, "s0": 9.0})], feature)
+    if feature == "epochs":
+        max_epochs = {f"s{i}": 2 for i, child in enumerate(below) if i and _has_one_reader(child)}
     column = "tokens" if unit == "tokens" else None
-    return rd.WeightedSampler(children, dict(zip(children, weights, strict=False)), unit=unit, column=column, stop=stop)
+    return rd.WeightedSampler(children, given, unit=unit, column=column, stop=stop, max_epochs=max_epochs)
+
+
+def _has_one_reader(plan: Plan) -> bool:
+    """True of a reader with nodes of ours above it, whose epochs are those of the reader."""
+    if plan[0] in ("Reader", "Exclude"):
+        return True
+    return (
+        isinstance(plan[1], tuple)
+        and "Mapper" not in plan[0]
+        and "Unbatcher" not in plan[0]
+        and _has_one_reader(plan[1])
+    )
 
 
 def _stock_mixture(plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
@@ -173,7 +192,8 @@ def _mixtures(below: st.SearchStrategy[Plan]) -> st.SearchStrategy[Plan]:
     weights = st.sampled_from([(1, 1, 1), (3, 1, 2), (0.5, 0.05, 0.45), (1, 0, 1)])
     several = st.lists(below, min_size=2, max_size=3)
     units, stops = st.sampled_from(["samples", "tokens"]), st.sampled_from(["never", "first", "all"])
-    ours = st.tuples(st.just("WeightedSampler"), units, stops, weights, several)
+    features = st.sampled_from([None, None, "step", "linear", "epochs"])
+    ours = st.tuples(st.just("WeightedSampler"), units, stops, weights, features, several)
     criteria = st.sampled_from(
         ["ALL_DATASETS_EXHAUSTED", "FIRST_DATASET_EXHAUSTED", "CYCLE_UNTIL_ALL_DATASETS_EXHAUSTED"]
     )

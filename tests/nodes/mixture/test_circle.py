@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns
-from rescale_data.nodes.mixture.circle import (
-    CIRCLE,
-    Arc,
-    arcs,
-    circle_of,
-    floor_sum,
-    nested_arc,
-    scale_to_circle,
-    shares,
-)
+from rescale_data.nodes.mixture.circle import CIRCLE, Arc, arcs, circle_of, nested_arc, scale_to_circle, shares
 from rescale_data.state import Ints
 
 WEIGHTS = {
@@ -164,11 +155,6 @@ GOLDEN = {
 }
 
 
-@given(st.integers(0, 60), st.integers(0, 3 * CIRCLE), st.integers(-CIRCLE, CIRCLE))
-def test_a_sum_of_floors(num: int, step: int, start: int) -> None:
-    assert floor_sum(num, step, start) == sum((start + i * step) // CIRCLE for i in range(num))
-
-
 @given(weights, st.integers(0, 99), st.integers(0, 10**15), st.integers(0, 300), st.data())
 @settings(max_examples=100)
 def test_draws_of_an_arc_are_counted_and_found(
@@ -181,12 +167,6 @@ def test_draws_of_an_arc_are_counted_and_found(
     assert circle.count(first, first + num, arc) == len(mine)
     for number in {0, len(mine) // 2, len(mine) - 1} & set(range(len(mine))):
         assert circle.find(first, arc, number) == mine[number]
-
-
-def test_that_takes_no_time_for_any_number_of_draws() -> None:
-    circle, arc = circle_of(3, 1024), arcs((0.7, 0.3)).arc(1)
-    assert abs(circle.count(10**6, 10**15, arc) - 0.3 * (10**15 - 10**6)) < 20
-    assert abs(circle.find(10**6, arc, 3 * 10**14) - 10**15) < 10**7
 
 
 @given(st.tuples(points, points), st.tuples(points, points), points)

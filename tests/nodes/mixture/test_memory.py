@@ -157,15 +157,6 @@ def test_fragments_that_shards_share_count_once(
     assert set(decoded.values()) == {1}
 
 
-def test_what_was_put_in_order_outlives_the_fragments_that_pass_through(
-    corpora: list[Path], decoded: Counter[tuple[str, int]]
-) -> None:
-    documents = 0
-    for _ in itertools.islice(loader(sources_of(corpora, cache_bytes=2**20), packed=True), 40):
-        documents += SHARDS * 300 // 61
-    assert decoded.total() < 0.4 * documents  # 0.8 where fragments throw it out
-
-
 def test_spilling_decodes_each_fragment_once_for_all_shards_of_all_sources(
     corpora: list[Path], decoded: Counter[tuple[str, int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

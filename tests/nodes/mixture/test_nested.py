@@ -44,7 +44,7 @@ def played(node: Node[Any], most: int) -> list[Step]:
 
 
 @given(PLANS, st.integers(0, SHARDS - 1), st.booleans(), st.data())
-@settings(max_examples=settings().max_examples // 4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings().max_examples // 2, suppress_health_check=list(HealthCheck))
 def test_computing_is_drawing(plan: Plan, index: int, repeat: bool, data: st.DataObject) -> None:
     def make(shard: rd.Shard) -> Node[Any]:
         return as_node(build(plan, shard))

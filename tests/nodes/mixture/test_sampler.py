@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rescale_data as rd
-from tests.nodes.resume import endless, take
+from tests.nodes.resume import take
 from tests.nodes.zoo import BOOKS, CODE, WEB, mixture, read
 
 
@@ -19,13 +19,19 @@ def source_of(sample: dict[str, Any]) -> str:
 @pytest.mark.parametrize("shard", [rd.Shard(), rd.Shard(3, 5, repeat=True)])
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
 @pytest.mark.parametrize("weights", [{"web": 0.6, "code": 0.1, "books": 0.3}, {"web": 1, "books": 2.71828}])
-def test_a_shard_s_stream_is_near_the_weights(shard: rd.Shard, unit: Any, weights: dict[str, float]) -> None:
+def test_a_shard_s_stream_is_near_the_weights_and_reports_them(
+    shard: rd.Shard, unit: Any, weights: dict[str, float]
+) -> None:
     node = mixture(shard, weights, unit=unit, column="tokens" if unit == "tokens" else None)
     drawn: Counter[str] = Counter()
     for sample in itertools.islice(node, 400):
         drawn[source_of(sample)] += 1 if unit == "samples" else len(sample["tokens"])
         bound = 8 if unit == "samples" else 4 * 30  # the longest document has 30 tokens
         assert all(abs(drawn[name] - drawn.total() * w / sum(weights.values())) < bound for name, w in weights.items())
+    progress = node.progress(np.array([node.position.tolist()]), np.array([shard.index]), np.array([400]))
+    assert sum(progress[f"drawn_samples/{name}"] for name in weights) == 400
+    for name in weights:
+        assert progress[f"share/{name}"] == pytest.approx(drawn[name] / drawn.total())
 
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
@@ -62,27 +68,21 @@ def test_stop_at_the_first_end_and_go_on_where_the_others_are() -> None:
     assert len(set(web[: WEB.num_rows])) == WEB.num_rows
 
 
-def test_stop_when_all_have_ended_yields_each_row_once_an_epoch() -> None:
-    node = mixture(rd.Shard(), stop="all")
+def test_stop_when_all_have_ended_yields_each_row_once_an_epoch_and_others_keep_their_proportions() -> None:
+    node = mixture(rd.Shard(), {"web": 0.5, "code": 0.3, "books": 0.2}, stop="all")
+    sizes = {"web": WEB.num_rows, "code": CODE.num_rows, "books": BOOKS.num_rows}
     everything = Counter(row["id"] for source in (WEB, CODE, BOOKS) for row in source.dataset)
     for epoch in range(3):
-        assert Counter(sample["id"] for sample in node) == everything
+        samples = list(node)
+        assert Counter(sample["id"] for sample in samples) == everything
+        names = [source_of(sample) for sample in samples]
+        web_ended = max(i for i, name in enumerate(names) if name == "web")
+        after = Counter(names[web_ended + 1 : web_ended + 21])
+        assert abs(after["code"] - 20 * 0.6) <= 3
         state = node.get_state()
-        sizes = {"web": WEB.num_rows, "code": CODE.num_rows, "books": BOOKS.num_rows}
         assert state["drawn"] == {name: (epoch + 1) * size for name, size in sizes.items()}
-        assert all(state[name] == {"epoch": epoch + 1, "row": 0, "skipped": 0} for name in ("web", "code", "books"))
+        assert all(state[name] == {"epoch": epoch + 1, "row": 0, "skipped": 0} for name in sizes)
         node.reset(state)
-
-
-def test_when_one_has_ended_the_others_keep_their_proportions() -> None:
-    node = mixture(rd.Shard(), {"web": 0.5, "code": 0.3, "books": 0.2}, stop="all")
-    sources = [source_of(sample) for sample in node]
-    last_of = {name: max(i for i, s in enumerate(sources) if s == name) for name in ("web", "code", "books")}
-    first = min(last_of, key=lambda name: last_of[name])
-    assert first == "web"
-    after = Counter(sources[last_of[first] + 1 : last_of[first] + 21])
-    assert abs(after["code"] - 20 * 0.6) <= 3
-    assert after["web"] == 0
 
 
 def test_counts_of_an_epoch_are_known_where_sources_end() -> None:
@@ -90,14 +90,12 @@ def test_counts_of_an_epoch_are_known_where_sources_end() -> None:
         lambda shard: rd.Map(mixture(shard, stop="all"), lambda sample: {"id": sample["id"]}),
         global_batch_size=6,
         num_logical_shards=6,
-        dp_rank=0,
-        dp_world_size=1,
     )
     total = WEB.num_rows + CODE.num_rows + BOOKS.num_rows
     assert len(loader) == total // 6
     assert len(list(loader)) == total // 6
     with pytest.raises(TypeError, match="only reading tells how many samples come out of WeightedSampler"):
-        len(rd.DataLoader(mixture, global_batch_size=6, num_logical_shards=6, dp_rank=0, dp_world_size=1))
+        len(rd.DataLoader(mixture, global_batch_size=6, num_logical_shards=6))
 
 
 def test_after_the_rest_of_an_epoch_was_left_out_schedules_and_epochs_go_on() -> None:
@@ -119,60 +117,10 @@ def test_after_the_rest_of_an_epoch_was_left_out_schedules_and_epochs_go_on() ->
     assert len(ends[1]) == 46
 
 
-def test_a_silent_source_is_an_error() -> None:
-    node = rd.WeightedSampler(
-        {"web": read(WEB, rd.Shard()), "none": rd.Filter(read(CODE, rd.Shard()), lambda _: False)},
-        {"web": 1, "none": 1},
-    )
-    with pytest.raises(rd.DataStateError, match="'none' of a mixture yielded no sample in 2 whole epochs"):
-        take(node, 5)
-
-
-@pytest.mark.parametrize(
-    ("names", "kwargs", "message"),
-    [
-        (["a"], {"weights": {"b": 1}}, r"nodes \['a'\] and the weights \['b'\]"),
-        ([], {"weights": {}}, "a weight for each"),
-        (["a.b"], {"weights": {"a.b": 1}}, "cannot be part of a state's path"),
-        (["drawn"], {"weights": {"drawn": 1}}, "cannot be part of a state's path"),
-        (["a"], {"weights": {"a": 0}}, "not all 0"),
-        (["a"], {"weights": {"a": -1}}, "none negative"),
-        (["a"], {"weights": {"a": float("nan")}}, "finite"),
-        (["a"], {"weights": {"a": 1}, "unit": "words"}, "'samples' or 'tokens'"),
-        (["a"], {"weights": {"a": 1}, "stop": "now"}, "'never', 'first' or 'all'"),
-        (["a"], {"weights": {"a": 1}, "unit": "tokens"}, "column=None"),
-        (["a"], {"weights": {"a": 1}, "column": "tokens"}, "column='tokens'"),
-        (["a", "b"], {"weights": {"a": 1e308, "b": 1e308}}, "of a finite sum"),
-        (["a"], {"weights": {"a": float("inf")}}, "finite"),
-        (["a"], {"weights": {"a": True}}, r"weights\['a'\]=True is a bool; give a number"),
-        (["a"], {"weights": {"a": "1"}}, r"weights\['a'\]='1' is a str; give a number"),
-        (["a"], {"weights": [1]}, r"weights=\[1\] is a list; give a dict"),
-        (["a"], {"weights": {1: 1, "a": 1}}, r"the weights \[1, 'a'\]"),
-        (["a"], {"weights": "rows"}, "weights='rows' is a str; give a dict"),
-        (["a"], {"weights": {"a": 1}, "max_epochs": {"a": "3"}}, r"max_epochs\['a'\]='3' is a str"),
-        (["a"], {"weights": {"a": 1}, "max_epochs": ["a"]}, r"max_epochs=\['a'\] is a list; give a dict"),
-    ],
-)
-def test_bad_arguments(names: list[str], kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        rd.WeightedSampler({name: read(WEB, rd.Shard()) for name in names}, **kwargs)
-
-
 def test_the_order_of_names_does_not_matter() -> None:
     weights = {"web": 0.2, "code": 0.3, "books": 0.5}
     turned = dict(reversed(weights.items()))
     assert take(mixture(rd.Shard(), weights), 50) == take(mixture(rd.Shard(), turned), 50)
-
-
-def test_progress() -> None:
-    node = mixture(rd.Shard())
-    list(itertools.islice(endless(node), 1000))
-    row = np.array([node.position.tolist()])
-    progress = node.progress(row, np.array([0]), np.array([1000]))
-    assert sum(progress[f"drawn_samples/{name}"] for name in node.names) == 1000
-    for name, weight in node.parameters()["weights"].items():
-        assert progress[f"share/{name}"] == progress[f"drawn_samples/{name}"] / 1000
-        assert abs(progress[f"share/{name}"] - weight) < 0.008
 
 
 @pytest.mark.parametrize("top", [rd.TokenPacker, rd.WholeDocumentPacker])
