@@ -62,10 +62,11 @@ def assert_resumes(build: Callable[[], Node[Any]], num_samples: int, ahead: int 
 
 
 def _assert_binds(build: Callable[[], Node[Any]], rows: list[list[int]], whole: list[Any]) -> None:
-    """One node that is moved from row to row of a table, forwards and back, writes the position after each sample there."""
-    node, table = build(), np.array(rows)
-    for i in [*range(len(rows) - 1), *reversed(range(len(rows) - 1))]:
+    """At each row of a table a new node, and one that is moved from row to row, forwards and back, write the next row there."""
+    node, table, num = build(), np.array(rows), len(rows) - 1
+    for step, i in enumerate([*range(num), *range(num), *reversed(range(num))]):
         row = table[i].copy()
+        node = build() if step < num else node
         node.bind(row.data)
         found = list(itertools.islice(node, 1))
         if found:  # else the epoch ends here
@@ -73,7 +74,7 @@ def _assert_binds(build: Callable[[], Node[Any]], rows: list[list[int]], whole: 
             assert row.tolist() == rows[i + 1], i
     for _ in range(2):  # from the beginning, which nothing that was read has changed
         node.bind(np.array(rows[0]).data)
-        assert take(node, len(rows) - 1) == whole[: len(rows) - 1]
+        assert take(node, num) == whole[:num]
 
 
 def assert_ends(build: Callable[[], Node[Any]], epochs: int = 2) -> None:

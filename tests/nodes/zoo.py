@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torchdata import nodes
 
 import rescale_data as rd
@@ -23,6 +24,7 @@ WEB = rd.DatasetSource(corpus("web", 4 * [3, 9, 0, 5, 14, 2, 7, 1, 6, 4, 11, 3, 
 FEW = rd.DatasetSource(
     corpus("web", 3 * [3, 9, 1, 5, 14, 2, 7, 1, 6, 4, 11, 3, 8, 2, 5, 2, 1, 8, 3, 4, 5, 1]), name="few"
 )
+TINY = rd.DatasetSource(corpus("tiny!", [4, 1, 6]), name="tiny")
 CODE = rd.DatasetSource(corpus("code", 5 * [6, 1, 2, 12, 4, 3, 9, 2, 5, 7, 1]), name="code")
 BOOKS = rd.DatasetSource(corpus("books", 5 * [17, 5, 30, 8, 2, 21, 9, 3, 12, 6, 4]), name="books")
 
@@ -111,6 +113,24 @@ def cleaned(shard: rd.Shard) -> rd.BaseNode[Any]:
 
 def whole(shard: rd.Shard) -> rd.BaseNode[Any]:
     return rd.WholeDocumentPacker(read(WEB, shard), column="tokens", seq_len=12, eos_id=1, window=5, labels=True)
+
+
+def with_columns(row: dict[str, Any]) -> dict[str, Any]:
+    images = [f"{row['id']}/{i}".encode() for i in range(len(row["tokens"]) % 4)]
+    return {**row, "loss_mask": row["tokens"] % 3 > 0, "images": images}
+
+
+def columned(shard: rd.Shard) -> rd.BaseNode[Any]:
+    rows, columns = rd.Map(read(WEB, shard), with_columns), {"loss_mask": torch.bool}
+    return rd.TokenPacker(rows, column="tokens", seq_len=6, eos_id=1, columns=columns, labels=True)
+
+
+def paid(shard: rd.Shard) -> rd.BaseNode[Any]:
+    rows, carried = rd.Map(read(WEB, shard), with_columns), {"payload": ["images"], "limits": {"images": 4}}
+    columns = {"loss_mask": torch.bool}
+    return rd.WholeDocumentPacker(
+        rows, column="tokens", seq_len=12, window=5, long="truncate", columns=columns, labels=True, **carried
+    )
 
 
 def everything(shard: rd.Shard) -> rd.BaseNode[Any]:
@@ -241,10 +261,16 @@ LOSSY = ("Batcher-drop", "Unbatcher-drop", "Weighted-first", "Weighted-cycle", "
 
 PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "map": mapped,
+    "map, full": lambda shard: rd.Map(rd.Reader(WEB, shard), without_arrays),
+    "map, in order": lambda shard: rd.Map(rd.Reader(WEB, shard, shuffle=False), without_arrays),
     "skip": skipping,
     "filter": filtered,
     "random": random,
     "mixture": mixed,
+    "small": lambda shard: rd.Map(
+        rd.WeightedSampler({"web": read(WEB, shard), "tiny": read(TINY, shard)}, {"web": 9, "tiny": 1}, stop="all"),
+        without_arrays,
+    ),
     "first": functools.partial(mixed, stop="first"),
     "all": functools.partial(mixed, stop="all"),
     "tokens": functools.partial(mixed, unit="tokens", column="tokens"),
@@ -252,6 +278,8 @@ PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "tokenize": tokenized,
     "clean": cleaned,
     "whole": whole,
+    "columns": columned,
+    "payload": paid,
     "everything": everything,
     "max_epochs": functools.partial(mixed, max_epochs={"code": 2, "web": 1}),
     "schedule": scheduled,

@@ -9,12 +9,22 @@ from rescale_data.nodes.packing.fit import best_fit
 from rescale_data.nodes.packing.varlen import flat_cu_seqlens
 
 
-@given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 40), st.integers(1, 6))
-def test_every_item_is_in_one_bin_that_holds_it(lengths: list[int], capacity: int, max_items: int) -> None:
-    bins = best_fit(lengths, capacity, max_items)
-    assert sorted(item for items in bins for item in items) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in items) <= capacity for items in bins)
-    assert all(1 <= len(items) <= max_items and items == sorted(items) for items in bins)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4), st.integers(0, 4)), max_size=60),
+    st.integers(9, 40),
+    st.integers(1, 6),
+)
+def test_every_item_is_in_one_bin_that_holds_it(items: list[tuple[int, int, int]], capacity: int, most: int) -> None:
+    """By its length, by the number of items, and by other sizes of which 4 are the most."""
+    lengths, *others = zip(*items, strict=True) if items else ((), (), ())
+    for limited in ([], others):
+        bins = best_fit(lengths, capacity, most, [(sizes, 4) for sizes in limited])
+        assert sorted(item for chosen in bins for item in chosen) == list(range(len(items)))
+        for chosen in bins:
+            assert 1 <= len(chosen) <= most
+            assert chosen == sorted(chosen)
+            assert sum(lengths[i] for i in chosen) <= capacity
+            assert all(sum(sizes[i] for i in chosen) <= 4 for sizes in limited)
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))

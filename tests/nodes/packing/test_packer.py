@@ -9,19 +9,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torchdata.nodes import Mapper
+from torchdata.nodes import BaseNode, Mapper
 
 import rescale_data as rd
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.packing.packer import TokenPacker
 from rescale_data.nodes.packing.token_stream import TokenStream
+from rescale_data.nodes.packing.whole import WholeDocumentPacker
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading import fragment_documents
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import cache
 from tests.corpus import LAYOUTS, documents, fragment_order, write
 from tests.formats import write_megatron
-from tests.nodes.resume import assert_resumes
 
 EOS, BOS, ONE = 2, 1, Shard()
 
@@ -30,9 +29,10 @@ lengths = st.lists(st.integers(0, 9), min_size=1, max_size=24)
 
 
 def packer_of(source: Any, shard: Shard = ONE, shuffle: bool | int = 4, via_mapper: bool = False, **kwargs: Any):
-    rows = Reader(source, shard, shuffle=shuffle)
-    node = Mapper(rows, dict) if via_mapper else rows
-    return TokenPacker(node, **{"column": "tokens", "seq_len": 5, "eos_id": EOS, **kwargs})
+    rows = source if isinstance(source, BaseNode) else Reader(source, shard, shuffle=shuffle)
+    return TokenPacker(
+        Mapper(rows, dict) if via_mapper else rows, **{"column": "tokens", "seq_len": 5, "eos_id": EOS, **kwargs}
+    )
 
 
 def naive_stream(source: Any, shard: Shard, shuffle: bool | int, bos: int | None, eos: int | None, epochs: int):
@@ -40,11 +40,8 @@ def naive_stream(source: Any, shard: Shard, shuffle: bool | int, bos: int | None
     reader, tokens, owners = Reader(source, shard, shuffle=shuffle), [], []
     for _ in range(epochs):
         for doc in reader:
-            new = [
-                *([] if bos is None else [bos]),
-                *np.asarray(doc["tokens"]).tolist(),
-                *([] if eos is None else [eos]),
-            ]
+            around = [[] if token is None else [token] for token in (bos, eos)]
+            new = [*around[0], *doc["tokens"].tolist(), *around[1]]
             tokens += new
             owners += [len(set(owners))] * len(new)
         reader.reset(reader.get_state())
@@ -75,6 +72,7 @@ class TestStream:
         eos=st.sampled_from([EOS, None, 70_000]),
         bos=st.sampled_from([BOS, None]),
         labels=st.booleans(),
+        dtype=st.sampled_from([torch.int32, torch.int64]),
         block=st.sampled_from([1, 30, 2**20]),
         layout=st.sampled_from(LAYOUTS),
         via_mapper=st.booleans(),
@@ -82,17 +80,19 @@ class TestStream:
     )
     @per_example
     def test_endless_stream_is_the_documents_end_to_end(
-        self, lengths, seq_len, eos, bos, labels, block, layout, via_mapper, shard, tmp_path_factory
+        self, lengths, seq_len, eos, bos, labels, dtype, block, layout, via_mapper, shard, tmp_path_factory
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
             many_blocks(patch, block)
             docs = documents([*lengths, 4, 4])
             source = write(layout, tmp_path_factory.mktemp("corpus"), docs)
-            kwargs = {"seq_len": seq_len, "eos_id": eos, "bos_id": bos, "labels": labels, "doc_ids": True}
-            node = packer_of(source, shard, via_mapper=via_mapper, **kwargs)
+            kwargs = {"seq_len": seq_len, "eos_id": eos, "bos_id": bos, "labels": labels, "dtype": dtype}
+            node = packer_of(source, shard, via_mapper=via_mapper, doc_ids=True, **kwargs)
             tokens, owners = naive_stream(source, shard, 4, bos, eos, epochs=3)
             count = (len(tokens) - 1) // seq_len
-            samples = as_lists(itertools.islice(node, count))
+            tensors = list(itertools.islice(node, count))
+            assert {(value.dtype, value.shape) for s in tensors for value in s.values()} <= {(dtype, (seq_len,))}
+            samples = as_lists(tensors)
             flat = [token for sample in samples for token in sample["tokens"]]
             assert flat == tokens[: count * seq_len]
             if labels:
@@ -101,32 +101,6 @@ class TestStream:
                 mine = owners[i * seq_len : (i + 1) * seq_len]
                 names = {owner: number for number, owner in enumerate(dict.fromkeys(mine))}
                 assert sample["doc_ids"] == [names[owner] for owner in mine]
-
-    @given(
-        lengths=lengths,
-        seq_len=st.sampled_from([1, 2, 3, 5]),
-        labels=st.booleans(),
-        block=st.sampled_from([1, 30, 100]),
-        via_mapper=st.booleans(),
-        shard=st.sampled_from([Shard(repeat=True), Shard()]),
-        shuffle=st.sampled_from([False, 4, 30]),
-    )
-    @per_example
-    def test_positions_do_not_depend_on_how_many_documents_are_read_at_once(
-        self, lengths, seq_len, labels, block, via_mapper, shard, shuffle, tmp_path_factory
-    ) -> None:
-        """Also among documents without a token: a RandomMap above is keyed by them."""
-        docs = documents([*(0 if n < 5 else n // 6 * seq_len for n in lengths), 0, 6, 0])
-        source = write("parquet", tmp_path_factory.mktemp("corpus"), docs)
-
-        def states(num_bytes: int, **kwargs: Any) -> list[Any]:
-            with pytest.MonkeyPatch.context() as patch:
-                many_blocks(patch, num_bytes)
-                kwargs = {"seq_len": seq_len, "eos_id": None, "labels": labels, "last": "pad", **kwargs}
-                node = packer_of(source, shard, shuffle, **kwargs)
-                return [(sample["tokens"].tolist(), node.position.tolist()) for sample in itertools.islice(node, 40)]
-
-        assert states(block, via_mapper=via_mapper, doc_ids=True) == states(2**20)
 
     @pytest.mark.parametrize("last", ["drop", "pad"])
     @pytest.mark.parametrize("block", [1, 40, 2**20])
@@ -152,47 +126,23 @@ class TestStream:
             assert node.get_state() == {"offset": 0, "source": {"epoch": epoch + 1, "row": 0, "skipped": 0}}
             node.reset(node.get_state())
 
-    def test_the_label_of_the_very_last_token(self, layout: str, tmp_path: Path) -> None:
-        node = packer_of(write(layout, tmp_path, documents([4, 4])), labels=True)
-        samples = as_lists(node)
-        assert [s["labels"][-1] for s in samples] == [samples[1]["tokens"][0], -100]
-
-    def test_after_the_last_sample_the_position_still_belongs_to_the_epoch(self, layout: str, tmp_path: Path) -> None:
-        node = packer_of(write(layout, tmp_path, documents([4, 4])))
-        next(node), next(node)
-        assert node.get_state() == {"offset": 0, "source": {"epoch": 0, "row": 2, "skipped": 0}}
-
-    def test_no_token_in_two_epochs(self, layout: str, tmp_path: Path) -> None:
-        source = write(layout, tmp_path, [[], []])
-        with pytest.raises(DataStateError, match="no token in 2 whole epochs"):
-            next(packer_of(source, Shard(repeat=True), eos_id=None))
-        assert as_lists(packer_of(source, eos_id=None, last="pad")) == []
-
-
-class TestResume:
-    @pytest.mark.parametrize("via_mapper", [False, True])
-    @pytest.mark.parametrize("repeat", [False, True])
-    @pytest.mark.parametrize("block", [1, 25, 2**20])
-    def test_at_every_sample(
-        self, layout: str, via_mapper: bool, repeat: bool, block: int, tmp_path: Path, monkeypatch
+    @pytest.mark.parametrize(
+        ("node", "how"), [(TokenPacker, {"eos_id": None}), (WholeDocumentPacker, {"long": "drop"})]
+    )
+    def test_nothing_to_pack_is_an_error_or_an_empty_epoch(
+        self, node: Any, how: Any, layout: str, tmp_path: Path
     ) -> None:
-        many_blocks(monkeypatch, block)
-        source = write(layout, tmp_path, documents([3, 0, 7, 1, 25, 9, 2, 2, 0, 1]))
+        source = write(layout, tmp_path, documents([0, 0] if node is TokenPacker else [20, 20]))
 
-        def build() -> TokenPacker:
-            return packer_of(source, Shard(1, 2, repeat=repeat), via_mapper=via_mapper, labels=True, last="pad")
+        def packer(shard: Shard) -> Any:
+            return node(Reader(source, shard), column="tokens", seq_len=8, **how)
 
-        assert_resumes(build, num_samples=30, ahead=9)
+        with pytest.raises(DataStateError, match="no token in 2 whole epochs"):
+            next(packer(Shard(repeat=True)))
+        assert list(packer(ONE)) == []
 
-    def test_what_was_evicted_is_made_again(self, tmp_path: Path) -> None:
-        source = write("arrow", tmp_path, documents([9] * 20))
-        expected = as_lists(packer_of(source, labels=True))
-        node, found = packer_of(source, labels=True), []
-        for sample in node:
-            found.append(sample)
-            cache().clear()
-        assert as_lists(found) == expected
 
+class TestSamples:
     def test_a_document_that_now_ends_at_the_position(self) -> None:
         """It was the last one. The next epoch begins at the first token, not as far behind it as the position was."""
 
@@ -207,83 +157,29 @@ class TestResume:
         after.reset(after.get_state())
         assert [sample["tokens"].tolist() for sample in after] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
-
-class TestSamples:
     def test_are_their_callers_own(self, tmp_path: Path) -> None:
         source = write("arrow", tmp_path, documents([40]))
         expected = as_lists(packer_of(source, labels=True))
-        node, found = packer_of(source, labels=True), []
-        for sample in node:
+        found = []
+        for sample in packer_of(source, labels=True):
             found += as_lists([sample])
             sample["tokens"].fill_(-1)
             sample["labels"].fill_(-1)
         assert found == expected
 
-    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    def test_have_the_dtype_asked_for(self, dtype: torch.dtype, tmp_path: Path) -> None:
-        source = write("arrow", tmp_path, documents([8]))
-        for sample in packer_of(source, dtype=dtype, labels=True, doc_ids=True, last="pad"):
-            assert {value.dtype for value in sample.values()} == {dtype}
-            assert {value.shape for value in sample.values()} == {(5,)}
-
     @pytest.mark.parametrize("convert", [list, torch.tensor, np.array, lambda v: np.array(v, dtype=np.uint64)])
     def test_tokens_from_any_node(self, convert) -> None:
-        node = TokenPacker(
-            Mapper(Reader([[3, 4], [], [5, 6, 7]], Shard(), shuffle=False), lambda doc: {"ids": convert(doc)}),
-            column="ids",
-            seq_len=4,
-            eos_id=2,
-        )
+        rows = Reader([[3, 4], [], [5, 6, 7]], Shard(), shuffle=False)
+        node = packer_of(Mapper(rows, lambda doc: {"ids": convert(doc)}), column="ids", seq_len=4)
         assert as_lists(node) == [{"tokens": [3, 4, 2, 2]}, {"tokens": [5, 6, 7, 2]}]
 
 
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("document", "error", "message"),
-        [
-            ({"other": [1]}, ValueError, r"keys \['other'\]"),
-            ([1, 2], ValueError, "a sample with a list"),
-            ({"tokens": [1.5]}, TypeError, "float64"),
-            ({"tokens": [[1, 2]]}, TypeError, r"shape \[1, 2\]"),
-            ({"tokens": [[1, 2], [3]]}, TypeError, "1-D array"),
-            ({"tokens": "text"}, TypeError, "a str"),
-        ],
-    )
-    def test_a_sample_without_tokens(self, document: Any, error: type[Exception], message: str) -> None:
-        with pytest.raises(error, match=message):
-            next(packer_of([document]))
-
-    @pytest.mark.parametrize(
-        "kwargs",
-        [
-            {"seq_len": 0},
-            {"dtype": torch.int16},
-            {"last": "keep"},
-            {"eos_id": -1},
-            {"bos_id": 2**40, "dtype": torch.int32},
-        ],
-    )
-    def test_an_argument_out_of_range(self, kwargs: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=next(iter(kwargs))):
-            packer_of([{"tokens": [1]}], **kwargs)
-
-    def test_tokens_that_do_not_fit(self) -> None:
-        with pytest.raises(ValueError, match="do not fit int32"):
-            next(packer_of([{"tokens": [2**31]}], dtype=torch.int32, seq_len=1))
-
-    def test_a_column_that_is_missing_or_no_tokens_when_it_is_built(self, tmp_path: Path) -> None:
-        source = write("arrow", tmp_path, documents([3]))
-        with pytest.raises(ValueError, match=r"no column 'ids'. It has 'tokens'"):
-            packer_of(source, column="ids")
-
-
-def test_parameters_and_progress(tmp_path: Path) -> None:
+def test_parameters(tmp_path: Path) -> None:
     node = packer_of(write("arrow", tmp_path / "corpus", documents([3])), bos_id=BOS)
     assert node.parameters() == {
         "column": "tokens", "seq_len": 5, "eos_id": EOS, "bos_id": BOS, "labels": False, "doc_ids": False,
         "last": "drop", "pad_id": EOS, "dtype": "torch.int64",
     }  # fmt: skip
-    assert node.progress(np.zeros((2, 3), np.int64), np.arange(2), np.array([3, 4])) == {"tokens/corpus": 35.0}
 
 
 def test_what_all_shards_put_in_order_fits_the_cache() -> None:
@@ -298,9 +194,7 @@ def test_reading_ahead_changes_neither_a_batch_nor_when_an_error_is_raised(
     """A fragment that cannot be read stops the batch that needs it, and no sooner; then the run goes on."""
     write_megatron(tmp_path / "d", [[i % 251] * (1 + i * 7 % 5) for i in range(9000)])
     rows = rd.MegatronSource(tmp_path).fragments
-    gone = int(
-        np.searchsorted(rows, fragment_order(rows, 0, 0).first[1])
-    )  # the first shard alone comes to it, and later
+    gone = int(np.searchsorted(rows, fragment_order(rows, 0, 0).first[1]))  # the first shard comes to it alone, later
     reads, fails = rd.MegatronSource.tokens, [True]
 
     def tokens(self: Any, column: str, fragment: int) -> Any:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter, defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,12 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.engine.collate import pin
-from rescale_data.nodes.packing.fit import best_fit
 from rescale_data.nodes.packing.payload import PerDocument
 from rescale_data.testing import assert_rescalable, full_state_dict
-from tests.nodes.resume import assert_ends, assert_resumes, endless, plain
+from tests.nodes.resume import endless, plain
+from tests.nodes.runs import N, ranks_of, samples_by_shard
 
-N, BATCH, WINDOW, PAD = 6, 12, 8, 9_999
-some = settings(max_examples=max(6, settings().max_examples // 8))
+WINDOW, PAD = 8, 9_999
 
 
 def conversation(number: int, num_tokens: int, num_images: int | None) -> dict[str, Any]:
@@ -83,62 +83,27 @@ def test_each_document_has_what_it_carries_once(rows: Any, long: Any, limits: An
         assert node.get_state()["long"] == len(dropped)
 
 
-def loaders(world_size: int, **others: Any) -> list[rd.DataLoader]:
-    sizes = {"global_batch_size": BATCH, "micro_batch_size": BATCH // world_size, "num_logical_shards": N}
-    arguments = {**sizes, "dp_world_size": world_size, "repeat": True}
-    return [
-        rd.DataLoader(lambda shard: packer(SOURCE, shard, **others), dp_rank=rank, **arguments)
-        for rank in range(world_size)
-    ]
-
-
-def samples_of(chain: list[tuple[dict[str, Any], int, int]]) -> dict[int, list[Any]]:
-    """By logical shard, over segments of ``(form, ranks, steps)``."""
-    state, found = None, defaultdict(list)
-    for form, world_size, steps in chain:
-        ranks = loaders(world_size, **form)
-        for loader in ranks if state is not None else []:
-            loader.load_state_dict(state)
-        for loader in ranks * steps:
-            taken = loader._stream.take()
-            for i, shard in enumerate(taken.shards):
-                found[shard].append({key: value[i] for key, value in taken.batch.items()})
-        state = full_state_dict(ranks)
-    return found
-
-
-def segments(forms: Any) -> Any:
-    return st.lists(st.tuples(forms, st.sampled_from([4, 2, 3, 1]), st.integers(0, 3)), min_size=2, max_size=3)
-
-
-@given(segments(st.just({})), st.sampled_from(["split", "truncate", "drop"]), st.sampled_from([16, 48]))
-@some
-def test_rescaled_it_is_as_if_nothing_had_interrupted(chain: Any, long: str, seq_len: int) -> None:
-    form = {"long": long, "seq_len": seq_len}
-    for shard, samples in samples_of([(form, *segment) for _, *segment in chain]).items():
-        expected = packer(SOURCE, rd.Shard(shard, N, repeat=True), **form)
-        assert [plain(sample) for sample in samples] == [plain(next(expected)) for _ in samples]
-
-
 FORMS = st.fixed_dictionaries(
     {"seq_len": st.sampled_from([40, 96]), "limits": st.sampled_from([{"images": n} for n in (5, 9)])}
 )
+SEGMENTS = st.lists(st.tuples(FORMS, st.sampled_from([4, 2, 3, 1]), st.integers(0, 3)), min_size=2, max_size=3)
 
 
-@given(segments(FORMS))
-@some
+@given(SEGMENTS)
+@settings(max_examples=max(6, settings().max_examples // 8))
 def test_each_comes_once_where_limits_and_length_change_within_windows(chain: Any) -> None:
-    for shard, samples in samples_of(chain).items():
+    state, found = None, defaultdict(list)
+    for form, world_size, steps in chain:
+        ranks = ranks_of(partial(packer, SOURCE, **form), world_size, state)
+        for shard, samples in samples_by_shard(ranks, steps).items():
+            found[shard] += samples
+        state = full_state_dict(ranks)
+    for shard, samples in found.items():
         came = [row for sample in samples for row in first_pieces(sample, ROWS, {"images": 9})]
         reader = endless(rd.Reader(SOURCE, rd.Shard(shard, N, repeat=True), shuffle=4))
         read = [int(row["tokens"][0]) for row in itertools.islice(reader, len(came) + 60) if len(row["tokens"])]
         assert not Counter(came) - Counter(read[: len(came) + WINDOW])
         assert not Counter(read[: max(0, len(came) - WINDOW + 1)]) - Counter(came)
-
-
-def test_resumes_at_every_position() -> None:
-    assert_resumes(lambda: packer(SOURCE, rd.Shard(1, 3, repeat=True)), 12)
-    assert_ends(lambda: packer(SOURCE, rd.Shard(0, 3)))
 
 
 def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
@@ -167,7 +132,7 @@ def test_batches_hold_a_list_per_sample_with_workers_too(pipeline: Any, workers:
 
 
 def test_the_last_batch_is_filled_up_with_what_its_samples_carry() -> None:
-    loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=4, tail="pad", dp_rank=0, dp_world_size=1)
+    loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=4, tail="pad")
     came = []
     for batch in loader:
         for i in range(int(batch["valid"].sum())):
@@ -181,37 +146,7 @@ def test_tensors_within_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pin({"images": [PerDocument([[torch.tensor(1)], None, b"x"])]}) == {"images": [[[2], None, b"x"]]}
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4), st.integers(0, 4)), max_size=30), st.integers(1, 5))
-@some
-def test_bins_keep_all_limits(items: list[tuple[int, int, int]], max_items: int) -> None:
-    lengths, *others = zip(*items, strict=True) if items else ((), (), ())
-    bins = best_fit(lengths, 10, max_items, [(sizes, 4) for sizes in others])
-    assert sorted(item for chosen in bins for item in chosen) == list(range(len(items)))
-    for chosen in bins:
-        assert len(chosen) <= max_items
-        assert sum(lengths[i] for i in chosen) <= 10
-        assert all(sum(sizes[i] for i in chosen) <= 4 for sizes in others)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"payload": "images"}, "give a list of columns"),
-        ({"payload": ["tokens"]}, "yields itself"),
-        ({"payload": ["labels"]}, "yields itself"),
-        ({"payload": ["id"]}, "give at least 1, for columns of payload="),
-        ({"limits": {"images": 0}}, "give at least 1"),
-        ({"limits": ["images"]}, "give {column: most}"),
-        ({"limits": {"images": 1.5}}, "give an int"),
-        ({"payload": ["images", "audio"]}, "has 'audio', but a sample has the keys"),
-    ],
-)
-def test_what_cannot_be_is_an_error(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        next(packer(SOURCE, **arguments))
-
-
 def test_another_payload_is_an_error_at_the_load() -> None:
-    [saved], [other] = loaders(1), loaders(1, payload=["images"])
+    [saved] = ranks_of(pipeline)
     with pytest.raises(rd.DataStateError, match="payload"):
-        other.load_state_dict(saved.state_dict())
+        ranks_of(partial(packer, SOURCE, payload=["images"]), state=saved.state_dict())
