@@ -45,9 +45,7 @@ def test_who_writes_a_node_sees_fifteen_names() -> None:
     assert {name for name in dir(node) if not name.startswith("_")} - set(dir(BaseNode)) == NAMES
 
 
-def test_a_node_has_the_abilities_whose_methods_it_has() -> None:
-    assert [each for each in ABILITIES if issubclass(Plain, each)] == []
-    assert [each for each in ABILITIES if issubclass(Known, each)] == [abilities.Counts, abilities.Skips]
+def test_what_a_node_cannot_do_is_done_by_drawing() -> None:
     rows, known = (kind(source=rd.Reader(range(8), rd.Shard(), shuffle=False)) for kind in (Plain, Known))
     row, shards = np.array(initial(rows))[None], np.array([0])
     assert below.epoch_end(rows, row, shards) is None
@@ -58,41 +56,47 @@ def test_a_node_has_the_abilities_whose_methods_it_has() -> None:
         assert list(node) == [4, 5, 6, 7]
 
 
-def test_a_helper_with_the_name_of_a_method_is_no_ability() -> None:
-    """An ability has attributes as well: `columns_of` and the loader read them."""
+class Log(Plain):
+    """Helpers that have the names of methods; an ability has attributes as well."""
 
-    class Log(Plain):
-        def write(self, text: str) -> None: ...
-        def read_begun(self) -> None: ...
-        def reform(self, rows: Any) -> None: ...
+    def write(self, text: str) -> None: ...
+    def read_begun(self) -> None: ...
+    def reform(self, rows: Any) -> None: ...
 
-        skip = 3
-
-    assert [each for each in ABILITIES if issubclass(Log, each)] == []
-    loader = rd.DataLoader(lambda shard: Log(source=rd.Reader(range(8), shard, shuffle=False)), global_batch_size=8)
-    assert sorted(next(iter(loader)).tolist()) == [*range(8)]
+    skip = 3
 
 
-def test_a_method_that_is_none_is_no_ability() -> None:
-    class Off(Known):
-        epoch_end = skip = None  # type: ignore[assignment]
-
-    assert [each for each in ABILITIES if issubclass(Off, each)] == []
-
-    class Below(Off):
-        def next(self) -> Any:
-            return super().next()
-
-    assert [each for each in ABILITIES if issubclass(Below, each)] == []
+class Off(Known):
+    epoch_end = skip = None  # type: ignore[assignment]
 
 
-def test_a_class_that_derives_from_an_ability_is_no_ability() -> None:
-    class Counting(abilities.Counts, Plain):
-        def epoch_end(self, rows: Any, shards: Any) -> Any:
-            return None
+class Below(Off):
+    def next(self) -> Any:
+        return super().next()
 
-    assert issubclass(Counting, abilities.Counts)
+
+class Counting(abilities.Counts, Plain):
+    def epoch_end(self, rows: Any, shards: Any) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Plain, []),
+        (Known, [abilities.Counts, abilities.Skips]),
+        (Log, []),
+        (Off, []),
+        (Below, []),
+        (Counting, [abilities.Counts]),
+    ],
+)
+def test_a_node_has_the_abilities_whose_methods_it_has(kind: type[Plain], expected: list[type]) -> None:
+    """Neither those of helpers with such a name, nor those whose method is None; nor is a class of it an ability."""
+    assert [each for each in ABILITIES if issubclass(kind, each)] == expected
     assert not issubclass(Plain, Counting)
+    loader = rd.DataLoader(lambda shard: kind(source=rd.Reader(range(8), shard, shuffle=False)), global_batch_size=8)
+    assert sorted(next(iter(loader)).tolist()) == [*range(8)]
 
 
 def test_a_subclass_gives_samples_without_many_at_once() -> None:

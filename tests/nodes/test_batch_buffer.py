@@ -3,13 +3,11 @@
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
 
 import rescale_data as rd
-from rescale_data.nodes.batch_buffer import BatchBuffer
 
 DOCUMENTS = [{"tokens": list(range(i, i + 3 + i % 5))} for i in range(40)]
 
@@ -39,13 +37,6 @@ def test_a_batch_is_what_stacking_samples_makes(pipeline: Any, repeat: bool) -> 
         for column, value in one.items():
             assert torch.equal(value, other[column]) if isinstance(value, torch.Tensor) else value == other[column]
             assert getattr(value, "dtype", None) == getattr(other[column], "dtype", None)
-
-
-def test_short_values_are_filled_up() -> None:
-    buffer = BatchBuffer({"x": (4, np.dtype(np.int32))}, 2)
-    buffer.put("x", 0, np.arange(4), -1)
-    buffer.put("x", 1, np.arange(2, dtype=np.uint8), -1)
-    assert buffer.batch()["x"].tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
 
 
 def test_shards_that_yield_other_columns() -> None:

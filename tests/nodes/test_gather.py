@@ -1,14 +1,8 @@
 """`gather`: the compiled extension and NumPy give the same samples and positions, which are those of a list of tokens."""
 
-import importlib.util
 import logging
-import shutil
-import subprocess
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,24 +17,9 @@ from rescale_data.order import ShardOrder
 from tests.corpus import fragment_order
 
 KINDS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
-ROOT = Path(__file__).parents[2]
 
 
-def built() -> Any:
-    """The extension: the one installed, else made now; `None` only where there is no compiler."""
-    if gather.kernel is not None or shutil.which("cc") is None:
-        return gather.kernel
-    folder = tempfile.mkdtemp()
-    made = ["--build-lib", folder, "--build-temp", folder]
-    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", *made], cwd=ROOT, check=True)
-    spec = importlib.util.spec_from_file_location("kernel", next(Path(folder).rglob("kernel*.so")))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    shutil.rmtree(folder)
-    return module
-
-
-KERNEL = built()
+KERNEL = gather.kernel  # None where it was built without a compiler
 _PLAIN = gather.SpecialTokens(None, None, np.dtype("i8"))
 WAYS = [None, KERNEL] if KERNEL is not None else [None]
 
@@ -181,11 +160,6 @@ class TestBothWays:
             gather.fill([ready(spans, around, position)], 0, np.empty((1, 2), dtype), None, None)
         assert position.tolist() == [0, 0]
 
-    def test_copies(self) -> None:
-        array = np.arange(10, dtype=np.uint16)
-        assert gather.copy_documents(array, np.array([7, 0, 3]), np.array([2, 3, 0])).tolist() == [7, 8, 0, 1, 2]
-        assert len(gather.copy_documents(array, np.array([0]), np.array([0]))) == 0
-
     def test_where_there_is_none_it_stops(self) -> None:
         around, position = _PLAIN, np.array([0, 0])
         full = ready(Spans.of(np.arange(9), PositionUpdates.of([0], np.array([[1]]))), around, position)
@@ -224,41 +198,19 @@ def test_what_parts_keep_together_is_counted_once() -> None:
     assert Spans.join([part] * 9).nbytes - part.nbytes < fragment.nbytes < part.nbytes
 
 
-def test_moves() -> None:
-    moves = PositionUpdates.of([0, 2], np.array([[1, 5], [2, 6], [3, 7]]))
-    position = np.zeros(4, np.int64)
-    moves[1:].apply(position.data, 1)
-    assert position.tolist() == [2, 0, 6, 0]
-    moves.take(np.array([2, 0])).shifted(1).apply(position.data, 2)
-    assert position.tolist() == [2, 1, 6, 5]
-    both = moves.combined_with(PositionUpdates.of([3], np.array([[8], [9], [10]])))
-    assert (both.ends.tolist(), both.slot.tolist(), both.value.tolist()) == (
-        [0, 3, 6, 9], [0, 2, 3] * 3, [1, 5, 8, 2, 6, 9, 3, 7, 10],
-    )  # fmt: skip
-    assert moves.merge_groups(np.array([1, 1, 3])).ends.tolist() == [0, 2, 2, 6]
-    assert len(Spans.join([EMPTY_SPANS, EMPTY_SPANS])) == 0
-
-
-def test_numpy_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(gather, "kernel", None)
-    gather._log_no_kernel.cache_clear()
-    with caplog.at_level(logging.INFO, "rescale_data"):
-        gather.log_if_no_kernel(), gather.log_if_no_kernel()
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-
-
-def test_an_extension_of_another_version_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("is_old", "level", "says"), [(False, "INFO", "NumPy"), (True, "WARNING", "Rebuild")])
+def test_no_extension_or_one_of_another_version_is_said_once(
+    is_old: bool, level: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert [gather.module_if_current(found) for found in (SimpleNamespace(fill=None), SimpleNamespace(VERSION=1))] == [
-        None
-    ] * 2
+    assert gather.module_if_current(SimpleNamespace(fill=None)) is None
+    assert gather.module_if_current(SimpleNamespace(VERSION=1)) is None
     assert KERNEL is None or gather.module_if_current(KERNEL) is KERNEL
     monkeypatch.setattr(gather, "kernel", None)
-    monkeypatch.setattr(gather, "_is_old", True)
+    monkeypatch.setattr(gather, "_is_old", is_old)
     gather._log_no_kernel.cache_clear()
-    gather.log_if_no_kernel()
-    assert [(record.levelname, "Rebuild" in record.message) for record in caplog.records] == [("WARNING", True)]
+    caplog.set_level(logging.INFO, "rescale_data")
+    gather.log_if_no_kernel(), gather.log_if_no_kernel()
+    assert [(record.levelname, says in record.message) for record in caplog.records] == [(level, True)]
     gather._log_no_kernel.cache_clear()
 
 

@@ -34,11 +34,8 @@ class Pipeline:
         return rd.WholeDocumentPacker(rows, column="ids", seq_len=8, window=5)
 
 
-def loader(pipeline: Any, dp_rank: int = 0, dp_world_size: int = 1) -> rd.DataLoader:
-    return rd.DataLoader(
-        pipeline, global_batch_size=4, micro_batch_size=4 // dp_world_size, num_logical_shards=4, dp_rank=dp_rank,
-        dp_world_size=dp_world_size, repeat=True,
-    )  # fmt: skip
+def loader(pipeline: Any) -> rd.DataLoader:
+    return rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=4, repeat=True)
 
 
 @pytest.mark.parametrize("packer", ["cut", "whole"])
@@ -61,9 +58,7 @@ def test_a_step_is_answered_by_another_run_without_training(packer: str, tmp_pat
         found = documents_of(asked, step)
         assert found == [list(dict.fromkeys(token_of[t] for t in row if t)) for row in seen[step - 5]]
     from_the_beginning = loader(Pipeline(tmp_path, packer, provenance=True))
-    assert documents_of(from_the_beginning, 8) == [
-        list(dict.fromkeys(token_of[t] for t in row if t)) for row in seen[3]
-    ]
+    assert documents_of(from_the_beginning, 7) == found
 
 
 def documents_of(asked: rd.DataLoader, step: int) -> list[list[str]]:
@@ -93,11 +88,6 @@ def test_functions_hand_it_on(on_error: Any) -> None:
 def test_a_function_may_set_its_own() -> None:
     rows = rd.Map(read(WEB, rd.Shard(), provenance=True), lambda row: {"provenance": "mine"})
     assert next(rows) == {"provenance": "mine"}
-
-
-def test_of_samples_that_are_no_dicts() -> None:
-    with pytest.raises(TypeError, match="a sample is a int"):
-        next(rd.Reader(range(3), rd.Shard(), provenance=True))
 
 
 @pytest.mark.parametrize("packer", [rd.TokenPacker, rd.WholeDocumentPacker])
