@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import compute, parquet
@@ -144,6 +145,36 @@ def test_each_shard_of_a_mixture_passes_its_own_rows(window: int) -> None:
     assert Counter(t for t in found if t != 99) == Counter(t for tokens in kept for t in tokens)
 
 
+class Through(rd.Node[Any]):
+    """Samples as they come, and no documents."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source=source)
+
+    def next(self) -> Any:
+        return next(self.children["source"])
+
+
+def test_packers_read_blocks_of_documents_as_one_by_one(tmp_path: Path) -> None:
+    source = write("arrow", tmp_path, documents(LENGTHS), NUM, 20)
+
+    def pipeline(shard: rd.Shard, through: Any) -> rd.TokenPacker:
+        reader = rd.Reader(source, shard, exclude={"000.arrow": {0, 1, 2, 17, 40, 41, 99, 148, 149}})
+        return rd.TokenPacker(through(reader), column="tokens", seq_len=16, eos_id=99, last="pad")
+
+    for shard in range(4):
+        blocks, one_by_one = (pipeline(rd.Shard(shard, 4), through) for through in (lambda node: node, Through))
+        for _ in range(2):
+            found = [plain(sample) for sample in blocks]
+            assert found == [plain(sample) for sample in one_by_one]
+            assert len(found) > 10
+            state = blocks.get_state()["source"]
+            assert state == one_by_one.get_state()["source"]["source"]
+            assert state["blocked"] > 0
+            blocks.reset(None)
+            one_by_one.reset(None)
+
+
 class TestFiles:
     @staticmethod
     def source(folder: Any, *, keep: Any = None, **files: int) -> rd.ParquetSource:
@@ -264,10 +295,21 @@ def test_a_list_that_has_changed_once_is_that_of_the_next_segments_too(
         assert found == expected[:9]
 
 
-def test_a_list_that_was_added_to_is_another_one() -> None:
-    listed = [1]
-    for blocked in ([1], [1, 3]):
-        listed[:] = blocked
+@pytest.mark.parametrize(
+    ("listed", "change"),
+    [
+        ([1], lambda rows: rows.append(3)),
+        ([1], lambda rows: rows.__setitem__(0, 3)),
+        ({1, 2}, lambda rows: (rows.remove(1), rows.add(3))),
+        (np.array([1, 2]), lambda rows: rows.__setitem__(0, 3)),
+        (torch.tensor([1, 2]), lambda rows: rows.__setitem__(0, 3)),
+    ],
+)
+def test_a_list_that_was_changed_is_another_one(listed: Any, change: Any) -> None:
+    for is_changed in (False, True):
+        if is_changed:
+            change(listed)
+        blocked = [int(row) for row in listed]
         run = alone(lambda shard: rd.Reader(DOCUMENTS, shard, exclude=listed), collate_fn=list)
         assert {sample["id"] for batch in run for sample in batch} == {*range(NUM)} - {*blocked}
 
