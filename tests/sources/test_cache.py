@@ -90,6 +90,16 @@ def test_the_budget_is_the_largest_of_the_living(puts: list[tuple[int, int, int]
     assert lru.nbytes == 0
 
 
+def test_reading_keeps_an_entry() -> None:
+    lru, source = Cache(), Budget(20)
+    lru.register(source)
+    lru.put("a", Sized(10))
+    lru.put("b", Sized(10))
+    lru.get("a")
+    lru.put("c", Sized(10))
+    assert [lru.get(key) is not None for key in "abc"] == [True, False, True]
+
+
 def test_one_entry_above_the_budget_stays_with_what_is_made_of_it() -> None:
     lru, source = Cache(), Budget(10)
     lru.register(source)

@@ -17,6 +17,7 @@ from rescale_data.sources import arrow
 from rescale_data.sources.condition import RowFilter
 from rescale_data.testing import assert_source
 from tests.formats import write_table
+from tests.pipelines import as_samples
 from tests.sources.far import Far
 from tests.sources.test_rescalable import loader_of
 
@@ -153,3 +154,17 @@ class TestWhatIsCompared:
             source = rd.ParquetSource(tmp_path, filter=condition)
             kept = [source.row(i)["n"] for i in range(source.num_rows)]
             assert kept == [i for i in range(0, 100, 2) if i != left_out]
+
+
+def test_files_that_are_added_join(tmp_path: Path) -> None:
+    write(tmp_path, "parquet", [table_of([i % 10 for i in range(200)])], 20)
+    condition = pc.field("n") < 5
+    loader = loader_of(rd.ParquetSource(tmp_path, filter=condition), 0, 1, 12, 0, collate_fn=as_samples)
+    next(iter(loader))
+    state = loader.state_dict()
+    write_table(tmp_path / "9.parquet", table_of([i % 10 for i in range(100)]), 20)
+    grown = rd.ParquetSource(tmp_path, filter=condition)
+    assert grown.num_rows == 150
+    again = loader_of(grown, 0, 1, 12, 0)
+    again.load_state_dict(state)
+    assert again.progress()["rows/" + grown.name] == 12

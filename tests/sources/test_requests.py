@@ -167,6 +167,20 @@ def test_each_bucket_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     remote._request_times.cache_clear()
 
 
+def test_an_attempt_that_was_given_up_and_fails_is_not_counted() -> None:
+    made, failed = list[int](), threading.Event()
+
+    def request() -> int:
+        made.append(number := len(made))
+        if not number:
+            failed.wait(60)
+            raise OSError("reset")
+        failed.set()
+        return number
+
+    assert attempt(rd.Remote(timeout=30.0, retries=1), "s3://bucket/x", request, 0) == 1
+
+
 @pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError, KeyError])
 def test_what_does_not_pass_is_raised_at_once_and_names_the_file(kind: type[Exception]) -> None:
     request = Mock(side_effect=kind("Forbidden"))
