@@ -163,6 +163,7 @@ CONTENTS: dict[str, tuple[str, bytes, str]] = {
     "Arrow that is text": ("a.arrow", TEXT, r"a\.arrow cannot be read"),
     "no lines": ("a.jsonl", b"", "have no rows"),
     "no samples": ("a.tar", tar_bytes([]), "have no rows"),
+    "a tar that is empty": ("a.tar", b"", r"a\.tar.* cannot be read as tar.*half-written"),
     "a tar that is text": ("a.tar", TEXT, r"a\.tar.* cannot be read"),
     "a member twice": (
         "a.tar",
@@ -223,7 +224,7 @@ def test_a_file_that_is_cut_off_is_named_when_the_source_is_opened(form: str, ke
         if "jsonl" in form:
             write_jsonl(path, rows)
         elif form == "tar":
-            write_tar(path, [{"txt": repr(row).encode()} for row in rows])
+            write_tar(path, SAMPLES)  # of which the first member is empty, so that 512 bytes are the whole of it
         elif form in ("idx", "bin"):
             write_megatron(tmp_path / name, [row["ids"] for row in rows])
         else:

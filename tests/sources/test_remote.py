@@ -147,6 +147,15 @@ class TestAhead:
             assert Far.requests() == 4 + 16
             assert read_ahead or Far.most_at_once == 1
 
+    def test_pieces_of_fragments_are_brought_ahead(self, sixteen: str, tmp_path: Path) -> None:
+        """Where they are cut for the logical shards, and kept on the local disk."""
+        source = rd.ParquetSource(sixteen, cache_bytes=50_000, cache_dir=tmp_path / "cache")
+        loader = rd.DataLoader(source, global_batch_size=8, num_logical_shards=8)
+        cache().clear()
+        rows = [row for batch in loader for row in batch["tokens"][:, 0].tolist()]
+        assert sorted(rows) == [1000 * file + row for file in range(4) for row in range(400)]
+        assert cache().nbytes <= max(50_000, cache().budget)
+
 
 def test_data_that_passes_leaves_the_index_of_a_file_that_was_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
