@@ -1,5 +1,6 @@
 """Two ranks that differ: in arguments, in where they stand, in errors. All are told, at once, and may go on together."""
 
+import functools
 import itertools
 import logging
 import pickle
@@ -151,6 +152,9 @@ def refused() -> list[str]:
         {"dp_rank": dist.get_rank(), "dp_world_size": 4},
     ]
     said = [error_of(DATA.loader, 24, 6 if "dp_rank" in given else 12, **given) for given in wrong]
+    on_error: Any = ("raise", "skip")[dist.get_rank()]
+    reads = functools.partial(rd.Reader, ROWS, on_error=on_error)
+    said.append(error_of(rd.DataLoader, reads, global_batch_size=24, micro_batch_size=12, num_logical_shards=24))
     logging.getLogger("rescale_data").setLevel(logging.INFO)
     with Logged(logging.INFO) as information:
         DATA.loader(24, 12)
@@ -208,6 +212,7 @@ def test_meshes_and_arguments_that_are_refused_and_what_is_said_without_a_mesh(r
                 for name, value in DIFFERENT.items()
             ),
             "dp_world_size=4, but no process of the group was given dp_rank=2 (2 of the dp ranks are missing)",
+            f"different epoch_size_is_known; dp rank {rank} has",
             "No mesh given: all 2 ranks of the process group read different samples. With TP, PP or CP pass mesh=",
         ]
         assert len(found["refused"]) == len(expected)
