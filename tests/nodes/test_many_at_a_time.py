@@ -160,7 +160,7 @@ weights = st.lists(st.sampled_from([0.05, 0.3, 1, 1, 2.5, 7]), min_size=4, max_s
 
 
 @given(pipelines, weights, weights, st.integers(0, 60), st.sampled_from([0, 30, 2**16]), st.booleans())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 def test_blocks_are_documents_one_by_one(
     sources: list[Any], what: Any, first: list[float], second: list[float], at: int, num_bytes: int, is_compiled: bool
 ) -> None:
