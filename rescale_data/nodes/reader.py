@@ -310,10 +310,10 @@ class Reader(Node[Any]):
         position[0], position[1] = self.rows.next_epoch(position[0]), 0
 
     def begin_unblocked_epoch(self, position: View) -> None:
-        """Set a position to the first row of the next epoch that is not on the blocklist."""
+        """Set a position to the beginning of the next epoch, behind all rows of this one; the rest of it has to be blocked."""
         self.to_next_row(position)
         self.begin_next_epoch(position)
-        self.to_next_row(position)
+        self.pass_blocked(position)
 
     def advances_by_one(self, epoch: int) -> bool:
         """True if reading any row of an epoch only adds 1 to the row number in the position."""
@@ -372,8 +372,12 @@ class Reader(Node[Any]):
         """Do nothing: `pass_blocked` writes the digest of the present blocklist."""
 
     def pass_blocked(self, position: View) -> None:
-        if self._blocklist is not None:
+        if self._blocklist is not None and position[1]:
             self.to_next_row(position)
+        elif (
+            self._blocklist is not None
+        ):  # the epoch has not begun: files may join it, and another list hold from its first row
+            position[_LIST_DIGEST_SLOT] = self._blocklist.digest
 
     def is_blocked(self, position: View) -> bool:
         in_epoch = position[1] < self.rows.size(position[0])

@@ -194,6 +194,33 @@ class TestFiles:
             assert reader.get_state()["blocked"] == 3
         assert one.parameters()["exclude"] == more.parameters()["exclude"]
 
+    @pytest.mark.parametrize("top", ["rows", "TokenPacker", "WholeDocumentPacker"])
+    @pytest.mark.parametrize("mixed", [False, True])
+    def test_an_epoch_whose_first_rows_are_blocked_has_not_begun(self, tmp_path: Path, top: str, mixed: bool) -> None:
+        def loader(blocked: list[int], state: Any = None) -> rd.DataLoader:
+            source = rd.ParquetSource(tmp_path)
+
+            def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+                rows: Any = rd.Reader(source, shard, shuffle=False, exclude={"m.parquet": blocked})
+                rows = rd.WeightedSampler({"m": rows}, {"m": 1}, stop="all") if mixed else rows
+                return rows if top == "rows" else getattr(rd, top)(rows, column="tokens", seq_len=2, eos_id=None)
+
+            opened = rd.DataLoader(pipeline, global_batch_size=1, num_logical_shards=1, collate_fn=list)
+            if state is not None:
+                opened.load_state_dict(state)
+            return opened
+
+        def write(name: str, num_rows: int) -> None:
+            parquet.write_table(pa.table({"tokens": [[i, i] for i in range(num_rows)]}), tmp_path / f"{name}.parquet")
+
+        write("m", 6)
+        before = loader([0, 1])
+        assert len(list(before)) == 4
+        assert before.progress()["blocked_rows"] == 2
+        assert len(list(loader([], before.state_dict()))) == 6
+        write("z", 2)
+        assert len(list(loader([0, 1], before.state_dict()))) == 6
+
     def test_behind_a_filter_rows_are_numbered_as_files_and_messages_have_them(self, tmp_path: Path) -> None:
         source = self.source(tmp_path, keep=compute.field("n") >= 3, a=2, m=8)
         assert source.locate(1).endswith("m.parquet, row 4")
