@@ -3,11 +3,15 @@
 import functools
 import itertools
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import rescale_data as rd
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
-from tests.simulate import GlobalBatch, Run, Topology
+from tests.simulate import GlobalBatch, Run, Topology, same_state
+from tests.states import opened
+
+Begin: TypeAlias = tuple[int, dict[str, Any] | None]
+TOPOLOGY = ("global_batch_size", "dp_world_size", "micro_batch_size")
 
 
 class Case(NamedTuple):
@@ -60,6 +64,19 @@ def _endless(kind: str, num_rows: int, n: int, shard: int) -> tuple[rd.BaseNode[
     return pipeline_of(kind, data_for(kind, num_rows))(rd.Shard(shard, n, seed=7, repeat=True)), []
 
 
+def check_load(saved: dict[str, Any], loaded: dict[str, Any], topology: Topology) -> None:
+    """The rule of `origin`, and that nothing else has changed."""
+    saved, loaded = opened(saved), opened(loaded)
+    now, was = (topology.o, topology.w, topology.b), tuple(saved[key] for key in TOPOLOGY)
+    at_step = (saved["samples"] - saved["origin"]) % saved["global_batch_size"] == 0 and topology.o == was[0]
+    if at_step or now == was or saved["samples"] == saved["origin"]:
+        assert same_state(saved, loaded, besides=TOPOLOGY)
+        return
+    assert loaded["origin"] == loaded["samples"] == saved["samples"]
+    saved["shards"]["remainder"].fill_(-1)
+    assert same_state(saved, loaded, besides=(*TOPOLOGY, "origin", "in_step"))
+
+
 def check_exactly_once(case: Case, run: Run) -> None:
     """R1, and R3 with it: `Run` asserts that all ranks end together."""
     for (epoch, shard), samples in run.delivered.items():
@@ -81,6 +98,22 @@ def check_epochs(case: Case, run: Run) -> None:
         if case.kind == "rows" and case.tail == "pad":
             rows = Counter(dict(sample)["row"] for sample in found.elements())
             assert rows == Counter(range(case.num_rows))
+
+
+def check_same_batches(case: Case, run: Run, o: int, begins: list[Begin]) -> None:
+    """R2: from wherever the count of steps began, the global batches are those of one rank.
+
+    Args:
+        begins: The number of global batches before each beginning, and the state it began with.
+    """
+    ends = [*(begin for begin, _ in begins[1:]), len(run.global_batches)]
+    for (begin, state), end in zip(begins, ends, strict=True):
+        alone = run_of(case)
+        alone.resume(Topology(1, o, o), state)
+        alone.take(end - begin)
+        assert [comparable(batch) for batch in run.global_batches[begin:end]] == [
+            comparable(batch) for batch in alone.global_batches
+        ]
 
 
 def comparable(batch: GlobalBatch) -> Any:

@@ -1,76 +1,156 @@
 """R1 to R4 over chains of topologies, with a save at any micro batch of any segment, and all ranks but one lost there."""
 
-import random
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
-from tests.histories.crew import Hang, in_threads
-from tests.histories.history import History, accepts
+import rescale_data as rd
 from tests.nodes.zoo import ENDLESS, STOCK
-from tests.pipelines import KNOWN, PIPELINES, ZOO, data_for
-from tests.promises import Case, check_epochs, endless, run_of
-from tests.simulate import Topology, same_state
+from tests.pipelines import KNOWN, PIPELINES, ZOO, data_for, plain
+from tests.promises import (
+    Begin,
+    Case,
+    check_epochs,
+    check_exactly_once,
+    check_load,
+    check_same_batches,
+    endless,
+    run_of,
+)
+from tests.simulate import Run, Topology, same_state
+from tests.states import opened
+
+
+class Segment(NamedTuple):
+    """Micro batches taken in one topology, with a peek or a new iterator before some of them."""
+
+    topology: Topology
+    micro_batches: int
+    peeks_at: int
+    iterates_at: int
+
+
+Chain: TypeAlias = tuple[Case, list[Segment]]
+
+
+def play(case: Case, segments: list[Segment]) -> tuple[Run, list[Begin]]:
+    """Run a chain; also where the count of steps began, and with which state."""
+    run, state = run_of(case), None
+    begins: list[Begin] = []
+    for segment in segments:
+        run.resume(segment.topology, state)
+        if state is not None:
+            check_load(state, run.loaded, segment.topology)
+        if state is None or opened(run.loaded)["origin"] != opened(state)["origin"]:
+            begins.append((len(run.global_batches), state))
+        for i in range(segment.micro_batches):
+            if i == segment.peeks_at:
+                peek(run)
+            if i == segment.iterates_at:
+                run.iterate()
+            run.take(1)
+        state = run.save()
+        assert same_state(state, run.save())
+    return run, begins
+
+
+def peek(run: Run) -> None:
+    """On every rank, which changes nothing."""
+    before = run.save()
+    shown = [_shown(loader) for loader in run.loaders]
+    assert shown == [_shown(loader) for loader in run.loaders]
+    assert all((batch is None) == run.loaders[0]._stream.cursor.ended for batch in shown)
+    assert same_state(before, run.save())
+
+
+def _shown(loader: rd.DataLoader) -> Any:
+    """`None` at the end of an epoch."""
+    try:
+        return plain(loader.peek()["samples"])
+    except StopIteration:
+        return None
+
+
+def segments_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Segment]]:
+    """Segments, of which some are read ahead by a thread of each rank."""
+    counts = st.integers(0, 9)
+    topologies = st.builds(lambda size, ahead: size._replace(ahead=ahead), topologies, st.sampled_from([0, 1, 3]))
+    return st.lists(st.builds(Segment, topologies, counts, counts, counts), min_size=1, max_size=5)
+
+
+@st.composite
+def any_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 5) -> Chain:
+    """W, b and O of each segment are free: most are not aligned."""
+    sizes = st.tuples(st.integers(1, max_ranks), st.integers(1, 4), st.integers(1, 3))
+    topologies = sizes.map(lambda size: Topology(size[0], size[1], size[0] * size[1] * size[2]))
+    n = draw(
+        st.sampled_from([5, 7, 12, 20, 24] + ([96] if kinds == ["rows"] and not repeat else []))
+    )  # 96: empty shards
+    tail = draw(st.sampled_from(["drop", "pad"]))
+    num_rows = draw(st.sampled_from([4 * n, 4 * n + 5, 5 * n] if repeat else [80, 113, 144]))
+    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(segments_of(topologies))
+
 
 SIZES = ((24, 24), (24, 12), (12, 36), (12, 12), (30, 60), (48, 12), (8, 32))
 FEW = ((24, 12), (12, 12), (12, 24), (8, 8))
 """N and O for some fifty rows: a row at least for each shard, and more than a global batch in an epoch."""
+
+
+@st.composite
+def aligned_chain(
+    draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 6, sizes: tuple[tuple[int, int], ...] = SIZES
+) -> Chain:
+    n, o = draw(st.sampled_from(sizes))
+    plan = rd.plan(o, num_logical_shards=n, num_workers=0)
+    options = [Topology(p.dp_world_size, p.micro_batch_size, o) for p in plan if p.dp_world_size <= max_ranks]
+    tail = draw(st.sampled_from(["drop", "pad"]))
+    num_rows = draw(st.sampled_from([4 * n, 4 * n + 5, 5 * n] if repeat else [150, 163, 192]))
+    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(segments_of(st.sampled_from(options)))
+
+
+phases = [Phase.explicit, Phase.reuse, Phase.generate]  # each example is a whole run: to shrink one takes minutes
+some = settings(max_examples=settings().max_examples * 2 // 5, phases=phases)
+fewer = settings(max_examples=settings().max_examples // 4, phases=phases)
 ALL, UNKNOWN = list(PIPELINES), sorted(set(PIPELINES) - KNOWN)
 OF_OURS = [name for name in ZOO if name not in STOCK]
 WITH_ENDS = sorted(set(OF_OURS) - set(ENDLESS))
 
 
-class Chain(History):
-    """A history of a pipeline by its name, of enough rows that nothing is refused.
-
-    Args:
-        sizes: N and O that keep the order; if none, W, b and O of each segment are free, and most are not aligned.
-    """
-
-    max_ranks, actions = 6, {"take": 6, "ask": 2, "iterate": 1}
-
-    def __init__(self, r: random.Random, kinds: list[str], *, repeat: bool, sizes: Any = None) -> None:
-        super().__init__(r)
-        self.repeat, self.aligned, self.steps, self.verify, self.faults = repeat, bool(sizes), None, False, False
-        empty_shards = [96] if kinds == ["rows"] and not repeat else []
-        self.n, self.o = r.choice(sizes or [(n, 0) for n in (5, 7, 12, 20, 24, *empty_shards)])
-        self.sizes = [o for n, o in sizes or () if n == self.n]
-        rows = [4 * self.n, 4 * self.n + 5, 5 * self.n] if repeat else [150, 163, 192] if sizes else [80, 113, 144]
-        self.plan, self.collates, self.files = ("Kind", r.choice(kinds), r.choice(rows)), False, {}
-
-
-some, fewer = settings().max_examples * 2 // 5, settings().max_examples // 4
-CHAINS: dict[str, tuple[int, dict[str, Any]]] = {
-    "any, endless": (some, {"kinds": ALL, "repeat": True}),
-    "any, epochs": (some, {"kinds": ["rows"], "repeat": False}),
-    "any, counted epochs": (some, {"kinds": UNKNOWN, "repeat": False}),
-    "any of our nodes, endless": (fewer, {"kinds": OF_OURS, "repeat": True}),
-    "any of our nodes, epochs": (fewer, {"kinds": WITH_ENDS, "repeat": False}),
-    "aligned, endless": (some, {"kinds": ALL, "repeat": True, "sizes": SIZES}),
-    "aligned, epochs": (some, {"kinds": ["rows"], "repeat": False, "sizes": SIZES}),
-    "aligned, counted epochs": (some, {"kinds": UNKNOWN, "repeat": False, "sizes": SIZES}),
-    "aligned of our nodes, endless": (fewer, {"kinds": OF_OURS, "repeat": True, "sizes": FEW}),
-    "aligned of our nodes, epochs": (fewer, {"kinds": WITH_ENDS, "repeat": False, "sizes": FEW}),
+CHAINS = {
+    "any, endless": (any_chain(ALL, repeat=True), some),
+    "any, epochs": (any_chain(["rows"], repeat=False), some),
+    "any, counted epochs": (any_chain(UNKNOWN, repeat=False, max_ranks=1), some),
+    "any of our nodes, endless": (any_chain(OF_OURS, repeat=True), fewer),
+    "any of our nodes, epochs": (any_chain(WITH_ENDS, repeat=False, max_ranks=1), fewer),
+    "aligned, endless": (aligned_chain(ALL, repeat=True), some),
+    "aligned, epochs": (aligned_chain(["rows"], repeat=False), some),
+    "aligned, counted epochs": (aligned_chain(UNKNOWN, repeat=False, max_ranks=1), some),
+    "aligned of our nodes, endless": (aligned_chain(OF_OURS, repeat=True, sizes=FEW), fewer),
+    "aligned of our nodes, epochs": (aligned_chain(WITH_ENDS, repeat=False, max_ranks=1, sizes=FEW), fewer),
 }
-"""How many chains there are, and of which pipelines."""
+"""Chains of topologies; epochs whose samples must be counted are redistributed at their end on one rank."""
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_of_topologies(name: str) -> None:
     """Each shard delivers its samples in order, all ranks end an epoch together; aligned, batches are those of one rank."""
-    (num_chains, given), refused = CHAINS[name], 0
-    with in_threads():
-        for seed in range(num_chains):
-            chain = Chain(random.Random(f"{name} {seed}"), **given)
-            try:
-                chain.play()
-            except (Exception, Hang) as error:
-                error.add_note("\n".join([f"chain {seed} of {name}", *chain.log]))
-                if not accepts(error):
-                    raise
-                refused += 1
-    assert refused <= num_chains / 8, "a global batch may be larger than an epoch, but seldom"
+    chains, profile = CHAINS[name]
+
+    @given(chains)
+    @profile
+    def test(chain: Chain) -> None:
+        case, segments = chain
+        run, begins = play(case, segments)
+        if not case.repeat:
+            run.take_epoch()
+            check_epochs(case, run)
+        check_exactly_once(case, run)
+        if name.startswith("aligned"):
+            check_same_batches(case, run, segments[0].topology.o, begins)
+
+    test()
 
 
 @pytest.mark.parametrize("kind", ALL)
