@@ -183,6 +183,21 @@ def test_blocks_are_documents_one_by_one(
             assert_alike(drawn(many, place, 12), drawn(changed, place, 12))
 
 
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+@pytest.mark.parametrize("nested", ["", "samples", "as below"])
+@pytest.mark.parametrize("feature", ["schedule", "epochs"])
+def test_whatever_changes_weights_does_so_in_blocks_too(
+    sources: list[Any], feature: str, nested: str, unit: str
+) -> None:
+    what = ([0, 1, 0], [""] * 4, "never", unit, "", "cut", True, feature, nested)
+    blocks = build(what, sources, [1, 1, 2.5, 1])
+    with one_by_one():
+        single = build(what, sources, [1, 1, 2.5, 1])
+    mixture = blocks.children["source"]
+    assert (mixture.open_documents("tokens") is None) == (nested == "as below" and unit == "tokens")
+    assert drawn(blocks, initial(blocks), 80) == drawn(single, initial(single), 80)
+
+
 def tell_of(node: Node[Any], before: Node[Any], place: Any) -> None:
     """Tell mixtures of the rules that there were, as a load does."""
     for (path, new), (_, old) in zip(node.walk(), before.walk(), strict=True):
