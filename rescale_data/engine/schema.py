@@ -21,7 +21,7 @@ from rescale_data.engine.recipe import (
 )
 from rescale_data.nodes.abilities import Adopts, Mixes, Prepares, ReadsBegun, Reports
 from rescale_data.nodes.base import Node, initial, slots_of
-from rescale_data.nodes.below import epoch_end, has_equal_epochs, has_provenance
+from rescale_data.nodes.below import epoch_end, has_equal_epochs, has_provenance, is_endless, readers_of
 from rescale_data.nodes.foreign import Foreign
 from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.nodes.reader import Reader
@@ -172,7 +172,7 @@ class Schema:
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
         """Return, for each node that reads ahead, a mask ``bool[N]`` of shards within a partly delivered document or window.
 
-        For a node that `tells_next`, also true for shards whose position has moved: a sample says something of the next one.
+        For a node that `tells_next`, also true for shards that have moved in their epoch: a sample says something of the next.
         """
         masks: dict[tuple[str, ...], Ints] = {}
         initial_table = self.fresh_table(len(table))
@@ -181,7 +181,10 @@ class Schema:
             if node.READS_AHEAD and positions is not None:
                 masks[path] = (positions[:, position_slots(node.FIELDS)] != 0).any(axis=1)
                 if isinstance(node, ReadsBegun) and node.tells_next:
-                    masks[path] |= (positions != self.slots_at(initial_table, path)).any(axis=1)
+                    has_moved = (positions != self.slots_at(initial_table, path)).any(axis=1)
+                    if not is_endless(node):  # the last sample of an epoch says nothing of the next epoch
+                        has_moved &= np.any([positions[:, slot + 1] for _, slot in readers_of(node, 0)], axis=0)
+                    masks[path] |= has_moved
         return masks
 
     def prepare(self, table: Ints, shards: Ints) -> None:

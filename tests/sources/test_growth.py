@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
@@ -354,3 +355,30 @@ def test_an_epoch_that_is_planned_has_begun_with_its_first_batch(
     joined = {*range(5), *range(100, 130)}
     assert seen | ids(second) == ({*range(5)} if num_taken else joined)
     assert ids(second) == joined
+
+
+@pytest.mark.parametrize("last", ["drop", "pad"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_last_label_of_an_epoch_says_nothing_of_the_next(tmp_path: Path, last: Any, mixed: bool) -> None:
+    """So files join the next epoch below a packer with labels, too."""
+
+    def write_tokens(name: str, num_rows: int) -> None:
+        pq.write_table(pa.table({"tokens": [[i, i] for i in range(num_rows)]}), tmp_path / f"{name}.parquet")
+
+    def loader() -> rd.DataLoader:
+        source = rd.ParquetSource(tmp_path)
+
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            rows: Any = rd.Reader(source, shard)
+            rows = rd.WeightedSampler({"rows": rows}, {"rows": 1}, stop="all") if mixed else rows
+            return rd.TokenPacker(rows, column="tokens", seq_len=2, eos_id=None, labels=True, last=last)
+
+        return rd.DataLoader(pipeline, global_batch_size=1, num_logical_shards=1)
+
+    write_tokens("b", 6)
+    first = loader()
+    num_before = len(list(first))
+    write_tokens("c", 2)
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert len(list(second)) == num_before + 2
