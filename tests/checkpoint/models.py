@@ -1,4 +1,4 @@
-"""Small models in every wrapping, and what they have learnt as comparable numbers."""
+"""A small training in every wrapping, and what it has learnt as comparable numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -14,40 +15,25 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.checkpoint.stand_in import StandInLoader
+
+CPU = torch.device("cpu")
 FLAT: list[nn.Module] = []
 """Until the process ends: torch 2.9 frees flat parameters that Python still refers to ("Deallocating Tensor that still has live
 PyObject references") when the garbage collector finds their model."""
 
 
-class Net(nn.Module):
-    """Uneven sizes, a buffer, a frozen, an unused and a tied parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.up = nn.Linear(6, 10)
-        self.norm = nn.BatchNorm1d(10)
-        self.down = nn.Linear(10, 6)
-        self.frozen = nn.Linear(6, 6)
-        self.unused = nn.Linear(5, 3)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen.requires_grad_(False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.frozen(self.down(self.norm(torch.relu(self.up(self.embed(tokens)))))))
-
-
 class Plain(nn.Module):
-    """Two linear layers, for tensor parallelism."""
+    """Two linear layers, for tensor parallelism, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(6, 12)
         self.down = nn.Linear(12, 6)
+        self.norm = nn.BatchNorm1d(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
+        return self.norm(self.down(torch.relu(self.up(x))))
 
 
 def mesh() -> DeviceMesh | None:
@@ -56,18 +42,13 @@ def mesh() -> DeviceMesh | None:
 
 def wrap(model: nn.Module, how: str) -> nn.Module:
     if how == "ddp":
-        return DistributedDataParallel(
-            model, find_unused_parameters=any(name.startswith("unused") for name, _ in model.named_parameters())
-        )
+        return DistributedDataParallel(model)
     if how == "fsdp1":
-        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=CPU)
     if how == "fsdp1-flat":
-        policy = ModuleWrapPolicy({nn.Linear}) if isinstance(model, Plain) else None
-        flat = FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, device_mesh=mesh(), device_id=torch.device("cpu")
-        )
-        FLAT.append(flat)
-        return flat
+        policy = ModuleWrapPolicy({nn.Linear})
+        FLAT.append(FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh(), device_id=CPU))
+        return FLAT[-1]
     if how == "fsdp2":
         for child in (module for name, module in model.named_children() if name in ("up", "down")):
             fully_shard(child, mesh=mesh())
@@ -89,3 +70,39 @@ def whole(value: Any) -> Any:
     for offsets, shard in (pair for of_rank in shards for pair in of_rank):
         full[tuple(slice(start, start + size) for start, size in zip(offsets, shard.shape, strict=True))] = shard
     return full
+
+
+class Training:
+    """A state in which every value says which step it is of; with another seed all values are others."""
+
+    def __init__(self, how: str = "none", seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = wrap(Plain(), how)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2 * (seed + 1))
+        self.loader = StandInLoader(mesh=mesh())
+        self.extra = {"tensor": torch.zeros(3), "list": [0], "note": f"seed {seed}"}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "extra": self.extra}
+
+    def step(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.loader.advance()
+            self.extra["tensor"] += 1
+            self.extra["list"][0] += 1
+            torch.manual_seed(self.loader.step)
+            self.model(torch.randn(8, 6)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def numbers(self) -> dict[str, Any]:
+        """Every value, by name, whole."""
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
+        moments = {f"{name}.{key}": v for name, s in optimizer["state"].items() for key, v in s.items()}
+        values = {
+            name: whole(value).tolist() for name, value in {**get_model_state_dict(self.model), **moments}.items()
+        }
+        group = {key: optimizer["param_groups"][0][key] for key in ("lr", "weight_decay")}
+        extra = {"tensor": self.extra["tensor"].tolist(), "list": [*self.extra["list"]], "note": self.extra["note"]}
+        return values | group | extra | {"loader": self.loader.step}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pprint
@@ -12,9 +11,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from rescale_data import checkpoint
+from rescale_data.checkpoint import LoadReport
 from rescale_data.checkpoint.convert.safetensors import INDEX_FILE, NON_TENSORS_FILE
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from tests.checkpoint.models import Plain, mesh, whole, wrap
@@ -33,102 +34,91 @@ from tests.checkpoint.processes import context, run
 from tests.checkpoint.stand_in import StandInLoader
 from tests.states import opened
 
+DTYPES = torch.bfloat16, torch.bool, torch.uint16, torch.float8_e4m3fn
+HALF = torch.ones(4, dtype=torch.bfloat16)[::2]
+
 
 def build(steps: int) -> dict[str, Any]:
     torch.manual_seed(steps)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    model, loader = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), StandInLoader()
     optimizer = torch.optim.AdamW(model.parameters())
-    loader = StandInLoader()
     for _ in range(steps):
         model(torch.randn(3, 6)).sum().backward()
         optimizer.step()
     loader.advance(steps)
-    dtypes = {
-        str(dtype): torch.arange(6).reshape(2, 3).to(dtype)
-        for dtype in (torch.bfloat16, torch.bool, torch.uint16, torch.float8_e4m3fn)
-    }
+    tensors = {str(dtype): (torch.arange(6).reshape(2, 3) * steps).to(dtype) for dtype in DTYPES}
+    tensors |= {"scalar": torch.tensor(3.5 * steps), "empty": torch.zeros(0, 4)}
     odd = {
-        "scalar": torch.tensor(3.5),
-        "empty": torch.zeros(0, 4),
-        "list": [torch.ones(2), {"deep": torch.zeros(1)}],
-        "tuple": (1, "a"),
+        "list": [steps * torch.ones(2), {"deep": torch.zeros(1)}],
+        "rng": (steps * torch.arange(3), [HALF, "cpu"], 1),
     }
-    return {"model": model, "optimizer": optimizer, "loader": loader, "dtypes": dtypes, "odd": odd, "none": None}
+    return {"model": model, "optimizer": optimizer, "loader": loader, "tensors": tensors, "odd": odd, "none": None}
 
 
-def blank() -> dict[str, Any]:
+def assert_loaded(path: Path, expected: dict[str, Any]) -> None:
     state = build(0)
-    for group in (
-        state["dtypes"],
-        {key: value for key, value in state["odd"].items() if isinstance(value, torch.Tensor)},
-    ):
-        for tensor in group.values():
-            tensor.zero_()
-    state["odd"]["list"][0].zero_()
-    return state
-
-
-def assert_loaded(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert checkpoint.load(path, state) == LoadReport()
     assert state["loader"].step == expected["loader"].step
     assert torch.equal(state["model"][1].weight, expected["model"][1].weight)
-    assert str(state["optimizer"].state_dict()) == str(expected["optimizer"].state_dict())
-    assert str(state["dtypes"]) == str(expected["dtypes"])
-    assert str(state["odd"]) == str(expected["odd"])
+    for name in ("optimizer", "tensors", "odd"):
+        left, right = (each[name].state_dict() if name == "optimizer" else each[name] for each in (state, expected))
+        assert str(left) == str(right)
 
 
-def test_to_torch_save_and_back(tmp_path: Path) -> None:
-    expected = build(3)
+def test_there_and_back(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In an object store, too; to read files back they are copied to a local disk first."""
+    expected, protocol = build(3), "memory" if "://" in folder else "file"
+    fsspec.filesystem(protocol).makedirs(folder)
     checkpoint.save(tmp_path / "c", expected)
-    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "file.pt", budget=100)
-    content = torch.load(tmp_path / "file.pt", mmap=True, weights_only=True)
+    checkpoint.to_torch_save(tmp_path / "c", f"{folder}/file.pt", budget=1)
+    names = checkpoint.to_safetensors(tmp_path / "c", f"{folder}/st", max_shard_size=200, budget=100)
+    assert "in no safetensors: odd.rng." in caplog.text
+    local = tmp_path / "local"
+    fsspec.filesystem(protocol).get(f"{folder}/", str(local), recursive=True)
+    assert {*names, INDEX_FILE} == {path.name for path in (local / "st").iterdir()}
+    assert names[:2] == [NON_TENSORS_FILE, f"model-00001-of-{len(names) - 1:05}.safetensors"]
+    assert len(names) > 4
+    assert {*json.loads((local / "st" / INDEX_FILE).read_text())["weight_map"].values()} == {*names[1:]}
+    content = torch.load(local / "file.pt", mmap=True, weights_only=True)
     assert content.keys() == expected.keys()
-    assert torch.equal(content["model"]["1.weight"], expected["model"][1].weight)
+    assert zipfile.ZipFile(local / "file.pt").testzip() is None
+    assert pprint.pformat((content["tensors"], content["odd"])) == pprint.pformat(
+        (expected["tensors"], expected["odd"])
+    )
     assert opened(content["loader"])["num_logical_shards"] == 12
-    assert content["odd"]["tuple"] == (1, "a")
-    assert torch.equal(content["odd"]["list"][0], torch.ones(2))
-    assert content["dtypes"]["torch.bfloat16"].dtype is torch.bfloat16
-    assert zipfile.ZipFile(tmp_path / "file.pt").testzip() is None
-    checkpoint.from_torch_save(tmp_path / "file.pt", tmp_path / "back")
-    for path in ("back", "file.pt"):
-        state = blank()
-        checkpoint.load(tmp_path / path, state)
-        assert_loaded(state, expected)
-    assert opened(checkpoint.read_data_state(tmp_path / "back"))["step"] == 3
-
-
-def test_tensors_in_a_tuple_are_read_without_running_code(tmp_path: Path) -> None:
-    half = torch.ones(4, dtype=torch.bfloat16)[::2]
-    expected = {"a": torch.zeros(3), "rng": (torch.arange(3), [half, torch.tensor(2.5)]), "z": torch.ones(2)}
-    checkpoint.save(tmp_path / "c", expected)
-    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", budget=1)
-    content = torch.load(tmp_path / "f.pt", mmap=True, weights_only=True)
-    assert content.keys() == expected.keys()
-    assert all(str(content[key]) == str(value) for key, value in expected.items())
+    checkpoint.from_torch_save(local / "file.pt", tmp_path / "of file")
+    checkpoint.from_safetensors(local / "st", tmp_path / "of st")
+    for path in (tmp_path / "of file", tmp_path / "of st", local / "file.pt"):
+        assert_loaded(path, expected)
+    assert opened(checkpoint.read_data_state(tmp_path / "of file"))["step"] == 3
+    with pytest.raises(ValueError, match=r"already\. Give another folder"):
+        checkpoint.to_safetensors(tmp_path / "c", f"{folder}/st")
+    for convert, name in ((checkpoint.from_safetensors, "st"), (checkpoint.from_torch_save, "file.pt")):
+        if "://" in folder:
+            with pytest.raises(ValueError, match="Copy it to a local disk first"):
+                convert(f"{folder}/{name}", tmp_path / "x")
 
 
 def test_what_torch_save_wrote_loads(tmp_path: Path) -> None:
     expected = build(2)
     torch.save({"model": expected["model"].state_dict(), "extra": 5}, tmp_path / "file.pt")
-    state = {"model": blank()["model"], "extra": 0}
+    state = {"model": build(0)["model"], "extra": 0}
     checkpoint.load(tmp_path / "file.pt", state)
     assert torch.equal(state["model"][0].weight, expected["model"][0].weight)
     assert state["extra"] == 5
     torch.save(expected["model"].state_dict(), tmp_path / "bare.pt")
     checkpoint.from_torch_save(tmp_path / "bare.pt", tmp_path / "c", name="model")
-    checkpoint.load(tmp_path / "c", {"model": blank()["model"]})
+    checkpoint.load(tmp_path / "c", {"model": build(0)["model"]})
     with pytest.raises(ValueError, match=r"missing in the checkpoint: model\.0\.weight"):
-        checkpoint.load(tmp_path / "bare.pt", {"model": blank()["model"]})
+        checkpoint.load(tmp_path / "bare.pt", {"model": build(0)["model"]})
 
 
-def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path, is_empty: bool) -> None:
     """DCP's names know neither: the optimizer of an ordinary file would come back for other parameters."""
     given = build(2)
-    content = {
-        "opt": given["optimizer"].state_dict(),
-        "e": {},
-        "list": [{}, {1: {}, "1.5": 2}, {None: torch.ones(1), 2.5: 3}],
-        "deep": {-1: {True: [1, {7: 8}]}},
-    }
+    lists = {"list": [{}, {1: {}, "1.5": 2}, {None: torch.ones(1), 2.5: 3}], "deep": {-1: {True: [1, {7: 8}]}}}
+    content = {"e": {}} if is_empty else {"opt": given["optimizer"].state_dict(), "e": {}, **lists}
     torch.save(content, tmp_path / "f.pt")
     checkpoint.from_torch_save(tmp_path / "f.pt", tmp_path / "c")
     checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st")
@@ -136,42 +126,20 @@ def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path) 
     for source in ("c", "again"):
         checkpoint.to_torch_save(tmp_path / source, tmp_path / "back.pt")
         back = torch.load(tmp_path / "back.pt", weights_only=True)
-        assert {key: pprint.pformat(value) for key, value in back.items()} == {
-            key: pprint.pformat(value) for key, value in content.items()
+        assert {key: pprint.pformat(back[key]) for key in back} == {
+            key: pprint.pformat(content[key]) for key in content
         }
-    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "opt.pt", name="opt")
-    other = build(0)
-    other["optimizer"].load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
-    assert str(other["optimizer"].state_dict()) == str(given["optimizer"].state_dict())
+    if not is_empty:
+        checkpoint.to_torch_save(tmp_path / "c", tmp_path / "opt.pt", name="opt")
+        other = build(0)["optimizer"]
+        other.load_state_dict(torch.load(tmp_path / "opt.pt", weights_only=True))
+        assert str(other.state_dict()) == str(given["optimizer"].state_dict())
 
 
-def test_a_checkpoint_of_nothing_but_empty_mappings(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", {"model": {}})
-    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt")
-    checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st")
-    checkpoint.from_safetensors(tmp_path / "st", tmp_path / "back")
-    checkpoint.to_torch_save(tmp_path / "back", tmp_path / "back.pt")
-    assert torch.load(tmp_path / "f.pt") == torch.load(tmp_path / "back.pt") == {"model": {}}
-
-
-def test_safetensors_and_back(tmp_path: Path) -> None:
-    expected = build(3)
-    checkpoint.save(tmp_path / "c", expected)
-    names = checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", max_shard_size=200, budget=100)
-    assert len(names) > 3
-    assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
-    index = json.loads((tmp_path / "st" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == set(names)
-    checkpoint.from_safetensors(tmp_path / "st", tmp_path / "back")
-    state = blank()
-    checkpoint.load(tmp_path / "back", state)
-    assert_loaded(state, expected)
-
-
-def converted(folder: Path, **sizes: Any) -> list[str]:
+def converted(folder: Path) -> list[str]:
     """A checkpoint of ten tensors as safetensors."""
     checkpoint.save(folder / "c", {"model": {f"w{n}": torch.full((10,), float(n)) for n in range(10)}, "step": 5})
-    return checkpoint.to_safetensors(folder / "c", folder / "st", **sizes)
+    return checkpoint.to_safetensors(folder / "c", folder / "st", max_shard_size=80)
 
 
 @given(lost=st.sets(st.integers(0, 4), min_size=1, max_size=4), index=st.booleans(), rest=st.booleans())
@@ -179,7 +147,7 @@ def converted(folder: Path, **sizes: Any) -> list[str]:
 def test_a_part_of_a_conversion_is_never_taken_for_the_whole(lost: set[int], index: bool, rest: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        names = converted(folder, max_shard_size=80)
+        names = converted(folder)
         for gone in [names[number] for number in lost] + [INDEX_FILE] * (not index) + [NON_TENSORS_FILE] * (not rest):
             (folder / "st" / gone).unlink()
         with pytest.raises(FileNotFoundError, match="only a part of a conversion"):
@@ -188,153 +156,69 @@ def test_a_part_of_a_conversion_is_never_taken_for_the_whole(lost: set[int], ind
 
 
 def test_the_index_says_which_files_belong_together(tmp_path: Path) -> None:
-    names = converted(tmp_path, max_shard_size=80)
-    shutil.copy(tmp_path / "st" / names[0], tmp_path / "st" / "consolidated.safetensors")
-    checkpoint.from_safetensors(tmp_path / "st", tmp_path / "back")
+    names, folder = converted(tmp_path), tmp_path / "st"
+    shutil.copy(folder / names[0], folder / "consolidated.safetensors")
+    checkpoint.from_safetensors(folder, tmp_path / "back")
     state = {"model": {f"w{n}": torch.zeros(10) for n in range(10)}, "step": 0}
-    assert checkpoint.load(tmp_path / "back", state) == checkpoint.LoadReport()
+    assert checkpoint.load(tmp_path / "back", state) == LoadReport()
     assert [int(value[0]) for value in state["model"].values()] == list(range(10))
-    index = tmp_path / "st" / INDEX_FILE
-    content = json.loads(index.read_text())
+    content = json.loads((folder / INDEX_FILE).read_text())
     content["weight_map"]["model.other"] = names[0]
-    index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"names \['model\.other'\], which its files do not hold"):
-        checkpoint.from_safetensors(tmp_path / "st", tmp_path / "again")
-    index.write_text("{}")
-    with pytest.raises(ValueError, match="no index of safetensors, or is damaged"):
-        checkpoint.from_safetensors(tmp_path / "st", tmp_path / "again")
-    shutil.copy(index, tmp_path / "st" / "other.safetensors.index.json")
-    with pytest.raises(ValueError, match="holds 2 indices"):
-        checkpoint.from_safetensors(tmp_path / "st", tmp_path / "again")
+    for index, text, words in (
+        (INDEX_FILE, json.dumps(content), r"names \['model\.other'\], which its files do not hold"),
+        (INDEX_FILE, "{}", "no index of safetensors, or is damaged"),
+        ("other.safetensors.index.json", "{}", "holds 2 indices"),
+    ):
+        (folder / index).write_text(text)
+        with pytest.raises(ValueError, match=words):
+            checkpoint.from_safetensors(folder, tmp_path / "again")
+
+
+def stop_at_the_second(stop: Callable[[], object]) -> Callable[..., Iterator[torch.Tensor]]:
+    """As `StoredCheckpoint.stream`, which is stopped before its second tensor."""
+    stream = StoredCheckpoint.stream
+
+    def stopped(self: StoredCheckpoint, names: list[str], budget: int) -> Iterator[torch.Tensor]:
+        for number, tensor in enumerate(stream(self, names, 1)):
+            if number == 1:
+                stop()
+            yield tensor
+
+    return stopped
 
 
 def convert_and_die(how: str, path: Path, out: Path) -> None:
-    """Convert a checkpoint, and be killed before its second tensor."""
-    stream = StoredCheckpoint.stream
-
-    def killed(self: StoredCheckpoint, names: list[str], budget: int) -> Iterator[torch.Tensor]:
-        for number, tensor in enumerate(stream(self, names, 1)):
-            if number == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield tensor
-
-    StoredCheckpoint.stream = killed  # type: ignore[method-assign]
+    StoredCheckpoint.stream = stop_at_the_second(lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[method-assign]
     getattr(checkpoint, how)(path, out)
 
 
 @pytest.mark.parametrize("how", ["to_safetensors", "to_torch_save"])
-@pytest.mark.parametrize("there", [False, True])
-def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path: Path, how: str, there: bool) -> None:
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("end", ["killed", "failed"])
+def test_a_conversion_that_ends_early_leaves_nothing_that_looks_whole(
+    tmp_path: Path, how: str, is_there: bool, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint.save(tmp_path / "c", {"a": torch.ones(10), "b": torch.ones(10)})
     out = tmp_path / "out"
-    if there and how == "to_safetensors":
-        out.mkdir()
-    elif there:
-        out.write_text("old")
-    process = context.Process(target=convert_and_die, args=(how, tmp_path / "c", out))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert out.exists() == there
+    if is_there:
+        out.mkdir() if how == "to_safetensors" else out.write_text("old")
+    if end == "killed":
+        process = context.Process(target=convert_and_die, args=(how, tmp_path / "c", out))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    else:
+        monkeypatch.setattr(StoredCheckpoint, "stream", stop_at_the_second((tmp_path / "nowhere").stat))
+        with pytest.raises(FileNotFoundError):
+            getattr(checkpoint, how)(tmp_path / "c", out)
+        monkeypatch.undo()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["c", *["out"] * is_there]
+    assert out.exists() == is_there
     assert not list(out.glob("*"))
     getattr(checkpoint, how)(tmp_path / "c", out)
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".tmp") == ["c", "out"]
     if how == "to_safetensors":
         assert {path.name for path in out.iterdir()} == {"model.safetensors", NON_TENSORS_FILE}
-
-
-def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path / "c", {"a": torch.ones(10), "b": torch.ones(10)})
-
-    def failing(self: StoredCheckpoint, names: list[str], budget: int) -> Iterator[torch.Tensor]:
-        yield torch.ones(10)
-        raise OSError("disk full")
-
-    monkeypatch.setattr(StoredCheckpoint, "stream", failing)
-    for convert in (checkpoint.to_safetensors, checkpoint.to_torch_save):
-        with pytest.raises(OSError, match="disk full"):
-            convert(tmp_path / "c", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-@pytest.mark.parametrize(("how", "word"), [("to_torch_save", "is a folder"), ("to_safetensors", "name of a file")])
-def test_a_target_of_the_other_kind_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, word: str
-) -> None:
-    checkpoint.save(tmp_path / "c", {"a": torch.zeros(10)})
-    target = tmp_path / "target"
-    target.mkdir() if how == "to_torch_save" else target.touch()
-
-    def refuse(*_: object) -> Iterator[torch.Tensor]:
-        raise AssertionError("tensors are read")
-
-    monkeypatch.setattr(StoredCheckpoint, "stream", refuse)
-    with pytest.raises((OSError, ValueError), match=word):
-        getattr(checkpoint, how)(tmp_path / "c", target)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "target"]
-
-
-@pytest.mark.parametrize("how", ["to_safetensors", "to_torch_save"])
-@pytest.mark.parametrize("gone", [False, True])
-def test_a_checkpoint_that_is_replaced_while_it_is_converted_is_not_mixed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, gone: bool
-) -> None:
-    checkpoint.save(tmp_path / "step-1", {f"w{n}": torch.ones(10) for n in range(3)})
-    stream = StoredCheckpoint.stream
-
-    def replaced(self: StoredCheckpoint, names: list[str], budget: int) -> Iterator[torch.Tensor]:
-        for number, tensor in enumerate(stream(self, names, 1)):
-            if number == 1 and gone:
-                shutil.rmtree(tmp_path / "step-1")
-            elif number == 1:
-                checkpoint.save(tmp_path / "step-1", {f"w{n}": torch.zeros(10) for n in range(3)}, overwrite=True)
-            yield tensor
-
-    monkeypatch.setattr(StoredCheckpoint, "stream", replaced)
-    with pytest.raises(FileNotFoundError) if gone else contextlib.nullcontext():
-        getattr(checkpoint, how)(tmp_path / "step-1", tmp_path / "out")
-    assert (tmp_path / "out").exists() != gone
-    monkeypatch.undo()
-    if not gone:
-        (checkpoint.from_safetensors if how == "to_safetensors" else checkpoint.from_torch_save)(
-            tmp_path / "out", tmp_path / "back"
-        )
-        found = {f"w{n}": torch.zeros(10) for n in range(3)}
-        checkpoint.load(tmp_path / "back", found)
-        assert all((tensor == 1).all() for tensor in found.values()), "what is read has a lease"
-
-
-def test_files_in_an_object_store(tmp_path: Path) -> None:
-    """In which a file of another tool is read as well; to read it back it is copied to a local disk first."""
-    url = f"memory://{tmp_path.name}"
-    store = fsspec.filesystem("memory")
-    expected = build(2)
-    checkpoint.save(tmp_path / "c", expected)
-    names = checkpoint.to_safetensors(tmp_path / "c", f"{url}/st", max_shard_size=200)
-    checkpoint.to_torch_save(tmp_path / "c", f"{url}/f.pt", budget=100)
-    store.get(f"{url}/", str(tmp_path / "local"), recursive=True)
-    assert {*names, INDEX_FILE, NON_TENSORS_FILE} == {path.name for path in (tmp_path / "local" / "st").iterdir()}
-    checkpoint.from_safetensors(tmp_path / "local" / "st", tmp_path / "back")
-    for path in ("back", "local/f.pt"):
-        state = blank()
-        checkpoint.load(tmp_path / path, state)
-        assert_loaded(state, expected)
-    with pytest.raises(ValueError, match=r"already\. Give another folder"):
-        checkpoint.to_safetensors(tmp_path / "c", f"{url}/st")
-    for convert, source in ((checkpoint.from_safetensors, f"{url}/st"), (checkpoint.from_torch_save, f"{url}/f.pt")):
-        with pytest.raises(ValueError, match="Copy it to a local disk first"):
-            convert(source, tmp_path / "x")
-
-
-@pytest.mark.parametrize("sizes", [(400, 40), (40, 400)])
-def test_safetensors_of_two_conversions_are_not_mixed(tmp_path: Path, sizes: tuple[int, int]) -> None:
-    checkpoint.save(tmp_path / "c", {"a": torch.ones(10), "b": torch.ones(10)})
-    names = checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", max_shard_size=sizes[0])
-    with pytest.raises(ValueError, match=r"already\. Give another folder"):
-        checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", max_shard_size=sizes[1])
-    assert sorted(path.name for path in (tmp_path / "st").glob("*.safetensors")) == names
-    with pytest.raises(ValueError, match=r"the name of a file\. Give a folder"):
-        checkpoint.to_safetensors(tmp_path / "c", tmp_path / "model.safetensors")
 
 
 def test_the_library_reads_and_writes_the_same(tmp_path: Path) -> None:
@@ -345,13 +229,10 @@ def test_the_library_reads_and_writes_the_same(tmp_path: Path) -> None:
     read = library.load_file(tmp_path / "st" / "model.safetensors")
     assert read.keys() == expected["model"].state_dict().keys()
     assert all(torch.equal(read[key], value) for key, value in expected["model"].state_dict().items())
-    library.save_file(
-        {**read, "more": torch.ones(3, dtype=torch.bfloat16)},
-        tmp_path / "theirs.safetensors",
-        metadata={"format": "pt"},
-    )
+    more = {**read, "more": torch.ones(3, dtype=torch.bfloat16)}
+    library.save_file(more, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     checkpoint.from_safetensors(tmp_path / "theirs.safetensors", tmp_path / "back", name="model")
-    model = blank()["model"].float()
+    model = build(0)["model"]
     model.register_buffer("more", torch.zeros(3, dtype=torch.bfloat16))
     checkpoint.load(tmp_path / "back", {"model": model})
     assert torch.equal(model[0].weight, expected["model"][0].weight)
@@ -431,57 +312,68 @@ def test_memory_is_bounded_by_the_budget_and_not_by_the_checkpoint(tmp_path: Pat
     assert all((value == int(n)).all() for n, value in got["t"].items())
 
 
-def test_bad_input(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex128), "b": 1})
-    with pytest.raises(ValueError, match=r"a is torch.complex128.*to_torch_save"):
-        checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st")
-    checkpoint.save(tmp_path / "m", {"__metadata__": torch.zeros(2)})
-    with pytest.raises(ValueError, match="keeps the name __metadata__ for itself"):
-        checkpoint.to_safetensors(tmp_path / "m", tmp_path / "st")
-    with pytest.raises(ValueError, match="max_shard_size=0: give a number of bytes"):
-        checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", max_shard_size=0)
-    with pytest.raises(ValueError, match="nothing named 'b'"):  # it is a value, and has no content
-        checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", name="b")
-    with pytest.raises(ValueError, match=r"nothing named 'model'. It holds \['a', 'b'\]"):
-        checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", name="model")
-    with pytest.raises(FileNotFoundError):
-        checkpoint.to_torch_save(tmp_path / "none", tmp_path / "f.pt")
-    with pytest.raises(FileNotFoundError, match=r"No \*\.safetensors in .* It holds a DCP checkpoint already"):
-        checkpoint.from_safetensors(tmp_path / "c", tmp_path / "d")
-    with pytest.raises(FileNotFoundError):
-        checkpoint.from_torch_save(tmp_path / "none.pt", tmp_path / "d")
-    (tmp_path / "junk.pt").write_bytes(b"junk")
-    with pytest.raises(ValueError, match=r"junk\.pt cannot be read"):
-        checkpoint.from_torch_save(tmp_path / "junk.pt", tmp_path / "d")
-    torch.save([1], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match="holds a list"):
-        checkpoint.load(tmp_path / "list.pt", {"a": 1})
-    torch.save({"a": Path("x")}, tmp_path / "code.pt")
-    with pytest.raises(ValueError, match="plain values only"):
-        checkpoint.load(tmp_path / "code.pt", {"a": 1})
+def load(path: Path, _: Path) -> Any:
+    return checkpoint.load(path, {"a": 1})
+
+
+to_st, of_st = checkpoint.to_safetensors, checkpoint.from_safetensors
+to_pt, of_pt = checkpoint.to_torch_save, checkpoint.from_torch_save
+WRONG: list[tuple[Callable[..., Any], str, str, dict[str, Any], type[Exception], str]] = [
+    (to_st, "c", "out", {}, ValueError, r"a is torch.complex128.*to_torch_save"),
+    (to_st, "m", "out", {}, ValueError, "keeps the name __metadata__ for itself"),
+    (to_st, "c", "out", {"max_shard_size": 0}, ValueError, "max_shard_size=0: give a number of bytes"),
+    (to_st, "c", "model.safetensors", {}, ValueError, r"the name of a file\. Give a folder"),
+    (to_st, "c", "junk.pt", {}, ValueError, "name of a file"),
+    (to_st, "c", "full", {}, ValueError, r"holds model\.safetensors already\. Give another folder"),
+    (to_pt, "c", "full", {}, OSError, "is a folder"),
+    (to_pt, "c", "out", {"name": "b"}, ValueError, "nothing named 'b'"),  # it is a value, and has no content
+    (to_pt, "c", "out", {"name": "model"}, ValueError, r"nothing named 'model'. It holds \['a', 'b'\]"),
+    (to_pt, "none", "out", {}, FileNotFoundError, "nothing at this path"),
+    (
+        to_pt,
+        "short.safetensors",
+        "out",
+        {},
+        FileNotFoundError,
+        r"short\.safetensors: it is a file.*rescale-data convert",
+    ),
+    (of_st, "c", "out", {}, FileNotFoundError, r"No \*\.safetensors in .* It holds a DCP checkpoint already"),
+    (of_st, "short.safetensors", "out", {}, ValueError, "no safetensors file, or is damaged"),
+    (of_st, "junk.safetensors", "out", {}, ValueError, "no safetensors file, or is damaged"),
+    (of_pt, "none.pt", "out", {}, FileNotFoundError, "none.pt"),
+    (of_pt, "junk.pt", "out", {}, ValueError, r"junk\.pt cannot be read"),
+    (load, "list.pt", "out", {}, ValueError, "holds a list"),
+    (load, "code.pt", "out", {}, ValueError, "plain values only"),
+    *[(load, f"cut-{cut}.pt", "out", {}, ValueError, "cannot be read") for cut in (10, 100, 1000)],
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    checkpoint.save(folder / "c", {"a": torch.zeros(2, dtype=torch.complex128), "b": 1})
+    checkpoint.save(folder / "m", {"__metadata__": torch.zeros(2)})
+    (folder / "junk.pt").write_bytes(b"junk")
+    torch.save([1], folder / "list.pt")
+    torch.save({"a": Path("x")}, folder / "code.pt")
     header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
-    (tmp_path / "short.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(ValueError, match="no safetensors file, or is damaged"):
-        checkpoint.from_safetensors(tmp_path / "short.safetensors", tmp_path / "d")
-    with pytest.raises(FileNotFoundError, match=r"short\.safetensors: it is a file.*rescale-data convert"):
-        checkpoint.to_torch_save(tmp_path / "short.safetensors", tmp_path / "f.pt")
-    (tmp_path / "junk.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{junk")
-    with pytest.raises(ValueError, match="no safetensors file, or is damaged"):
-        checkpoint.from_safetensors(tmp_path / "junk.safetensors", tmp_path / "d")
-    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt")
-    content = (tmp_path / "f.pt").read_bytes()
+    (folder / "short.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    (folder / "junk.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{junk")
+    (folder / "full").mkdir()
+    (folder / "full" / "model.safetensors").touch()
+    checkpoint.to_torch_save(folder / "c", folder / "whole.pt")
     for cut in (10, 100, 1000):
-        (tmp_path / "f.pt").write_bytes(content[:-cut])
-        with pytest.raises(ValueError, match="cannot be read"):
-            checkpoint.load(tmp_path / "f.pt", {"a": 1})
-    assert not [name for name in tmp_path.iterdir() if name.name.startswith("f.pt.")]
+        (folder / f"cut-{cut}.pt").write_bytes((folder / "whole.pt").read_bytes()[:-cut])
+    return folder
 
 
-def test_a_tensor_within_a_tuple_is_named_and_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint.save(tmp_path / "c", {"w": torch.ones(2), "rng": (torch.arange(3), "cpu"), "n": (1, 2)})
-    assert checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st") == ["non_tensors.pt", "model.safetensors"]
-    assert "in no safetensors: rng." in caplog.text
-    checkpoint.from_safetensors(tmp_path / "st", tmp_path / "back")
-    target: dict[str, Any] = {"w": torch.zeros(2), "rng": None, "n": None}
-    checkpoint.load(tmp_path / "back", target)
-    assert (target["rng"][0].tolist(), target["rng"][1], target["n"]) == ([0, 1, 2], "cpu", (1, 2))
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: f"{case[0].__name__} {case[1]} {case[2]} {case[5][:20]}")
+def test_wrong_input_is_an_error_before_anything_is_written(
+    files: Path, case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert, source, target, options, error, words = case
+    monkeypatch.setattr(StoredCheckpoint, "stream", Mock(side_effect=AssertionError("tensors are read")))
+    before = sorted(files.iterdir())
+    with pytest.raises(error, match=words):
+        convert(files / source, files / target, **options)
+    assert sorted(files.iterdir()) == before

@@ -12,10 +12,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint.storage.dcp import Contents, Pieces, ValuesReader, flatten
+from rescale_data.checkpoint.storage.dcp import Contents, Pieces
 from rescale_data.checkpoint.storage.metadata import read_metadata
-from rescale_data.checkpoint.storage.open import CheckpointReader
-from rescale_data.checkpoint.storage.store import DiskStore
 
 STATE: dict[str, Any] = {
     "model": {"weight": torch.arange(12.0).reshape(3, 4), "layers": [torch.ones(2), torch.zeros(())]},
@@ -73,23 +71,6 @@ def test_metadata_that_is_made_anew_is_what_dcp_wrote(tmp_path: Path) -> None:
     assert (weight.shape, weight.dtype, weight.device.type) == ((3, 4), torch.float32, "meta")
     assert saved.values["step"] is None
     assert not saved.without_path
-
-
-def test_names_are_those_that_dcp_gives() -> None:
-    values, paths = flatten(STATE)
-    assert sorted(values) == sorted(paths) == FLAT
-    assert paths["model.layers.0"] == ("model", "layers", 0)
-    assert values["model.weight"] is STATE["model"]["weight"]
-
-
-def test_what_is_asked_for_is_loaded_and_no_more(tmp_path: Path) -> None:
-    dcp.save(dict(STATE), checkpoint_id=tmp_path)
-    for reader in (CheckpointReader(DiskStore(), str(tmp_path)), ValuesReader("file.pt", STATE)):
-        weight = torch.zeros(3, 4)
-        found = reader.load({"model.weight": weight, "names": None, "step": None})
-        assert found["model.weight"] is weight
-        assert torch.equal(weight, STATE["model"]["weight"])
-        assert (found["names"], found["step"]) == (["a", "b"], 3)
 
 
 def test_pieces_are_saved_once_and_loaded_into_any_others(tmp_path: Path) -> None:

@@ -48,41 +48,32 @@ def check(folder: Path, at_least: int) -> int:
     return found
 
 
-class FusedStore(DiskStore):
+def last(reports: Connection, committed: int) -> int:
+    """Return the last number that a process reported before its end; `committed` if there is none."""
+    try:
+        while True:
+            committed = reports.recv()
+    except EOFError:
+        return committed
+
+
+class FusedDisk(DiskStore):
     """A disk that kills this process at one of its operations, or in the middle of a file: some 15 to a save."""
 
     left = 10**9
 
     def burn(self) -> None:
-        type(self).left -= 1
-        if type(self).left < 0:
+        FusedDisk.left -= 1
+        if FusedDisk.left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def open_write(self, path: str) -> BinaryIO:
         self.burn()
-        raw = super().open_write(path)
-        write = raw.write
+        return FusedStream(super().open_write(path), self)  # type: ignore[return-value]
 
-        class Stream:
-            whole = True
-
-            def write(stream, data: Any) -> int:
-                if stream.whole and self.left == 0:
-                    write(memoryview(data)[: len(data) // 2])
-                    raw.flush()
-                if stream.whole:  # once a file: DCP's many small writes would leave no kill for what comes after them
-                    self.burn()
-                stream.whole = False
-                return write(data)
-
-            def __getattr__(_, name: str) -> Any:
-                return getattr(raw, name)
-
-        return Stream()  # type: ignore[return-value]
-
-    def rename(self, old: str, new: str) -> None:
+    def rename(self, path: str, new_path: str) -> None:
         self.burn()
-        super().rename(old, new)
+        super().rename(path, new_path)
         self.burn()
 
     def rm_file(self, path: Any) -> None:
@@ -98,18 +89,36 @@ class FusedStore(DiskStore):
         super().sync_folder(path)
 
 
+class FusedStream:
+    """A file in whose first write the process may be killed: DCP's many small ones would leave no kill for what comes after."""
+
+    def __init__(self, raw: BinaryIO, disk: FusedDisk) -> None:
+        self.raw, self.disk, self.is_first = raw, disk, True
+
+    def write(self, data: Any) -> int:
+        if self.is_first:
+            if FusedDisk.left == 0:
+                self.raw.write(memoryview(data)[: len(data) // 2])
+                self.raw.flush()
+            self.disk.burn()
+            self.is_first = False
+        return self.raw.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
 FUSE = 200
 """Operations of four steps, of which two are saved twice, and of the deletions: all are struck."""
 
 
 def save_with_a_fuse(folder: str, mode: Any, first: int, fuse: int, out: Connection) -> None:
     torch.set_num_threads(1)
-    opening.DiskStore = FusedStore  # type: ignore[misc]
-    FusedStore.left = fuse
+    opening.DiskStore = FusedDisk  # type: ignore[misc]
+    FusedDisk.left = fuse
     with CheckpointManager(folder, keep_latest=2, async_mode=mode) as manager:
         for step in range(first, first + 4):
-            # Every second step is saved twice: a replacement is a save, too.
-            for _ in range(1 + step % 2):
+            for _ in range(1 + step % 2):  # a replacement is a save, too
                 manager.save(step, state_of(step))
                 manager.wait()
                 out.send(step)
@@ -121,19 +130,14 @@ def test_a_hundred_kills_at_random_operations(tmp_path: Path, mode: str, kills: 
     committed, survived = 0, 0
     for fuse in random.Random(kills).sample(range(FUSE), kills):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=save_with_a_fuse, args=(str(tmp_path / "run"), mode, committed + 1, fuse, theirs)
-        )
+        process = context.Process(target=save_with_a_fuse, args=(str(tmp_path), mode, committed + 1, fuse, theirs))
         process.start()
         theirs.close()
-        try:
-            while True:
-                committed = ours.recv()
-        except EOFError:
-            process.join()
+        committed = last(ours, committed)
+        process.join()
         assert process.exitcode in (0, -signal.SIGKILL)
         survived += process.exitcode == 0
-        committed = check(tmp_path / "run", committed)
+        committed = check(tmp_path, committed)
     assert survived < kills / 3, "most fuses burnt while saving"
     assert committed > kills, "and after a commit, in replacements and in deletions, too"
 
@@ -145,11 +149,11 @@ def save_for_ever(folder: str, mode: Any, reports: Any) -> None:
         step = manager.load_latest(target) or 0
         while True:
             step += 1
-            for _ in range(1 + step % 2):  # a replacement is a save, too
+            for _ in range(1 + step % 2):
                 manager.save(step, state_of(step))
                 manager.wait()
                 if dist.get_rank() == 0:
-                    reports.send((os.getpid(), step))
+                    reports.send(step)
 
 
 def end(processes: list[Any]) -> int:
@@ -175,18 +179,12 @@ def test_kills_of_one_rank_or_all(tmp_path: Path, mode: str) -> None:
     rng, committed, stuck = random.Random(KILLS), 0, 0
     for round_ in range(KILLS // 2):
         ours, theirs = context.Pipe(duplex=False)
-        processes = start(2, save_for_ever, str(tmp_path / "run"), mode, theirs)
+        processes = start(2, save_for_ever, str(tmp_path), mode, theirs)
         theirs.close()
-        committed = ours.recv()[1]
+        committed = ours.recv()
         time.sleep(rng.uniform(0, 0.06))  # the random moment
-        victims = processes if round_ % 2 else [rng.choice(processes)]
-        for victim in victims:
-            os.kill(victim.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        for victim in processes if round_ % 2 else [rng.choice(processes)]:
+            os.kill(victim.pid, signal.SIGKILL)
         stuck += end(processes)
         assert stuck < 3, "a rank that lives raises: its group is broken"
-        try:
-            while True:
-                committed = ours.recv()[1]
-        except EOFError:
-            pass
-        committed = check(tmp_path / "run", committed)
+        committed = check(tmp_path, last(ours, committed))

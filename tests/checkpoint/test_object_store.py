@@ -1,4 +1,4 @@
-"""Checkpoints on an S3 server: committed by the last object, whatever the network does."""
+"""Checkpoints on an S3 server: committed by the last object, whatever the network does; and the proxy that makes it fail."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.checkpoint.models import mesh
-from tests.checkpoint.processes import run
-from tests.checkpoint.stand_in import StandInLoader
-
 pytest.importorskip("s3fs", reason="needs the extra s3")
 pytest.importorskip("moto", reason="needs the extra s3")
 
+from s3fs import S3FileSystem
+
 import rescale_data as rd
 from rescale_data import checkpoint
-from rescale_data.checkpoint import CheckpointManager, RunReader
-from rescale_data.checkpoint.storage.claims import find
-from rescale_data.checkpoint.storage.open import open_store
-from tests.checkpoint.object_server import BUCKET, Fault, Server, serving
+from rescale_data.checkpoint import CheckpointManager
+from tests.checkpoint.object_server import BUCKET, FAULTS, Fault, Server, serving
+from tests.checkpoint.stand_in import StandInLoader
 from tests.states import opened
 
 
@@ -36,8 +33,7 @@ def servers() -> Iterator[Server]:
 
 @pytest.fixture
 def server(servers: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 2)  # its five, with growing pauses, take ten seconds
-    servers.set_fault(lambda method, path: None)
+    monkeypatch.setattr(S3FileSystem, "retries", 2)  # its five, with growing pauses, take ten seconds
     servers.requests.clear()
     yield servers
     servers.set_fault(lambda method, path: None)
@@ -48,66 +44,63 @@ def folder() -> str:
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_request_fails_and_no_other(fault: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    config = {"retries": {"total_max_attempts": 1}, "read_timeout": 3 if fault == "stall" else 60}
+    bucket: Any = S3FileSystem(**{**server.options, "config_kwargs": config}, skip_instance_cache=True)
+    error = {"403": PermissionError, "404": FileNotFoundError}.get(fault, Exception)
+    for name in "ab":
+        bucket.pipe(f"{BUCKET}/{name}", name.encode() * 100)
+    with server.recording() as requests:
+        assert bucket.cat_file(f"{BUCKET}/a", start=10, end=20) == b"a" * 10
+    (request,) = requests
+    assert (request.method, request.path, request.range) == ("GET", f"/{BUCKET}/a", "bytes=10-19")
+    for after in (0, 1):
+        with server.failing(request, fault, after=after):
+            assert bucket.cat_file(f"{BUCKET}/b", start=10, end=20) == b"b" * 10
+            assert bucket.cat_file(f"{BUCKET}/a", start=10, end=30) == b"a" * 20
+            for _ in range(after):
+                assert bucket.cat_file(f"{BUCKET}/a", start=10, end=20) == b"a" * 10
+            for _ in range(2 - after):
+                with pytest.raises(error):
+                    bucket.cat_file(f"{BUCKET}/a", start=10, end=20)
+        assert bucket.cat_file(f"{BUCKET}/a", start=10, end=20) == b"a" * 10
+
+
 def state(step: int = 0, size: int = 1000) -> dict[str, Any]:
-    loader = StandInLoader(mesh=mesh())
+    loader = StandInLoader()
     loader.advance(step)
     return {"weights": torch.full((size,), float(step)), "loader": loader, "step": step}
 
 
-def test_a_loader_is_compared_with_a_bucket_by_the_same_options(server: Server, folder: str) -> None:
-    loader, fresh = (rd.DataLoader(range(8), global_batch_size=4) for _ in range(2))
-    next(iter(loader))
-    checkpoint.save(f"{folder}/c", {"train": loader}, storage_options=server.options)
-    options: dict[str, Any] = {"name": "train", "storage_options": server.options}
-    checkpoint.check_checkpoint(f"{folder}/c", fresh, **options)
-    checkpoint.load_changed(f"{folder}/c", fresh, **options)
-    assert fresh.step == 1
-
-
 def test_a_round_trip_and_stock_dcp(server: Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(f"{folder}/c", state(3), storage_options=server.options)
-    target = state()
-    checkpoint.load(f"{folder}/c", target, storage_options=server.options)
+    """Each function is given the options of the store."""
+    options: dict[str, Any] = {"storage_options": server.options}
+    monkeypatch.setattr(os, "sync", lambda: pytest.fail("os.sync flushes every disk of the machine"))
+    checkpoint.save(f"{folder}/c", state(3), **options)
+    checkpoint.load(f"{folder}/c", target := state(), **options)
     assert (target["step"], target["loader"].step, target["weights"].unique().tolist()) == (3, 3, [3.0])
-    assert opened(checkpoint.read_data_state(f"{folder}/c", storage_options=server.options))["step"] == 3
-    assert checkpoint.verify(f"{folder}/c", storage_options=server.options) == []
+    assert opened(checkpoint.read_data_state(f"{folder}/c", **options))["step"] == 3
+    assert checkpoint.verify(f"{folder}/c", **options) == []
+    loader = rd.DataLoader(range(8), global_batch_size=4)
+    next(iter(loader))
+    checkpoint.save(f"{folder}/of a loader", {"train": loader}, **options)
+    fresh = rd.DataLoader(range(8), global_batch_size=4)
+    checkpoint.check_checkpoint(f"{folder}/of a loader", fresh, name="train", **options)
+    checkpoint.load_changed(f"{folder}/of a loader", fresh, name="train", **options)
+    assert fresh.step == 1
     for name, value in (
-        ("ENDPOINT_URL", server.url),
-        ("ACCESS_KEY_ID", "key"),
-        ("SECRET_ACCESS_KEY", "secret"),
-        ("REGION", "us-east-1"),
+        *(("ENDPOINT_URL", server.url), ("ACCESS_KEY_ID", "key")),
+        *(("SECRET_ACCESS_KEY", "secret"), ("REGION", "us-east-1")),
     ):
         monkeypatch.setenv(f"AWS_{name}", value)
-    stock = state()
-    dcp.load(stock, checkpoint_id=f"{folder}/c")
+    dcp.load(stock := state(), checkpoint_id=f"{folder}/c")
     assert (stock["step"], stock["loader"].step) == (3, 3)
-    writes = [path for method, path in server.requests if method == "PUT"]
+    writes = [path for method, path in server.requests if method == "PUT" and "/c/" in path and "lease" not in path]
     order = [next(i for i, path in enumerate(writes) if part in path) for part in ("__0_0", "/rescale_data-")]
     assert order == sorted(order), "the manifest is put after the data"
-    assert "c/.metadata" in [path for path in writes if "lease" not in path][-1], (
-        "and stock DCP's copy after the look at the claims"
-    )
-
-
-def test_no_file_is_synced_machine_wide(server: Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sync", lambda: pytest.fail("os.sync flushes every disk of the machine"))
-    checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
-
-
-def save_on_ranks(folder: str, options: dict[str, Any]) -> list[int]:
-    with CheckpointManager(folder, keep_latest=2, storage_options=options) as manager:
-        for step in range(1, 5):
-            manager.save(step, state(step))
-        target = state()
-        assert manager.load_latest(target) == 4
-        assert target["loader"].step == 4
-    return manager.steps()
-
-
-def test_ranks_save_and_retention_deletes(server: Server, folder: str) -> None:
-    assert run(2, save_on_ranks, folder, server.options) == [[3, 4], [3, 4]]
-    store, path = open_store(folder, server.options)
-    assert [name for name in store.names(path) if name != ".leases"] == [".claims", "step-3", "step-4"]
+    assert "c/.metadata" in writes[-1], "and stock DCP's copy after the look at the claims"
 
 
 def first(times: int, fault: str, at: str, method: str = "PUT") -> Fault:
@@ -117,11 +110,9 @@ def first(times: int, fault: str, at: str, method: str = "PUT") -> Fault:
 
 
 @pytest.mark.parametrize("fault", ["503", "cut", "stall"])
-@pytest.mark.parametrize("size", [3_000_000])
-def test_a_passing_fault_is_retried(
-    server: Server, folder: str, fault: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``size`` makes it a multipart upload, which is cut in the middle."""
+def test_a_passing_fault_is_retried(server: Server, folder: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a multipart upload, which is cut in the middle."""
+    size = 3_000_000
     monkeypatch.setattr(server, "patience", 2.0 if fault == "stall" else server.patience)
     server.set_fault(first(1, fault, ".distcp"))
     checkpoint.save(f"{folder}/c", state(2, size), storage_options=server.options)
@@ -135,52 +126,12 @@ def test_a_passing_fault_is_retried(
 def test_a_lasting_fault_leaves_the_checkpoint_before(server: Server, folder: str, fault: str, at: str) -> None:
     options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 60}}
     with CheckpointManager(folder, storage_options=options) as manager:
-        manager.save(1, state(1))
-        manager.wait()
-        server.set_fault(first(10**9, fault, at))
-        manager.save(2, state(2))
-        with pytest.raises(Exception, match=r"Saving|failed|SlowDown|Connection"):
-            manager.wait()
-        server.set_fault(lambda method, path: None)
-        assert manager.steps() == [1]
-        assert manager.load_latest(state()) == 1
-        manager.save(3, state(3))
-        manager.wait()
-        assert manager.steps() == [1, 3]
-
-
-def test_a_replacement_of_another_tools_checkpoint(server: Server, folder: str) -> None:
-    store, path = open_store(folder, server.options)
-    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
-        store.put(f"{path}/c/{name}", b"of another tool")
-    with pytest.raises(ValueError, match="overwrite=True"):
-        checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
-    checkpoint.save(f"{folder}/c", state(1), overwrite=True, storage_options=server.options)
-    assert "__0_0.distcp" in store.names(f"{path}/c"), "what no claim of the folder made is nobody's to remove"
-    assert checkpoint.verify(f"{folder}/c", storage_options=server.options) == []
-
-
-def test_damage_is_found(server: Server, folder: str) -> None:
-    checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
-    store, path = open_store(folder, server.options)
-    save = find(store, f"{path}/c")
-    assert save is not None
-    own = save.folder
-    file = f"{path}/c/{own}/__0_0.distcp"
-    content = bytearray(store.read(file))
-    content[2000] ^= 4
-    store.put(file, bytes(content))
-    with pytest.raises(ValueError, match=r"__0_0\.distcp is not what was saved"):
-        checkpoint.load(f"{folder}/c", state(), storage_options=server.options)
-    store.rm_file(file)
-    assert "is missing" in checkpoint.verify(f"{folder}/c", storage_options=server.options)[0]
-
-
-def test_cached_listings_are_refused(folder: str) -> None:
-    with pytest.raises(ValueError, match="use_listings_cache=True would hide"):
-        RunReader(folder, storage_options={"use_listings_cache": True})
-
-
-def test_an_unknown_scheme() -> None:
-    with pytest.raises(ValueError, match="or give a local path"):
-        checkpoint.save("nope://bucket/c", state())
+        for step, steps in ((1, [1]), (2, [1]), (3, [1, 3])):
+            server.set_fault(first(10**9 if step == 2 else 0, fault, at))
+            manager.save(step, state(step))
+            if step == 2:
+                with pytest.raises(Exception, match=r"Saving|failed|SlowDown|Connection"):
+                    manager.wait()
+            server.set_fault(lambda method, path: None)
+            assert manager.load_latest(state()) == steps[-1]
+            assert manager.steps() == steps

@@ -1,8 +1,9 @@
-"""What all ranks hold under one name is one value, or each rank's own where that is said."""
+"""What is wrong on one rank, or not the same on all, is one error on all; and values that are each rank's own."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, PerRank
-from rescale_data.checkpoint.rank_values import source_rank
+from tests.checkpoint.files import data, flip
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -36,19 +38,18 @@ class Phase(Enum):
     HOT = "hot"
 
 
-def said(work: Any) -> str:
+def said(work: Callable[[], Any]) -> str:
     try:
         work()
-    except ValueError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return str(error)
-    return "saved"
+    return "done"
 
 
-def disagree(folder: str) -> list[str]:
-    rank = dist.get_rank()
+def of_all(rank: int) -> dict[str, Any]:
     norm = nn.BatchNorm1d(2)
     norm.running_mean.fill_(rank)  # type: ignore[union-attr]
-    same = {
+    return {
         "w": torch.arange(5000.0),
         "epoch": 3,
         "lr": [0.1, 0.2],
@@ -57,72 +58,132 @@ def disagree(folder: str) -> list[str]:
         "part of a row": (torch.arange(2.0)[::2], "cpu"),
         f"stage-{rank}": torch.full((3,), rank),
     }
-    states: dict[str, dict[str, Any]] = {
-        "same": same,
-        "number": same | {"epoch": 3 + rank},
-        "nested": same | {"extra": {"seeds": [1, rank]}},
-        "array": same | {"numpy": {"state": np.random.RandomState(rank).get_state()}},
-        "tuple": same | {"rng": (torch.full((2,), rank), "cpu")},
-        "set": same | {"seen": ({"rows": {rank, 7}},)},
-        "bytes": same | {"raw": bytearray([rank])},
-        "ordered": same | {"pair": (OrderedDict(seen=rank),)},
-        "named": same | {"point": Point(1, rank)},
-        "dataclass": same | {"progress": Progress(rank)},
-        "enum": same | {"phase": [*Phase][rank]},
-    }
-    found = [said(lambda name=name: checkpoint.save(f"{folder}/{name}", states[name])) for name in states]
-    found.append(said(lambda: checkpoint.save(f"{folder}/step", same, step=rank)))
-    found.append(said(lambda: checkpoint.save(f"{folder}/other-{rank}", same)))
+
+
+DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
+    "epoch": lambda rank: {"epoch": 3 + rank},
+    "extra.seeds": lambda rank: {"extra": {"seeds": [1, rank]}},
+    "numpy.state": lambda rank: {"numpy": {"state": np.random.RandomState(rank).get_state()}},
+    "rng": lambda rank: {"rng": (torch.full((2,), rank), "cpu")},
+    "seen": lambda rank: {"seen": ({"rows": {rank, 7}},)},
+    "raw": lambda rank: {"raw": bytearray([rank])},
+    "pair": lambda rank: {"pair": (OrderedDict(seen=rank),)},
+    "point": lambda rank: {"point": Point(1, rank)},
+    "progress": lambda rank: {"progress": Progress(rank)},
+    "phase": lambda rank: {"phase": [*Phase][rank]},
+}
+
+
+def save_what_differs(folder: str) -> list[str]:
+    rank = dist.get_rank()
+    found = [said(lambda: checkpoint.save(f"{folder}/same", of_all(rank)))]
+    found += [said(lambda of=of: checkpoint.save(f"{folder}/c", of_all(rank) | of(rank))) for of in DIFFERENT.values()]
+    found.append(said(lambda: checkpoint.save(f"{folder}/c", {"w": 1}, step=rank)))
+    found.append(said(lambda: checkpoint.save(f"{folder}/other-{rank}", {"w": 1})))
     with CheckpointManager(f"{folder}/run") as manager:
-        manager.save(5 + rank, {"w": torch.ones(2)})
-        found.append(said(manager.wait))
-        manager.save(7, {"w": torch.ones(2), "seed": rank})
-        found.append(said(manager.wait))
-        manager.save(8, {"w": torch.ones(2)})
-    return [*found, str(manager.steps())]
+        for step, seed in ((5 + rank, 0), (7, rank), (8, 0)):
+            manager.save(step, {"w": torch.ones(2), "seed": seed})
+            found.append(said(manager.wait))
+        assert manager.steps() == [8], "saves go on behind an error"
+    return found
 
 
 def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
-    first, second = run(2, disagree, str(tmp_path))
+    first, second = run(2, save_what_differs, str(tmp_path))
     assert first == second
-    words = [
-        "saved",
-        "epoch, on ranks 0 and 1",
-        "extra.seeds, on",
-        "numpy.state, on",
-        "rng, on",
-        "seen, on",
-        "raw, on",
-        "pair, on",
-        "point, on",
-        "progress, on",
-        "phase, on",
-        "step of step 1. Give",
-        *["they name 2"] * 2,
-        "seed, on",
+    words = ["done", *(f"{name}, on ranks 0 and 1" for name in DIFFERENT)]
+    words += [
+        "step of step 1. Give".removeprefix("step "),
+        "they name 2",
+        "they name 2",
+        "seed, on ranks 0 and 1",
+        "done",
     ]
-    assert [word in text for word, text in zip(words, first[:-1], strict=True)] == [True] * 15, first
-    assert first[-1] == "[8]"
+    for word, text in zip(words, first, strict=True):
+        assert word in text
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "same"]
 
 
-def of_rank(rank: int) -> dict[str, Any]:
+class FailsOnRankOne:
+    """Its state cannot be saved, or with `loads` not loaded, on rank 1 alone."""
+
+    def __init__(self, *, loads: bool = False) -> None:
+        self.loads = loads
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1 and not self.loads:
+            raise RuntimeError("no state on this rank")
+        return {"a": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no load on this rank")
+
+
+def fail_on_rank_one(folder: str) -> list[str]:
+    """What each call says that one rank refuses, in which the others meet in a collective of the loader."""
+    is_odd = dist.get_rank() == 1
+    loader = rd.DataLoader(range(48), global_batch_size=12, num_logical_shards=24, timeout=10)
+    unsavable, unloadable = {"value": FailsOnRankOne()}, {"value": FailsOnRankOne(loads=True)}
+    step, metrics = "one" if is_odd else 1, {"loss": "low" if is_odd else 1}
+    direct = CheckpointManager(f"{folder}/direct", async_mode="disabled")
+    background = CheckpointManager(f"{folder}/background")
+    checkpoint.save(f"{folder}/whole", {**unloadable, "loader": loader})
+    checkpoint.save(f"{folder}/ranks", {"rank": {f"{is_odd:d}": torch.full((100,), int(is_odd))}})
+    found: list[str] = []
+    for manager in (direct, background):
+        for work in (
+            lambda m: m.save(step, {"loader": loader}),
+            lambda m: m.save(-1 if is_odd else 1, {"loader": loader}),
+            lambda m: m.save(1, {"loader": loader}, metrics=metrics),
+            lambda m: m.save(1, {**unsavable, "loader": loader}),
+        ):
+            found.append(said(lambda work=work, m=manager: (work(m), m.wait())))
+        manager.save(3, {"loader": loader})
+        manager.close()
+        assert manager.steps() == [3], "saves go on behind an error"
+    path, ranks, own = f"{folder}/whole", f"{folder}/ranks", torch.zeros(100, dtype=torch.int64)
+    found += [
+        said(lambda: checkpoint.save(f"{folder}/c", {**unsavable, "loader": loader})),
+        said(lambda: checkpoint.save(f"{folder}/c", {1: 1} if is_odd else {"loader": loader})),
+        said(lambda: checkpoint.save(f"{folder}/c", {"loader": loader}, metrics=metrics)),  # type: ignore[arg-type]
+        said(lambda: checkpoint.load(path, {**unsavable, "loader": loader})),
+        said(lambda: checkpoint.load(path, {**unloadable, "loader": loader})),
+        said(lambda: checkpoint.load(path, {"value": [StandInLoader()] if is_odd else unloadable["value"]})),
+        said(lambda: checkpoint.load(ranks, {"rank": {f"{2 * is_odd}": own}})),
+    ]
+    if is_odd:
+        flip(data(Path(ranks)) / "__1_0.distcp", 700)
+    dist.barrier()
+    return [*found, said(lambda: checkpoint.load(ranks, {"rank": {f"{is_odd:d}": own}}))]
+
+
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    """Also where the others are in a collective of the loader: nobody waits there for the rank that refuses."""
+    first, second = run(2, fail_on_rank_one, str(tmp_path))
+    assert first == second
+    words = ["step='one'", "step=-1", "'loss'", "no state"] * 2
+    words += ["no state", "keys are strings", "'loss'", "no state", "no load", "a name of its own"]
+    words += ["missing in the checkpoint: rank.2, a int64 tensor of shape [100] in the state (on rank 1)"]
+    words += ["__1_0.distcp is not what was saved"]
+    for word, text in zip(words, first, strict=True):
+        assert word in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["background", "direct", "ranks", "whole"]
+
+
+def own(rank: int) -> dict[str, Any]:
     loader = StandInLoader()
     loader.advance(rank + 1)
-    return {
-        "tensor": PerRank(torch.full((2,), float(rank))),
-        "plain": PerRank(("rng", rank)),
-        "loader": PerRank(loader),
-        "w": 1,
-    }
+    tensor = PerRank(torch.full((2,), float(rank)))
+    return {"tensor": tensor, "plain": PerRank(("rng", rank)), "loader": PerRank(loader), "w": 1}
 
 
 def save_own(folder: str) -> None:
-    checkpoint.save(f"{folder}/c", of_rank(dist.get_rank()))
+    checkpoint.save(f"{folder}/c", own(dist.get_rank()))
 
 
 def load_own(folder: str) -> tuple[Any, ...]:
-    state = of_rank(17)
+    state = own(17)
     report = checkpoint.load(f"{folder}/c", state)
     assert report.not_asked == ()
     return state["tensor"].value.tolist(), state["plain"].value, state["loader"].value.step
@@ -136,14 +197,7 @@ def test_a_rank_gets_its_own_back_and_on_another_world_size_by_its_number(tmp_pa
 
 
 def test_a_rank_without_a_value_of_its_own_is_told(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", {"w": 1})
-    with pytest.raises(ValueError, match=r"missing in the checkpoint: rng.rank-0"):
-        checkpoint.load(tmp_path / "c", {"w": 1, "rng": PerRank(torch.zeros(2))})
-    checkpoint.save(tmp_path / "all", {"w": 1, "rng": torch.zeros(2)})  # of all ranks
-    with pytest.raises(ValueError, match=r"missing in the checkpoint: rng.rank-0"):
-        checkpoint.load(tmp_path / "all", {"w": 1, "rng": PerRank(torch.zeros(2))})
-
-
-def test_the_source_of_each_rank() -> None:
-    assert [source_rank({"rank-0", "rank-1", "x"}, rank) for rank in range(5)] == [0, 1, 0, 1, 0]
-    assert source_rank(set(), 3) == 3
+    for name, saved in (("none", {"w": 1}), ("of all ranks", {"w": 1, "rng": torch.zeros(2)})):
+        checkpoint.save(tmp_path / name, saved)
+        with pytest.raises(ValueError, match=r"missing in the checkpoint: rng.rank-0"):
+            checkpoint.load(tmp_path / name, {"w": 1, "rng": PerRank(torch.zeros(2))})

@@ -1,26 +1,27 @@
-"""What others do to a run's folder: a second writer, links, odd leases, files that lead outside, metadata of old torch."""
+"""What others do to a run's folder: a second writer, links, files that lead outside, code in pickles, odd metadata."""
 
 from __future__ import annotations
 
-import contextlib
+import datetime
 import enum
 import json
 import os
 import pathlib
 import pickle
+import re
 import signal
-import subprocess
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
-import fsspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
@@ -39,47 +40,32 @@ def hold(folder: Path, pid: Connection) -> None:
         signal.pause()
 
 
-@contextlib.contextmanager
-def another_process(folder: Path) -> Iterator[int]:
-    """Yield the number of another process that has a manager on the folder; it is killed in the end."""
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=hold, args=(folder, theirs))
-    process.start()
-    try:
-        yield ours.recv()
-    finally:
-        process.kill()
-        process.join()
-
-
-def test_a_second_manager_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+def test_a_second_manager_is_told_which_process_holds_the_folder(tmp_path: Path) -> None:
     run = tmp_path.resolve() / "run"
-    with another_process(run) as pid:
-        with pytest.raises(ValueError, match=rf"held by process {pid} on {os.uname().nodename}"):
-            CheckpointManager(run)
-        assert RunReader(run).steps() == []
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=hold, args=(run, theirs))
+    process.start()
+    pid = ours.recv()
+    with pytest.raises(ValueError, match=rf"held by process {pid} on {os.uname().nodename}"):
+        CheckpointManager(run)
+    assert RunReader(run).steps() == []
+    process.kill()
+    process.join()
     with CheckpointManager(run) as manager:
         assert manager.steps() == [], "a killed one holds nothing"
 
 
-@pytest.mark.parametrize("folder", ["local", "memory"])
-def test_a_second_manager_in_one_process(tmp_path: Path, folder: str) -> None:
+def test_a_second_manager_in_one_process(folder: str) -> None:
     """Two would delete by two rules, each what the other keeps."""
-    run = str(tmp_path / "run") if folder == "local" else f"memory://{tmp_path.name}/run"
-    manager = CheckpointManager(run, keep_latest=1, async_mode="disabled")
-    manager.save(1, STATE)
-    with pytest.raises(ValueError, match=r"held by this process, which saves to it.*by\s+close\(\)"):
-        CheckpointManager(f"{run}/", keep_latest=None)
-    assert RunReader(run).steps() == [1]
-    manager.save(2, STATE)
-    manager.close()
-    again = CheckpointManager(run)
-    assert not again.delete(1), "and nothing is done in the background any more"
-    vars(again)["itself"] = again
-    del again  # and not closed
-    with CheckpointManager(run) as manager:
-        assert manager.steps() == [2]
-    fsspec.filesystem("memory").store.clear()
+    with CheckpointManager(folder, keep_latest=1, async_mode="disabled") as manager:
+        manager.save(1, STATE)
+        with pytest.raises(ValueError, match=r"held by this process, which saves to it.*by\s+close\(\)"):
+            CheckpointManager(f"{folder}/", keep_latest=None)
+        assert RunReader(folder).steps() == [1]
+        manager.save(2, STATE)
+    with CheckpointManager(folder) as again:
+        assert not again.delete(1), "and nothing is done in the background any more"
+        assert again.steps() == [2]
 
 
 def test_a_save_whose_files_something_removes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,20 +81,20 @@ def test_a_save_whose_files_something_removes_is_an_error(tmp_path: Path, monkey
         checkpoint.save(tmp_path / "c", STATE)
 
 
-@pytest.fixture
-def forked(tmp_path: Path) -> tuple[Path, Path]:
-    """A run that was forked with ``ln -s``."""
-    checkpoint.save(tmp_path / "old" / "step-100", STATE)
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "step-100").symlink_to(tmp_path / "old" / "step-100")
-    return tmp_path / "old" / "step-100", tmp_path / "new"
-
-
-@pytest.mark.parametrize("how", ["retention", "delete", "overwrite", "dangling"])
-def test_a_link_is_never_entered(forked: tuple[Path, Path], how: str) -> None:
-    foreign, new = forked
+@pytest.mark.parametrize("how", ["retention", "delete", "overwrite", "save", "dangling"])
+def test_a_link_is_read_and_never_entered(tmp_path: Path, how: str) -> None:
+    """In a run that was forked with ``ln -s``."""
+    foreign, new = tmp_path / "old" / "step-100", tmp_path / "new"
+    checkpoint.save(foreign, STATE)
+    new.mkdir()
+    (new / "step-100").symlink_to(foreign)
     if how == "dangling":
         (new / "step-99").symlink_to(new / "nowhere")
+    elif how == "save":
+        with pytest.raises(ValueError, match="overwrite=True"):
+            checkpoint.save(new / "step-100", STATE)
+        checkpoint.save(new / "step-100", STATE, overwrite=True)
+        assert not (new / "step-100").is_symlink()
     with CheckpointManager(new, keep_latest=1, async_mode="disabled") as manager:
         target = {"w": torch.zeros(3)}
         assert manager.load_latest(target) == 100
@@ -121,7 +107,7 @@ def test_a_link_is_never_entered(forked: tuple[Path, Path], how: str) -> None:
             assert not (new / "step-100").is_symlink()
         elif how == "dangling":
             manager.save(99, {"w": torch.zeros(3)})
-        else:
+        elif how == "retention":
             manager.save(101, STATE)
             manager._wait_until_idle()
             assert manager.steps() == [101]
@@ -130,7 +116,7 @@ def test_a_link_is_never_entered(forked: tuple[Path, Path], how: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../outside"])
-def test_a_manifest_that_names_a_file_outside(tmp_path: Path, name: str) -> None:
+def test_a_manifest_or_metadata_that_names_a_file_outside(tmp_path: Path, name: str) -> None:
     checkpoint.save(tmp_path / "c", STATE)
     file = manifest(tmp_path / "c")
     content = json.loads(file.read_text())
@@ -148,25 +134,28 @@ def test_a_manifest_that_names_a_file_outside(tmp_path: Path, name: str) -> None
         with pytest.raises(ValueError, match=text):
             checkpoint.load(tmp_path / "c", dict(STATE))
 
+    def lead_outside(metadata: Metadata) -> None:
+        for place in metadata.storage_data.values():
+            place.relative_path = name
 
-def test_a_device_in_place_of_a_file_is_not_read_for_ever(tmp_path: Path) -> None:
+    change_metadata(tmp_path / "stock", lead_outside)
+    with pytest.raises(ValueError, match=outside):
+        checkpoint.load(tmp_path / "stock", dict(STATE))
+
+
+def test_devices_and_pipes_in_place_of_files_are_not_read(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", STATE)
-    file = data(tmp_path / "c") / "__0_0.distcp"
-    file.unlink()
-    file.symlink_to("/dev/zero")
+    of_data, of_manifest = data(tmp_path / "c") / "__0_0.distcp", manifest(tmp_path / "c")
+    of_data.unlink()
+    of_data.symlink_to("/dev/zero")
     assert checkpoint.verify(tmp_path / "c") != []
-
-
-def test_a_device_or_a_pipe_in_place_of_the_manifest_is_not_read(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", STATE)
-    file = manifest(tmp_path / "c")
-    file.unlink()
-    file.symlink_to("/dev/zero")
+    of_manifest.unlink()
+    of_manifest.symlink_to("/dev/zero")
     for work in (checkpoint.verify, lambda path: checkpoint.load(path, dict(STATE))):
         with pytest.raises(OSError, match=r"neither a file nor a folder.*rescale_data-"):
             work(tmp_path / "c")
-    file.unlink()
-    os.mkfifo(file)
+    of_manifest.unlink()
+    os.mkfifo(of_manifest)
     with pytest.raises(OSError, match="neither a file nor a folder"):
         checkpoint.verify(tmp_path / "c")
 
@@ -187,6 +176,58 @@ def test_a_manifest_of_a_newer_version_is_not_called_damaged(tmp_path: Path) -> 
         assert "damaged" not in str(caught.value)
 
 
+def change_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
+    """Save with stock DCP, and change its metadata."""
+    dcp.save(dict(STATE), checkpoint_id=path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+class Extra:
+    """What another tool puts into its metadata."""
+
+
+class Payload:
+    """Something that runs code where it is unpickled, by default a command."""
+
+    def __init__(self, function: Any = os.mkdir, *args: Any) -> None:
+        self.reduced = (function, args or ("payload",))
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@pytest.mark.parametrize("path", ["metadata", "value"])
+@pytest.mark.parametrize("what", ["a call", "an attribute", "an array of objects", "a class of another tool"])
+def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, what: str) -> None:
+    """Nor is it called damaged. What can be known of it loads."""
+    monkeypatch.chdir(tmp_path)
+    value: Any = {
+        "a call": Payload(),
+        "an attribute": Payload(getattr, dict, "fromkeys"),
+        "an array of objects": np.array([Payload()]),
+        "a class of another tool": Extra(),
+    }[what]
+    if path == "metadata":
+        change_metadata(tmp_path / "c", lambda metadata: setattr(metadata.storage_meta, "modules", [value]))
+    else:
+        dcp.save({"odd": value, **STATE}, checkpoint_id=tmp_path / "c")
+    target = {"w": torch.zeros(3)} | ({"odd": None} if path == "value" else {})
+    with pytest.raises(ValueError, match=r"(?s)could run code.*add_safe_globals") as caught:
+        checkpoint.load(tmp_path / "c", target)
+    assert "damaged" not in str(caught.value)
+    if path == "metadata":
+        with pytest.raises(ValueError, match="could run code"):
+            checkpoint.read_data_state(tmp_path / "c")
+    assert not (tmp_path / "payload").exists()
+    target.pop("odd", None)
+    with torch.serialization.safe_globals([Extra] if what == "a class of another tool" else []):
+        if path == "value" or what == "a class of another tool":
+            checkpoint.load(tmp_path / "c", target)
+            assert target["w"].all()
+
+
 ATTACKS: dict[str, Callable[[bytes], bytes]] = {
     "an attribute of Path": lambda m: b"\x80\x02cpathlib\nPath\nN}(X\x06\x00\x00\x00existsctorch\nSize\nu\x86b0" + m,
     "an attribute of Metadata": lambda m: (
@@ -205,7 +246,7 @@ def test_metadata_sets_nothing_that_others_see(tmp_path: Path, how: str) -> None
     with pytest.raises(ValueError, match="cannot be read"):
         checkpoint.load(tmp_path / "c", dict(STATE))
     assert pathlib.Path.exists is exists
-    assert not hasattr(dcp.metadata.Metadata, "exists")
+    assert not hasattr(Metadata, "exists")
 
 
 def test_metadata_of_torch_2_1(tmp_path: Path) -> None:
@@ -218,25 +259,6 @@ def test_metadata_of_torch_2_1(tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "c", target)
     assert target["w"].all()
     assert checkpoint.verify(tmp_path / "c") == []
-
-
-class Extra:
-    """What another tool puts into its metadata."""
-
-
-def test_metadata_with_a_class_that_is_unknown_is_not_damaged(tmp_path: Path) -> None:
-    dcp.save(dict(STATE), checkpoint_id=tmp_path / "c")
-    file = tmp_path / "c" / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    metadata.storage_meta.modules = [Extra()]
-    file.write_bytes(pickle.dumps(metadata))
-    target = {"w": torch.zeros(3)}
-    with pytest.raises(ValueError, match=r"test_strangers.Extra.*add_safe_globals") as caught:
-        checkpoint.load(tmp_path / "c", target)
-    assert "damaged" not in str(caught.value)
-    with torch.serialization.safe_globals([Extra]):
-        checkpoint.load(tmp_path / "c", target)
-    assert target["w"].all()
 
 
 class Level(enum.Enum):
@@ -265,17 +287,20 @@ def test_enums_as_python_3_11_0_writes_them(tmp_path: Path, monkeypatch: pytest.
         checkpoint.load(tmp_path / "c", loaded)
 
 
-class Method:
-    """Something that a pickle reaches by an attribute."""
-
-    def __reduce__(self) -> Any:
-        return getattr, (dict, "fromkeys")
-
-
-def test_attributes_of_anything_else_are_refused(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", {"w": Method()})
-    with pytest.raises(ValueError, match="could run code"):
-        checkpoint.load(tmp_path / "c", {"w": None})
+def test_a_value_that_a_load_would_refuse_is_named_when_it_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run that saves it would learn so when it is started again."""
+    best, hidden = {"when": datetime.datetime(2026, 1, 1)}, np.array([Extra()])
+    state = {"best": best, "hidden": hidden, "betas": ((0.9, 0.99), None)}
+    for step in (1, 2):
+        with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+            manager.save(step, state)
+    named = re.findall(r"(\S+) is a (\S+), which no load takes", caplog.text)
+    assert named == [("best.when", "datetime"), ("hidden", "ndarray")]
+    for name in ("best", "hidden"):
+        with pytest.raises(ValueError, match="is refused: "):
+            checkpoint.load(tmp_path / "run" / "step-1", {name: state[name]})
 
 
 def test_a_run_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,11 +318,11 @@ def test_a_run_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     reader, target = RunReader(tmp_path / "run"), {"w": torch.zeros(3)}
     assert (reader.steps(), reader.latest_step()) == ([1, 2], 2)
-    assert (reader.best_step("loss", "min"), reader.best_step("loss", "max"), reader.best_step("x", "max")) == (
+    assert [reader.best_step("loss", "min"), reader.best_step("loss", "max"), reader.best_step("x", "max")] == [
         2,
         1,
         None,
-    )
+    ]
     assert reader.load_latest(target) == 2
     reader.load(1, target)
     assert target["w"].tolist() == [1.0] * 3
@@ -310,75 +335,28 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_write: bool
 ) -> None:
     """At each file that is opened: what is loaded is the old one or the new one, and nothing is called damaged."""
-    open_read, at = DiskStore.open_read, 0
+    open_read, opened, at = DiskStore.open_read, list[str](), 0
 
-    def no_lease(*_: Any) -> Any:
-        raise PermissionError("read only")
+    def save(number: int) -> None:
+        checkpoint.save(tmp_path / "c", {"w": torch.full((100,), float(number)), "n": number}, overwrite=True)
+
+    def replaced(store: DiskStore, path: str) -> Any:
+        opened.append(path)
+        if len(opened) == at + 1:
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(DiskStore, "open_read", open_read)
+                save(2)
+        return open_read(store, path)
 
     if not may_write:
-        monkeypatch.setattr(readers, "Lease", no_lease)
-    while True:
-        opened: list[str] = []
-        checkpoint.save(tmp_path / "c", {"w": torch.full((100,), 1.0), "n": 1}, overwrite=True)
-
-        def replaced(store: DiskStore, path: str, at: int = at, opened: list[str] = opened) -> Any:
-            opened.append(path)
-            if len(opened) == at + 1:
-                monkeypatch.setattr(DiskStore, "open_read", open_read)
-                checkpoint.save(tmp_path / "c", {"w": torch.full((100,), 2.0), "n": 2}, overwrite=True)
-                monkeypatch.setattr(DiskStore, "open_read", replaced)
-            return open_read(store, path)
-
-        monkeypatch.setattr(DiskStore, "open_read", replaced)
+        monkeypatch.setattr(readers, "Lease", Mock(side_effect=PermissionError("read only")))
+    while len(opened) == 0 or len(opened) > at:
+        save(1)
+        at += bool(opened)
+        opened.clear()
         target = {"w": torch.zeros(100), "n": 0}
-        checkpoint.load(tmp_path / "c", target)
-        monkeypatch.setattr(DiskStore, "open_read", open_read)
-        if len(opened) <= at:
-            break
+        with monkeypatch.context() as patched:
+            patched.setattr(DiskStore, "open_read", replaced)
+            checkpoint.load(tmp_path / "c", target)
         assert (target["w"] == target["n"]).all()
-        at += 1
     assert at > 3
-
-
-def save_and_wait(manager: CheckpointManager, step: int, state: dict[str, Any]) -> None:
-    manager.save(step, state)
-    manager.wait()
-
-
-@pytest.mark.parametrize("mode", ["disabled", "thread"])
-def test_a_disk_that_fills_up_inside_a_tensor(tmp_path: Path, mode: Any) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("this user may not mount a tmpfs")
-    try:
-        with CheckpointManager(disk, async_mode=mode) as manager:
-            manager.save(1, STATE)
-            manager.wait()
-            with pytest.raises(OSError, match=r"step-2 failed: No space left.*The disk is full") as caught:
-                save_and_wait(manager, 2, {f"w{i}": torch.ones(1 << 18) for i in range(12)})
-            assert str(disk) in str(caught.value)
-            manager.save(3, STATE)
-            manager.wait()
-            assert manager.steps() == [1, 3]
-            assert checkpoint.verify(disk / "step-3") == []
-        assert not [name for name in os.listdir(disk) if "saving" in name]
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def test_the_futures_of_a_save(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 3)
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    with CheckpointManager(tmp_path) as manager:
-        manager.warm_up(state)
-        assert manager.steps() == []
-        saving = manager.save(1, state)
-        saving.staged.result(60)
-        saving.committed.result(60)
-        assert manager.latest_step() == 1
-    with CheckpointManager(tmp_path, async_mode="disabled") as manager:
-        assert manager.save(2, state).committed.done()

@@ -1,0 +1,33 @@
+"""Folders on a disk and in memory, and processes elsewhere, for all tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from rescale_data import lease as leases
+from rescale_data.checkpoint.storage import commit
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "local":
+        yield str(tmp_path / "run")
+        return
+    yield f"memory://{tmp_path.name}/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Once called, this is a process in another container, which cannot see the ones before."""
+
+    def move() -> None:
+        process = leases.this_process() | {"namespace": "pid:[1]"}
+        for module in (commit, leases):
+            monkeypatch.setattr(module, "this_process", lambda: process)
+
+    return move

@@ -1,0 +1,159 @@
+"""Training goes on after a load as if nothing had happened, whatever wrapped the model and the optimizer has held.
+
+The model has cases of torch's test_state_dict and of fairscale: nested wrapping, shared weights, experts, what is unused or
+frozen, sizes that ranks do not divide, a buffer.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from rescale_data import checkpoint
+from tests.checkpoint.models import CPU, FLAT, mesh
+from tests.checkpoint.processes import run
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer whose state has a Python number, a 0-d tensor and a tensor."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state.update(count=0, scale=torch.tensor(1.0), sum=torch.zeros_like(parameter))
+                state["count"] += 1
+                state["scale"] *= 0.9
+                state["sum"].add_(parameter.grad)
+                parameter.sub_(state["sum"], alpha=group["lr"] * float(state["scale"]) / state["count"])
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    biases = {name: parameter for name, parameter in model.named_parameters() if name.endswith("bias")}
+    others = [parameter for name, parameter in model.named_parameters() if name not in biases]
+    return [{"params": others}, {"params": [*biases.values()], "weight_decay": 0.0, "lr": 0.005}]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.01)),
+    "adamw": lambda m: torch.optim.AdamW(two_groups(m), lr=0.01, weight_decay=0.1),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+    "counting": lambda m: Counting(m.parameters()),
+}
+
+
+class Block(nn.Module):
+    """A layer, and experts of which the last is never chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.out = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = [expert(x) for expert in list(self.experts)[:2]]
+        return x + self.out(torch.tanh(torch.stack(chosen).mean(0))) * self.gain
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused = nn.Linear(5, 3)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.frozen(self.norm(x)))
+
+
+def build(how: str, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: nn.Module = Model()
+    for number, block in enumerate(model.blocks if how != "none" else ()):
+        if how == "fsdp2":
+            for expert in block.experts:
+                fully_shard(expert, mesh=mesh())
+            model.blocks[number] = fully_shard(block, mesh=mesh())
+        else:
+            block.experts = nn.ModuleList(FullyShardedDataParallel(expert, device_id=CPU) for expert in block.experts)
+            model.blocks[number] = FullyShardedDataParallel(block, device_id=CPU)
+    if how == "fsdp2":
+        fully_shard(model, mesh=mesh())
+    elif how == "fsdp1-flat":
+        for part in ("frozen", "unused"):
+            setattr(model, part, FullyShardedDataParallel(getattr(model, part), device_id=CPU))
+        model = FullyShardedDataParallel(model, device_id=CPU)
+        FLAT.append(model)
+    return model, OPTIMIZERS[name](model)
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, steps: int) -> list[float]:
+    """The same batch on all ranks, so that any number of ranks trains alike; the last gradients stay."""
+    found = []
+    for step in range(start, start + steps):
+        torch.manual_seed(step)
+        tokens = torch.randint(0, 11, (16,))
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def train_and_write(how: str, names: list[str], folder: str) -> None:
+    """Each as a checkpoint, and gathered on rank 0 by DCP's functions (the README of checkpoint/) in a file of torch.save."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for name in names:
+        model, optimizer = build(how, name)
+        losses(model, optimizer, 0, 4)
+        checkpoint.save(f"{folder}/{name}", {"model": model, "optimizer": optimizer})
+        if how == "fsdp2":
+            states = get_state_dict(model, optimizer, options=options)
+            torch.save(dict(zip(("model", "optimizer"), states, strict=True)), f"{folder}/{name}.{dist.get_rank()}.pt")
+
+
+def resume(how: str, names: list[str], folder: str) -> list[tuple[str, list[float]]]:
+    """Into an optimizer that has stepped; and one into one that is new, and one that has gradients and no state."""
+    found = []
+    files = [*names, *(Path(file).name for file in glob.glob(f"{folder}/*.0.pt"))]
+    for file, steps, is_new in [*((file, 1, False) for file in files), ("adam", 0, False), ("adam", 1, True)]:
+        model, optimizer = build(how, name := file.removesuffix(".0.pt"))
+        losses(model, optimizer, 100, steps)
+        optimizer = OPTIMIZERS[name](model) if is_new else optimizer
+        gradients = [parameter.grad for parameter in model.parameters()]
+        checkpoint.load(f"{folder}/{file}", {"model": model, "optimizer": optimizer})
+        assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)), "gradients stay"
+        found.append((name, losses(model, optimizer, 4, 6)))
+    return found
+
+
+@pytest.mark.parametrize(("how", "ranks", "names"), [("fsdp2", 4, [*OPTIMIZERS]), ("fsdp1-flat", 2, ["adam"])])
+def test_training_goes_on_in_another_wrapping(tmp_path: Path, how: str, ranks: int, names: list[str]) -> None:
+    run(ranks, train_and_write, how, names, str(tmp_path))
+    expected = {name: losses(*build("none", name), 0, 10)[4:] for name in names}
+    for found in (*run(2, resume, "fsdp2", names, str(tmp_path)), resume("none", names, str(tmp_path))):
+        for name, got in found:
+            assert got == pytest.approx(expected[name], rel=1e-5), name
