@@ -226,6 +226,18 @@ def test_a_ramp_in_the_same_process_and_another_form_after_it(tmp_path: Path) ->
         list(rd.audit.Audit(tmp_path, longer, repeat=True).documents(0, 2))
 
 
+def test_a_step_within_which_the_run_was_saved_and_other_ranks_later_in_the_same_process(tmp_path: Path) -> None:
+    def end_the_step(loader: rd.DataLoader) -> None:
+        if loader.step == 6:
+            run._micro_batch([loader])
+            loader.reopen(micro_batch_size=2)
+
+    run = Recorded(tmp_path, repeat=True)
+    run.segment(cut, WITHIN)
+    run.segment(cut, Segment(1, 3, 2, 5), end_the_step)
+    check(run, rd.audit.Audit(tmp_path, cut, repeat=True), [1, 2, 30, 70])
+
+
 def test_a_ramp_of_two_stages_without_a_checkpoint_between_is_an_error(tmp_path: Path) -> None:
     """4, 8 and 16 a step: as many samples in as many steps as with 4 and 16."""
 

@@ -144,6 +144,8 @@ class Rows(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 0.1})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["by number"] = [{0: 0}]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -153,6 +155,7 @@ class Rows(torch.optim.Optimizer):
             state.setdefault("count", torch.zeros((), dtype=torch.int64))
             state.setdefault("master", parameter.float())
             state.setdefault("past", []).append(parameter.sum().double())
+            state["by number"][0][0] += 1
             state["count"] += 1
 
 
