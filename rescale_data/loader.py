@@ -167,6 +167,10 @@ class DataLoader(Reading):
             DataStateError: See `load_state_dict`; nothing has changed then.
         """
         refuse_arguments(changed, 1)
+        if unknown := sorted(changed.keys() - {"pipeline", *vars(self.options)}):
+            raise TypeError(
+                f"reopen() has no argument {unknown}. It takes those of DataLoader: {sorted(vars(self.options))}."
+            )
         fixed_names = (
             _PEER_NAMES if self._shared is None else (*_PEER_NAMES, "pipeline", "dp_rank", "dp_world_size", "transfer")
         )

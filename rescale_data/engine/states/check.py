@@ -50,7 +50,11 @@ def require_fit(stream: Stream, header: Mapping[str, Any]) -> TranslatedHeader:
     _require_same("fields", translated.columns, schema.columns)
     growth = compare_sources(schema, translated.sources)
     pipelines = without_functions(translated.pipeline, schema.pipeline)
-    _require_same("pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines), fixed=fixed_by_parents(schema))
+    _require_same(
+        "parameters of the pipeline",
+        *(fixed_parameters(schema, nodes) for nodes in pipelines),
+        fixed=fixed_by_parents(schema),
+    )
     return replace(translated, growth=growth)
 
 
@@ -76,5 +80,5 @@ _FIXED_VALUE_ADVICE = {
 _DIFFERENCE_ADVICE = {
     "fields": "The pipeline keeps other state than the one that was saved. Build the pipeline that was saved, with the saved "
     "verify= (True keeps a digest a reader), or begin a new run.",
-    "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",
+    "parameters of the pipeline": "They change the order or the content of samples: use the saved ones, or begin a new run.",
 }
