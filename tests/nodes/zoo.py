@@ -59,7 +59,8 @@ def read(source: Any, shard: rd.Shard, **kwargs: Any) -> rd.Reader:
 def mixture(shard: rd.Shard, weights: Any = None, **kwargs: Any) -> rd.WeightedSampler:
     sources = {"web": WEB, "code": CODE, "books": BOOKS}
     weights = weights or {"web": 0.5, "code": 0.3, "books": 0.2}
-    return rd.WeightedSampler({name: read(sources[name], shard) for name in weights}, weights, **kwargs)
+    names = weights.keys[0][1] if isinstance(weights, rd.Schedule) else weights
+    return rd.WeightedSampler({name: read(sources[name], shard) for name in names}, weights, **kwargs)
 
 
 def scheduled(shard: rd.Shard) -> rd.BaseNode[Any]:
@@ -225,6 +226,7 @@ def by_ids(shard: rd.Shard) -> nodes.BaseNode[Any]:
     return nodes.MapStyleWrapper({i: {"id": i, "text": "x"} for i in Ids(shard).ids}, Ids(shard))
 
 
+RESTING = rd.Schedule([(0, {"web": 1, "code": 1, "books": 1}), (40, {"web": 1, "code": 0, "books": 1})])
 STOCK: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "Mapper": lambda shard: nodes.Mapper(mapped(shard, FEW), lambda x: x),
     "ParallelMapper": lambda shard: nodes.ParallelMapper(mapped(shard, FEW), lambda x: x, num_workers=0),
@@ -273,6 +275,8 @@ PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     ),
     "first": functools.partial(mixed, stop="first"),
     "all": functools.partial(mixed, stop="all"),
+    "all, capped": functools.partial(mixed, stop="all", max_epochs={"code": 1}),
+    "all, scheduled": functools.partial(mixed, weights=RESTING, stop="all"),
     "tokens": functools.partial(mixed, unit="tokens", column="tokens"),
     "packed mixture": packed_mixture,
     "tokenize": tokenized,
