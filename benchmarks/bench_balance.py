@@ -59,10 +59,10 @@ def planned(costs: Ints, tokens: Ints, ranks: int, b: int, group: int, *, padded
     for first in range(0, ranks, group):
         here = np.flatnonzero((own >= first) & (own < first + group))
         plan = StepPlan(
-            costs=costs[here], tokens=tokens[here], owners=own[here] - first, ranks=group, padded=padded,
-            micro_batches=len(costs) // ranks // b, max_tokens=b * int(tokens[here].max()),
+            costs=costs[here], tokens=tokens[here], owner_ranks=own[here] - first, num_ranks=group, pads_bins=padded,
+            num_batches=len(costs) // ranks // b, max_tokens=b * int(tokens[here].max()),
         )  # fmt: skip
-        rank[here], micro_batch[here] = plan.assign()
+        rank[here], micro_batch[here] = plan.assign_samples()
         rank[here] += first
     return share(costs, rank, micro_batch, ranks, padded=padded)
 
@@ -115,11 +115,11 @@ def time_of_plans() -> None:
         seconds = []
         for _ in range(9):
             plan = StepPlan(
-                costs=costs, tokens=tokens, owners=np.arange(4096) // 8, ranks=512, micro_batches=4, padded=padded,
-                max_tokens=2 * 8192, sync=sync,
+                costs=costs, tokens=tokens, owner_ranks=np.arange(4096) // 8, num_ranks=512, num_batches=4, pads_bins=padded,
+                max_tokens=2 * 8192, sync_interval=sync,
             )  # fmt: skip
             started = time.perf_counter()
-            plan.assign()
+            plan.assign_samples()
             seconds.append(time.perf_counter() - started)
         print(f"plan of O=4,096 W=512 sync={sync}{' padded' if padded else ''}: {1e3 * min(seconds):.1f} ms")
 

@@ -4,7 +4,7 @@
 
 Each rank is a process, forked when torch is imported, and all are on this machine: what many hosts would do at once, a few
 cores do one after another. So CPU seconds of all ranks together are told beside the wall time, and sockets, which do not
-depend on the machine. `meet` is what comes before the group is made (who is missing?), `first` the first all-reduce.
+depend on the machine. `meet_at_barrier` is what comes before the group is made (who is missing?), `first` the first all-reduce.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from rescale_data.engine.ranks.meeting import meet
+from rescale_data.engine.ranks.meeting import meet_at_barrier
 
 SWITCHES = {
     "eager": {},
@@ -40,7 +40,7 @@ def rank(me: int, ranks: int, port: int, switches: dict[str, str]) -> dict[str, 
     together(store, "begin", ranks)
     found: dict[str, float] = {"sockets of the store": sockets()}
     cpu, began = time.process_time(), time.perf_counter()
-    meet(PrefixStore("meet", store), me, list(range(ranks)), 300.0)
+    meet_at_barrier(PrefixStore("meet", store), me, list(range(ranks)), 300.0)
     met = time.perf_counter()
     group = ProcessGroupGloo(PrefixStore("gloo", store), me, ranks, WAIT)
     made = time.perf_counter()

@@ -11,19 +11,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-_HOMES: dict[str, str] = {
+_MODULE_OF_NAME: dict[str, str] = {
     name: home
     for home, import_list in re.findall(
         r"^from (\S+) import (.+)", Path(__file__).with_suffix(".pyi").read_text(), re.MULTILINE
     )
     for name in re.findall(r"\bas (\w+)", import_list)
 }
-__all__ = sorted(name for name, home in _HOMES.items() if home != __name__)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(name for name, home in _MODULE_OF_NAME.items() if home != __name__)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _HOMES[name] == __name__:
+    if _MODULE_OF_NAME[name] == __name__:
         return importlib.import_module(f"{__name__}.{name}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)

@@ -111,7 +111,7 @@ class Lease:
         self._lease_data = dict(lease_data)
         self._write_file()
 
-    def check(self) -> None:
+    def require_not_lost(self) -> None:
         """Raise `LeaseLostError` if the lease was not renewed for so long that others may consider its holder dead."""
         seconds_since_renewal = time.monotonic() - self._last_renewal
         if seconds_since_renewal > LOST_SECONDS:
@@ -159,7 +159,7 @@ class LeaseObserver:
         self._files: Any = file_system
         self._last_looks: dict[str, tuple[bytes, float]] = {}
 
-    def look(self, path: str) -> tuple[HolderState, Mapping[str, Any]]:
+    def observe_holder(self, path: str) -> tuple[HolderState, Mapping[str, Any]]:
         """Return the state of the holder of the lease at `path`, and the lease's content, empty if it is incomplete."""
         try:
             content: bytes = self._files.cat_file(path)

@@ -24,12 +24,12 @@ from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
 
-SLOW_AFTER = 10.0
+SLOW_SECONDS = 10.0
 """Seconds that the loader waits for a batch before it logs a warning, once for this batch, that names what it waits for."""
 
 
 _RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")
-_PEER_NAMES = ("peers", "receives")
+_PEER_ARGS = ("peers", "receives")
 _OPTION_NAMES = frozenset(field.name for field in fields(Options))
 
 
@@ -141,12 +141,12 @@ class DataLoader(Reading):
     ) -> None:
         self.options = Options(**{name: value for name, value in locals().items() if name in _OPTION_NAMES})
         self._pipeline = pipeline
-        super().__init__(shared=None if peers is None else SharedCalls(pipeline, self.options), slow_after=SLOW_AFTER)
+        super().__init__(shared=None if peers is None else SharedCalls(pipeline, self.options), slow_after=SLOW_SECONDS)
         self._begin_stream()
 
     @on_first_peer(RESULT)
     def _begin_stream(self) -> None:
-        self._own_stream = self._open()
+        self._own_stream = self._make_stream()
 
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
         """Continue with other arguments: a larger global batch, another micro batch, workers, or other ranks.
@@ -172,7 +172,7 @@ class DataLoader(Reading):
                 f"reopen() has no argument {unknown}. It takes those of DataLoader: {sorted(vars(self.options))}."
             )
         fixed_names = (
-            _PEER_NAMES if self._shared is None else (*_PEER_NAMES, "pipeline", "dp_rank", "dp_world_size", "transfer")
+            _PEER_ARGS if self._shared is None else (*_PEER_ARGS, "pipeline", "dp_rank", "dp_world_size", "transfer")
         )
         if names := [name for name in fixed_names if name in changed]:
             raise ValueError(
@@ -186,20 +186,20 @@ class DataLoader(Reading):
         self.options = replace(self.options, **changed)
 
     @on_first_peer(RESULT)
-    def _reopen(self, state: Mapping[str, Any] | None, num_delivered_samples: int, changed: Mapping[str, Any]) -> None:
+    def _reopen(self, state: Mapping[str, Any] | None, num_delivered_samples: int, changes: Mapping[str, Any]) -> None:
         layout = self._stream.layout
         self._stream.rewind()  # a thread that reads ahead runs the pipeline's functions, and so does what follows
         fixed_sizes: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
         fixed_sizes |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
-        self._replace_stream(self._open(**{**fixed_sizes, **changed}), state, num_delivered_samples)
+        self._replace_stream(self._make_stream(**{**fixed_sizes, **changes}), state, num_delivered_samples)
 
-    def _open(self, **changed_arguments: Any) -> Stream:
+    def _make_stream(self, **changed_arguments: Any) -> Stream:
         """Return the stream of this rank, with some arguments changed."""
         arguments: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed_arguments}
         pipeline, options = arguments.pop("pipeline"), Options(**arguments)
         if self._shared is not None:
             pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None)
-        return open_stream(as_pipeline(pipeline, options.shuffle), options, SLOW_AFTER)
+        return open_stream(as_pipeline(pipeline, options.shuffle), options, SLOW_SECONDS)
 
     def __enter__(self) -> Self:
         return self

@@ -105,26 +105,26 @@ class FragmentOrder:
     """The fragments of a source in the order in which one epoch reads them.
 
     Args:
-        virtual: ``int64[F + 1]``, the first virtual row of each, and the number of rows.
+        virtual_starts: ``int64[F + 1]``, the first virtual row of each, and the number of rows.
         first: ``int64[F]``, the row of the source at which each begins.
     """
 
-    virtual: Ints
+    virtual_starts: Ints
     first: Ints
 
     @property
     def nbytes(self) -> int:
-        return self.virtual.nbytes + self.first.nbytes
+        return self.virtual_starts.nbytes + self.first.nbytes
 
     def rows(self, virtual_rows: Ints) -> Ints:
         """Return the rows of the source for virtual rows: row numbers after the fragments were permuted."""
-        fragment = np.searchsorted(self.virtual, virtual_rows, side="right") - 1
-        return self.first[fragment] + (virtual_rows - self.virtual[fragment])
+        fragment = np.searchsorted(self.virtual_starts, virtual_rows, side="right") - 1
+        return self.first[fragment] + (virtual_rows - self.virtual_starts[fragment])
 
-    def between(self, first: int, stop: int) -> Ints:
+    def starts_between(self, first: int, stop: int) -> Ints:
         """Return the first row, in the source, of each fragment that has one of the virtual rows ``first .. stop - 1``."""
-        first_fragment, last_fragment = np.searchsorted(self.virtual, [first, stop - 1], side="right").tolist()
-        has_rows = np.diff(self.virtual[first_fragment - 1 : last_fragment + 1]) > 0
+        first_fragment, last_fragment = np.searchsorted(self.virtual_starts, [first, stop - 1], side="right").tolist()
+        has_rows = np.diff(self.virtual_starts[first_fragment - 1 : last_fragment + 1]) > 0
         return self.first[first_fragment - 1 : last_fragment][has_rows]
 
 
@@ -160,20 +160,20 @@ class GlobalBatchOrder:
         """The number of rows after which each shard has been visited once."""
         return max(self.num_logical_shards, self.global_batch_size)
 
-    def starts(self, shards: Ints) -> Ints:
+    def first_rows(self, shards: Ints) -> Ints:
         """Return the first row of each shard."""
         tracks = max(1, self.num_logical_shards // self.global_batch_size)
         return shards % tracks * self.global_batch_size + shards // tracks * self.rows_per_visit
 
-    def sizes(self, shards: Ints, num_rows: int) -> Ints:
+    def shard_row_counts(self, shards: Ints, num_rows: int) -> Ints:
         """Return the number of rows that each shard reads."""
         cycles, num_leftover = divmod(num_rows, self.rows_per_cycle)
-        return cycles * self.rows_per_visit + np.clip(num_leftover - self.starts(shards), 0, self.rows_per_visit)
+        return cycles * self.rows_per_visit + np.clip(num_leftover - self.first_rows(shards), 0, self.rows_per_visit)
 
     def rows(self, shard: int, first_draw: int, stop_draw: int) -> Ints:
         """Return the source's rows that a shard reads in its draws ``first_draw .. stop_draw - 1``."""
         visits, offsets = np.divmod(np.arange(first_draw, stop_draw, dtype=np.int64), self.rows_per_visit)
-        return self.starts(np.array([shard])) + visits * self.rows_per_cycle + offsets
+        return self.first_rows(np.array([shard])) + visits * self.rows_per_cycle + offsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,61 +182,61 @@ class ShardOrder:
 
     Args:
         num_rows: R, of the source.
-        shard: Number of the range that the logical shard reads, see `rescale_data.rounds`.
+        range_index: Number of the range that the logical shard reads, see `rescale_data.rounds`.
         num_logical_shards, seed: Of the shard.
         window: Rows that are permuted among themselves; 0 keeps the order of the files.
-        full: One permutation of all rows of the source in place of fragments and windows.
-        steps: The shard reads its rows of each global batch in place of a range; nothing is permuted.
+        permutes_all_rows: One permutation of all rows of the source in place of fragments and windows.
+        step_order: The shard reads its rows of each global batch in place of a range; nothing is permuted.
     """
 
     num_rows: int
-    shard: int
+    range_index: int
     num_logical_shards: int
     seed: int
     window: int
-    full: bool = False
-    steps: GlobalBatchOrder | None = None
+    permutes_all_rows: bool = False
+    step_order: GlobalBatchOrder | None = None
 
     @property
-    def start(self) -> int:
-        return self.shard * self.num_rows // self.num_logical_shards
+    def range_start(self) -> int:
+        return self.range_index * self.num_rows // self.num_logical_shards
 
     @cached_property
-    def size(self) -> int:
-        if self.steps is not None:
-            return int(self.steps.sizes(np.array([self.shard]), self.num_rows)[0])
-        return (self.shard + 1) * self.num_rows // self.num_logical_shards - self.start
+    def num_shard_rows(self) -> int:
+        if self.step_order is not None:
+            return int(self.step_order.shard_row_counts(np.array([self.range_index]), self.num_rows)[0])
+        return (self.range_index + 1) * self.num_rows // self.num_logical_shards - self.range_start
 
     @property
-    def width(self) -> int:
+    def rows_per_window(self) -> int:
         """The number of rows whose order is computed together."""
-        if self.steps is not None:  # they lie in one cycle, or in BLOCK rows of the source
-            return max(1, ROWS_PER_BLOCK // self.steps.rows_per_cycle) * self.steps.rows_per_visit
+        if self.step_order is not None:  # they lie in one cycle, or in BLOCK rows of the source
+            return max(1, ROWS_PER_BLOCK // self.step_order.rows_per_cycle) * self.step_order.rows_per_visit
         return self.window or ROWS_PER_BLOCK
 
-    def virtual(self, first_row: int, stop_row: int) -> Ints:
+    def to_virtual(self, first_row: int, stop_row: int) -> Ints:
         """Return the virtual rows (numbers after fragments were permuted) of the shard's rows ``first_row .. stop_row - 1``."""
-        if self.steps is not None:
-            return self.steps.rows(self.shard, first_row, stop_row)
-        return np.arange(self.start + first_row, self.start + stop_row, dtype=np.int64)
+        if self.step_order is not None:
+            return self.step_order.rows(self.range_index, first_row, stop_row)
+        return np.arange(self.range_start + first_row, self.range_start + stop_row, dtype=np.int64)
 
     def window_bounds(self, row: int) -> tuple[int, int]:
         """Return the range of the shard's rows that contains ``row`` and whose order is computed together."""
-        first_row = row - row % self.width
-        return first_row, min(first_row + self.width, self.size)
+        first_row = row - row % self.rows_per_window
+        return first_row, min(first_row + self.rows_per_window, self.num_shard_rows)
 
-    def ends(self, row: int, fragments: FragmentOrder | None) -> list[int]:
+    def window_end_rows(self, row: int, fragments: FragmentOrder | None) -> list[int]:
         """Return the source's rows at both ends of the range around ``row`` (`span`); none at the end of the shard."""
-        if row >= self.size:
+        if row >= self.num_shard_rows:
             return []
         first_row, stop_row = self.window_bounds(row)
-        virtual = self.virtual(first_row, stop_row)[[0, -1]]
+        virtual = self.to_virtual(first_row, stop_row)[[0, -1]]
         return (virtual if fragments is None else fragments.rows(virtual)).tolist()
 
     def unshuffled_rows(self, epoch: int, first_row: int, stop_row: int, fragments: FragmentOrder | None) -> Ints:
         """Return the source's rows for the shard's rows ``first_row .. stop_row - 1``, before windows are permuted."""
-        virtual = self.virtual(first_row, stop_row)
-        if self.full:
+        virtual = self.to_virtual(first_row, stop_row)
+        if self.permutes_all_rows:
             return encipher(virtual, self.num_rows, "full", self.seed, epoch)
         return virtual if fragments is None else fragments.rows(virtual)
 
@@ -247,13 +247,13 @@ class ShardOrder:
         """
         first_row, stop_row = self.window_bounds(row)
         rows = self.unshuffled_rows(epoch, first_row, stop_row, fragments)
-        if self.full or not self.window:
+        if self.permutes_all_rows or not self.window:
             return rows
         return rows[permutation(stop_row - first_row, "window", *self._window_key(epoch, first_row))]
 
-    def key(self, epoch: int, row: int) -> bytes:
+    def permutation_key(self, epoch: int, row: int) -> bytes:
         """Return the 16-byte key of the random words that permute the window that begins at ``row``."""
         return _digest("window", self._window_key(epoch, row))
 
     def _window_key(self, epoch: int, first_row: int) -> tuple[int, ...]:
-        return self.seed, epoch, self.shard, first_row // self.window
+        return self.seed, epoch, self.range_index, first_row // self.window

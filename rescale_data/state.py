@@ -212,9 +212,9 @@ def join_fields(
 
 @lru_cache(maxsize=64)
 def _join_fields(
-    own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...], counts: tuple[bool, ...]
+    own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...], is_counter: tuple[bool, ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
-    del counts  # which are not compared with the fields
+    del is_counter  # which are not compared with the fields
     slot_counts = [slot_offsets(fields)[-1] for fields in (own_fields, *(fields for _, fields in child_fields))]
     child_slices = zip(child_fields, pairwise(accumulate(slot_counts)), strict=True)
     fields = own_fields + tuple(field.with_parents(name) for name, fields in child_fields for field in fields)

@@ -46,9 +46,9 @@ def elsewhere() -> dict[str, Any]:
 def test_a_holder_of_this_host_is_seen_at_once(place: tuple[AbstractFileSystem, str]) -> None:
     files, path = place
     with Lease(files, path, {"step": 7}):
-        assert LeaseObserver(files).look(path)[0] == "alive"
-        assert LeaseObserver(files).look(path)[1]["step"] == 7
-    assert LeaseObserver(files).look(path) == ("gone", {})
+        assert LeaseObserver(files).observe_holder(path)[0] == "alive"
+        assert LeaseObserver(files).observe_holder(path)[1]["step"] == 7
+    assert LeaseObserver(files).observe_holder(path) == ("gone", {})
 
 
 def test_a_killed_process_and_one_that_has_its_number(tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ def test_a_killed_process_and_one_that_has_its_number(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert watch.look(path)[0] == "alive"
+        assert watch.observe_holder(path)[0] == "alive"
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert watch.look(path)[0] == "gone", "although nobody has waited for it"
+        assert watch.observe_holder(path)[0] == "gone", "although nobody has waited for it"
     assert is_running(this_process() | {"start": "1"}) is False
 
 
@@ -72,10 +72,10 @@ def test_a_holder_elsewhere_is_judged_by_two_looks(place: tuple[AbstractFileSyst
     watch = LeaseObserver(files)
     for renewed in range(3):
         files.pipe_file(path, json.dumps({"holder": elsewhere(), "renewed": renewed}).encode())
-        assert watch.look(path)[0] == ("alive" if renewed else "undecided")
+        assert watch.observe_holder(path)[0] == ("alive" if renewed else "undecided")
         clock[0] += 1000.0
-    assert watch.look(path)[0] == "gone"
-    assert LeaseObserver(files).look(path)[0] == "undecided", "an observer that looks once knows nothing"
+    assert watch.observe_holder(path)[0] == "gone"
+    assert LeaseObserver(files).observe_holder(path)[0] == "undecided", "an observer that looks once knows nothing"
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"holder": 3}', b'{"holder": {"pid": "x"}}'])
@@ -85,21 +85,21 @@ def test_a_lease_that_cannot_be_read_counts_until_it_stands_still(
     files, path = place
     files.pipe_file(path, content)
     watch = LeaseObserver(files)
-    assert watch.look(path)[0] == "undecided"
+    assert watch.observe_holder(path)[0] == "undecided"
     clock[0] += leases.DEAD_SECONDS + 1
-    assert watch.look(path)[0] == "gone"
+    assert watch.observe_holder(path)[0] == "gone"
 
 
 def test_a_holder_learns_that_it_cannot_renew(place: tuple[AbstractFileSystem, str], clock: list[float]) -> None:
     """Before any observer takes it for gone."""
     files, path = place
     with Lease(files, path) as lease:
-        lease.check()
+        lease.require_not_lost()
         clock[0] += leases.LOST_SECONDS + 1
         with pytest.raises(LeaseLostError, match="could not be renewed for 31 seconds"):
-            lease.check()
+            lease.require_not_lost()
         lease.rewrite({})
-        lease.check()
+        lease.require_not_lost()
     assert leases.LOST_SECONDS + leases.RENEW_SECONDS < leases.DEAD_SECONDS
 
 

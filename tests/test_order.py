@@ -72,7 +72,7 @@ def test_every_row_once_an_epoch(lengths: list[int], num_shards: int, window: in
     fragments = np.concatenate([[0], np.cumsum(lengths)])
     num_rows = int(fragments[-1])
     orders = [
-        ShardOrder(num_rows=num_rows, shard=i, num_logical_shards=num_shards, seed=5, window=window)
+        ShardOrder(num_rows=num_rows, range_index=i, num_logical_shards=num_shards, seed=5, window=window)
         for i in range(num_shards)
     ]
     permuted = fragment_order(fragments, 5, epoch) if window else None
@@ -84,6 +84,6 @@ def test_every_row_once_an_epoch(lengths: list[int], num_shards: int, window: in
 
 def _read(order: ShardOrder, epoch: int, fragments) -> list[int]:
     rows: list[int] = []
-    while len(rows) < order.size:
+    while len(rows) < order.num_shard_rows:
         rows += order.rows(epoch, len(rows), fragments).tolist()
     return rows

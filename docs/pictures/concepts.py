@@ -8,7 +8,7 @@ from __future__ import annotations
 from style import FAINT, INK, RANKS, plt, save
 
 import rescale_data as rd
-from rescale_data.engine.states.codec import read
+from rescale_data.engine.states.codec import decode
 
 
 def board(width: float, height: float, size: tuple[float, float]) -> tuple[plt.Figure, plt.Axes]:
@@ -40,7 +40,7 @@ def table() -> None:
     batches = iter(loader)
     for _ in range(5):
         next(batches)
-    shards = read(loader.state_dict()).values
+    shards = decode(loader.state_dict()).values
     names = {"document": "source.row", "token": "offset", "samples": "samples"}
     figure, axes = board(21, 6.5, (9.2, 3))
     for i in range(4):

@@ -60,10 +60,10 @@ class MdsSource(rd.Source):
         shard, key = self._shards[number], (owner_of(self), number)
         raw, packed = self.folder / shard["raw_data"]["basename"], shard["zip_data"]
         if packed is None:
-            return open_files().make(key, lambda: np.memmap(raw, np.uint8, "r"))
+            return open_files().get_or_make(key, lambda: np.memmap(raw, np.uint8, "r"))
         codec, size = shard["compression"].partition(":")[0], shard["raw_data"]["bytes"]
         cache().register(self)
-        return cache().make(key, lambda: unpacked(self.folder / packed["basename"], codec, size))
+        return cache().get_or_make(key, lambda: unpacked(self.folder / packed["basename"], codec, size))
 
 
 def unpacked(file: Path, codec: str, size: int) -> np.ndarray:

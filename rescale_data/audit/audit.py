@@ -23,14 +23,14 @@ from rescale_data.engine.as_pipeline import as_pipeline
 from rescale_data.engine.recipe import Pipeline, path_name
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail
-from rescale_data.engine.states.codec import read
+from rescale_data.engine.states.codec import decode
 from rescale_data.errors import DamagedCheckpointError, DataStateError, checks_argument_types
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.source import Source
 
 logger = logging.getLogger(__name__)
-_MIN_KEPT = 0.1
+_MIN_KEPT_SHARE = 0.1
 """The least share of rows that nodes above a reader keep, for an estimate of how many epochs a window spans."""
 
 
@@ -121,7 +121,7 @@ class Audit:
             )
         for interval in self._intervals():
             if interval.first_step < stop and first < interval.stop_step:
-                yield from interval.replay(range(len(interval.end.table)), first, stop)
+                yield from interval.replay(range(len(interval.state_at_end.table)), first, stop)
 
     def find(self, document: str) -> Found:
         """Find the steps in which a row of a source was served, or the rows of a file.
@@ -143,7 +143,7 @@ class Audit:
         reader = readers[0][1]
         rows = find_rows(reader.source, document.removeprefix(f"{name}:").strip())
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
-        to_replay, num_drawn = defaultdict[int, set[int]](set), 0
+        replay_shards, num_drawn = defaultdict[int, set[int]](set), 0
         intervals, num_shards = self._intervals(), len(self._states[-1].table)
         num_windows = [None if self._data_changed else _num_windows(schema, path) for path, _ in readers]
         num_windows = [None if number and self._lists_changed else number for number in num_windows]
@@ -151,18 +151,20 @@ class Audit:
         for (path, reader), num_reader_windows in zip(readers, num_windows, strict=True):
             if num_reader_windows is None:
                 for index in range(len(intervals)):
-                    to_replay[index].update(range(num_shards))
+                    replay_shards[index].update(range(num_shards))
                 continue
             positions = SourcePositions.from_states(self._states, path, num_reader_windows)
             for shard, position in positions.positions(reader, np.array(rows)):
                 num_drawn += positions.is_drawn(shard, position)
                 for index in positions.intervals_of(shard, position):
-                    to_replay[index].add(shard)
-            if _MIN_KEPT * reader.source.num_rows < _num_documents(schema, path) * num_shards:  # over several epochs
+                    replay_shards[index].add(shard)
+            if (
+                _MIN_KEPT_SHARE * reader.source.num_rows < _num_documents(schema, path) * num_shards
+            ):  # over several epochs
                 for shard in range(num_shards):
                     for index in positions.intervals_at_the_end(shard):
-                        to_replay[index].add(shard)
-        served = [sample for index in sorted(to_replay) for sample in intervals[index].replay(to_replay[index])]
+                        replay_shards[index].add(shard)
+        served = [sample for index in sorted(replay_shards) for sample in intervals[index].replay(replay_shards[index])]
         trimmed = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
         matching_samples = [sample for sample in trimmed if sample.documents]
         return Found(len(rows), num_drawn if windows_known else len(matching_samples), matching_samples, self.steps)
@@ -245,7 +247,7 @@ def _states(run: StrPath, loader_name: str | None, storage_options: Mapping[str,
     last_error: Exception | None = None
     for path in sorted(paths):
         try:
-            state = read(read_data_state(path, name=loader_name, storage_options=storage_options))
+            state = decode(read_data_state(path, name=loader_name, storage_options=storage_options))
         except DataStateError as error:
             last_error = error
         except (

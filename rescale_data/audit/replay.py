@@ -15,7 +15,7 @@ from rescale_data.engine.recipe import LOADER_FIELDS, Pipeline, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import make_setup
-from rescale_data.engine.states.codec import SavedState, read
+from rescale_data.engine.states.codec import SavedState, decode
 from rescale_data.engine.states.differences import differences, without_functions, without_in_all_nodes
 from rescale_data.engine.states.growth import compare_sources
 from rescale_data.engine.states.statedict import merged_state_dict
@@ -50,34 +50,34 @@ class Interval:
     """A part of a run between two checkpoints, whose samples `replay` reads again.
 
     Args:
-        start: The state at its beginning; `None` at the beginning of the run.
-        end: The state at its end.
+        state_at_start: The state at its beginning; `None` at the beginning of the run.
+        state_at_end: The state at its end.
         pipeline: The pipeline that the run had in between.
-        skipped: The samples that the run has skipped, as ranges ``(first, stop)``.
+        skipped_ranges: The samples that the run has skipped, as ranges ``(first, stop)``.
         repeat, tail, num_workers: Arguments of the loader; ``num_workers`` matters if the run was not aligned.
     """
 
-    start: State | None
-    end: State
+    state_at_start: State | None
+    state_at_end: State
     pipeline: Pipeline
-    skipped: Sequence[tuple[int, int]]
+    skipped_ranges: Sequence[tuple[int, int]]
     repeat: bool
     tail: Tail
     num_workers: int
 
     @property
     def first_step(self) -> int:
-        return 0 if self.start is None else self.start.header["step"]
+        return 0 if self.state_at_start is None else self.state_at_start.header["step"]
 
     @property
     def stop_step(self) -> int:
         """The step after the last one of which samples lie before the second checkpoint, also within a step."""
-        return self.end.header["step"] + (self.end.clock.begun(self.end.sizes[0]) > 0)
+        return self.state_at_end.header["step"] + (self.state_at_end.clock.begun(self.state_at_end.sizes[0]) > 0)
 
     def schema(self) -> Schema:
         """Return the schema of the pipeline, with the files that were known at the second checkpoint."""
-        reading = self._readings(self.end.sizes, range(0), as_one_rank=True)[0]
-        reading.load_state_dict(self.end.state)
+        reading = self._readings(self.state_at_end.sizes, range(0), as_one_rank=True)[0]
+        reading.load_state_dict(self.state_at_end.state)
         return stream_of(reading).schema
 
     def replay(self, shards: Collection[int], from_step: int = 0, stop_step: int | None = None) -> Iterator[Served]:
@@ -86,30 +86,30 @@ class Interval:
         Raises:
             DataStateError: The replay does not end at the state of the second checkpoint.
         """
-        state, replayed_shards = self.start.state if self.start is not None else None, set(shards)
+        state, replayed_shards = self.state_at_start.state if self.state_at_start is not None else None, set(shards)
         for sizes, end_sample in self._layout_size_changes():
             readings = self._readings(sizes, replayed_shards, as_one_rank=self._fits_one_rank(sizes))
             for reading in readings:
                 if state is not None:
                     reading.load_state_dict(state)
                 _skip_to_step(reading, from_step, end_sample)
-            for served_sample in _replay(readings, end_sample, self.skipped):
+            for served_sample in _replay(readings, end_sample, self.skipped_ranges):
                 if stop_step is not None and served_sample.step >= stop_step:
                     replayed_shards.clear()
                 elif served_sample.step >= from_step:
                     yield served_sample
             state = merged_state_dict([stream_of(reading) for reading in readings])
-        if state is None or not _reaches(read(state), self.end, sorted(replayed_shards)):
+        if state is None or not _reaches(decode(state), self.state_at_end, sorted(replayed_shards)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
-                f"{self.end.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its loader had "
-                f"them. Else it had another pipeline, other data or another global batch in between, or a "
+                f"{self.state_at_end.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its "
+                f"loader had them. Else it had another pipeline, other data or another global batch in between, or a "
                 f"checkpoint is of an attempt that was given up."
             )
 
     def _layout_size_changes(self) -> list[tuple[tuple[int, int, int], int]]:
         """Return the sizes (O, W, b) that the run had in turn, each with the sample count at which they ended."""
-        header, sizes, start = self.end.header, self.end.sizes, self.start
+        header, sizes, start = self.state_at_end.header, self.state_at_end.sizes, self.state_at_start
         end_sample = header["samples"]
         if start is None or start.sizes == sizes:
             return [(sizes, end_sample)]
@@ -135,15 +135,15 @@ class Interval:
 
     def _fits_one_rank(self, sizes: tuple[int, int, int]) -> bool:
         """True if one rank can replay all ranks: the run was aligned, and saved and skipped between whole steps."""
-        end_states = [state for state in (self.start, self.end) if state is not None]
+        end_states = [state for state in (self.state_at_start, self.state_at_end) if state is not None]
         whole_steps = not any(state.clock.begun(state.sizes[0]) for state in end_states) and all(
             any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in end_states)
-            for bounds in self.skipped
+            for bounds in self.skipped_ranges
             for bound in bounds
         )
         global_batch_size, dp_world_size, micro_batch_size = sizes
         layout = Layout(
-            num_logical_shards=len(self.end.table),
+            num_logical_shards=len(self.state_at_end.table),
             global_batch_size=global_batch_size,
             dp_world_size=dp_world_size,
             micro_batch_size=micro_batch_size,
@@ -165,14 +165,14 @@ class Interval:
         options = Options(
             global_batch_size=global_batch,
             micro_batch_size=batch_size,
-            num_logical_shards=len(self.end.table),
+            num_logical_shards=len(self.state_at_end.table),
             dp_rank=rank,
             dp_world_size=world_size,
             num_workers=num_workers,
-            seed=self.end.header["seed"],
+            seed=self.state_at_end.header["seed"],
             repeat=self.repeat,
             tail=self.tail,
-            verify=any(key.rpartition(".")[2] == Reader.PROOF.key for key in self.end.values),
+            verify=any(key.rpartition(".")[2] == Reader.PROOF.key for key in self.state_at_end.values),
         )
         setup = make_setup(lambda shard: self.pipeline(replace(shard, provenance=True)), options)
         runner = Runner(setup.recipe, setup.schema)
@@ -213,7 +213,7 @@ def _skip_to_step(reading: Reading, step: int, end_sample: int) -> None:
         reading.skip(num_skipped)
 
 
-def _replay(readings: Sequence[Reading], end_sample: int, skipped: Sequence[tuple[int, int]]) -> Iterator[Served]:
+def _replay(readings: Sequence[Reading], end_sample: int, skip_ranges: Sequence[tuple[int, int]]) -> Iterator[Served]:
     """Yield all samples before sample ``end_sample``, without the ranges that the run has skipped.
 
     Samples of shards that are not replayed have no documents.
@@ -222,10 +222,10 @@ def _replay(readings: Sequence[Reading], end_sample: int, skipped: Sequence[tupl
     first_stream = streams[0]
     while first_stream.clock.samples < end_sample:
         for stream in streams:
-            while stream.begin() is None:
+            while stream.begin_segment() is None:
                 stream.begin_next_epoch()
         next_sample = first_stream.clock.samples
-        skip_end = next((stop for start, stop in skipped if start <= next_sample < stop), next_sample)
+        skip_end = next((stop for start, stop in skip_ranges if start <= next_sample < stop), next_sample)
         if skip_end > next_sample:
             for reading in readings:
                 reading.skip(min(skip_end, end_sample) - next_sample)
@@ -237,8 +237,8 @@ def _replay(readings: Sequence[Reading], end_sample: int, skipped: Sequence[tupl
                 + _begun_samples(reading) // layout.dp_world_size
             )
             batch = stream.take()
-            for index, (shard, lines) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
-                yield Served(step, first_row + index, shard, lines)
+            for index, (shard, documents) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
+                yield Served(step, first_row + index, shard, documents)
 
 
 def _reaches(state: State, end_state: State, shards: Sequence[int]) -> bool:

@@ -46,13 +46,13 @@ class SourcePositions:
     """Positions of all logical shards in one source, at each checkpoint of the run.
 
     Args:
-        table: ``int64[checkpoints + 1, N]``, from the beginning of the run: the next row, counted over all epochs with a gap in
-            between.
+        position_table: ``int64[checkpoints + 1, N]``, from the beginning of the run: the next row, counted over all epochs
+            with a gap in between.
         num_windows: Number of nodes above the reader that read ahead of their samples. Each of them may be within a window,
             which was read up to what a later checkpoint says.
     """
 
-    table: Ints
+    position_table: Ints
     num_windows: int
 
     @classmethod
@@ -67,7 +67,7 @@ class SourcePositions:
 
     def intervals_of(self, shard: int, position: int) -> Iterator[int]:
         """Yield the intervals between checkpoints in which a shard may have served the row at ``position``."""
-        shard_positions = self.table[:, shard]
+        shard_positions = self.position_table[:, shard]
         known_positions = np.append(np.unique(shard_positions), np.full(self.num_windows + 1, _NO_END_POSITION))
         read_until = known_positions[np.searchsorted(known_positions, shard_positions) + self.num_windows]
         if not self.num_windows:
@@ -79,13 +79,13 @@ class SourcePositions:
         return self.intervals_of(shard, _NO_END_POSITION) if self.num_windows else iter(())
 
     def is_drawn(self, shard: int, position: int) -> bool:
-        return bool(position < self.table[:, shard].max())
+        return bool(position < self.position_table[:, shard].max())
 
     def positions(self, reader: Reader, rows: Ints) -> Iterator[tuple[int, int]]:
         """Yield ``(shard, position)`` for each time a shard reads one of the rows, in all epochs that the run has begun."""
-        last_epoch = int(self.table.max()) // _EPOCH_STRIDE + (self.num_windows > 0)
+        last_epoch = int(self.position_table.max()) // _EPOCH_STRIDE + (self.num_windows > 0)
         for epoch in range(last_epoch + 1):
-            for shard, row in reader.rows.places(rows, epoch):
+            for shard, row in reader.rows.find_shard_rows(rows, epoch):
                 yield shard, epoch * _EPOCH_STRIDE + row
 
 

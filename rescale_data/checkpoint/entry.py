@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 Path: TypeAlias = tuple[str, ...]
 Misfits: TypeAlias = dict[str, dict[str, str]]
 """Differences between a state and a checkpoint, in words, by kind and then by flattened name."""
-KINDS = {
+MISFIT_KINDS = {
     "missing": "missing in the checkpoint",
     "unexpected": "not asked for",  # under a name that is loaded
     "mismatched": "different",  # in shape, dtype or kind
@@ -36,7 +36,7 @@ class Entry:
         get_value: Gives what DCP saves. Its tensors may be the live ones, which are then loaded in place.
         assign: Takes what DCP has loaded.
         all_or_nothing: Whether a part of it may not be loaded without the rest.
-        optimizer_owned: Gives tensors that only an optimizer's step changes.
+        get_optimizer_tensors: Gives tensors that only an optimizer's step changes.
         refusal_texts: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
         names_left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
     """
@@ -45,7 +45,7 @@ class Entry:
     get_value: Callable[[], Any]
     assign: Callable[[Any], object]
     all_or_nothing: bool = False
-    optimizer_owned: Callable[[], Iterable[torch.Tensor]] = tuple
+    get_optimizer_tensors: Callable[[], Iterable[torch.Tensor]] = tuple
     refusal_texts: dict[str, str] = field(default_factory=dict[str, str])
     names_left_out: set[str] = field(default_factory=set[str])
 
@@ -72,11 +72,11 @@ def for_each(entries: Iterable[T], work: Callable[[T], Result]) -> list[Result]:
     return results
 
 
-def merge_misfits(per_rank: list[Misfits]) -> Misfits:
+def merge_misfits(all_misfits: list[Misfits]) -> Misfits:
     """Merge the misfits of all ranks: names missing or different on any rank, names that no rank requests."""
-    merged_misfits = {kind: _merge_texts([differences[kind] for differences in per_rank]) for kind in per_rank[0]}
+    merged_misfits = {kind: _merge_texts([differences[kind] for differences in all_misfits]) for kind in all_misfits[0]}
     for kind in ("unexpected", NOT_ASKED):
-        common_names = set.intersection(*(set(differences[kind]) for differences in per_rank))
+        common_names = set.intersection(*(set(differences[kind]) for differences in all_misfits))
         merged_misfits[kind] = {name: text for name, text in merged_misfits[kind].items() if name in common_names}
     return merged_misfits
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint.devices import adapt_tensors, wait_for_device
 from rescale_data.checkpoint.entry import (
-    KINDS,
+    MISFIT_KINDS,
     Entry,
     Misfits,
     find_misfits,
@@ -107,16 +107,16 @@ def load(
         from rescale_data.checkpoint.convert.torch_save import memory_map_file
 
         file_path = memory_mappable_path(path)
-        return _read(ranks.on_all(lambda: ValuesReader(file_path, memory_map_file(file_path))), state, ranks, strict)
+        return _restore(ranks.on_all(lambda: ValuesReader(file_path, memory_map_file(file_path))), state, ranks, strict)
     return load_folder(path, state, ranks, strict=strict, storage_options=storage_options)
 
 
 def load_folder(path: StrPath, state: State, ranks: Ranks, *, strict: bool, **options: Any) -> LoadReport:
     """Load the checkpoint folder at ``path`` into a state; ``options`` are passed on to ``read_checkpoint``."""
-    return read_checkpoint(path, lambda reader: _read(reader, state, ranks, strict), ranks, **options)
+    return read_checkpoint(path, lambda reader: _restore(reader, state, ranks, strict), ranks, **options)
 
 
-def _read(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> LoadReport:
+def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load a state through a reader; return the names that were not loaded."""
     # Twice: sharded modules have collectives in their get_value(), which all ranks must reach or none.
     entries = ranks.on_all(lambda: entries_of(state, ranks.rank, reader.contents))
@@ -124,20 +124,20 @@ def _read(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> Load
     own_misfits = find_misfits(entries, wanted_values, reader.contents)
     differences = merge_misfits(ranks.on_each(lambda: own_misfits))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
-    if strict and any(differences[kind] for kind in KINDS):
+    if strict and any(differences[kind] for kind in MISFIT_KINDS):
         raise ValueError(_misfit_message(reader.name, differences, reader.contents))
     if report.not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
-    not_loaded = skipped_entries(entries, own_misfits)
+    unloaded_entries = skipped_entries(entries, own_misfits)
     try:
         loaded_values = ranks.on_all(
-            lambda: reader.load(adapt_tensors(values_to_load(wanted_values, own_misfits, not_loaded), "to_load"))
+            lambda: reader.load(adapt_tensors(values_to_load(wanted_values, own_misfits, unloaded_entries), "to_load"))
         )
-        to_assign = [
-            (entry, value) for entry, value in zip(entries, live_values, strict=True) if entry not in not_loaded
+        new_values = [
+            (entry, value) for entry, value in zip(entries, live_values, strict=True) if entry not in unloaded_entries
         ]
         ranks.on_all(
-            lambda: for_each(to_assign, lambda pair: pair[0].assign(with_loaded(pair[1], loaded_values, pair[0].name)))
+            lambda: for_each(new_values, lambda pair: pair[0].assign(with_loaded(pair[1], loaded_values, pair[0].name)))
         )
     except DamagedCheckpointError as error:
         raise damaged_error(reader.name, error.problems, _HALF_LOADED) from error
@@ -160,9 +160,11 @@ def _placeholders(entries: list[Entry], reader: StateReader) -> tuple[list[Any],
 
 
 def _misfit_message(path: str, misfits: Misfits, saved: Contents) -> str:
-    listed = "\n  ".join(f"{KINDS[kind]}: {key}, {msg}" for kind in KINDS for key, msg in sorted(misfits[kind].items()))
+    lines = "\n  ".join(
+        f"{MISFIT_KINDS[kind]}: {key}, {msg}" for kind in MISFIT_KINDS for key, msg in sorted(misfits[kind].items())
+    )
     return (
-        f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
+        f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {lines}\n"
         f"The checkpoint holds {_summary(saved)}.\n"
         f"Build the state as in the run that saved, or pass strict=False to load what fits.{_advice(misfits, saved)}"
     )

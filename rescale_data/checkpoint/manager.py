@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import new_group
 
 from rescale_data.checkpoint.retention import Retention, prune
 from rescale_data.checkpoint.run_reader import RunReader
-from rescale_data.checkpoint.saving import savable_state_dict, write
+from rescale_data.checkpoint.saving import savable_state_dict, write_checkpoint
 from rescale_data.checkpoint.staging import StagedState, Stager
 from rescale_data.checkpoint.state import State, entries_of
 from rescale_data.checkpoint.storage.commit import Ownership
@@ -105,12 +105,12 @@ class CheckpointManager(RunReader):
         self._stager = Stager()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._running_save: Future[None] | None = None
-        self._pruning = _done_future()
+        self._prune_task = _done_future()
         self._warned: set[str] = set()
         self._is_closed = False
         self.num_waits, self.wait_seconds = 0, 0.0
         if self._owner is not None:
-            self._pool.submit(self._owner.clean)
+            self._pool.submit(self._owner.remove_obsolete)
 
     def _become_owner(self) -> None:
         self._store.mkdir(self._folder.path)
@@ -200,7 +200,7 @@ class CheckpointManager(RunReader):
             try:
                 self.wait()
                 if self._owner is not None:
-                    self._pool.submit(self._owner.clean)  # what the lease of a load has covered meanwhile
+                    self._pool.submit(self._owner.remove_obsolete)  # what the lease of a load has covered meanwhile
             finally:
                 self._is_closed = True
 
@@ -212,7 +212,7 @@ class CheckpointManager(RunReader):
 
     def _prepare_load(self) -> None:
         self.wait()
-        self._pruning.exception()  # which would leave alone what the lease of a load covers
+        self._prune_task.exception()  # which would leave alone what the lease of a load covers
 
     def _wait_until_idle(self) -> None:
         """Wait until all queued background work is done."""
@@ -227,11 +227,13 @@ class CheckpointManager(RunReader):
             raise
 
     def _write(self, state_dict: StagedState, step: int, metrics: dict[str, float]) -> None:
-        path = self._folder.checkpoint(step)
-        write(self._store, path, state_dict, self._ranks, run=self._owner, overwrite=True, step=step, metrics=metrics)
+        path = self._folder.checkpoint_path(step)
+        write_checkpoint(
+            self._store, path, state_dict, self._ranks, run=self._owner, overwrite=True, step=step, metrics=metrics
+        )
         if self._owner is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes them
-                self._pruning = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._warned)
+                self._prune_task = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._warned)
 
 
 @checks_argument_types

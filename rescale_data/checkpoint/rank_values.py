@@ -61,7 +61,7 @@ def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
     Compared are arrays, numbers, strings, enums, and tuples, sets, mappings and dataclasses of them and of tensors. Tensors
     with a name of their own are not: those of replicas are kept equal by what trains them, and their buffers may differ.
     """
-    if ranks.size == 1:
+    if ranks.world_size == 1:
         return
     compared_values = {
         ".".join(path): leaf
@@ -81,11 +81,11 @@ def refuse_disagreement(state_dict: Mapping[str, Any], ranks: Ranks) -> None:
             ranks_by_digest.setdefault(name, {}).setdefault(digest, rank)
     differing_ranks = {name: sorted(values.values()) for name, values in ranks_by_digest.items() if len(values) > 1}
     if differing_ranks:
-        listed = "\n  ".join(
+        lines = "\n  ".join(
             f"{name}, on ranks {pair[0]} and {pair[1]}" for name, pair in sorted(differing_ranks.items())[:20]
         )
         raise ValueError(
-            f"{len(differing_ranks)} values are not the same on all ranks, and a checkpoint holds one of each:\n  {listed}\n"
+            f"{len(differing_ranks)} values are not the same on all ranks, and a checkpoint holds one of each:\n  {lines}\n"
             f"Wrap what is each rank's own into checkpoint.PerRank(value), or give it a name of its own on each rank."
         )
 

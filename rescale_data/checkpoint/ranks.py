@@ -29,7 +29,7 @@ class Ranks:
         self.is_distributed = not single_process and dist.is_available() and dist.is_initialized()
         self.group = group
         self.rank = dist.get_rank(group) if self.is_distributed else 0
-        self.size = dist.get_world_size(group) if self.is_distributed else 1
+        self.world_size = dist.get_world_size(group) if self.is_distributed else 1
         if self.rank < 0:
             raise ValueError(
                 "This rank is not in process_group; only the ranks of process_group save and load with it."
@@ -41,7 +41,7 @@ class Ranks:
 
     def run_on_first(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0, and return its result on all ranks."""
-        if self.size == 1:
+        if self.world_size == 1:
             return work()
         outcome: list[Any] = [_result_or_error(work) if self.is_first else None]
         source_rank = 0 if self.group is None else dist.get_global_rank(self.group, 0)
@@ -50,9 +50,9 @@ class Ranks:
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
         """Run ``work`` on every rank, and return all results on every rank, in rank order."""
-        if self.size == 1:
+        if self.world_size == 1:
             return [work()]
-        outcomes: list[Any] = [None] * self.size
+        outcomes: list[Any] = [None] * self.world_size
         dist.all_gather_object(outcomes, _result_or_error(work), group=self.group)
         return _results(outcomes)
 

@@ -87,13 +87,13 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int
     except Exception as error:
         logger.warning(_NOT_DELETED, folder.path, error)
         return
-    for path, step in ((folder.checkpoint(step), step) for step in steps_to_delete if step != saved_step):
+    for path, step in ((folder.checkpoint_path(step), step) for step in steps_to_delete if step != saved_step):
         try:
             if owner.delete(f"step-{step}") == "gone":
                 logger.info("Deleted %s.", path)
         except Exception as error:  # one that cannot be deleted does not keep the others
             logger.warning(_NOT_DELETED, path, error)
-    owner.clean()
+    owner.remove_obsolete()
 
 
 def delete_steps(folder: RunFolder, steps: list[int], *, wait_for_holders: bool) -> dict[str, str]:

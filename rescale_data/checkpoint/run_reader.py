@@ -90,7 +90,7 @@ class RunReader:
         while steps != steps_before:  # retention may have deleted all that were listed while newer ones were saved
             for step in reversed(steps):
                 try:
-                    report = self._load(step, state, strict=strict, allow_foreign=False)
+                    report = self._load(step, state, strict=strict, allow_other_tools=False)
                 except (DamagedCheckpointError, NoCheckpointError) as error:
                     # Deleted since, and loaded in part before
                     if not isinstance(skipped.get(step), DamagedCheckpointError):
@@ -111,33 +111,33 @@ class RunReader:
                 f"All checkpoints in {self._folder.path} are damaged: steps {sorted(damaged)}.\n{damage_text}"
             )
         if skipped and self._ranks.is_first:
-            logger.warning("No step of %s was loaded, all were passed over: %s", self._folder.path, _listed(skipped))
+            logger.warning("No step of %s was loaded, all were passed over: %s", self._folder.path, _describe(skipped))
         return None
 
     def _load(self, step: int, state: State, **options: bool) -> LoadReport:
-        checkpoint_path = self._folder.checkpoint(step)
+        checkpoint_path = self._folder.checkpoint_path(step)
         return load_folder(checkpoint_path, state, self._ranks, storage_options=self._storage_options, **options)
 
     def _prepare_load(self) -> None:
         """Do nothing; a subclass may override it to run code before each load."""
 
-    def _warn(self, step: int, report: LoadReport, skipped: Mapping[int, Exception]) -> None:
+    def _warn(self, step: int, report: LoadReport, by_step: Mapping[int, Exception]) -> None:
         """Log the newer steps that were not loaded, with a Python warning if one is damaged, and the state's misfits."""
-        if skipped:
+        if by_step:
             warning_text = (
-                f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {_listed(skipped)}"
+                f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {_describe(by_step)}"
             )
             logger.warning(warning_text)
-            if any(isinstance(reason, DamagedCheckpointError) for reason in skipped.values()):
+            if any(isinstance(reason, DamagedCheckpointError) for reason in by_step.values()):
                 warnings.warn(warning_text, RuntimeWarning, stacklevel=3)
         if report.missing or report.unexpected or report.mismatched:
             logger.warning(
                 "%s does not fit the state, and was loaded in part. "
                 "Missing in the checkpoint: %s. Not asked for: %s. Different: %s.",
-                self._folder.checkpoint(step),
+                self._folder.checkpoint_path(step),
                 *(list(names) or "none" for names in (report.missing, report.unexpected, report.mismatched)),
             )
 
 
-def _listed(skipped_steps: Mapping[int, Exception]) -> str:
+def _describe(skipped_steps: Mapping[int, Exception]) -> str:
     return "; ".join(f"step {step}: {' '.join(str(reason).split())}" for step, reason in skipped_steps.items())

@@ -15,7 +15,7 @@ from rescale_data.checkpoint.ranks import Ranks, error_with_cure
 from rescale_data.checkpoint.state import State, entries_of, state_dict_of
 from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.claims import SINGLE_STEP, Save
-from rescale_data.checkpoint.storage.commit import Ownership, prepare
+from rescale_data.checkpoint.storage.commit import Ownership, prepare_target
 from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, checked_metrics
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
@@ -72,7 +72,7 @@ def save(
     store, final_path = open_store(path, storage_options, to_write=True)
     valid_metrics = ranks.on_all(lambda: checked_metrics(metrics))
     state_dict = savable_state_dict(state, ranks)
-    write(store, final_path, state_dict, ranks, overwrite=overwrite, step=step, metrics=valid_metrics)
+    write_checkpoint(store, final_path, state_dict, ranks, overwrite=overwrite, step=step, metrics=valid_metrics)
 
 
 def savable_state_dict(state: State, ranks: Ranks) -> dict[str, Any]:
@@ -87,10 +87,10 @@ def savable_state_dict(state: State, ranks: Ranks) -> dict[str, Any]:
 
 def save_from_one_process(path: StrPath, state_dict: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
     """Save plain values and tensors from this process alone, even if a process group is initialized."""
-    write(*open_store(path, storage_options, to_write=True), state_dict, Ranks(single_process=True))
+    write_checkpoint(*open_store(path, storage_options, to_write=True), state_dict, Ranks(single_process=True))
 
 
-def write(
+def write_checkpoint(
     store: Store,
     final_path: str,
     state_dict: dict[str, Any],
@@ -111,9 +111,9 @@ def write(
     begun_save: Save | None = None
 
     def begin() -> Save:
-        prepare(store, final_path, overwrite=overwrite)
+        prepare_target(store, final_path, overwrite=overwrite)
         ownerships.append(run or Ownership(store, final_path, is_single=True))
-        return ownerships[0].begin(step_name)
+        return ownerships[0].begin_save(step_name)
 
     _require_same_target(f"{final_path}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
     refuse_disagreement(state_dict, ranks)
@@ -125,7 +125,7 @@ def write(
         manifest = Manifest(
             save_id=draft_save.folder,
             files=file_records,
-            world_size=ranks.size,
+            world_size=ranks.world_size,
             step=step,
             metrics=metrics or {},
             created=time.time(),
@@ -138,11 +138,11 @@ def write(
             with contextlib.suppress(Exception):
                 owner.abandon(step_name, begun_save)
             with contextlib.suppress(OSError):
-                owner.look()  # a newer owner may have removed the files
+                owner.check_not_superseded()  # a newer owner may have removed the files
         raise error_with_cure(error, f"Saving {final_path}") from error
     for owner in ownerships:
         if run is None:
-            owner.clean()
+            owner.remove_obsolete()
 
 
 def _require_same_target(description: str, ranks: Ranks) -> None:

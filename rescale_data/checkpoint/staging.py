@@ -49,11 +49,11 @@ class Stager:
             Done when it is copied; and what gives the copy.
         """
         optimizer_owned = {
-            owned for entry in entries for tensor in entry.optimizer_owned() if (owned := memory_address(tensor))
+            owned for entry in entries for tensor in entry.get_optimizer_tensors() if (owned := memory_address(tensor))
         }
         deferred: DeferredTensors = {}
         state_dict = map_leaves(state_dict_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))
-        done_future = self._thread.submit(self._copy, deferred, _queued_work(deferred))
+        done_future = self._thread.submit(self._copy_deferred, deferred, _queued_work(deferred))
         self._pending_copies[:] = [done_future]
 
         def copies() -> StagedState:
@@ -62,7 +62,7 @@ class Stager:
 
         return done_future, copies
 
-    def _copy(self, deferred_tensors: DeferredTensors, queued_work: list[torch.Event]) -> None:
+    def _copy_deferred(self, deferred_tensors: DeferredTensors, queued_work: list[torch.Event]) -> None:
         """Wait for the accelerator, then replace the live tensors by copies in host memory."""
         for event in queued_work:
             event.synchronize()

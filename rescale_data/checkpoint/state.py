@@ -101,7 +101,7 @@ def _make_entry(
 ) -> Entry:
     if isinstance(value, nn.Module):
         get_value, assign = partial(get_model_state_dict, value), partial(set_model_state_dict, value)
-        return Entry(path, get_value, assign, optimizer_owned=value.parameters)
+        return Entry(path, get_value, assign, get_optimizer_tensors=value.parameters)
     if isinstance(value, torch.optim.Optimizer):
         model = owning_module(".".join(path), value, modules)
         if not FullyShardedDataParallel.fsdp_modules(model):

@@ -47,13 +47,13 @@ def find_lost_structure(tree: Any, path: tuple[str | int, ...] = ()) -> list[tup
     return [lost for index, inner in enumerate(list_items) for lost in find_lost_structure(inner, (*path, index))]
 
 
-def map_leaves(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+def map_leaves(value: Any, function: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
     """Return a nested value (dicts, lists, tuples) with ``work(path, leaf)`` in place of each leaf."""
     if isinstance(value, Mapping):
-        return {key: map_leaves(inner, work, (*path, key)) for key, inner in cast(Mapping[Any, Any], value).items()}
+        return {key: map_leaves(inner, function, (*path, key)) for key, inner in cast(Mapping[Any, Any], value).items()}
     if type(value) in (list, tuple):
-        return type(value)(map_leaves(inner, work, (*path, index)) for index, inner in enumerate(value))
-    return work(path, value)
+        return type(value)(map_leaves(inner, function, (*path, index)) for index, inner in enumerate(value))
+    return function(path, value)
 
 
 def iterate_leaves(

@@ -141,12 +141,12 @@ def verify(path: CheckpointPath, as_json: JsonFlag = False) -> None:
     from rescale_data.cli import inspect
 
     report = _run_or_exit(lambda: inspect.verify_checkpoint(path))
-    sound_text = (
+    no_problem_text = (
         "whole"
         if report["checked"] == "checksums"
         else "sizes only: the checkpoint has no checksums, as another tool wrote it"
     )
-    _print_text(as_json, report, "\n".join(report["problems"]) or sound_text)
+    _print_text(as_json, report, "\n".join(report["problems"]) or no_problem_text)
     raise typer.Exit(1 if report["problems"] else 0)
 
 
@@ -248,13 +248,13 @@ def _print_text(as_json: bool, value: Any, text: str) -> None:
     _print(as_json, value, lambda console: console.print(text, markup=False, soft_wrap=True))
 
 
-def _print(as_json: bool, value: Any, show: Callable[[Console], None]) -> None:
+def _print(as_json: bool, value: Any, show_on_console: Callable[[Console], None]) -> None:
     if as_json:
         typer.echo(json.dumps(_without_nan(value), indent=1, default=str, allow_nan=False))
     else:
         from rich.console import Console
 
-        show(Console())
+        show_on_console(Console())
 
 
 def _without_nan(value: Any) -> Any:

@@ -37,7 +37,7 @@ def _file_sizes(store: Store, target_path: str) -> dict[str, int]:
     folder, name = split(target_path)
     if manifest := manifest_at(store, target_path):
         return {file: record.size for file, record in manifest.files.items()}
-    return store.sizes(target_path) or {name: store.sizes(folder)[name]}
+    return store.file_sizes(target_path) or {name: store.file_sizes(folder)[name]}
 
 
 def _format_of(target: str) -> str:

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from rescale_data.checkpoint.data_state import read_data_state
-from rescale_data.checkpoint.storage.claims import STEP
+from rescale_data.checkpoint.storage.claims import STEP_PATTERN
 from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.storage.manifest import METADATA, manifest_at
 from rescale_data.checkpoint.storage.open import CheckpointReader, open_store, read_checkpoint, verify
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
-from rescale_data.engine.states.codec import SavedState, data_state_paths, read
+from rescale_data.engine.states.codec import SavedState, data_state_paths, decode
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.nodes.mixture.rules import from_json, weights_at
 from rescale_data.sources.folders import num_rows
 
-LEFT_OUT = ("filtered", "skipped", "short", "long", "blocked", "untrained")
+SKIP_COUNTERS = ("filtered", "skipped", "short", "long", "blocked", "untrained")
 
 
 def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
@@ -34,7 +34,9 @@ def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
     store, path = open_store(folder)
     RunFolder.open_existing(store, path)
     names = [name for name in store.names(path) if not name.startswith(".")]
-    by_step = sorted(names, key=lambda name: (int(step[1]) if (step := STEP.fullmatch(name)) else float("inf"), name))
+    by_step = sorted(
+        names, key=lambda name: (int(step[1]) if (step := STEP_PATTERN.fullmatch(name)) else float("inf"), name)
+    )
     checkpoints = [entry for name in by_step if (entry := _describe(store, join(path, name))) is not None]
     if not checkpoints:
         raise FileNotFoundError(
@@ -53,7 +55,7 @@ def summarize(path: StrPath) -> dict[str, Any]:
 
     def summary(reader: CheckpointReader) -> dict[str, Any]:
         loaders = [".".join(root) for root in data_state_paths(reader.contents.paths.values())]
-        data = {name: summarize_data(read(read_data_state(path, name=name))) for name in loaders}
+        data = {name: summarize_data(decode(read_data_state(path, name=name))) for name in loaders}
         return {"checkpoint": _describe(reader.store, reader.path), "entries": _entries(reader.contents), "data": data}
 
     return read_checkpoint(path, summary)
@@ -83,7 +85,7 @@ def _summarize_newest(store: Store, folder: str) -> dict[str, Any] | None:
     run_folder = RunFolder(store, folder)
     for step in reversed(run_folder.steps()):
         with contextlib.suppress(ValueError, OSError):
-            return summarize(run_folder.checkpoint(step))
+            return summarize(run_folder.checkpoint_path(step))
     return None
 
 
@@ -127,7 +129,7 @@ def summarize_data(state: SavedState) -> dict[str, Any]:
     row_keys = {name: f"{name}.row" if name else "row" for name in epochs}
     sources = {path.removeprefix("root"): source for path, source in header["sources"].items()}
     of_rows = {name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))}
-    left_out = {key: int(rows.sum()) for key, rows in shard_columns.items() if key.rpartition(".")[2] in LEFT_OUT}
+    left_out = {key: int(rows.sum()) for key, rows in shard_columns.items() if key.rpartition(".")[2] in SKIP_COUNTERS}
     return {
         **{key: value for key, value in header.items() if isinstance(value, int)},
         "steps": header["samples"] // header["global_batch_size"],
@@ -173,7 +175,7 @@ def _mixture_shares(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, A
         weight_rule = from_json(node)
         weights = weights_at(weight_rule, int(num_drawn), epoch_by_source).values
         drawn_totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in drawn.items()}
-        for name, weight in zip(weight_rule.names, weights, strict=True):
+        for name, weight in zip(weight_rule.sources, weights, strict=True):
             share = drawn_totals[name] / max(1, sum(drawn_totals.values()))
             shares[f"{prefix}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
     return shares

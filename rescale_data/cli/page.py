@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from rescale_data.cli.render import CHECKPOINT_COLUMNS, list_row
+from rescale_data.cli.render import CHECKPOINT_COLUMNS, summary_row
 from rescale_data.layout.plan import format_size
 
 STYLE = """
@@ -26,7 +26,7 @@ class Markup(str):
 def render_page(name: str, checkpoints: Sequence[Mapping[str, Any]], newest: Mapping[str, Any] | None) -> str:
     """Return the HTML page of a run's folder or of one checkpoint: sizes, metrics, contents of the newest checkpoint."""
     summary = f"{len(checkpoints)} checkpoints, {format_size(sum(about.get('bytes', 0) for about in checkpoints))}"
-    body = [f"<h1>{escape(name)}</h1>", f"<p>{summary}</p>", _table(CHECKPOINT_COLUMNS, map(list_row, checkpoints))]
+    body = [f"<h1>{escape(name)}</h1>", f"<p>{summary}</p>", _table(CHECKPOINT_COLUMNS, map(summary_row, checkpoints))]
     if newest is not None:
         rows = [
             (key, str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"]))

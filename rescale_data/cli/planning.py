@@ -9,12 +9,12 @@ from rescale_data.layout.plan import Plan, plan
 
 
 def answer(
-    global_batch_size: int, sizes: list[int], gpus: int | None, gpus_per_rank: int, num_logical_shards: int | None
+    global_batch_size: int, rank_counts: list[int], gpus: int | None, gpus_per_rank: int, num_logical_shards: int | None
 ) -> dict[str, Any]:
     """Return, for each number of ranks, if it is allowed and keeps the order, and which micro batches and workers fit.
 
     Args:
-        sizes: Numbers of data-parallel ranks; none of them, and no ``gpus``: all that keep the order.
+        rank_counts: Numbers of data-parallel ranks; none of them, and no ``gpus``: all that keep the order.
         gpus: GPUs that are alive; the largest number of ranks that they can hold is looked for.
         gpus_per_rank: GPUs a data-parallel rank.
 
@@ -23,7 +23,7 @@ def answer(
     """
     options = plan(global_batch_size, num_logical_shards=num_logical_shards)
     aligned_rank_counts = sorted({option.dp_world_size for option in options})
-    for value in sizes:
+    for value in rank_counts:
         if value < 1:
             raise ValueError(f"{value} ranks: give at least 1.")
     if gpus is not None and not aligned_rank_counts:
@@ -32,7 +32,7 @@ def answer(
             f"{options.num_logical_shards} logical shards: one has to be a multiple of the other."
         )
     largest = None if gpus is None else _find_largest_fit(aligned_rank_counts, gpus, gpus_per_rank)
-    requested_rank_counts = [*sizes, *([] if largest is None else [largest["ranks"]])] or aligned_rank_counts
+    requested_rank_counts = [*rank_counts, *([] if largest is None else [largest["ranks"]])] or aligned_rank_counts
     return {
         "global_batch_size": global_batch_size,
         "num_logical_shards": options.num_logical_shards,

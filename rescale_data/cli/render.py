@@ -19,14 +19,14 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 def show_list(console: Console, checkpoints: Sequence[Mapping[str, Any]]) -> None:
     table = _table(*CHECKPOINT_COLUMNS)
     for checkpoint in checkpoints:
-        table.add_row(*map(escape, list_row(checkpoint)))
+        table.add_row(*map(escape, summary_row(checkpoint)))
     console.print(table)
 
 
 CHECKPOINT_COLUMNS = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
 
 
-def list_row(checkpoint: Mapping[str, Any]) -> list[str]:
+def summary_row(checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the table row of a checkpoint, with the columns `CHECKPOINT_COLUMNS`."""
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in checkpoint.get("metrics", {}).items())
     ranks, created = str(checkpoint.get("world_size", "")), checkpoint.get("created")

@@ -57,10 +57,10 @@ class Agreement:
         self._num_steps_ahead = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
         self._wait_for_minimum: Callable[[], int] | None = None
         self._agreed_end = first_u
-        self._last_u, self._is_over = -1, False  # the micro batch of the last call of `end`, and its result
+        self._last_u, self._is_over = -1, False  # the micro batch of the last call of `ends_before`, and its result
         self._failure: Exception | None = None
 
-    def end(self, u: int, make_until: Callable[[int], int]) -> bool:
+    def ends_before(self, u: int, make_until: Callable[[int], int]) -> bool:
         """True if the main phase of the epoch ends before micro batch ``u`` (collective: all ranks ask for the same ``u``).
 
         Args:

@@ -48,17 +48,17 @@ class _Step:
     Args:
         segment: The segment that the step belongs to.
         first_u: The first micro batch of the step.
-        stop: The micro batch after its last one.
+        stop_u: The micro batch after its last one.
         micro_batches: The micro batches as the inner feed has made them.
-        numbers: ``int64[samples, 5]``: cost, tokens, weight and logical shard of each sample, and 1 if the sample is real.
+        own_measures: ``int64[samples, 5]``: cost, tokens, weight and logical shard of each sample, and 1 if the sample is real.
         failure: The error because of which samples are missing; `None` if none are.
     """
 
     segment: Segment
     first_u: int
-    stop: int
+    stop_u: int
     micro_batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
-    numbers: Ints = field(default_factory=lambda: np.zeros((0, 5), dtype=np.int64))
+    own_measures: Ints = field(default_factory=lambda: np.zeros((0, 5), dtype=np.int64))
     failure: Exception | None = None
 
 
@@ -69,14 +69,14 @@ class _ArrangedStep:
     Args:
         numbers: ``int64[samples, 5]``, the numbers of all samples of the group, as in `_Step`.
         batch_indices: The indices, in ``numbers``, of the samples of each micro batch.
-        samples: The samples, by their index in ``numbers``.
-        weight: The weight of the whole global batch.
+        samples_by_index: The samples, by their index in ``numbers``.
+        total_weight: The weight of the whole global batch.
     """
 
     numbers: Ints
     batch_indices: list[Ints]
-    samples: dict[int, Any]
-    weight: int
+    samples_by_index: dict[int, Any]
+    total_weight: int
 
 
 class BalancedFeed(WrappedFeed):
@@ -144,8 +144,8 @@ class BalancedFeed(WrappedFeed):
         per_step = segment.layout.gradient_accumulation_steps
         step = _Step(segment, self._u, self._u + per_step - self._u % per_step)
         self._read(step, exchanges)
-        arranged = exchanges.run(lambda: self._arrange(step, exchanges))
-        self._u = step.stop
+        arranged = exchanges.run_exchange(lambda: self._arrange(step, exchanges))
+        self._u = step.stop_u
         batches = [self._collate_batch(indices, arranged, segment) for indices in arranged.batch_indices]
         batches[-1] = batches[-1]._replace(rows=merge_rows([batch.rows for batch in step.micro_batches]))
         return batches
@@ -153,7 +153,7 @@ class BalancedFeed(WrappedFeed):
     def _read(self, step: _Step, exchanges: Exchanges) -> None:
         """Read this rank's samples of a step and measure their costs; an error is stored in ``step.failure``, not raised."""
         try:
-            for _ in range(step.first_u, step.stop):
+            for _ in range(step.first_u, step.stop_u):
                 if exchanges.is_stopped:
                     raise Exhausted
                 step.micro_batches.append(self.feed.next())
@@ -162,19 +162,21 @@ class BalancedFeed(WrappedFeed):
                 for batch in step.micro_batches
                 for sample_index, (sample, shard) in enumerate(zip(batch.batch, batch.shards, strict=True))
             ]
-            step.numbers = np.array(sample_numbers, dtype=np.int64)
+            step.own_measures = np.array(sample_numbers, dtype=np.int64)
         except Exception as error:
             step.failure = error
 
     def _arrange(self, step: _Step, exchanges: Exchanges) -> _ArrangedStep:
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
-        samples_before, is_last = int(step.segment.samples_before(step.first_u).sum()), step.stop == step.segment.stop
-        sample_measures, weight = exchanges.agree(step.failure, samples_before, step.numbers, is_last=is_last)
-        owners = np.repeat(np.arange(len(self._sample_group.members)), len(step.numbers))
+        samples_before, is_last = int(step.segment.samples_before(step.first_u).sum()), step.stop_u == step.segment.stop
+        sample_measures, weight = exchanges.agree(step.failure, samples_before, step.own_measures, is_last=is_last)
+        owners = np.repeat(np.arange(len(self._sample_group.members)), len(step.own_measures))
         target_ranks, micro_batch = self._plan(step, sample_measures, owners)
         samples = self._move(step, exchanges, owners, target_ranks)
         is_own = target_ranks == self._sample_group.me
-        batch_indices = [np.flatnonzero(is_own & (micro_batch == number)) for number in range(step.stop - step.first_u)]
+        batch_indices = [
+            np.flatnonzero(is_own & (micro_batch == number)) for number in range(step.stop_u - step.first_u)
+        ]
         return _ArrangedStep(sample_measures, batch_indices, samples, weight)
 
     def _plan(self, step: _Step, sample_measures: Ints, owners: Ints) -> tuple[Ints, Ints]:
@@ -184,16 +186,16 @@ class BalancedFeed(WrappedFeed):
         plan = StepPlan(
             costs=sample_measures[:, COST],
             tokens=tokens,
-            owners=owners,
-            ranks=len(self._sample_group.members),
-            micro_batches=step.stop - step.first_u,
+            owner_ranks=owners,
+            num_ranks=len(self._sample_group.members),
+            num_batches=step.stop_u - step.first_u,
             max_tokens=max_tokens,
-            sync=balance.sync,
-            padded=balance.padded,
+            sync_interval=balance.sync,
+            pads_bins=balance.padded,
             seed=self._setup.recipe.seed,
             step=step.first_u // layout.gradient_accumulation_steps,
         )
-        target_ranks, target_batches = plan.assign()
+        target_ranks, target_batches = plan.assign_samples()
         if balance.max_tokens is not None and not self._has_warned:
             self._warn_if_above(plan.num_tokens(target_ranks, target_batches), balance.max_tokens)
         return target_ranks, target_batches
@@ -222,12 +224,12 @@ class BalancedFeed(WrappedFeed):
 
     def _collate_batch(self, indices: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:
         """Return the micro batch of the samples at the given indices; padding samples of the last global batch come last."""
-        batch = self._collate([arranged.samples[n] for n in indices.tolist()])
+        batch = self._collate([arranged.samples_by_index[n] for n in indices.tolist()])
         num_real = int(arranged.numbers[indices, IS_REAL].sum())
         if segment.pads:
             batch = with_valid(batch, num_real, len(indices))
         if self._balance.weight is not None:
-            batch = _with_weight(batch, arranged.weight)
+            batch = _with_weight(batch, arranged.total_weight)
         no_rows = np.zeros((0, 1), dtype=np.int64)  # the last micro batch of the step carries all its rows
         return MicroBatch(batch, TableRows(no_rows[:, 0], no_rows), arranged.numbers[indices, SHARD].tolist(), num_real)
 

@@ -22,7 +22,7 @@ class Board:
 
     @property
     def wanted_begin(self) -> int:
-        """The number of the `Begin` command that the trainer wants; workers stop making micro batches for any other."""
+        """The number of the `BeginCommand` that the trainer wants; workers stop making micro batches for any other."""
         return int(self._wanted_begin_number.item())
 
     @wanted_begin.setter
@@ -35,13 +35,13 @@ class Board:
 
     @property
     def num_made(self) -> int:
-        """The number of micro batches that all workers together have made for the wanted `Begin` command."""
+        """The number of micro batches that all workers together have made for the wanted `BeginCommand`."""
         return int(self.counts[:, MADE_BATCHES].sum())
 
-    def write(self, worker: int, text: str) -> None:
+    def write_activity(self, worker: int, text: str) -> None:
         """Write a text that says what a worker is doing; the text is empty unless the work takes long."""
         text_bytes = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
         self._texts[worker].numpy()[:] = text_bytes
 
-    def read(self, worker: int) -> str:
+    def read_activity(self, worker: int) -> str:
         return self._texts[worker].numpy().tobytes().rstrip(b"\0").decode(errors="replace")

@@ -22,15 +22,15 @@ class Cursor(NamedTuple):
 
     Args:
         clock: The counts of the run at an earlier moment, from which `clock_now` counts on.
-        table: ``int64[N, columns]``, the positions of all logical shards, without the rows in `pending` and `last_rows`.
+        table: ``int64[N, columns]``, the positions of all logical shards, without the rows in `unwritten_rows` and `last_rows`.
         owners: ``int64[N]``, the rank that has the right row of each shard.
         u: The next micro batch, counted from `Clock.origin`.
-        pending: Rows of earlier micro batches that are not in the table yet: writing each of them would cost a twelfth of a
-            packed batch. The key is the first shard: two slices of shards are equal, or have no shard in common
+        unwritten_rows: Rows of earlier micro batches that are not in the table yet: writing each of them would cost a twelfth
+            of a packed batch. The key is the first shard: two slices of shards are equal, or have no shard in common
             (`AlignedTurns`).
         segment: The segment of the next micro batch; `None` if none is planned, or the epoch has ended.
         last_rows: The rows of the micro batch before u.
-        ended: True if the last batch of the epoch was consumed.
+        epoch_ended: True if the last batch of the epoch was consumed.
         epochs_seen: With ``steps_per_epoch``, the number of epochs that are known to have ended.
         resumed: True if no batch was consumed since a load.
         empty_epochs: The number of epochs that have begun since a batch was consumed.
@@ -40,10 +40,10 @@ class Cursor(NamedTuple):
     table: Ints
     owners: Ints
     u: int
-    pending: dict[int, TableRows]
+    unwritten_rows: dict[int, TableRows]
     segment: Segment | None = None
     last_rows: TableRows | None = None
-    ended: bool = False
+    epoch_ended: bool = False
     epochs_seen: int = 0
     resumed: bool = False
     empty_epochs: int = 1
@@ -52,7 +52,7 @@ class Cursor(NamedTuple):
     def from_clock(cls, clock: Clock, table: Ints, owners: Ints, layout: Layout) -> Cursor:
         """Return the cursor at the counts `clock` and the positions `table`, whose rows are all up to date on this rank."""
         ended = bool((table[:, REMAINDER_COLUMN] == EPOCH_ENDED).all())
-        return cls(clock, table, owners, clock.micro_batch(layout), {}, ended=ended, empty_epochs=int(not ended))
+        return cls(clock, table, owners, clock.micro_batch(layout), {}, epoch_ended=ended, empty_epochs=int(not ended))
 
     @property
     def can_skip_checks(self) -> bool:
@@ -77,24 +77,24 @@ class Cursor(NamedTuple):
         """Return the cursor after `micro_batch`, the next one, was consumed."""
         last_rows = self.last_rows
         if last_rows is not None and last_rows.slots is None and isinstance(last_rows.visited_shards, slice):
-            self.pending[last_rows.visited_shards.start] = last_rows
+            self.unwritten_rows[last_rows.visited_shards.start] = last_rows
         elif last_rows is not None:
             last_rows.write(self.table)
         owners, segment = self.owners, self.segment
         if segment is not None and segment.remainder is not None:
             for u in range(segment.first_unsaved_u(self.u), segment.first_unsaved_u(self.u + 1)):
-                owners = segment.remainder.owners(owners, u)
+                owners = segment.remainder.owner_ranks_after(owners, u)
         return tuple.__new__(Cursor, (  # faster than `Cursor(...)`, which would cost 3 % of a packed batch
-            self.clock, self.table, owners, self.u + 1, self.pending, self.segment,
+            self.clock, self.table, owners, self.u + 1, self.unwritten_rows, self.segment,
              micro_batch.rows, False, self.epochs_seen, False, 0
         ))  # fmt: skip
 
     def copy(self) -> Cursor:
         """Return a copy of the cursor whose table is a separate array, with the rows of all consumed micro batches written."""
-        return self._replace(table=self._write_rows_to(self.table.copy()), pending={}, last_rows=None)
+        return self._replace(table=self._write_rows_to(self.table.copy()), unwritten_rows={}, last_rows=None)
 
     def _write_rows_to(self, table: Ints) -> Ints:
-        for pending_rows in [*self.pending.values()]:  # a list: another thread may take a batch meanwhile
+        for pending_rows in [*self.unwritten_rows.values()]:  # a list: another thread may take a batch meanwhile
             pending_rows.write(table)
         if self.last_rows is not None:
             self.last_rows.write(table)

@@ -1,4 +1,4 @@
-"""`Ends`: finds the ends of epochs by arithmetic or by reading ahead, jointly with the other ranks.
+"""`EpochEnds`: finds the ends of epochs by arithmetic or by reading ahead, jointly with the other ranks.
 
 If only reading can find the end, shards are read ahead in rounds of a bounded size:
 
@@ -28,7 +28,7 @@ STEPS_OF_A_ROUND = 4
 _UNKNOWN = -1
 
 
-class Ends:
+class EpochEnds:
     """Finds the ends of epochs of a run, by arithmetic or by reading ahead jointly with the other ranks.
 
     A load makes a new object. A call that fails keeps the ends found so far, and can be repeated.
@@ -57,7 +57,7 @@ class Ends:
         self._samples_ahead = 0
         self._epoch_ends = np.empty((0, 0), dtype=np.int64)  # of each shard: samples at the end, and slots after it
 
-    def num_left(self, table: Ints) -> Ints | None:
+    def samples_left_in_epoch(self, table: Ints) -> Ints | None:
         """Return the samples left in the epoch of each shard, ``int64[N]``; `None` if endless, or known only by reading."""
         epoch_end = None if self.setup.recipe.repeat else self.schema.epoch_end(table)
         return None if epoch_end is None else epoch_end[0]
@@ -75,7 +75,7 @@ class Ends:
         if agreed_segment is not segment or agreement is None:
             agreement = Agreement(self.ranks, cursor.u, self.layout.gradient_accumulation_steps)
             self._agreement = segment, agreement
-        return agreement.end(cursor.u, make_until)
+        return agreement.ends_before(cursor.u, make_until)
 
     def whole_table(self, cursor: Cursor) -> Ints:
         """Return the table with each row taken from the rank that owns it (collective, as part of saving a state)."""
@@ -124,7 +124,7 @@ class Ends:
             self.plan_round(cursor)
         return self._epoch_ends[:, 1:]
 
-    def prove(self, cursor: Cursor, dropped: Ints) -> None:
+    def prove_epoch(self, cursor: Cursor, dropped: Ints) -> None:
         """Raise ``DataStateError`` on all ranks unless every row of the epoch was delivered once or dropped (collective).
 
         The proof covers all segments of the run.

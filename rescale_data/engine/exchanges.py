@@ -78,14 +78,14 @@ class Exchanges:
         ranks: All data-parallel ranks.
         sample_group: The group within which samples move.
         weight_group: The group whose weights are summed: the sample group, or all ranks.
-        size: The number of samples of a rank in a step.
+        step_size: The number of samples of a rank in a step.
         previous: The exchanges of the `begin` before.
     """
 
     def __init__(
-        self, ranks: Ranks, sample_group: RankGroup, weight_group: RankGroup, size: int, previous: Exchanges | None
+        self, ranks: Ranks, sample_group: RankGroup, weight_group: RankGroup, step_size: int, previous: Exchanges | None
     ) -> None:
-        self._ranks, self._sample_group, self._weight_group, self._size = ranks, sample_group, weight_group, size
+        self._ranks, self._sample_group, self._weight_group, self._size = ranks, sample_group, weight_group, step_size
         is_alone = sample_group.communicator is None and weight_group.communicator is None
         if previous is not None:
             previous.stop()
@@ -97,7 +97,7 @@ class Exchanges:
 
     # In the thread of the caller
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run_exchange(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, one collective exchange, run in a background thread so that the wait can be given up.
 
         Raises:
@@ -122,7 +122,7 @@ class Exchanges:
             ) from None
 
     def stop(self) -> None:
-        """Make a waiting `run` raise `Exhausted`, inform the other ranks in the next exchange, and return at once."""
+        """Make a waiting `run_exchange` raise `Exhausted`, inform the other ranks in the next exchange, and return at once."""
         if os.getpid() != self._process_id:  # a forked process has neither the thread nor the connections
             return
         with self._lock:

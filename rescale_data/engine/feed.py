@@ -27,7 +27,7 @@ from rescale_data.engine.segment import Segment
 from rescale_data.engine.threads import TaskThread
 from rescale_data.engine.watch import describe, frames
 from rescale_data.layout.turns import Turn, TurnFunction
-from rescale_data.sources.counts import MAKE_SECONDS, by_name, counts
+from rescale_data.sources.counts import MAKE_SECONDS, by_name, read_counters
 from rescale_data.state import Ints
 
 
@@ -90,7 +90,7 @@ class InProcessFeed(Feed):
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self.runner.load(table, segment.histories)
         self._segment = segment
-        self._turns, self._u, self._pads_tail = segment.turns(table), first_u, segment.pads
+        self._turns, self._u, self._pads_tail = segment.turn_function(table), first_u, segment.pads
 
     def next(self) -> MicroBatch:
         started = time.perf_counter()
@@ -105,7 +105,7 @@ class InProcessFeed(Feed):
         if turns is None or self._segment is None:
             raise Exhausted
         if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker
-            self.runner.serve(self._segment.served(u))
+            self.runner.serve(self._segment.served_shards(u))
         batch = self._draw(turns(u), self._collate)
         if self._pads_tail:
             batch = batch._replace(batch=with_valid(batch.batch, batch.num_real, len(batch.shards)))
@@ -114,9 +114,9 @@ class InProcessFeed(Feed):
 
     def progress(self) -> dict[str, float]:
         seconds = self._make_seconds
-        counts().add(MAKE_SECONDS, seconds - self._counted_seconds)
+        read_counters().add(MAKE_SECONDS, seconds - self._counted_seconds)
         self._counted_seconds = seconds
-        return {"batches_ready": 0.0, **by_name(counts().values)}
+        return {"batches_ready": 0.0, **by_name(read_counters().values)}
 
     def close(self) -> None:
         self._turns = None

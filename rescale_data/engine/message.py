@@ -41,11 +41,11 @@ class Message(NamedTuple):
 
     slab_index: int
     memory: torch.Tensor | None
-    ranges: list[ByteRange]
+    byte_ranges: list[ByteRange]
 
 
 class Slabs:
-    """The shared-memory buffers (slabs) into which a worker packs its messages, for one `Begin` command."""
+    """The shared-memory buffers (slabs) into which a worker packs its messages, for one `BeginCommand`."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, torch.Tensor] = {}
@@ -71,7 +71,7 @@ class Slabs:
 
 
 class Inbox:
-    """The shared-memory buffers (slabs) that the receiver has from one worker, for one `Begin` command.
+    """The shared-memory buffers (slabs) that the receiver has from one worker, for one `BeginCommand`.
 
     Args:
         pin_memory: True if values are to arrive in page-locked memory.
@@ -85,7 +85,7 @@ class Inbox:
         """Return the slab and the byte range of each packed value in a message; unpack them before the slab is reused."""
         if message.memory is not None:
             self._slabs[message.slab_index] = message.memory
-        return [(self._slabs[message.slab_index], byte_range) for byte_range in message.ranges]
+        return [(self._slabs[message.slab_index], byte_range) for byte_range in message.byte_ranges]
 
     def unpack(self, memory: torch.Tensor, byte_range: ByteRange) -> Any:
         """Return one unpacked value; its tensors and arrays are views of a single copy of the bytes."""

@@ -18,21 +18,21 @@ class TableRows(NamedTuple):
         visited_shards: The logical shards that the micro batch visited.
         values: ``int64[M, columns]``, an array of its own; with ``slots``, the values of these slots.
         slots: The slots of the whole table, counted row by row, that changed; `None`: all slots of the visited rows.
-        num_uncounted: The number of samples that each row has delivered but does not count yet.
+        uncounted_samples: The number of samples that each row has delivered but does not count yet.
     """
 
     visited_shards: slice | Ints
     values: Ints
     slots: Ints | None = None
-    num_uncounted: int = 0
+    uncounted_samples: int = 0
 
     @property
     def counted_values(self) -> Ints:
         """The values of the rows, ``int64[M, columns]``, with the uncounted samples added to the sample counts."""
-        if not self.num_uncounted:
+        if not self.uncounted_samples:
             return self.values
         values = self.values.copy()
-        values[:, SAMPLES] += self.num_uncounted
+        values[:, SAMPLES] += self.uncounted_samples
         return values
 
     def write(self, table: Ints) -> None:

@@ -16,8 +16,8 @@ from rescale_data.engine.processes import Crew, Work, context_of, require_pickle
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import Exhausted
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.workers import Begin, Worker
-from rescale_data.sources.counts import MADE_BATCHES, by_name, counts
+from rescale_data.engine.workers import BeginCommand, Worker
+from rescale_data.sources.counts import MADE_BATCHES, by_name, read_counters
 from rescale_data.state import Ints
 
 
@@ -49,7 +49,7 @@ class Pool(Feed):
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self._num_begins += 1
-        begin = Begin.from_table(self._num_begins, segment, table, first_u, self._num_slabs)
+        begin = BeginCommand.from_table(self._num_begins, segment, table, first_u, self._num_slabs)
         work, self._num_taken_batches = Work(begin, self._num_workers), 0
         self._num_micro_batches = None if segment.stop is None else segment.stop - first_u
         self._inboxes = [Inbox(self._pin) for _ in range(self._num_workers)]
@@ -72,7 +72,7 @@ class Pool(Feed):
         byte_ranges, inbox = self._byte_ranges[worker], self._inboxes[worker]
         if not byte_ranges:
             try:
-                message = work.messages[worker].get(timeout=self._timeout)
+                message = work.message_queues[worker].get(timeout=self._timeout)
             except Empty:
                 self._end_crew(0)
                 raise TimeoutError(
@@ -92,15 +92,15 @@ class Pool(Feed):
 
     def progress(self) -> dict[str, float]:
         if self._crew is None:
-            return {"batches_ready": 0.0, **by_name(counts().values)}
+            return {"batches_ready": 0.0, **by_name(read_counters().values)}
         board = self._crew.board
         num_ready = max(0, board.num_made - self._num_taken_batches)
-        return {"batches_ready": float(num_ready), **by_name(board.counts.sum(dim=0).numpy() + counts().values)}
+        return {"batches_ready": float(num_ready), **by_name(board.counts.sum(dim=0).numpy() + read_counters().values)}
 
     def activity(self) -> str:
         default_text = "which does not say what it does: it is starting, has ended, or is stopped"
         worker = self._num_taken_batches % self._num_workers
-        activity_text = "" if self._crew is None else self._crew.board.read(worker)
+        activity_text = "" if self._crew is None else self._crew.board.read_activity(worker)
         return f"waiting for worker {worker}, {activity_text or default_text}"
 
     def close(self) -> None:
@@ -115,4 +115,4 @@ class Pool(Feed):
         self._finalizer.detach()  # the finalizer holds the crew
         crew.end(*seconds)
         for field_index, value in enumerate(crew.board.counts.sum(dim=0).tolist()):
-            counts().add(field_index, 0 if field_index == MADE_BATCHES else value)
+            read_counters().add(field_index, 0 if field_index == MADE_BATCHES else value)

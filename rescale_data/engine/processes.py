@@ -35,8 +35,8 @@ import torch
 from rescale_data.engine.board import Board
 from rescale_data.engine.message import Message, from_bytes, to_bytes
 from rescale_data.engine.worker_info import set_worker_info
-from rescale_data.engine.workers import Begin, Worker
-from rescale_data.sources.counts import counts
+from rescale_data.engine.workers import BeginCommand, Worker
+from rescale_data.sources.counts import read_counters
 from rescale_data.sources.decoded.cache import share_budget_with
 
 PRELOAD = ["rescale_data.engine.processes"]
@@ -49,19 +49,19 @@ _MAX_TRACEBACK_CHARS = 2000
 
 
 class Work:
-    """The work of the worker processes for one `Begin` command, and the queues in which their messages arrive.
+    """The work of the worker processes for one `BeginCommand`, and the queues in which their messages arrive.
 
     Args:
         begin: The command to the workers; `None` ends them.
     """
 
-    def __init__(self, begin: Begin | None, num_workers: int) -> None:
-        self.number = -1 if begin is None else begin.number
-        self.command = None
+    def __init__(self, begin: BeginCommand | None, num_workers: int) -> None:
+        self.begin_number = -1 if begin is None else begin.command_id
+        self.packed_command = None
         if begin is not None:
             packed_begin, start = to_bytes(begin)
-            self.command = packed_begin.share_memory_(), start
-        self.messages = [SimpleQueue[Message | Exception]() for _ in range(num_workers)]
+            self.packed_command = packed_begin.share_memory_(), start
+        self.message_queues = [SimpleQueue[Message | Exception]() for _ in range(num_workers)]
 
 
 class Crew:
@@ -108,7 +108,7 @@ class Crew:
 
     def begin(self, work: Work) -> None:
         """Make the workers drop their current work, and begin another one."""
-        self.board.wanted_begin = work.number
+        self.board.wanted_begin = work.begin_number
         self._work = work
         self._send_failure()
         self._bell_writer.send_bytes(b".")
@@ -156,7 +156,7 @@ class Crew:
                     self.free_slabs[worker_index].release()  # a worker that waits for a slab then looks at the board
             for worker_index in workers_to_begin & idle_workers:
                 with suppress(OSError):  # the worker is dying, which its sentinel shows later
-                    self._pipes[worker_index].send(sent_work and sent_work.command)
+                    self._pipes[worker_index].send(sent_work and sent_work.packed_command)
             workers_to_begin, idle_workers = workers_to_begin - idle_workers, idle_workers - workers_to_begin
         share_budget_with(id(self), 0)
 
@@ -176,8 +176,8 @@ class Crew:
             return True
         if message is None:
             idle_workers.add(worker_index)
-        elif self._work is not None and work_number == self._work.number:
-            self._work.messages[worker_index].put(message)
+        elif self._work is not None and work_number == self._work.begin_number:
+            self._work.message_queues[worker_index].put(message)
         return True
 
     def _fail(self, number: int, reason: str) -> None:
@@ -190,7 +190,7 @@ class Crew:
 
     def _send_failure(self) -> None:
         if self.failure is not None and self._work is not None:
-            for messages in self._work.messages:
+            for messages in self._work.message_queues:
                 messages.put(self.failure)
 
 
@@ -215,22 +215,22 @@ def _run_worker(
     is_attached = False
     with suppress(EOFError, ConnectionError):  # the trainer is gone
         while (command := pipe.recv()) is not None:
-            begin: Begin = from_bytes(*command)
+            begin: BeginCommand = from_bytes(*command)
             try:
                 if not is_attached:
                     if init_fn is not None:
                         init_fn(worker_index)
                     is_attached = True
-                    counts().move_values_to(board.counters(worker_index))
+                    read_counters().move_values_to(board.counters(worker_index))
                     worker.attach(worker_index, board)
                     worker.watch.start()
                 _reset_semaphore(slab_semaphore, begin.num_slabs)
                 for message in worker.messages(begin, slab_semaphore.acquire):
-                    pipe.send((begin.number, message))
+                    pipe.send((begin.command_id, message))
             except Exception:
                 traceback_text = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
-                pipe.send((begin.number, RuntimeError(f"Worker process {worker_index} failed:\n{traceback_text}")))
-            pipe.send((begin.number, None))
+                pipe.send((begin.command_id, RuntimeError(f"Worker process {worker_index} failed:\n{traceback_text}")))
+            pipe.send((begin.command_id, None))
 
 
 def _reset_semaphore(semaphore: Any, num_slabs: int) -> None:

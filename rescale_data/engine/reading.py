@@ -17,9 +17,9 @@ import numpy as np
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ranks.peers import BATCH_MESSAGE, PEEKED_MESSAGE, RESULT
 from rescale_data.engine.reopening import require_reopenable
-from rescale_data.engine.report import NAMES, Report, report
+from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
 from rescale_data.engine.setup import Setup
-from rescale_data.engine.shared import Numbers, SharedCalls, on_first_peer, require_number
+from rescale_data.engine.shared import BatchCounts, SharedCalls, on_first_peer, require_number
 from rescale_data.engine.skip import require_countable
 from rescale_data.engine.states.load import load_state_dict as load
 from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
@@ -81,7 +81,7 @@ class Reading:
         return self._own_stream
 
     @property
-    def _sent_numbers(self) -> Numbers | None:
+    def _sent_numbers(self) -> BatchCounts | None:
         """The numbers that the first peer has sent; `None` where this process reads itself."""
         return None if self._shared is None else self._shared.numbers
 
@@ -120,7 +120,7 @@ class Reading:
     def _iter(self) -> None:
         if self._epoch_ended and not self._cursor.resumed:
             self._begin_next_epoch()
-        self._is_over()
+        self._is_epoch_over()
         self._invalidate()
         self._iterator_epoch = self.epoch
 
@@ -175,7 +175,7 @@ class Reading:
         Worker processes, or the thread of ``prefetch``, go ahead in the background; else the first batch is made now.
         A later load begins anew.
         """
-        if not self._is_over():
+        if not self._is_epoch_over():
             self._stream.start()
             if not self._stream.feed.is_ahead:
                 self._stream.peek()
@@ -189,7 +189,7 @@ class Reading:
         Like iterating, collective over the dp ranks where an epoch's end is found by reading (``repeat=False`` with packing
         or filters): all ranks call it, or none. So are `start` and `skip`.
         """
-        if self._is_over():
+        if self._is_epoch_over():
             raise StopIteration
         return self._stream.peek().batch
 
@@ -239,7 +239,7 @@ class Reading:
             ValueError: It is another epoch.
         """
         now = self.epoch
-        if epoch == now + 1 and self._is_over():
+        if epoch == now + 1 and self._is_epoch_over():
             self._begin_next_epoch()
         elif self._cursor.resumed and not self._stream.clock.in_step and 0 <= epoch == now - 1 and self._at_epoch_end():
             self._stream.cursor = self._cursor._replace(epochs_seen=epoch)  # a state there does not say if it was seen
@@ -284,7 +284,7 @@ class Reading:
         """True if the last batch of the epoch was consumed, but no iterator has raised `StopIteration` for it yet."""
         steps = self._steps_per_epoch
         if steps is None:
-            return self._cursor.ended
+            return self._cursor.epoch_ended
         return self._at_epoch_end() and self.step // steps > self._cursor.epochs_seen
 
     def progress(self) -> dict[str, float]:
@@ -306,7 +306,11 @@ class Reading:
             By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
         """
         stats, ranks = self.progress(), self._stream.ranks
-        return report(NAMES, ranks.gather_floats([stats[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
+        return report_over_ranks(
+            COUNTER_NAMES,
+            ranks.gather_floats([stats[name] for name in COUNTER_NAMES]),
+            ranks.rank if ranks.simulated else 0,
+        )
 
     def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
         activity = self._stream.feed.activity() if waits_for_batches(frame) else ""
@@ -396,9 +400,9 @@ class Reading:
             require_reopenable(self._stream, stream)
         reopened.load_state_dict(state_of(self._cursor, self._stream.ends) if state is None else state, delivered)
         if state is None:  # keep whether the end of the epoch was seen here
-            unseen = self._steps_per_epoch is not None and self._epoch_ended and reopened._at_epoch_end()
+            end_unseen = self._steps_per_epoch is not None and self._epoch_ended and reopened._at_epoch_end()
             cursor = stream.cursor
-            stream.cursor = cursor._replace(resumed=self._cursor.resumed, epochs_seen=cursor.epochs_seen - unseen)
+            stream.cursor = cursor._replace(resumed=self._cursor.resumed, epochs_seen=cursor.epochs_seen - end_unseen)
         change = reopened.epoch - self.epoch  # steps_per_epoch may count otherwise; the newest iterator goes on
         self.close()
         self._own_stream, self._iterator_epoch = stream, self._iterator_epoch + change
@@ -434,18 +438,20 @@ class Reading:
         if (cursor.clock.epoch if steps is None else self.epoch) != self._iterator_epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
-        if watch.began is not None:  # no call between this line and the next statement: two threads cannot both pass
+        if (
+            watch.start_time is not None
+        ):  # no call between this line and the next statement: two threads cannot both pass
             raise RuntimeError(
                 "Another thread is within next() of this loader: one at a time takes its batches. Let one thread take them and "
                 "fill a queue for the others, or hold a lock around next(); num_workers= makes batches in parallel."
             )
-        watch.began = started
+        watch.start_time = started
         try:
             if watch.thread_id != thread:
                 watch.start()
             if (
                 steps is not None or cursor.segment is None or cursor.u >= cursor.segment.checks_from_u
-            ) and self._is_over():
+            ) and self._is_epoch_over():
                 self._begin_next_epoch()
                 raise StopIteration
             micro_batch = stream.take()
@@ -455,16 +461,16 @@ class Reading:
                 stream.release_cache()
             return micro_batch.batch
         finally:
-            watch.began = None
+            watch.start_time = None
             waited = time.perf_counter() - started
             self._wait_seconds += waited
             self._recent_wait_seconds.append(waited)
 
-    def _is_over(self) -> bool:
+    def _is_epoch_over(self) -> bool:
         """True if no batch is left in the epoch; plans the segment of the next batch if there is no plan."""
         if self._steps_per_epoch is None:
-            return self._stream.begin() is None
-        while not self._epoch_ended and self._stream.begin() is None:
+            return self._stream.begin_segment() is None
+        while not self._epoch_ended and self._stream.begin_segment() is None:
             self._stream.begin_next_epoch()  # the end of the data does not end an epoch of steps
         return self._epoch_ended
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 READY_COUNTER = "batches_ready"
-NAMES = (
+COUNTER_NAMES = (
     "wait_seconds",
     "wait_p50_seconds",
     "wait_p99_seconds",
@@ -46,7 +46,7 @@ class Report(dict[str, Spread]):
         )
 
 
-def report(counter_names: Sequence[str], values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
+def report_over_ranks(counter_names: Sequence[str], values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
     """Return the `Report` computed from the values of all ranks.
 
     Args:

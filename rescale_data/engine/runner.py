@@ -11,7 +11,7 @@ import numpy as np
 from rescale_data.engine.collate import collate as stack
 from rescale_data.engine.micro_batch import MicroBatch, TableRows
 from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES, Histories, Recipe
-from rescale_data.engine.schema import Schema, adopt
+from rescale_data.engine.schema import Schema, adopt_histories
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.abilities import Proves, WritesMany
@@ -67,7 +67,7 @@ class Runner:
         """Set the shards that this process reads from now on; their sources begin to read ahead, and divide the cache."""
         self.is_serving = True
         record_served_shards(self, self.schema.sources().values(), shards.tolist())
-        self.schema.prepare(self.table, shards)
+        self.schema.prefetch_shards(self.table, shards)
 
     def release_cache(self) -> None:
         """Give this loader's part of the decoded-data cache to other loaders of the process, until the next `serve`."""
@@ -83,20 +83,22 @@ class Runner:
         repeated_turn = self._repeated_turns.get(id(turn))
         if repeated_turn is not None and collate is None:
             batch = self._write(repeated_turn.nodes, turn.shards)
-            repeated_turn.num_uncounted += repeated_turn.count
-            rows = TableRows(turn.index, repeated_turn.rows.copy(), None, repeated_turn.num_uncounted)
+            repeated_turn.uncounted_samples += repeated_turn.samples_per_row
+            rows = TableRows(turn.index, repeated_turn.table_rows.copy(), None, repeated_turn.uncounted_samples)
             return MicroBatch(batch, rows, turn.shards, len(repeated_turn.nodes))
-        if turn.numbers is not None:  # `_sample_at` counts each sample
-            samples = [self._sample_at(*draw) for draw in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
+        if turn.sample_numbers is not None:  # `_sample_at` counts each sample
+            samples = [
+                self._sample_at(*draw) for draw in zip(turn.shards, turn.sample_numbers, turn.is_real, strict=True)
+            ]
             return self._as_micro_batch((collate or stack)(samples), turn)
         if collate is None and self._columns:
             nodes = [self._active_nodes[shard] or self._activate(shard) for shard in turn.shards]
             batch = self._write(nodes, turn.shards)
-            if isinstance(turn.counts, int):
-                self._repeated_turns[id(turn)] = _RepeatedTurn(turn, nodes, self.table[turn.index], turn.counts)
+            if isinstance(turn.shard_counts, int):
+                self._repeated_turns[id(turn)] = _RepeatedTurn(turn, nodes, self.table[turn.index], turn.shard_counts)
         else:
             batch = (collate or stack)([self._draw(shard) for shard in turn.shards])
-        self._sample_counts[turn.index] += turn.counts
+        self._sample_counts[turn.index] += turn.shard_counts
         return self._as_micro_batch(batch, turn)
 
     def trace(self, turn: Turn, shards: Container[int]) -> MicroBatch:
@@ -108,8 +110,8 @@ class Runner:
         """
         sample_lines: list[list[str]] = [[] for _ in turn.shards]
         for sample_index, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
-            if turn.numbers is not None:
-                self.skip(shard, turn.numbers[sample_index] - int(self._sample_counts[shard]))
+            if turn.sample_numbers is not None:
+                self.skip(shard, turn.sample_numbers[sample_index] - int(self._sample_counts[shard]))
             if shard in shards:
                 sample_lines[sample_index] = _origin_lines(self._draw(shard), self._active_nodes[shard])
             elif not self._recipe.repeat:
@@ -153,8 +155,8 @@ class Runner:
                 return num_drawn, self._slots(shard).copy()
         return num_samples, None
 
-    def prove(self, shard: int, num_left: int) -> None:
-        """Raise ``DataStateError`` unless a shard delivered each row of its epoch once, except for its last `num_left` samples.
+    def prove(self, shard: int, samples_left: int) -> None:
+        """Raise ``DataStateError`` unless a shard delivered each row of its epoch once, but for its last `samples_left` ones.
 
         These last samples are drawn. A source that ends with them compares the rows that were read with the size of its epoch.
         Any other source compares the rows up to its position.
@@ -163,16 +165,16 @@ class Runner:
         node.bind(self._slots(shard).copy().data)
         difference = ""
         try:
-            skip(node, num_left)
+            skip(node, samples_left)
         except StopIteration:
             difference = "fewer"
         else:
             difference = "" if next(node, self) is self else "more"
         if difference:
             raise DataStateError(
-                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {difference} than the {num_left} samples left "
-                f"that are counted as dropped: rows would be lost. The data, the state or epoch_end() of a node is at fault; "
-                f"go back to a checkpoint from before this epoch and report it."
+                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {difference} than the {samples_left} samples "
+                f"left that are counted as dropped: rows would be lost. The data, the state or epoch_end() of a node is at "
+                f"fault; go back to a checkpoint from before this epoch and report it."
             )
         for _, inner_node in node.walk():
             if isinstance(inner_node, Proves):
@@ -253,7 +255,7 @@ class Runner:
 
     def _build(self, shard: int) -> Node[Any]:
         node = self._recipe.build(shard)
-        adopt(node, self._histories)
+        adopt_histories(node, self._histories)
         return node
 
     def _activate(self, shard: int) -> Node[Any]:
@@ -284,16 +286,16 @@ class _RepeatedTurn:
 
     Args:
         nodes: The node of each sample of the turn.
-        rows: A view of the rows of the table that the turn visits.
-        count: The number of samples that each of these rows gives in the turn.
-        num_uncounted: The number of samples that each row has given, and does not count yet, since that is expensive.
+        table_rows: A view of the rows of the table that the turn visits.
+        samples_per_row: The number of samples that each of these rows gives in the turn.
+        uncounted_samples: The number of samples that each row has given, and does not count yet, since that is expensive.
     """
 
     turn: Turn
     nodes: list[Node[Any]]
-    rows: Ints
-    count: int
-    num_uncounted: int = 0
+    table_rows: Ints
+    samples_per_row: int
+    uncounted_samples: int = 0
 
 
 def _write_no_rows(nodes: Sequence[Any], buffer: BatchBuffer, first_row: int) -> int:

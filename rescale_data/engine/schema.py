@@ -162,14 +162,14 @@ class Schema:
         if histories != self.histories:
             self._sources_json = self._pipeline_json = None
         self.histories = histories
-        adopt(self.root, histories)
+        adopt_histories(self.root, histories)
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """Return the position columns of the node at ``path``, a view of the table; `None` for a node inside a foreign node."""
         node_slots = slots_of(self.root, path)
         return None if node_slots is None else table[:, FIRST_SLOT_COLUMN:][:, node_slots]
 
-    def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
+    def partly_read_masks(self, table: Ints) -> dict[tuple[str, ...], Ints]:
         """Return, for each node that reads ahead, a mask ``bool[N]`` of shards within a partly delivered document or window.
 
         For a node that `tells_next`, also true for shards that have moved in their epoch: a sample says something of the next.
@@ -187,7 +187,7 @@ class Schema:
                     masks[path] |= has_moved
         return masks
 
-    def prepare(self, table: Ints, shards: Ints) -> None:
+    def prefetch_shards(self, table: Ints, shards: Ints) -> None:
         """Begin to fetch the data that the given shards need first."""
         for path, node in self.root.walk():
             positions = self.slots_at(table[shards], path)
@@ -233,7 +233,7 @@ class Schema:
         return columns_by_name(json.loads(self.columns_json))
 
     @property
-    def texts(self) -> dict[str, str]:
+    def header_texts(self) -> dict[str, str]:
         """The JSON texts in the header of a state: its columns, parameters and sources."""
         return {"columns": self.columns_json, "pipeline": self.pipeline_json, "sources": self.sources_json}
 
@@ -258,7 +258,7 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
     return parameters
 
 
-def adopt(root: Node[Any], histories: Histories) -> None:
+def adopt_histories(root: Node[Any], histories: Histories) -> None:
     """Give each node of a pipeline the manifests of its source, or the earlier forms of its samples."""
     for path, node in root.walk():
         if isinstance(node, Adopts):

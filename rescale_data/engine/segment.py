@@ -26,8 +26,8 @@ class Segment:
         first_u: The first micro batch of the segment.
         samples: ``int64[N]``, the samples that each shard had delivered at `first_u`; in a remainder, at the beginning of the
             `Remainder`.
-        num_left: ``int64[N]``, the samples that each shard had left of the epoch at that time; `None` if only reading can find
-            them.
+        samples_left: ``int64[N]``, the samples that each shard had left of the epoch at that time; `None` if only reading can
+            find them.
         remainder: The plan of the remainder of an epoch; `None` in the main phase, where the layout is the plan.
         histories: The data of each source, by epoch (`Histories`).
         pads: True if batches say which of their samples are real.
@@ -41,14 +41,14 @@ class Segment:
     stop: int | None
     first_u: int = 0
     samples: Ints = field(default_factory=partial(np.zeros, 0, np.int64))
-    num_left: Ints | None = None
+    samples_left: Ints | None = None
     remainder: Remainder | None = None
     histories: Histories = field(default_factory=dict[str, History])
     pads: bool = False
     checks_from_u: int = 0
     saves_whole_steps: bool = False
 
-    def turns(self, table: Ints) -> TurnFunction:
+    def turn_function(self, table: Ints) -> TurnFunction:
         """Return a function (`TurnFunction`) that names the logical shards that this rank serves in a micro batch."""
         if self.remainder is not None:
             return partial(self.remainder.turn, self.rank)
@@ -56,15 +56,15 @@ class Segment:
             return AlignedTurns(self.layout, self.rank).turn
         return BalancedTurns(self.layout, self.rank, table[:, SAMPLES]).turn
 
-    def served(self, u: int) -> Ints:
+    def served_shards(self, u: int) -> Ints:
         """Return the shards of the worker that makes micro batch ``u``; in a remainder, only the ones that it serves soon."""
-        workers = self.layout.workers
+        workers = self.layout.workers_per_rank
         if self.remainder is None:
-            return self.layout.served(self.rank, u % workers)
+            return self.layout.served_shards(self.rank, u % workers)
         upcoming = range(u, min(u + _LOOKAHEAD * workers, self.remainder.num_micro_batches), workers)
         return np.unique(
             np.concatenate(
-                [np.arange(len(self.remainder.num_left))[self.remainder.turn(self.rank, n).index] for n in upcoming]
+                [np.arange(len(self.remainder.samples_left))[self.remainder.turn(self.rank, n).index] for n in upcoming]
             )
         )
 
@@ -85,24 +85,26 @@ class Segment:
     @property
     def is_last(self) -> bool:
         """True if the epoch ends with this segment: it is a remainder, and no other round follows."""
-        is_known = self.num_left is not None
+        is_known = self.samples_left is not None
         return self.remainder is not None and (is_known or self.remainder.num_samples < self.layout.global_batch_size)
 
-    def delivered(self, u: int) -> Ints:
+    def samples_delivered(self, u: int) -> Ints:
         """Return the samples that each shard delivers in this segment before micro batch ``u``, on all ranks: ``int64[N]``."""
         if self.remainder is not None:
-            return self.remainder.delivered(u)
-        return self.layout.delivered(self.samples, self.first_u, u)
+            return self.remainder.samples_delivered(u)
+        return self.layout.samples_delivered(self.samples, self.first_u, u)
 
     def samples_before(self, u: int) -> Ints:
         """Return the samples that each shard has delivered in the run before micro batch ``u``: ``int64[N]``."""
-        return self.samples + self.delivered(u)
+        return self.samples + self.samples_delivered(u)
 
     def micro_batches_left_at(self, u: int) -> int | None:
         """Return the number of micro batches from ``u`` to the end of the epoch; `None` if it is not known, or endless."""
-        if self.stop is None or self.num_left is None:
+        if self.stop is None or self.samples_left is None:
             return None
         if self.remainder is not None:
             return self.stop - u
-        main = self.delivered(self.stop)
-        return self.stop - u + Remainder(self.layout, self.num_left - main, self.samples, self.pads).num_micro_batches
+        main = self.samples_delivered(self.stop)
+        return (
+            self.stop - u + Remainder(self.layout, self.samples_left - main, self.samples, self.pads).num_micro_batches
+        )

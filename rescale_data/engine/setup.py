@@ -192,12 +192,12 @@ def _check_shards(setup: Setup) -> None:
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
-    in_sync_sources = [reader.source for reader in readers if reader.rows.steps]
+    in_sync_sources = [reader.source for reader in readers if reader.rows.step_order]
     # shards that read a source in step all read the same fragment at the same time
     unsynchronized = {id(source): source for source in sources.values() if source not in in_sync_sources}
     plan_memory = sum(reader.rows.plan_bytes for reader in readers)
     warn_if_thrashing(
-        unsynchronized.values(), len(layout.owned(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers
+        unsynchronized.values(), len(layout.owned_shards(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers
     )
     if layout.num_logical_shards < 2:
         return

@@ -100,9 +100,9 @@ class LogicalShards(BaseNode[list[Any]]):
         state_requested, self._state_requested = self._state_requested, None
         if initial_state is not None:
             load_state_dict(self._stream, initial_state)
-            self._state_requested = False if self._stream.cursor.ended else None
+            self._state_requested = False if self._stream.cursor.epoch_ended else None
             return
-        if self._stream.cursor.ended:
+        if self._stream.cursor.epoch_ended:
             if state_requested:
                 self._stream.ranks.warn(_STALE_STATE_WARNING)
             self._stream.begin_next_epoch()

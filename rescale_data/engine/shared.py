@@ -28,7 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Numbers(NamedTuple):
+class BatchCounts(NamedTuple):
     """Step, epoch and batch counts of a loader, known on each peer without communication; a string says why one is unknown."""
 
     step: int = 0
@@ -39,7 +39,7 @@ class Numbers(NamedTuple):
     batches_left: int | str = 0
 
     @classmethod
-    def from_loader(cls, loader: Any) -> Numbers:
+    def from_loader(cls, loader: Any) -> BatchCounts:
         """Return the present counts of a loader (a `Reading`); all are zero if it has no stream, because building it failed."""
         if loader._own_stream is None:
             return cls()
@@ -74,7 +74,7 @@ class SharedCalls:
         arguments = {"pipeline": pipeline, **vars(options)}
         settings = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
         self._peers = Peers(_peer_ranks(options.peers), options.receives, settings, options.timeout)
-        self.numbers = Numbers() if self._peers.me else None
+        self.numbers = BatchCounts() if self._peers.my_index else None
         if options.dp_rank is not None:
             _join_meeting(options.dp_rank, options.dp_world_size, options.timeout)
 
@@ -86,16 +86,16 @@ class SharedCalls:
             call_text: The method and its arguments, the same on all peers.
         """
         self._peers.require_no_fork()
-        value = self._receive(call_text) if self._peers.me else self._work(loader, call_text, message_kind, work)
+        value = self._receive(call_text) if self._peers.my_index else self._work(loader, call_text, message_kind, work)
         return self._transfer_batch(value) if message_kind != RESULT and value is not None else value
 
     def _work(self, loader: Any, call_text: str, message_kind: int, work: Callable[[], Any]) -> Any:
         call_digest = self._peers.digest_of(call_text)
         try:
             value = work()
-            packed_bytes = to_bytes(value if message_kind != RESULT else (Numbers.from_loader(loader), value, None))
+            packed_bytes = to_bytes(value if message_kind != RESULT else (BatchCounts.from_loader(loader), value, None))
         except Exception as error:
-            packed_bytes = to_bytes((Numbers.from_loader(loader), None, to_picklable(error)))
+            packed_bytes = to_bytes((BatchCounts.from_loader(loader), None, to_picklable(error)))
             self._peers.send(RESULT, [call_digest, 0, 0, 0], packed_bytes)
             raise
         batch_counts = (loader.step, loader.epoch, loader.last_batch_samples) if message_kind != RESULT else (0, 0, 0)
@@ -110,7 +110,7 @@ class SharedCalls:
                 f"arguments, or that of another loader. All peers of a dp rank make the same calls in the same order."
             )
         if message_kind != RESULT:
-            numbers = self.numbers or Numbers()
+            numbers = self.numbers or BatchCounts()
             num_left = numbers.batches_left
             num_left = num_left - 1 if message_kind == BATCH_MESSAGE and isinstance(num_left, int) else num_left
             self.numbers = numbers._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=num_left)
@@ -156,7 +156,7 @@ def _number_or_reason(number: Callable[[], int]) -> int | str:
 
 
 def require_number(number: int | str) -> int:
-    """Return a count of `Numbers`; raise ``TypeError`` with the reason if it is not known."""
+    """Return a count of `BatchCounts`; raise ``TypeError`` with the reason if it is not known."""
     if isinstance(number, str):
         raise TypeError(number)
     return number

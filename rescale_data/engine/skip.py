@@ -13,7 +13,7 @@ import numpy as np
 
 from rescale_data.engine.agreement import call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import Ends
+from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.next_segment import next_segment
 from rescale_data.engine.recipe import SAMPLES, STAMP_LIMIT
 from rescale_data.engine.segment import Segment
@@ -21,7 +21,7 @@ from rescale_data.layout.clock import Clock
 from rescale_data.state import Ints
 
 _NOT_ENDED = 1 << 40  # samples: more than a shard has left of any epoch
-_STEPS_AT_ONCE = 16
+_STEPS_PER_CHECK = 16
 """The number of steps that ranks read between checks for the end of the epoch, if only reading can find it."""
 _COUNT_NAMES = [field.name for field in fields(Clock) if field.name != "skipped"]
 
@@ -36,7 +36,7 @@ def require_countable(call: str, num_samples: int, num_logical_shards: int) -> N
         )
 
 
-def skip(cursor: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
+def skip(cursor: Cursor, ends: EpochEnds, num_micro_batches: int) -> Cursor:
     """Return the cursor advanced by `num_micro_batches` micro batches (collective if only reading can find epoch ends).
 
     Args:
@@ -45,7 +45,7 @@ def skip(cursor: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
     epoch_starts: list[tuple[int, Ints]] = []  # of epochs: the micro batches left to skip, and the numbers of the run
     verify = ends.setup.recipe.verify
     while num_micro_batches:
-        if cursor.ended:
+        if cursor.epoch_ended:
             cursor = next_segment(cursor, ends)
             epoch_starts = [*epoch_starts[-2:], (num_micro_batches, _to_run_array(cursor, ends))]
             if not verify:
@@ -57,7 +57,7 @@ def skip(cursor: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
         num_to_skip = num_micro_batches if segment.stop is None else min(num_micro_batches, segment.stop - u)
         if segment.stop is None and not ends.setup.recipe.repeat:
             cursor = _read_until(
-                cursor, segment, ends, u + min(num_to_skip, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps)
+                cursor, segment, ends, u + min(num_to_skip, _STEPS_PER_CHECK * ends.layout.gradient_accumulation_steps)
             )
         else:
             num_left = segment.micro_batches_left_at(u)
@@ -71,20 +71,20 @@ def skip(cursor: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
     return cursor
 
 
-def _enter_segment(cursor: Cursor, end_finder: Ends) -> Cursor:
+def _enter_segment(cursor: Cursor, end_finder: EpochEnds) -> Cursor:
     """Return the cursor in the segment of its next micro batch, or at the end of the epoch if no segment follows."""
     while cursor.segment is not None and cursor.segment.stop == cursor.u:
         cursor = next_segment(cursor, end_finder)
     return cursor
 
 
-def _move_cursor(cursor: Cursor, segment: Segment, end_finder: Ends, u: int) -> Cursor:
+def _move_cursor(cursor: Cursor, segment: Segment, end_finder: EpochEnds, u: int) -> Cursor:
     """Return the cursor at micro batch ``u`` of its segment; each rank advances the table rows that it owns (collective)."""
     table = call_on_all_ranks(end_finder.ranks, partial(end_finder.move, cursor, segment.samples_before(u)))
     return cursor._replace(u=u, table=table, owners=end_finder.owners)
 
 
-def _read_until(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
+def _read_until(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cursor:
     """Read up to micro batch ``u`` of a main phase, or to its end if that comes first; return the cursor there (collective)."""
     layout, samples, table = ends.layout, segment.samples_before(cursor.u), cursor.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
@@ -110,7 +110,7 @@ def _read_until(cursor: Cursor, segment: Segment, ends: Ends, u: int) -> Cursor:
     return _move_cursor(cursor, segment, ends, stop_u)._replace(segment=replace(segment, stop=stop_u))
 
 
-def _skip_epochs(cursor: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
+def _skip_epochs(cursor: Cursor, ends: EpochEnds, epoch_starts: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
     """Skip whole epochs by arithmetic, if the last two epochs advanced the run by the same amount.
 
     Returns:
@@ -125,16 +125,18 @@ def _skip_epochs(cursor: Cursor, ends: Ends, epoch_starts: list[tuple[int, Ints]
         return cursor, num_micro_batches
     epoch_size = batches_left_before - num_micro_batches
     epochs = (num_micro_batches - 1) // epoch_size  # at least one micro batch is left: an epoch ends with its last one
-    return _from_numbers(cursor, ends, current + epochs * (current - previous)), num_micro_batches - epochs * epoch_size
+    return _from_run_array(
+        cursor, ends, current + epochs * (current - previous)
+    ), num_micro_batches - epochs * epoch_size
 
 
-def _to_run_array(cursor: Cursor, end_finder: Ends) -> Ints:
+def _to_run_array(cursor: Cursor, end_finder: EpochEnds) -> Ints:
     """Return the table and the counts of a run at the start of an epoch as one array, ``int64[any]``."""
     run_counts = [getattr(cursor.clock_now(end_finder.layout), name) for name in _COUNT_NAMES]
     return np.concatenate([cursor.table.flatten(), np.array(run_counts, dtype=np.int64)])
 
 
-def _from_numbers(cursor: Cursor, end_finder: Ends, numbers: Ints) -> Cursor:
+def _from_run_array(cursor: Cursor, end_finder: EpochEnds, numbers: Ints) -> Cursor:
     table, run_counts = numbers[: cursor.table.size].reshape(cursor.table.shape), numbers[cursor.table.size :].tolist()
     clock = replace(cursor.clock, **dict(zip(_COUNT_NAMES, run_counts, strict=True)))
     return cursor._replace(clock=clock, table=table, u=clock.micro_batch(end_finder.layout))

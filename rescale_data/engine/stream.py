@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import Ends
+from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.feed import Feed
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.next_segment import next_segment
@@ -68,8 +68,8 @@ class Stream:
     """
 
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
-        self.feed, self.ends = feed, Ends(setup, runner)
-        self._process = 0  # the process in which the feed has begun
+        self.feed, self.ends = feed, EpochEnds(setup, runner)
+        self._pid = 0  # the process in which the feed has begun
         self.reset()
 
     # The place of the run
@@ -130,12 +130,12 @@ class Stream:
 
     def has_short_tail(self) -> bool:
         """True if the epoch is known to have less than one global batch left, which will be dropped."""
-        unread = None if self.cursor.ended else self.ends.num_left(self.table)
+        unread = None if self.cursor.epoch_ended else self.ends.samples_left_in_epoch(self.table)
         return unread is not None and self.setup.tail == "drop" and int(unread.sum()) < self.layout.global_batch_size
 
     def num_micro_batches_left(self) -> int | None:
         """Return the number of micro batches left in the epoch; `None` if it is endless or its end is not known."""
-        segment = self.begin()
+        segment = self.begin_segment()
         return 0 if segment is None else segment.micro_batches_left_at(self.cursor.u)
 
     def num_micro_batches(self) -> int | None:
@@ -163,7 +163,7 @@ class Stream:
     def _go_to(self, table: Ints, clock: Clock, *, epochs_seen: int = 0, resumed: bool = False) -> None:
         self.rewind()
         self.ends.runner.release_cache()
-        self.ends = Ends(replace(self.setup, ranks=self.ranks.after_load), self.ends.runner)
+        self.ends = EpochEnds(replace(self.setup, ranks=self.ranks.after_load), self.ends.runner)
         self.cursor = Cursor.from_clock(clock, table, self.ends.owners, self.layout)._replace(
             epochs_seen=epochs_seen, resumed=resumed
         )
@@ -173,7 +173,7 @@ class Stream:
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
         self.rewind()
-        samples_before, end_finder = self.clock.samples, Ends(self.setup, self.ends.runner)
+        samples_before, end_finder = self.clock.samples, EpochEnds(self.setup, self.ends.runner)
         cursor = skip(self.cursor.copy(), end_finder, num_micro_batches)
         clock = cursor.clock_now(self.layout).with_skipped(samples_before)
         self.ends = end_finder
@@ -181,7 +181,7 @@ class Stream:
 
     def begin_next_epoch(self) -> None:
         """Begin the next epoch, if the last micro batch of the current epoch was consumed."""
-        if self.cursor.ended:
+        if self.cursor.epoch_ended:
             self.cursor = self._move_to_next_segment(self.cursor)
 
     def rewind(self, *, wait: bool = True) -> None:
@@ -197,7 +197,7 @@ class Stream:
 
     # Finding the segment
 
-    def begin(self) -> Segment | None:
+    def begin_segment(self) -> Segment | None:
         """Return the segment of the next micro batch, and plan it if needed; `None` at the end of the epoch."""
         if self.cursor.can_skip_checks:
             return self.cursor.segment
@@ -206,7 +206,7 @@ class Stream:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        if self.cursor.segment is None and not self.cursor.ended:
+        if self.cursor.segment is None and not self.cursor.epoch_ended:
             self.cursor = self._move_to_next_segment(self.cursor)
         self.cursor = self._enter_segment(self.cursor)
         self.cursor = self._at_epoch_end(self.cursor)
@@ -265,7 +265,7 @@ class Stream:
 
     def peek(self) -> MicroBatch:
         """Return the next micro batch without consuming it; raise `StopIteration` at the end of the epoch."""
-        if not self.cursor.can_skip_checks and self.begin() is None:
+        if not self.cursor.can_skip_checks and self.begin_segment() is None:
             raise StopIteration
         return self._next_micro_batch(self.cursor)
 
@@ -273,21 +273,21 @@ class Stream:
 
     def start(self) -> None:
         """Start the feed at the next micro batch, if it has not started."""
-        segment = self.begin()
+        segment = self.begin_segment()
         if segment is not None:
             self._find_queue(self.cursor, segment)
 
     def _find_queue(self, cursor: Cursor, segment: Segment) -> MicroBatchQueue:
         """Return the queue of micro batches of a segment; start the feed at the cursor if it has not started there."""
-        if self.feed.is_ahead and self._process not in (0, os.getpid()):
+        if self.feed.is_ahead and self._pid not in (0, os.getpid()):
             raise RuntimeError(
-                f"This DataLoader reads ahead in process {self._process}, of which this one is a fork: the workers and threads "
+                f"This DataLoader reads ahead in process {self._pid}, of which this one is a fork: the workers and threads "
                 f"are not its own. Make another loader here, and load the state into it."
             )
         queue = self._queue
         if queue.segment is segment and (cursor.u == queue.next or cursor.u in queue.micro_batches):
             return queue
-        self._queue, self._process = MicroBatchQueue(), os.getpid()
+        self._queue, self._pid = MicroBatchQueue(), os.getpid()
         self.feed.begin(segment, cursor.copy().table, cursor.u)
         self._queue = MicroBatchQueue(segment, cursor.u)
         return self._queue

@@ -19,7 +19,7 @@ from types import FrameType
 from rescale_data.engine.threads import Flag
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import find_shard
-from rescale_data.sources.counts import counts
+from rescale_data.sources.counts import read_counters
 
 _logger = logging.getLogger("rescale_data")
 _PACKAGE, _USER_FUNCTION = "rescale_data.", "in a function of the user's"
@@ -46,8 +46,8 @@ class Watch:
 
     Attributes:
         report_after_seconds: As given.
-        began: The time at which the work began; `None` while there is no work. The watched thread sets it, since nothing else
-            is cheap enough.
+        start_time: The time at which the work began; `None` while there is no work. The watched thread sets it, since nothing
+            else is cheap enough.
         report_made: True if a report was made; the watched thread may reset it.
         thread_id: The id of the watched thread; 0 before `start`.
     """
@@ -58,8 +58,8 @@ class Watch:
         report: Callable[[float, FrameType | None], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.began: float | None = None
-        self.seconds, self._report, self._clock = report_after_seconds, report, clock
+        self.start_time: float | None = None
+        self.report_after_seconds, self._report, self._clock = report_after_seconds, report, clock
         self.thread_id, self.report_made, self._reported_start_time = 0, False, -1.0
         self._stop_flag = Flag()
         self._watcher: threading.Thread | None = None
@@ -69,7 +69,7 @@ class Watch:
         """Start to watch the calling thread, from a background thread that looks at intervals."""
         if not self.thread_id:
             self._stop_flag = Flag()
-            args = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stop_flag
+            args = weakref.ref(self), min(1.0, max(0.01, self.report_after_seconds / 4)), self._stop_flag
             thread = threading.Thread(target=_watch_loop, args=args, daemon=True, name="rescale_data-watch")
             thread.start()
             self._watcher, self._watcher_pid = thread, os.getpid()  # only after the start, which Ctrl-C may prevent
@@ -82,10 +82,10 @@ class Watch:
             self._stop_flag.set()
             self._watcher.join(1.0)  # a report may be under way
 
-    def look(self) -> None:
+    def report_if_slow(self) -> None:
         """Report the current work if it takes too long and was not reported before."""
-        began = self.began
-        if began is None or began == self._reported_start_time or self._clock() - began < self.seconds:
+        began = self.start_time
+        if began is None or began == self._reported_start_time or self._clock() - began < self.report_after_seconds:
             return
         self._reported_start_time, self.report_made = began, True
         self._report(self._clock() - began, frames().get(self.thread_id))
@@ -94,7 +94,7 @@ class Watch:
 def _watch_loop(watch_ref: weakref.ref[Watch], pause_seconds: float, stop_flag: Flag) -> None:
     while not stop_flag.wait(pause_seconds) and (watch := watch_ref()) is not None:
         with suppress(Exception):  # other threads change what it looks at
-            watch.look()
+            watch.report_if_slow()
         del watch
 
 
@@ -126,9 +126,9 @@ def _describe_work(module: str, callee: FrameType | None) -> str:
     Args:
         callee: The frame of a function, not of this package, that the innermost function of this package has called.
     """
-    if counts().file:
-        return f"reading {counts().file}"
-    kind = next((kind for begin, kind in _WORK_KINDS if module.startswith(begin)), f"in {module}")
+    if read_counters().file:
+        return f"reading {read_counters().file}"
+    kind = next((kind for module_prefix, kind in _WORK_KINDS if module.startswith(module_prefix)), f"in {module}")
     if callee is None:
         return kind
     return f"{kind}, {callee.f_code.co_qualname} ({callee.f_code.co_filename}, line {callee.f_lineno})"

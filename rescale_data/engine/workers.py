@@ -26,7 +26,7 @@ from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.watch import Watch, describe
 from rescale_data.errors import to_picklable
-from rescale_data.sources.counts import MADE_BATCHES, MAKE_SECONDS, counts
+from rescale_data.sources.counts import MADE_BATCHES, MAKE_SECONDS, read_counters
 from rescale_data.state import Ints
 
 _MESSAGE_BYTES = 4 * 2**20  # large enough to make messages cheap, small enough to keep little in flight
@@ -34,37 +34,39 @@ _MESSAGE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Begin:
+class BeginCommand:
     """A command to workers: make the micro batches of a segment, from a given micro batch on.
 
     Args:
-        number: The number of the command, counted by the pool; a segment may be begun several times.
+        command_id: The number of the command, counted by the pool; a segment may be begun several times.
         first_u: The first micro batch; worker i makes ``first_u + i``, ``first_u + i + K``, ...
         num_slabs: The number of slabs that a worker uses in turn.
         shards: The shards that the rank may serve in this segment.
-        rows: The rows of these shards in the table.
+        table_rows: The rows of these shards in the table.
         num_logical_shards: N.
     """
 
-    number: int
+    command_id: int
     segment: Segment
     first_u: int
     num_slabs: int
     shards: slice
-    rows: Ints
+    table_rows: Ints
     num_logical_shards: int
 
     @classmethod
-    def from_table(cls, command_number: int, segment: Segment, table: Ints, first_u: int, num_slabs: int) -> Begin:
-        owned_shards = segment.layout.owned(segment.rank) if segment.remainder is None else range(len(table))
+    def from_table(
+        cls, command_number: int, segment: Segment, table: Ints, first_u: int, num_slabs: int
+    ) -> BeginCommand:
+        owned_shards = segment.layout.owned_shards(segment.rank) if segment.remainder is None else range(len(table))
         shards = slice(owned_shards.start, owned_shards.stop)
         return cls(command_number, segment.for_a_worker(), first_u, num_slabs, shards, table[shards].copy(), len(table))
 
     @property
     def table(self) -> Ints:
         """The table with the rows of the shards that the rank may serve; the rows of all other shards are zeros."""
-        table = np.zeros((self.num_logical_shards, self.rows.shape[1]), dtype=np.int64)
-        table[self.shards] = self.rows
+        table = np.zeros((self.num_logical_shards, self.table_rows.shape[1]), dtype=np.int64)
+        table[self.shards] = self.table_rows
         return table
 
 
@@ -79,9 +81,11 @@ class Worker:
     def attach(self, worker_number: int, board: Board) -> None:
         """Set the number of this worker, and the shared-memory board on which it reports work that takes long."""
         self._worker_number, self._board = worker_number, board
-        self.watch = Watch(self._slow_after_seconds / 2, lambda _, frame: board.write(worker_number, describe(frame)))
+        self.watch = Watch(
+            self._slow_after_seconds / 2, lambda _, frame: board.write_activity(worker_number, describe(frame))
+        )
 
-    def messages(self, begin: Begin, await_slab: Callable[[], object]) -> Iterator[Message]:
+    def messages(self, command: BeginCommand, await_slab: Callable[[], object]) -> Iterator[Message]:
         """Yield messages with the micro batches of a segment, until other work is wanted or an error occurs.
 
         An error, or `Exhausted`, is the last value.
@@ -92,7 +96,7 @@ class Worker:
             await_slab: Returns when the next slab is free.
         """
         slabs, slab, max_values = Slabs(), 0, 1
-        packed_values = self._values(begin)
+        packed_values = self._values(command)
         while True:
             await_slab()
             start_time, message_values, num_bytes = time.perf_counter(), list[PackedValue](), 0
@@ -101,25 +105,25 @@ class Worker:
                 num_bytes += value.num_bytes
                 if num_bytes >= _MESSAGE_BYTES or time.perf_counter() - start_time >= _MESSAGE_SECONDS:
                     break
-            if not message_values or not self._is_wanted(begin):
+            if not message_values or not self._is_wanted(command):
                 return
             message = slabs.pack(slab, message_values)
-            counts().add(MAKE_SECONDS, time.perf_counter() - start_time)
+            read_counters().add(MAKE_SECONDS, time.perf_counter() - start_time)
             yield message
-            slab, max_values = (slab + 1) % begin.num_slabs, min(2 * max_values, MAX_MESSAGE_VALUES)
+            slab, max_values = (slab + 1) % command.num_slabs, min(2 * max_values, MAX_MESSAGE_VALUES)
 
-    def _is_wanted(self, begin: Begin) -> bool:
-        return self._board.wanted_begin == begin.number
+    def _is_wanted(self, command: BeginCommand) -> bool:
+        return self._board.wanted_begin == command.command_id
 
-    def _values(self, begin: Begin) -> Iterator[PackedValue]:
-        stop_u = sys.maxsize if begin.segment.stop is None else begin.segment.stop
+    def _values(self, command: BeginCommand) -> Iterator[PackedValue]:
+        stop_u = sys.maxsize if command.segment.stop is None else command.segment.stop
         try:
-            feed = self._begin_feed(begin)
-            for u in range(begin.first_u + self._worker_number, stop_u, begin.segment.layout.workers):
-                if not self._is_wanted(begin):
+            feed = self._begin_feed(command)
+            for u in range(command.first_u + self._worker_number, stop_u, command.segment.layout.workers_per_rank):
+                if not self._is_wanted(command):
                     return
                 packed_micro_batch = PackedValue(self._make(feed, u))
-                counts().add(MADE_BATCHES, 1)
+                read_counters().add(MADE_BATCHES, 1)
                 yield packed_micro_batch
         except Exhausted as error:
             yield PackedValue(error)
@@ -128,9 +132,9 @@ class Worker:
             sendable_error.add_note(f"In worker process {self._worker_number}:\n{traceback.format_exc()}")
             yield PackedValue(sendable_error)
 
-    def _begin_feed(self, begin: Begin) -> InProcessFeed:
-        self._board.write(self._worker_number, "")
-        counts().values[MADE_BATCHES] = 0
+    def _begin_feed(self, begin: BeginCommand) -> InProcessFeed:
+        self._board.write_activity(self._worker_number, "")
+        read_counters().values[MADE_BATCHES] = 0
         feed = self._feed
         if feed is None:
             schema = Schema(self.recipe.build(0))  # as in the trainer's process
@@ -143,12 +147,12 @@ class Worker:
 
     def _make(self, feed: InProcessFeed, u: int) -> MicroBatch:
         watch = self.watch
-        watch.began = time.perf_counter()
+        watch.start_time = time.perf_counter()
         try:
             micro_batch = feed.make(u)
         finally:
-            watch.began = None
+            watch.start_time = None
         if watch.report_made:
             watch.report_made = False
-            self._board.write(self._worker_number, "")
+            self._board.write_activity(self._worker_number, "")
         return micro_batch if self._sent_table is None else micro_batch.with_changes(self._sent_table)

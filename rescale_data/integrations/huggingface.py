@@ -20,7 +20,7 @@ from rescale_data.engine.stream import Stream
 from rescale_data.integrations.dp_ranks import require_ranks
 from rescale_data.loader import DataLoader
 
-FILE = "rescale_data.pt"
+FILE_NAME = "rescale_data.pt"
 
 
 class DataStateMixin(Trainer):
@@ -82,8 +82,8 @@ class _SaveDataState(TrainerCallback):
         data_state = self._loader.state_dict()  # collective: this hook runs on all ranks
         if args.should_save:
             checkpoint_folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            torch.save(data_state, checkpoint_folder / f"{FILE}.tmp")
-            os.replace(checkpoint_folder / f"{FILE}.tmp", checkpoint_folder / FILE)
+            torch.save(data_state, checkpoint_folder / f"{FILE_NAME}.tmp")
+            os.replace(checkpoint_folder / f"{FILE_NAME}.tmp", checkpoint_folder / FILE_NAME)
 
 
 def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int) -> None:
@@ -133,12 +133,12 @@ def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
 
 
 def _load_data_state(checkpoint: Path) -> dict[str, Any]:
-    state_file = checkpoint / FILE
+    state_file = checkpoint / FILE_NAME
     if not state_file.exists():
-        pattern = f"{PREFIX_CHECKPOINT_DIR}-*/{FILE}"
+        pattern = f"{PREFIX_CHECKPOINT_DIR}-*/{FILE_NAME}"
         checkpoints = [str(path.parent) for folder in (checkpoint.parent, checkpoint) for path in folder.glob(pattern)]
         raise FileNotFoundError(
-            f"{checkpoint} holds no {FILE}: there is no such folder, it was saved without DataStateMixin, or the job was "
+            f"{checkpoint} holds no {FILE_NAME}: there is no such folder, it was saved without DataStateMixin, or the job was "
             f"killed at it. Resume from another checkpoint; there are {sorted(checkpoints)}."
         )
     return torch.load(state_file, weights_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from rescale_data.engine.states.codec import SavedState, at_next_epoch, is_state, read
+from rescale_data.engine.states.codec import SavedState, at_next_epoch, decode, is_state
 from rescale_data.integrations.dp_ranks import require_ranks
 from rescale_data.loader import DataLoader
 
@@ -61,7 +61,7 @@ class DataState(pl.Callback):
                 f"come again. Give the loaders that it was saved with, or begin a run with its weights, without ckpt_path=."
             )
         pairs = zip(loaders, states, strict=False)
-        not_loaded = [(loader, state) for loader, state in pairs if loader.step != read(state).header["step"]]
+        not_loaded = [(loader, state) for loader, state in pairs if loader.step != decode(state).header["step"]]
         for loader, state in not_loaded:
             loader.load_state_dict(state)
         if not_loaded:
@@ -89,7 +89,7 @@ class DataState(pl.Callback):
                     f"(limit_train_batches or overfit_batches). Give rd.DataLoader(steps_per_epoch=...) in their place."
                 )
         for state in states[:1]:  # a batch has one of each loader
-            _recount(trainer.fit_loop.epoch_loop.batch_progress.current, read(state), trainer.accumulate_grad_batches)
+            _recount(trainer.fit_loop.epoch_loop.batch_progress.current, decode(state), trainer.accumulate_grad_batches)
 
     def _set_accumulation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
         """Set ``accumulate_grad_batches`` if it is free and not given by the user; raise if it is not the loader's number."""
@@ -122,7 +122,7 @@ class DataState(pl.Callback):
         states[:] = [at_next_epoch(state) if is_state(state) else state for state in states]
         self._loaded_states = [state for state in states if is_state(state)]
         for state in self._loaded_states[:1]:
-            _undo_partial_step(checkpoint["loops"]["fit_loop"], read(state))
+            _undo_partial_step(checkpoint["loops"]["fit_loop"], decode(state))
 
 
 def _our_loaders(dataloaders: Any) -> Iterator[DataLoader]:
@@ -157,20 +157,20 @@ def _undo_partial_step(loop: dict[str, Any], state: SavedState) -> None:
                 lightning_counts[name] -= num_begun
 
 
-def _recount(current: Any, state: SavedState, num_new: int) -> None:
+def _recount(batch_counts: Any, state: SavedState, num_new: int) -> None:
     """Convert Lightning's counts of micro batches in the epoch to the present number of micro batches a step.
 
     "completed", which is one less in some saves, stays one less.
     """
     global_batch_size, dp_world_size, micro_batch_size = state.sizes
     num_old = global_batch_size // (dp_world_size * micro_batch_size)
-    steps, num_begun = divmod(current.ready, num_old)
+    steps, num_begun = divmod(batch_counts.ready, num_old)
     if num_begun and num_old != num_new:
         raise ValueError(
             f"The checkpoint was saved after {num_begun} of {num_old} micro batches of a step, and the loader now makes "
             f"{num_new}. Lightning counts micro batches: resume it once with {num_old}, or from a checkpoint at the end of "
             f"a step."
         )
-    count_change = steps * num_new + num_begun - current.ready
+    count_change = steps * num_new + num_begun - batch_counts.ready
     for name in _COUNTER_NAMES:
-        setattr(current, name, getattr(current, name) + count_change)
+        setattr(batch_counts, name, getattr(batch_counts, name) + count_change)

@@ -53,7 +53,7 @@ class RescaleDataLoader(BaseDataLoader):
         local_batch_size: int = 0, max_context_length: int = 0, num_tokens_per_batch: int = 0,
         snapshot_every_n_steps: int | None = None, **others: Any,
     ) -> None:  # fmt: skip
-        self._is_flat = bool(max_context_length)
+        self._flattens_batches = bool(max_context_length)
         sequence_length = seq_len or max_context_length
         self.loader = DataLoader(
             functools.partial(config.pipeline, tokenizer, sequence_length),
@@ -78,7 +78,7 @@ class RescaleDataLoader(BaseDataLoader):
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         for batch in self.loader:
             tensors = batch["tokens"], _positions(batch), batch["labels"]
-            tokens, positions, labels = [tensor.flatten() for tensor in tensors] if self._is_flat else tensors
+            tokens, positions, labels = [tensor.flatten() for tensor in tensors] if self._flattens_batches else tensors
             yield {"input": tokens, "positions": positions}, labels
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,11 +32,11 @@ class FewestFirst:
         return shard
 
 
-def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
+def water_fill(delivered: Ints, num_picks: Ints, starts: Ints) -> Ints:
     """Return how many samples each shard serves if each block of shards serves ``num_picks``, fewest delivered first.
 
     Args:
-        samples: ``int64[M]``, the samples that each shard has delivered.
+        delivered: ``int64[M]``, the samples that each shard has delivered.
         num_picks: ``int64[B]``, the samples that each block serves.
         starts: ``int64[B + 1]``, the first shard of each block, which has one at least, and M.
 
@@ -44,36 +44,36 @@ def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
         ``int64[M]``, adding up to ``num_picks`` in each block.
     """
     sizes = np.diff(starts)
-    low = np.minimum.reduceat(samples, starts[:-1])
-    middle = high = (np.add.reduceat(samples, starts[:-1]) + num_picks) // sizes  # where none has delivered more
+    low = np.minimum.reduceat(delivered, starts[:-1])
+    middle = high = (np.add.reduceat(delivered, starts[:-1]) + num_picks) // sizes  # where none has delivered more
     while (low < high).any():  # the highest level that the picks of a block fill for all of its shards
-        num_needed = np.add.reduceat(np.maximum(np.repeat(middle, sizes) - samples, 0), starts[:-1])
+        num_needed = np.add.reduceat(np.maximum(np.repeat(middle, sizes) - delivered, 0), starts[:-1])
         fits = num_needed <= num_picks
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
         middle = (low + high + 1) // 2
     fill_level = np.repeat(low, sizes)
-    num_served = np.maximum(fill_level - samples, 0)
+    num_served = np.maximum(fill_level - delivered, 0)
     num_extra = num_picks - np.add.reduceat(num_served, starts[:-1])
-    is_ready = samples <= fill_level
+    is_ready = delivered <= fill_level
     num_before = np.cumsum(is_ready) - is_ready  # ready shards before each, of all blocks
     num_served += is_ready & (num_before - np.repeat(num_before[starts[:-1]], sizes) < np.repeat(num_extra, sizes))
     return num_served
 
 
-def feasible_picks(samples: Ints, samples_left: Ints, block_starts: Ints) -> Ints:
+def feasible_picks(delivered: Ints, samples_left: Ints, block_starts: Ints) -> Ints:
     """Return how many samples each block of shards can serve, fewest delivered first, before a shard has none left.
 
     Args:
-        samples: ``int64[M]``, the samples that each shard has delivered.
+        delivered: ``int64[M]``, the samples that each shard has delivered.
         samples_left: ``int64[M]``, the samples that each shard has left.
         block_starts: ``int64[B + 1]``, as in `water_fill`.
 
     Returns:
         ``int64[B]``.
     """
-    end_samples, shards_per_block, shards = samples + samples_left, np.diff(block_starts), np.arange(len(samples))
+    end_samples, shards_per_block, shards = delivered + samples_left, np.diff(block_starts), np.arange(len(delivered))
     lowest_end = np.repeat(np.minimum.reduceat(end_samples, block_starts[:-1]), shards_per_block)
-    first_shard = np.minimum.reduceat(np.where(end_samples == lowest_end, shards, len(samples)), block_starts[:-1])
+    first_shard = np.minimum.reduceat(np.where(end_samples == lowest_end, shards, len(delivered)), block_starts[:-1])
     # (least, first) is the first request (s, i) of a block that cannot be served
-    num_before = np.maximum(lowest_end - samples + (shards < np.repeat(first_shard, shards_per_block)), 0)
+    num_before = np.maximum(lowest_end - delivered + (shards < np.repeat(first_shard, shards_per_block)), 0)
     return np.add.reduceat(num_before, block_starts[:-1])

@@ -58,11 +58,11 @@ class Layout:
             raise ValueError(f"num_workers={self.num_workers}: it is at least 0 (in the trainer's process).")
         if self.global_batch_size % (self.dp_world_size * self.micro_batch_size):
             raise ValueError(self._indivisible_message())
-        if not self.aligned and self.num_logical_shards < self.dp_world_size * self.workers:
+        if not self.aligned and self.num_logical_shards < self.dp_world_size * self.workers_per_rank:
             raise ValueError(
                 f"num_logical_shards={self.num_logical_shards} is less than dp_world_size={self.dp_world_size} times "
-                f"{self.workers} worker(s): every worker must own at least one logical shard. Use fewer workers or ranks; "
-                f"the number of logical shards itself is fixed when a run begins."
+                f"{self.workers_per_rank} worker(s): every worker must own at least one logical shard. Use fewer workers or "
+                f"ranks; the number of logical shards itself is fixed when a run begins."
             )
 
     def _indivisible_message(self) -> str:
@@ -81,7 +81,7 @@ class Layout:
         )
 
     @property
-    def workers(self) -> int:
+    def workers_per_rank(self) -> int:
         return max(self.num_workers, 1)
 
     @property
@@ -122,22 +122,22 @@ class Layout:
         if self.aligned:
             return None
         if n % o == 0:
-            return f"num_workers={k} does not divide (N/O) * A = {self.period}; {self._cure('num_workers')}"
+            return f"num_workers={k} does not divide (N/O) * A = {self.period}; {self._advice('num_workers')}"
         if o % n:
             reason = f"num_logical_shards={n} and global_batch_size={o}: neither is a multiple of the other"
-            return f"{reason}; {self._cure('global_batch_size')}"
+            return f"{reason}; {self._advice('global_batch_size')}"
         if n % w:
             return f"num_logical_shards={n} is not a multiple of dp_world_size={w}; W that keep the order divide {n}"
         if b % c == 0:
             return (
-                f"num_workers={k} does not divide A = {self.gradient_accumulation_steps}; {self._cure('num_workers')}"
+                f"num_workers={k} does not divide A = {self.gradient_accumulation_steps}; {self._advice('num_workers')}"
             )
         if c % b:
             reason = f"micro_batch_size={b} and the {c} samples of a shard a step: neither is a multiple of the other"
-            return f"{reason}; {self._cure('micro_batch_size')}"
+            return f"{reason}; {self._advice('micro_batch_size')}"
         return f"num_workers={k}: with micro_batch_size={b} < {c} samples of a shard a step, 0 or 1 fit"
 
-    def _cure(self, name: str) -> str:
+    def _advice(self, name: str) -> str:
         own_sizes = self._sizes()
         fits = _nearest_sizes(own_sizes[name], lambda size: is_aligned(*{**own_sizes, name: size}.values()))
         return (
@@ -146,26 +146,26 @@ class Layout:
 
     def _sizes(self) -> dict[str, int]:
         size_names = ("num_logical_shards", "global_batch_size", "dp_world_size", "micro_batch_size")
-        return {**{name: getattr(self, name) for name in size_names}, "num_workers": self.workers}
+        return {**{name: getattr(self, name) for name in size_names}, "num_workers": self.workers_per_rank}
 
-    def owned(self, rank: int, worker: int | None = None) -> range:
+    def owned_shards(self, rank: int, worker: int | None = None) -> range:
         """Return the contiguous block of shards that a rank owns, or the part of it that belongs to one worker."""
         block = block_of(rank, self.dp_world_size, self.num_logical_shards)
         if worker is None:
             return block
-        num_owned, k = len(block), self.workers
+        num_owned, k = len(block), self.workers_per_rank
         return range(block.start + worker * num_owned // k, block.start + (worker + 1) * num_owned // k)
 
-    def served(self, rank: int, worker: int) -> Ints:
+    def served_shards(self, rank: int, worker: int) -> Ints:
         """Return the shards, ascending, that one worker of a rank serves: in the micro batches u with ``u % K == worker``."""
         if not self.aligned:
-            return np.array(self.owned(rank, worker), dtype=np.int64)
-        t, m = np.divmod(np.arange(worker, self.period, self.workers), self.gradient_accumulation_steps)
+            return np.array(self.owned_shards(rank, worker), dtype=np.int64)
+        t, m = np.divmod(np.arange(worker, self.period, self.workers_per_rank), self.gradient_accumulation_steps)
         first_row = rank * self.global_batch_size // self.dp_world_size + m[:, None] * self.micro_batch_size
         batch_rows = first_row + np.arange(self.micro_batch_size)
         return np.unique(batch_rows // self.samples_per_visit * self.steps_between_visits + t[:, None])
 
-    def delivered(self, samples_before: Ints, first_u: int, stop_u: int) -> Ints:
+    def samples_delivered(self, samples_before: Ints, first_u: int, stop_u: int) -> Ints:
         """Return the number of samples that each shard delivers in the micro batches ``first_u .. stop_u - 1``.
 
         Args:
@@ -196,19 +196,19 @@ class Layout:
             steps = self._first_visit() + (total_samples // self.samples_per_visit) * self.steps_between_visits
             return int(steps.min()) * a
         turns = self._turns(first_u) + feasible_picks(samples, num_left, self._block_starts) // self.micro_batch_size
-        return int((turns * self.workers + np.arange(len(turns)) % self.workers).min()) // a * a
+        return int((turns * self.workers_per_rank + np.arange(len(turns)) % self.workers_per_rank).min()) // a * a
 
     @cached_property
     def _block_starts(self) -> Ints:
         """The first shard of each worker of each rank, with N at the end: ``int64[W * K + 1]``."""
         rank_starts = np.arange(self.dp_world_size + 1, dtype=np.int64) * self.num_logical_shards // self.dp_world_size
-        worker_offsets = np.diff(rank_starts)[:, None] * np.arange(self.workers) // self.workers
+        worker_offsets = np.diff(rank_starts)[:, None] * np.arange(self.workers_per_rank) // self.workers_per_rank
         return np.append(rank_starts[:-1, None] + worker_offsets, self.num_logical_shards)
 
     def _turns(self, u: int) -> Ints:
         """Return how many of the micro batches ``0 .. u-1`` each worker of each rank makes: ``int64[W * K]``."""
-        worker = np.arange(self.dp_world_size * self.workers, dtype=np.int64) % self.workers
-        return (u - worker + self.workers - 1) // self.workers
+        worker = np.arange(self.dp_world_size * self.workers_per_rank, dtype=np.int64) % self.workers_per_rank
+        return (u - worker + self.workers_per_rank - 1) // self.workers_per_rank
 
     def _first_visit(self) -> Ints:
         return np.arange(self.num_logical_shards, dtype=np.int64) % self.steps_between_visits

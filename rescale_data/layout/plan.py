@@ -76,13 +76,13 @@ class Plan(Sequence[Option]):
     def table(self) -> str:
         """Return a text table of all topologies; its gradient accumulation A is for the first global batch size."""
         table_lines = ["  ranks W  micro batch b  accumulation A  workers K"]
-        table_lines += [f"{w:9}{b:15}{a:16}  {_listed(ks)}" for (w, b, a), ks in self._by_topology().items()]
+        table_lines += [f"{w:9}{b:15}{a:16}  {_joined(workers)}" for (w, b, a), workers in self._by_topology().items()]
         return "\n".join([self._title(), *table_lines])
 
     def _title(self) -> str:
         subject = "these" if self._options else "no ranks, micro batch and workers that were asked for"
         return (
-            f"global_batch_size={_listed(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {subject} "
+            f"global_batch_size={_joined(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {subject} "
             f"keep the same global batches"
         )
 
@@ -92,7 +92,7 @@ class Plan(Sequence[Option]):
         previous_ranks: list[int] = []
         for k in sorted({option.num_workers for option in self._options}):
             ranks = sorted({option.dp_world_size for option in self._options if option.num_workers == k})
-            shown_ranks = "the same" if ranks == previous_ranks else _listed(ranks)
+            shown_ranks = "the same" if ranks == previous_ranks else _joined(ranks)
             lines += textwrap.wrap(shown_ranks, 110, initial_indent=f"{k:11}  ", subsequent_indent=" " * 13)
             previous_ranks = ranks
         lines.append(f"  which micro batches with which: the {len(self._by_topology())} rows of print(plan.table())")
@@ -194,7 +194,7 @@ def _options(o_values: Sequence[int], n: int, b: int | None, worker_counts: Sequ
     ]
 
 
-def _listed(values: Sequence[int]) -> str:
+def _joined(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 

@@ -30,25 +30,26 @@ class Remainder:
 
     Args:
         layout: The topology that serves them.
-        num_left: ``int64[N]``, samples that each shard had left when it began.
-        samples: ``int64[N]``, samples that each had delivered then.
-        pad: Whether the rest that is less than a global batch is filled up with first samples of its shards, or dropped.
+        samples_left: ``int64[N]``, samples that each shard had left when it began.
+        start_samples: ``int64[N]``, samples that each had delivered then.
+        pads_last_batch: Whether the rest that is less than a global batch is filled up with first samples of its shards, or
+            dropped.
     """
 
     layout: Layout
-    num_left: Ints
-    samples: Ints
-    pad: bool
+    samples_left: Ints
+    start_samples: Ints
+    pads_last_batch: bool
     _recent_steps: dict[int, _Rows] = field(default_factory=dict, repr=False)
 
     @property
     def num_samples(self) -> int:
-        return int(self.num_left.sum())
+        return int(self.samples_left.sum())
 
     @property
     def num_steps(self) -> int:
         o = self.layout.global_batch_size
-        return -(-self.num_samples // o) if self.pad else self.num_samples // o
+        return -(-self.num_samples // o) if self.pads_last_batch else self.num_samples // o
 
     @property
     def num_micro_batches(self) -> int:
@@ -56,25 +57,27 @@ class Remainder:
 
     @property
     def num_padded(self) -> int:
-        return -self.num_samples % self.layout.global_batch_size if self.pad else 0
+        return -self.num_samples % self.layout.global_batch_size if self.pads_last_batch else 0
 
-    def delivered(self, u: int) -> Ints:
+    def samples_delivered(self, u: int) -> Ints:
         """Return the samples that each shard delivers in the first ``u`` micro batches of the remainder: ``int64[N]``."""
         t, m = divmod(u, self.layout.gradient_accumulation_steps)
         served = self._num_served(t * self.layout.global_batch_size)
         if m:
-            shards, _, real = self._step(t)
-            served = served + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.num_left))
+            shards, _, real = self._step_rows(t)
+            served = served + np.bincount(
+                shards[real & (self._micro_batch_of_row < m)], minlength=len(self.samples_left)
+            )
         return served
 
-    def owners(self, owner_ranks: Ints, u: int) -> Ints:
+    def owner_ranks_after(self, owner_ranks: Ints, u: int) -> Ints:
         """Return the rank that has the up-to-date row of each shard after micro batch ``u`` of the remainder: ``int64[N]``.
 
         Args:
             owner_ranks: The same before it.
         """
         t, m = divmod(u, self.layout.gradient_accumulation_steps)
-        shards, _, real_mask = self._step(t)
+        shards, _, real_mask = self._step_rows(t)
         batch_rows = np.flatnonzero(real_mask & (self._micro_batch_of_row == m))
         new_owner = owner_ranks.copy()  # of a shard that several ranks serve, the highest has its last sample
         new_owner[shards[batch_rows]] = batch_rows // (self.layout.global_batch_size // self.layout.dp_world_size)
@@ -86,20 +89,20 @@ class Remainder:
         t, m = divmod(u, layout.gradient_accumulation_steps)
         first_row = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
         own_rows = slice(first_row, first_row + layout.micro_batch_size)
-        shards, sample_numbers, real_mask = self._step(t)
+        shards, sample_numbers, real_mask = self._step_rows(t)
         shards, sample_numbers, real_mask = shards[own_rows], sample_numbers[own_rows], real_mask[own_rows]
         shard_index, shard_counts = np.unique(shards[real_mask], return_counts=True)
         return Turn(shards.tolist(), shard_index, shard_counts, sample_numbers.tolist(), int(real_mask.sum()))
 
     def _num_served(self, num_samples: int) -> Ints:
         """Return how many of the first ``num_samples`` samples of the remainder each shard serves: ``int64[N]``."""
-        low, high = 0, int(self.num_left.max(initial=0))
+        low, high = 0, int(self.samples_left.max(initial=0))
         while low < high:  # the lowest level down to which all shards can be cut
             mid = (low + high) // 2
-            low, high = (low, mid) if np.maximum(self.num_left - mid, 0).sum() <= num_samples else (mid + 1, high)
-        num_served = np.maximum(self.num_left - low, 0)
+            low, high = (low, mid) if np.maximum(self.samples_left - mid, 0).sum() <= num_samples else (mid + 1, high)
+        num_served = np.maximum(self.samples_left - low, 0)
         if low:
-            num_served[np.flatnonzero(self.num_left >= low)[: num_samples - int(num_served.sum())]] += 1
+            num_served[np.flatnonzero(self.samples_left >= low)[: num_samples - int(num_served.sum())]] += 1
         return num_served
 
     @cached_property
@@ -108,7 +111,7 @@ class Remainder:
         row_in_rank = np.arange(layout.global_batch_size) % (layout.global_batch_size // layout.dp_world_size)
         return row_in_rank // layout.micro_batch_size
 
-    def _step(self, t: int) -> _Rows:
+    def _step_rows(self, t: int) -> _Rows:
         """Return the shard and the number of each sample in step ``t`` of the remainder, and a mask of real samples."""
         if t not in self._recent_steps:
             self._recent_steps.clear()
@@ -118,11 +121,11 @@ class Remainder:
     def _make_step(self, t: int) -> _Rows:
         o = self.layout.global_batch_size
         served_before, served_after = self._num_served(t * o), self._num_served(min((t + 1) * o, self.num_samples))
-        picked_shards = np.repeat(np.arange(len(self.num_left)), served_after - served_before)
+        picked_shards = np.repeat(np.arange(len(self.samples_left)), served_after - served_before)
         time_order = np.lexsort((self._micro_batch_of_row[: len(picked_shards)], picked_shards))
         sample_numbers = np.empty(len(picked_shards), dtype=np.int64)
         sample_numbers[time_order] = np.arange(len(picked_shards)) - np.searchsorted(picked_shards, picked_shards)
-        sample_numbers += (self.samples + served_before)[picked_shards]
+        sample_numbers += (self.start_samples + served_before)[picked_shards]
         pick_indices = np.arange(o) % len(picked_shards)
         is_real = np.arange(o) < len(picked_shards)
         return picked_shards[pick_indices], np.where(is_real, sample_numbers[pick_indices], 0), is_real

@@ -34,61 +34,61 @@ class StepPlan:
     Args:
         costs: ``int64[samples]``, by the number of the sample; 0 or more, and their sum times ``samples`` below 2**62.
         tokens: ``int64[samples]``, 1 or more.
-        owners: ``int64[samples]``, the rank that has each.
-        ranks: The number of ranks that plan together.
-        micro_batches: Of each rank; ``ranks * micro_batches`` is at most ``samples``.
+        owner_ranks: ``int64[samples]``, the rank that has each.
+        num_ranks: The number of ranks that plan together.
+        num_batches: Of each rank; ``num_ranks * num_batches`` is at most ``samples``.
         max_tokens: Of a micro batch with several samples. It is raised where the step has no room else.
-        sync: "micro" where ranks wait for each other in every micro batch; "step" where they wait once a step: then the sums of
-            ranks are alike, and the first and the last micro batches of a rank are its least.
-        padded: A micro batch costs its number of samples times the largest cost, and has so many times the most tokens.
+        sync_interval: "micro" where ranks wait for each other in every micro batch; "step" where they wait once a step: then
+            the sums of ranks are alike, and the first and the last micro batches of a rank are its least.
+        pads_bins: A micro batch costs its number of samples times the largest cost, and has so many times the most tokens.
         seed: With ``step`` the key of the order of levels, the same for all groups of ranks.
     """
 
     costs: Ints
     tokens: Ints
-    owners: Ints
-    ranks: int
-    micro_batches: int
+    owner_ranks: Ints
+    num_ranks: int
+    num_batches: int
     max_tokens: int
-    sync: SyncInterval = "micro"
-    padded: bool = False
+    sync_interval: SyncInterval = "micro"
+    pads_bins: bool = False
     seed: int = 0
     step: int = 0
 
-    def assign(self) -> tuple[Ints, Ints]:
+    def assign_samples(self) -> tuple[Ints, Ints]:
         """Return the rank and the micro batch that compute each sample: two arrays ``int64[samples]``."""
-        bin_of = self._assign_padded_bins() if self.padded else self._assign_bins()
-        loads = _bin_costs(self.costs, bin_of, self.num_bins, pads_bins=self.padded)
-        if self.sync == "step":
-            group = np.arange(self.num_bins) // self.micro_batches  # bins of one rank
-            if self.padded:
-                ones, zeros = np.ones(self.num_bins, dtype=np.int64), np.zeros(self.ranks, dtype=np.int64)
-                group = fill_bins(loads, ones, zeros, self.micro_batches)
-            rank = self._assign_ranks(group[bin_of], np.zeros(self.ranks, dtype=np.int64))
-            return rank, _largest_in_middle(loads, group, self.micro_batches)[bin_of]
+        bin_of = self._assign_padded_bins() if self.pads_bins else self._assign_bins()
+        loads = _bin_costs(self.costs, bin_of, self.num_bins, pads_bins=self.pads_bins)
+        if self.sync_interval == "step":
+            group = np.arange(self.num_bins) // self.num_batches  # bins of one rank
+            if self.pads_bins:
+                ones, zeros = np.ones(self.num_bins, dtype=np.int64), np.zeros(self.num_ranks, dtype=np.int64)
+                group = fill_bins(loads, ones, zeros, self.num_batches)
+            rank = self._assign_ranks(group[bin_of], np.zeros(self.num_ranks, dtype=np.int64))
+            return rank, _largest_in_middle(loads, group, self.num_batches)[bin_of]
         level = np.empty(self.num_bins, dtype=np.int64)
-        level[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.ranks
-        level_order = permutation(self.micro_batches, "balance", self.seed, self.step)
+        level[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.num_ranks
+        level_order = permutation(self.num_batches, "balance", self.seed, self.step)
         return self._assign_ranks(bin_of, level), level_order[level][bin_of]
 
     def num_tokens(self, rank: Ints, micro_batch: Ints) -> Ints:
         """Return the number of tokens in each micro batch of each rank: ``int64[ranks * micro_batches]``."""
-        return _bin_costs(self.tokens, rank * self.micro_batches + micro_batch, self.num_bins, pads_bins=self.padded)
+        return _bin_costs(self.tokens, rank * self.num_batches + micro_batch, self.num_bins, pads_bins=self.pads_bins)
 
     @property
     def num_bins(self) -> int:
-        return self.ranks * self.micro_batches
+        return self.num_ranks * self.num_batches
 
     def _assign_bins(self) -> Ints:
         """Return the bin (a micro batch of a rank) of each sample, if a bin costs the sum of its samples."""
         limit = max(self.max_tokens, -(-int(self.tokens.sum()) // self.num_bins))
-        if self.sync == "step":
-            zeros, rank_limit = np.zeros(self.ranks, dtype=np.int64), limit * self.micro_batches
-            rank = _fill_all(self.costs, self.tokens, zeros, rank_limit, min_items=self.micro_batches)
-            return rank * self.micro_batches + _fill_each(self.costs, self.tokens, rank, self.micro_batches, limit)
+        if self.sync_interval == "step":
+            zeros, rank_limit = np.zeros(self.num_ranks, dtype=np.int64), limit * self.num_batches
+            rank = _fill_all(self.costs, self.tokens, zeros, rank_limit, min_items=self.num_batches)
+            return rank * self.num_batches + _fill_each(self.costs, self.tokens, rank, self.num_batches, limit)
         first_cost, other_cost = self._level_costs(self.costs)
         offsets = np.full(self.num_bins, first_cost - other_cost, dtype=np.int64)
-        offsets[: self.ranks] = 0
+        offsets[: self.num_ranks] = 0
         return _fill_all(self.costs, self.tokens, offsets, limit)
 
     def _assign_padded_bins(self) -> Ints:
@@ -101,7 +101,7 @@ class StepPlan:
         cost_order = np.lexsort((-self.tokens, -self.costs))
         costs, tokens = np.maximum(self.costs[cost_order], 1), self.tokens[cost_order]
         first_cost, low = self._level_costs(costs)
-        num_first = self.ranks if self.sync == "micro" else 0
+        num_first = self.num_ranks if self.sync_interval == "micro" else 0
 
         def cut(cost_limit: int) -> list[int] | None:
             """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
@@ -132,10 +132,10 @@ class StepPlan:
         """Return the target cost of the bins of the first level, which hold the costliest samples, and of other bins."""
         total_cost = int(costs.sum())
         mean_cost = -(-total_cost // self.num_bins)
-        if self.sync == "step":  # levels do not matter
+        if self.sync_interval == "step":  # levels do not matter
             return mean_cost, max(1, mean_cost)
         first_cost = max(int(costs.max()), mean_cost)
-        return first_cost, max(1, (total_cost - first_cost * self.ranks) // max(self.num_bins - self.ranks, 1))
+        return first_cost, max(1, (total_cost - first_cost * self.num_ranks) // max(self.num_bins - self.num_ranks, 1))
 
     def _assign_ranks(self, group_of_sample: Ints, level_of_group: Ints) -> Ints:
         """Return the rank of each sample, chosen so that few tokens have to move from the ranks that own them.
@@ -148,14 +148,14 @@ class StepPlan:
             group_of_sample: ``int64[samples]``.
             level_of_group: ``int64[groups]``; each has as many groups as there are ranks.
         """
-        owner_pairs, pair_index = np.unique(group_of_sample * self.ranks + self.owners, return_inverse=True)
+        owner_pairs, pair_index = np.unique(group_of_sample * self.num_ranks + self.owner_ranks, return_inverse=True)
         common_tokens = np.zeros(len(owner_pairs), dtype=np.int64)
         np.add.at(common_tokens, pair_index, self.tokens)
-        groups, candidate_ranks = np.divmod(owner_pairs[np.argsort(-common_tokens, kind="stable")], self.ranks)
+        groups, candidate_ranks = np.divmod(owner_pairs[np.argsort(-common_tokens, kind="stable")], self.num_ranks)
         rank = np.full(len(level_of_group), -1, dtype=np.int64)
-        is_free = np.ones((len(level_of_group) // self.ranks, self.ranks), dtype=np.bool_)
+        is_free = np.ones((len(level_of_group) // self.num_ranks, self.num_ranks), dtype=np.bool_)
         while len(groups):
-            is_match = _is_first(groups) & _is_first(level_of_group[groups] * self.ranks + candidate_ranks)
+            is_match = _is_first(groups) & _is_first(level_of_group[groups] * self.num_ranks + candidate_ranks)
             rank[groups[is_match]] = candidate_ranks[is_match]
             is_free[level_of_group[groups[is_match]], candidate_ranks[is_match]] = False
             is_left = (rank[groups] < 0) & is_free[level_of_group[groups], candidate_ranks]
@@ -246,12 +246,12 @@ def _bin_costs(costs: Ints, bin_of: Ints, num_bins: int, *, pads_bins: bool) -> 
     return bin_totals * np.bincount(bin_of, minlength=num_bins)
 
 
-def _largest_in_middle(loads: Ints, group_of_bin: Ints, micro_batches: int) -> Ints:
+def _largest_in_middle(loads: Ints, group_of_bin: Ints, num_micro_batches: int) -> Ints:
     """Return the micro batch of each bin in its group: the cheapest bins come first and last, the costliest in the middle."""
-    ascending_bins = np.lexsort((loads, group_of_bin)).reshape(-1, micro_batches)
-    hill_order = np.concatenate([np.arange(0, micro_batches, 2), np.arange(1, micro_batches, 2)[::-1]])
+    ascending_bins = np.lexsort((loads, group_of_bin)).reshape(-1, num_micro_batches)
+    hill_order = np.concatenate([np.arange(0, num_micro_batches, 2), np.arange(1, num_micro_batches, 2)[::-1]])
     micro_batch = np.empty(len(loads), dtype=np.int64)
-    micro_batch[ascending_bins[:, hill_order]] = np.arange(micro_batches)
+    micro_batch[ascending_bins[:, hill_order]] = np.arange(num_micro_batches)
     return micro_batch
 
 

@@ -20,16 +20,16 @@ class Turn:
     Args:
         shards: The shard of each of the b samples, in the order of the batch.
         index: The shards that it visits, as an index into the table: a slice or ``int64[M]``.
-        counts: How many samples each of them gives, a number or ``int64[M]``.
-        numbers: Only at the end of an epoch, where any rank may serve any shard: the number of each sample, counted
+        shard_counts: How many samples each of them gives, a number or ``int64[M]``.
+        sample_numbers: Only at the end of an epoch, where any rank may serve any shard: the number of each sample, counted
             from the shard's first; 0 for those that fill the last batch.
         num_real: How many of the samples are real; the others fill the last batch.
     """
 
     shards: list[int]
     index: slice | Ints
-    counts: int | Ints
-    numbers: list[int] | None = None
+    shard_counts: int | Ints
+    sample_numbers: list[int] | None = None
     num_real: int = -1
 
     @property
@@ -80,7 +80,7 @@ class BalancedTurns:
 
     def __init__(self, layout: Layout, rank: int, samples: Ints) -> None:
         self._layout = layout
-        blocks = [layout.owned(rank, worker) for worker in range(layout.workers)]
+        blocks = [layout.owned_shards(rank, worker) for worker in range(layout.workers_per_rank)]
         self._shard_pickers = [FewestFirst(samples[block.start : block.stop].tolist(), block.start) for block in blocks]
 
     def turn(self, u: int) -> Turn:

@@ -20,7 +20,7 @@ from rescale_data.nodes.base import Node, View, changing_children
 from rescale_data.state import position_slots, slot_offsets
 
 
-def within(node: Node[Any]) -> Literal["document", "window"] | None:
+def reread_unit(node: Node[Any]) -> Literal["document", "window"] | None:
     """Return the unit that a node reads again to go on within it; `None` if it does not let changes below it take effect."""
     return getattr(node, "WITHIN", None)
 
@@ -38,11 +38,13 @@ def settle(node: Node[Any], position: View) -> bool:
         node.settle(position)
     if not node.READS_AHEAD:
         return sum(settle(child, position[slots]) for child, slots in changing_children(node)) > 0
-    if within(node) is None:
+    if reread_unit(node) is None:
         return False
     source, source_position, restarts = node.children["source"], position[slot_offsets(node.FIELDS)[-1] :], False
     if _is_within(node, position):
-        restarts = is_lost(source, source_position) if within(node) == "document" else is_stale(source, source_position)
+        restarts = (
+            is_lost(source, source_position) if reread_unit(node) == "document" else is_stale(source, source_position)
+        )
         if not restarts:
             return False
         for slot in position_slots(node.FIELDS):
@@ -61,7 +63,7 @@ def pass_blocked(node: Node[Any], position: View) -> None:
     """Move a position of a node, which is at the beginning of a sample, past the rows on a blocklist."""
     if isinstance(node, MayChange):
         node.pass_blocked(position)
-    if changing_children(node) and not (node.READS_AHEAD and (within(node) is None or _is_within(node, position))):
+    if changing_children(node) and not (node.READS_AHEAD and (reread_unit(node) is None or _is_within(node, position))):
         for child, slots in changing_children(node):
             pass_blocked(child, position[slots])
 

@@ -100,7 +100,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         return dtype_of(self._source, column)
 
     def _all_pieces(self, spans: Spans) -> list[list[slice]]:
-        return [self.pieces(view) for view in spans.views()]
+        return [self.pieces(view) for view in spans.document_views()]
 
     def pieces(self, tokens: Sequence[int]) -> list[slice]:
         """Return the pieces of a document as slices of its tokens; an empty list if the document is too short."""

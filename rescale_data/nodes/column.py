@@ -13,7 +13,7 @@ import torch
 from rescale_data.nodes.base import Node, View, copy_of, go_to
 from rescale_data.nodes.below import may_change
 from rescale_data.nodes.changing import pass_blocked
-from rescale_data.nodes.guard import add_location_note, described
+from rescale_data.nodes.guard import add_location_note, describe
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
@@ -74,7 +74,7 @@ class ColumnDocuments:
         next_position = copy_of(self._node.position)
         if self._has_changeable_node:
             pass_blocked(self._node, next_position)
-        spans = Spans.of(tokens.copy(), PositionUpdates.between(position, next_position), provenance)
+        spans = Spans.of_one_document(tokens.copy(), PositionUpdates.between(position, next_position), provenance)
         return replace(spans, keeps=(document_values,)) if self._extractors else spans
 
     def begin_next_epoch(self, position: memoryview) -> None:
@@ -125,7 +125,7 @@ def num_tokens_of(sample: Any, column: str, node: Node[Any]) -> int:
         return len(sample[column])
     except (TypeError, LookupError) as cause:
         error = TypeError(
-            f"WeightedSampler(unit='tokens', column={column!r}) was given a sample with {described(sample)}, and under that "
+            f"WeightedSampler(unit='tokens', column={column!r}) was given a sample with {describe(sample)}, and under that "
             f"key nothing that has a length. Yield dicts with the tokens of one document there, or leave such samples out "
             f"with rd.Filter."
         )
@@ -136,7 +136,7 @@ def num_tokens_of(sample: Any, column: str, node: Node[Any]) -> int:
 def _convert_to_tokens(sample: Any, column: str, reader_name: str) -> npt.NDArray[Any]:
     if not isinstance(sample, Mapping) or column not in sample:
         raise ValueError(
-            f"{reader_name}(column={column!r}) was given a sample with {described(sample)}. Yield dicts with the tokens of one "
+            f"{reader_name}(column={column!r}) was given a sample with {describe(sample)}. Yield dicts with the tokens of one "
             f"document under that key."
         )
     value: Any = sample[column]

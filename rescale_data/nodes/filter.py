@@ -85,7 +85,7 @@ class Filter(Node[Any]):
             try:
                 stays = bool(self.predicate(sample))
             except Exception as error:
-                stays = self._error_handler.handle(error, self.locate(), self.position[1])
+                stays = self._error_handler.handle_error(error, self.locate(), self.position[1])
             if stays:
                 self._sample_counts[0] += 1
                 return sample

@@ -134,7 +134,7 @@ class MappedNode(Node[Any]):
         try:
             return self._map(sample)
         except Exception as error:
-            self._error_handler.handle(error, self.locate(), 0)
+            self._error_handler.handle_error(error, self.locate(), 0)
 
 
 @as_node.register(BaseNode)
@@ -149,11 +149,11 @@ def _wrap(node: BaseNode[Any]) -> Node[Any]:
 def refuse_ranks(root: Node[Any], shard: Shard) -> None:
     """Raise ``TypeError`` if a part of the pipeline reads the rows of a rank instead of the rows of a logical shard."""
     for _, node in root.walk():
-        for part in _objects_with_ranks(node.wrapped_node) if isinstance(node, Foreign) else ():
-            rank, world_size = _ranks_of(part)
+        for obj in _objects_with_ranks(node.wrapped_node) if isinstance(node, Foreign) else ():
+            rank, world_size = _rank_and_world_size(obj)
             if (rank, world_size) not in ((0, 1), (shard.index, shard.num_logical_shards)):
                 raise TypeError(
-                    f"{type(part).__name__} reads as rank {rank} of {world_size}, so another number of ranks would read other "
+                    f"{type(obj).__name__} reads as rank {rank} of {world_size}, so another number of ranks would read other "
                     f"samples. A pipeline knows no ranks: give it rank=shard.index and as the number of ranks "
                     f"shard.num_logical_shards, of the shard that the pipeline is called with."
                 )
@@ -176,7 +176,7 @@ def _refuse_threads(node: BaseNode[Any]) -> None:
 
 def _refuse_one_pass(node: BaseNode[Any]) -> None:
     """Raise ``TypeError`` if the iterable or sampler of a node can be read only once, or changes its order each time."""
-    wrapped = _wrapped_by(node)
+    wrapped = _wrapped_iterable(node)
     if any(kind.__name__ == _UNSUPPORTED_SAMPLER for kind in type(wrapped).__mro__):
         raise TypeError(
             f"The {type(wrapped).__name__} of {type(node).__name__} yields nothing in its second epoch, and forgets its place "
@@ -214,7 +214,7 @@ def _refuse_nested(node: BaseNode[Any]) -> None:
                 )
 
 
-def _wrapped_by(node: BaseNode[Any]) -> Any:
+def _wrapped_iterable(node: BaseNode[Any]) -> Any:
     """Return the iterable or sampler that a node of torchdata wraps; `None` if it wraps none."""
     if isinstance(node, SamplerWrapper):
         return node.sampler
@@ -224,10 +224,14 @@ def _wrapped_by(node: BaseNode[Any]) -> Any:
 def _objects_with_ranks(node: BaseNode[Any]) -> Iterator[Any]:
     """Yield each object that has a rank and a number of ranks: ``node``, the nodes below it and the samplers they wrap."""
     for inner in _all_below(node):
-        yield from (part for part in (inner, _wrapped_by(inner)) if all(value is not None for value in _ranks_of(part)))
+        yield from (
+            part
+            for part in (inner, _wrapped_iterable(inner))
+            if all(value is not None for value in _rank_and_world_size(part))
+        )
 
 
-def _ranks_of(reader: Any) -> tuple[Any, Any]:
+def _rank_and_world_size(reader: Any) -> tuple[Any, Any]:
     """Return the rank and the number of ranks of an object, by torchdata's attribute names or `DistributedSampler`'s."""
     return getattr(reader, "rank", None), getattr(reader, "world_size", getattr(reader, "num_replicas", None))
 

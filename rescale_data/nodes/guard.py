@@ -46,7 +46,7 @@ class Guard:
         self._name = node_class.__name__
         self._note = note or f"in the function of {self._name}, given"
 
-    def handle(self, error: Exception, location: str, num_before: int) -> Any:
+    def handle_error(self, error: Exception, location: str, skip_count: int) -> Any:
         """Raise ``error``, or return the value to use in place of the failed result; `None` skips the sample.
 
         `None` means that the sample is left out; the node then counts it.
@@ -54,7 +54,7 @@ class Guard:
         Args:
             error: The error that was caught.
             location: The place of the sample, from `Node.locate`.
-            num_before: Number of samples that this logical shard left out before. The first few are logged, then ever fewer.
+            skip_count: Number of samples that this logical shard left out before. The first few are logged, then ever fewer.
         """
         location = location or "a sample whose place is not known"
         if not self.skips or (self._on_error == "skip" and isinstance(error, self._always_raised_types)):
@@ -62,8 +62,8 @@ class Guard:
         replacement = self._on_error(error, location) if callable(self._on_error) else None
         if replacement is not None:
             return replacement
-        skip_number = num_before + 1
-        if skip_number <= _NUM_SKIPS_ALL_LOGGED or not skip_number & num_before:
+        skip_number = skip_count + 1
+        if skip_number <= _NUM_SKIPS_ALL_LOGGED or not skip_number & skip_count:
             _log.warning(
                 "%s left out %s (number %d of its logical shard): %s: %s",
                 self._name, location, skip_number, type(error).__name__, error,
@@ -81,7 +81,7 @@ def _raising_guard(node_class: type[Node[Any]], note: str) -> Guard:
     return Guard(node_class, "raise", note)
 
 
-def described(sample: object) -> str:
+def describe(sample: object) -> str:
     """Describe a sample that lacks a column, for error messages: its keys, or its type."""
     return f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
 

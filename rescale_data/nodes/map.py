@@ -45,7 +45,7 @@ class PerSample(Node[Any]):
             try:
                 return copy_provenance(sample, self.fn(sample) if extra is None else self.fn(sample, extra))
             except Exception as error:
-                replacement = self._error_handler.handle(error, self.locate(), self.position[0])
+                replacement = self._error_handler.handle_error(error, self.locate(), self.position[0])
                 if replacement is not None:
                     return copy_provenance(sample, replacement)
                 self.position[0] += 1
@@ -129,11 +129,11 @@ class RandomMap(PerSample):
         self.label = label
         shard = shard_of(self, shard)
         self._random_key = (shard.seed, shard.index, num_nodes_below(self, RandomMap))
-        self._place_slots = place(self._source)
+        self._id_slots = place(self._source)
 
     def _extra_argument(self) -> np.random.Generator:
         position = self._source.position
-        return generator(f"random_map/{self.label}", *self._random_key, *(position[slot] for slot in self._place_slots))
+        return generator(f"random_map/{self.label}", *self._random_key, *(position[slot] for slot in self._id_slots))
 
     def parameters(self) -> dict[str, Any]:
         return {"label": self.label, **self._fn_identity}

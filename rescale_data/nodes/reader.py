@@ -25,7 +25,7 @@ from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import PositionUpdates
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.decoded.cache import owner_of, room_for
+from rescale_data.sources.decoded.cache import cache_share, owner_of
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import FiledSource, Source, TokenSource
 from rescale_data.state import COUNT_LIMITS, Field, Ints
@@ -97,8 +97,8 @@ class Reader(Node[Any]):
 
     # Defaults on the class: an instance with more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
     _chunk_fetcher: ChunkFetcher | None = None
-    _fetching: FragmentPrefetcher | None = None
-    _proof: RowDigestChecker | None = None
+    _prefetcher: FragmentPrefetcher | None = None
+    _row_checker: RowDigestChecker | None = None
     _blocklist: Blocklist | None = None
     _epoch_views: list[EpochView] | None = None
     _on_evict: Callable[[], None] | None = None
@@ -140,9 +140,9 @@ class Reader(Node[Any]):
         if source.batch_rows > 1:
             self._chunk_fetcher = ChunkFetcher(source)
         if source.reads_ahead and source.fragments is not None:
-            self._fetching = FragmentPrefetcher(source, source.fragments, owner_of(source), self.rows.width)
+            self._prefetcher = FragmentPrefetcher(source, source.fragments, owner_of(source), self.rows.rows_per_window)
         if shard.verify:
-            self._proof = RowDigestChecker(self)
+            self._row_checker = RowDigestChecker(self)
         self._only_row_advances = not shard.verify and not self._leaves_out_rows
 
     @property
@@ -208,7 +208,7 @@ class Reader(Node[Any]):
     @property
     def farthest(self) -> int:
         """The highest epoch that has been read."""
-        return self._farthest_epoch if self._rows is None else max(self._farthest_epoch, self._rows.farthest)
+        return self._farthest_epoch if self._rows is None else max(self._farthest_epoch, self._rows.farthest_epoch)
 
     def drop_order(self) -> None:
         self._farthest_epoch = self.farthest
@@ -238,7 +238,7 @@ class Reader(Node[Any]):
             try:
                 sample = self._read_sample(plan, plan_index)
             except Exception as error:
-                sample = self._guard.handle(error, self.locate(), position[2])
+                sample = self._guard.handle_error(error, self.locate(), position[2])
                 if sample is None:
                     self.advance(position, 1)
                     position[2] += 1
@@ -265,12 +265,12 @@ class Reader(Node[Any]):
             self._end_epoch()
         epoch, row = self.position[0], self.position[1]
         stop_row = row + num_samples
-        if stop_row > self.rows.size(epoch) and stop_row > self.rows.epoch_end(epoch, self.shard.index)[0]:
+        if stop_row > self.rows.num_epoch_rows(epoch) and stop_row > self.rows.epoch_end(epoch, self.shard.index)[0]:
             self._end_epoch()
-        if stop_row > self.rows.size(epoch):  # it goes on at once to other epochs
+        if stop_row > self.rows.num_epoch_rows(epoch):  # it goes on at once to other epochs
             self.position[0], num_before = self.rows.epoch_after_rows(epoch, stop_row, self.shard.index)
             self.position[1], num_samples = 0, stop_row - num_before
-            if self._proof is not None:
+            if self._row_checker is not None:
                 self.position[3] = 0
         return self.advance(self.position, num_samples)
 
@@ -282,7 +282,7 @@ class Reader(Node[Any]):
 
     def to_next_row(self, position: View) -> bool:
         """Advance a position past rows on the blocklist; return true if another row follows in the epoch."""
-        size_of_epoch = self.rows.size
+        size_of_epoch = self.rows.num_epoch_rows
         if self._blocklist is None:
             return position[1] < size_of_epoch(position[0])
         while position[1] < size_of_epoch(position[0]) and (num_blocked := self._num_blocked(position)):
@@ -293,10 +293,10 @@ class Reader(Node[Any]):
 
     def advance(self, position: View, num_rows: int) -> None:
         """Advance a position by ``num_rows`` rows."""
-        if self._proof is not None:
-            position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
+        if self._row_checker is not None:
+            position[3] = self._row_checker.read(position[3], position[0], position[1], num_rows)
         position[1] += num_rows
-        if position[1] >= self.rows.size(position[0]) and self.rows.continues_round(position[0]):
+        if position[1] >= self.rows.num_epoch_rows(position[0]) and self.rows.continues_round(position[0]):
             self.begin_next_epoch(position)
 
     def begin_next_epoch(self, position: View) -> None:
@@ -304,8 +304,8 @@ class Reader(Node[Any]):
 
         A packer has dropped all rows left in the old epoch.
         """
-        if self._proof is not None:
-            self._proof.check(position[0], position[1], position[3])
+        if self._row_checker is not None:
+            self._row_checker.check(position[0], position[1], position[3])
             position[3] = 0
         position[0], position[1] = self.rows.next_epoch(position[0]), 0
 
@@ -317,7 +317,7 @@ class Reader(Node[Any]):
 
     def advances_by_one(self, epoch: int) -> bool:
         """True if reading any row of an epoch only adds 1 to the row number in the position."""
-        return self._proof is None and not self._leaves_out_rows and not self.rows.continues_round(epoch)
+        return self._row_checker is None and not self._leaves_out_rows and not self.rows.continues_round(epoch)
 
     def moves(self, position: View, start: View, num_rows: int) -> tuple[Ints | None, PositionUpdates]:
         """Return the indices of the next rows that are not blocked, and the position update of each of these rows.
@@ -348,8 +348,8 @@ class Reader(Node[Any]):
         unblocked = np.flatnonzero(next_unblocked[:-1] == np.arange(first_index, first_index + num_rows))
         ends = np.append(unblocked[1:], num_rows)  # behind each sample and the rows left out after it
         values_by_slot = {1: start[1] + ends}
-        if self._proof is not None:
-            values_by_slot[3] = self._proof.digests_after_each(start[3], start[0], start[1], num_rows)[ends - 1]
+        if self._row_checker is not None:
+            values_by_slot[3] = self._row_checker.digests_after_each(start[3], start[0], start[1], num_rows)[ends - 1]
         if self._blocklist is not None:
             values_by_slot[len(start) + _BLOCKED] = start[_BLOCKED] + ends - np.arange(1, len(unblocked) + 1)
         moves = PositionUpdates.of([*values_by_slot], np.stack([*values_by_slot.values()], axis=1))
@@ -380,7 +380,7 @@ class Reader(Node[Any]):
             position[_LIST_DIGEST_SLOT] = self._blocklist.digest
 
     def is_blocked(self, position: View) -> bool:
-        in_epoch = position[1] < self.rows.size(position[0])
+        in_epoch = position[1] < self.rows.num_epoch_rows(position[0])
         return self.is_stale(position) and in_epoch and self._num_blocked(position) > 0
 
     def is_lost(self, position: View) -> bool:
@@ -396,12 +396,12 @@ class Reader(Node[Any]):
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         if is_drawn or position[1]:
             position[0], position[1] = position[0] + 1, 0
-            if self._proof is not None:
+            if self._row_checker is not None:
                 position[3] = 0
 
     def verify(self) -> None:
-        if self._proof is not None:
-            self._proof.check(self.position[0], self.position[1], self.position[3])
+        if self._row_checker is not None:
+            self._row_checker.check(self.position[0], self.position[1], self.position[3])
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         source, views = self.source, None
@@ -425,7 +425,7 @@ class Reader(Node[Any]):
             return None
         self._document_column = column
         num_shards = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
-        return FragmentDocuments(self.source, column, self, block_bytes(room_for(self.source), num_shards))
+        return FragmentDocuments(self.source, column, self, block_bytes(cache_share(self.source), num_shards))
 
     def texts(self, column: str) -> TextReader | None:
         if self._guard.skips or self.provenance or not self.source.has_texts:
@@ -438,15 +438,15 @@ class Reader(Node[Any]):
         return source.token_dtype(column) if is_alone and isinstance(source, TokenSource) else None
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
-        if self._fetching is None:
+        if self._prefetcher is None:
             return
         self.seek()
-        if not self._cuts_fragments and not self._fetching.num_windows:
+        if not self._cuts_fragments and not self._prefetcher.num_windows:
             return
         for (epoch, row, *_), shard in zip(rows.tolist(), shards.tolist(), strict=True):
-            if row < self.rows.order(epoch, shard).size:
+            if row < self.rows.order(epoch, shard).num_shard_rows:
                 share = self.rows.share(epoch, shard) if self._cuts_fragments else None
-                self._fetching.begin(self._document_column, self.rows.fragments_around(epoch, row, shard), share)
+                self._prefetcher.begin(self._document_column, self.rows.fragments_around(epoch, row, shard), share)
 
     def epochs_at(self, rows: Ints, shards: Ints) -> npt.NDArray[np.float64]:
         """Return ``float64[M]``, the number of epochs that shards have read, with the fraction of the present epoch."""
@@ -471,7 +471,7 @@ class Reader(Node[Any]):
         next_rows = rows.copy()
         num_left, next_rows[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
         next_rows[:, 1] = 0
-        if self._proof is not None:
+        if self._row_checker is not None:
             next_rows[:, 3] = 0
         return num_left - rows[:, 1], next_rows
 
@@ -483,7 +483,7 @@ class Reader(Node[Any]):
         return {
             "shuffle": "full" if self.rows.is_full else self.rows.window,
             **({"columns": columns} if columns is not None else {}),
-            **({} if self.rows.steps is None else {"global_batch_size": self.shard.global_batch_size}),
+            **({} if self.rows.step_order is None else {"global_batch_size": self.shard.global_batch_size}),
             **({} if self._blocklist is None else {"exclude": self._blocklist.parameters()}),
         }
 
@@ -500,8 +500,8 @@ class Reader(Node[Any]):
     def plan(self, epoch: int, row: int) -> WindowPlan:
         """Return the order of rows in the window around ``row``. If it is new, start to fetch the next windows' fragments."""
         plan, is_new = self.rows.plan(epoch, row)
-        if is_new and self._fetching is not None:
-            self._fetch_ahead(self._fetching, epoch, row)
+        if is_new and self._prefetcher is not None:
+            self._fetch_ahead(self._prefetcher, epoch, row)
         return plan
 
     def _fetch_ahead(self, fetching: FragmentPrefetcher, epoch: int, row: int) -> None:

@@ -29,7 +29,7 @@ class CacheRoom:
         self._node, self._argument, self._num_samples = node, argument_name, num_samples
         self._is_size_checked, self._num_evictions = False, 0
 
-    def check(self, nbytes: int, num_samples: int, *, is_made_again: bool) -> None:
+    def warn_if_full(self, nbytes: int, num_samples: int, *, is_made_again: bool) -> None:
         """Warn once if as many samples as the argument says do not fit for all shards, or if the cache evicts samples.
 
         The size is checked when the full number of samples has been made for the first time.

@@ -37,7 +37,9 @@ class Window(DerivedValue):
     def __init__(self, samples: list[Any], locations: list[str], order: Ints, next_position: View) -> None:
         self.samples: list[Any] = samples
         self.locations, self.order, self.next_position = locations, order.tolist(), next_position
-        self.nbytes = sum(memory_bytes_of((s.arrays, s.lists) if isinstance(s, BatchBuffer) else s) for s in samples)
+        self.nbytes = sum(
+            memory_bytes_of((s.arrays, s.list_columns) if isinstance(s, BatchBuffer) else s) for s in samples
+        )
 
     def __len__(self) -> int:
         return len(self.order)
@@ -96,19 +98,19 @@ class Shuffle(Node[Any]):
         self._is_source_bound = True  # false if the source has ended, and has to be bound again
 
     def next(self) -> Any:
-        return written_sample(self) if self.writes else self._draw()
+        return written_sample(self) if self.writes else self._draw_sample()
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
-        sample: BatchBuffer = self._draw()
+        sample: BatchBuffer = self._draw_sample()
         for name, array in sample.arrays.items():
             buffer.arrays[name][place] = array[0]
-        for name, [value] in sample.lists.items():
+        for name, [value] in sample.list_columns.items():
             buffer.add(name, value)
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
         if self.writes:  # then all samples have the same size
             sample_bytes = sum(length * dtype.itemsize for length, dtype in self.writes.values())
-            self._cache_room_warner.check(self.window * sample_bytes, self.window, is_made_again=False)
+            self._cache_room_warner.warn_if_full(self.window * sample_bytes, self.window, is_made_again=False)
 
     def skip(self, num_samples: int) -> None:
         """Skip samples: whole windows by `skip` of the source if it knows how many are left, the others by drawing them."""
@@ -127,7 +129,7 @@ class Shuffle(Node[Any]):
                 self._is_window_cached = False
                 num_samples -= num_windows * self.window
             else:
-                self._draw()
+                self._draw_sample()
                 num_samples -= 1
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
@@ -144,12 +146,12 @@ class Shuffle(Node[Any]):
     def parameters(self) -> dict[str, Any]:
         return {"window": self.window}
 
-    def _draw(self) -> Any:
+    def _draw_sample(self) -> Any:
         """Return the next sample, or a batch buffer that holds it; raise `StopIteration` at the end of the epoch."""
         window: Window | None = cache().get(self._cache_key) if self._is_window_cached else None
         if window is None:
             window = self._make_window()
-            self._cache_room_warner.check(window.nbytes, len(window), is_made_again=self._is_window_cached)
+            self._cache_room_warner.warn_if_full(window.nbytes, len(window), is_made_again=self._is_window_cached)
             if self.position[_EMITTED_SLOT] >= len(window):
                 raise DataStateError(BAD_STATE_MESSAGE)
             cache().put(self._cache_key, window)

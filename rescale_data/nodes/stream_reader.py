@@ -19,7 +19,7 @@ from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 _log = logging.getLogger("rescale_data")
 _warned_sources: set[str] = set()
-_EPOCH_SLOT, _STREAM_SLOT, _ROW_COUNT_SLOT, _LENGTH, _STATE_SLOT = range(5)
+_EPOCH_SLOT, _STREAM_SLOT, _ROW_COUNT_SLOT, _STATE_LENGTH, _STATE_SLOT = range(5)
 
 
 class StreamReader(Node[Any]):
@@ -110,7 +110,7 @@ class StreamReader(Node[Any]):
         self._rows = None
         self.position[_EPOCH_SLOT], self.position[_STREAM_SLOT], self.position[_ROW_COUNT_SLOT] = epoch, stream_index, 0
         if self.source.keeps == "state":
-            self.position[_LENGTH] = 0
+            self.position[_STATE_LENGTH] = 0
             _stream_state_bytes(self.position)[:] = bytes(len(_stream_state_bytes(self.position)))
 
     def _open(self) -> Iterator[Any]:
@@ -130,7 +130,7 @@ class StreamReader(Node[Any]):
     def _restore_stream(self, stream: object) -> bool:
         """Keep the state of a stream, or of its iterator, from now on if it has one; return True if a state was loaded."""
         self._stateful_stream = stream if self.source.keeps == "state" and isinstance(stream, Stateful) else None
-        state_length = self.position[_LENGTH] if self._stateful_stream is not None else 0
+        state_length = self.position[_STATE_LENGTH] if self._stateful_stream is not None else 0
         if self._stateful_stream is None or not state_length:
             return False
         try:
@@ -159,8 +159,8 @@ class StreamReader(Node[Any]):
             )
         state_view = _stream_state_bytes(self.position)
         state_view[: len(state)] = state
-        state_view[len(state) : self.position[_LENGTH]] = bytes(max(0, self.position[_LENGTH] - len(state)))
-        self.position[_LENGTH] = len(state)
+        state_view[len(state) : self.position[_STATE_LENGTH]] = bytes(max(0, self.position[_STATE_LENGTH] - len(state)))
+        self.position[_STATE_LENGTH] = len(state)
 
 
 def _state_fields(num_bytes: int) -> tuple[Field, ...]:

@@ -21,7 +21,7 @@ from rescale_data.nodes.below import epoch_end_of_source, has_provenance, may_ch
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import DocumentsUntilError
 from rescale_data.nodes.function import require_function
-from rescale_data.nodes.guard import OnError, described, guard_of
+from rescale_data.nodes.guard import OnError, describe, guard_of
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.room import CacheRoom
 from rescale_data.nodes.tokenized import NUM_FIRST_TEXTS, TokenizedDocuments, TokenizedSamples
@@ -47,17 +47,17 @@ class _Mark(Enum):
 
 
 @dataclass(frozen=True)
-class Batch(DerivedValue):
+class TokenBatch(DerivedValue):
     """Samples that were tokenized together, each with the source's position after it; a mark replaces a missing sample.
 
     Args:
         locations: The location of each sample, for messages.
-        entries: Sample or mark, and the position of the source after it.
+        samples_and_positions: Sample or mark, and the position of the source after it.
         nbytes: Size for the cache.
     """
 
     locations: list[str]
-    entries: list[tuple[dict[str, Any] | _Mark, View]]
+    samples_and_positions: list[tuple[dict[str, Any] | _Mark, View]]
     nbytes: int
 
 
@@ -165,21 +165,23 @@ class Tokenize(Node[dict[str, Any]]):
         return {"column": self.column, "into": self.into, "tokenizer": self._tokenizer_fingerprint()}
 
     def locate(self) -> str:
-        batch: Batch | None = cache().get(self._cache_key) if self._index > 0 else None
+        batch: TokenBatch | None = cache().get(self._cache_key) if self._index > 0 else None
         return "" if batch is None or self._index > len(batch.locations) else batch.locations[self._index - 1]
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"skipped_rows": float(rows[:, 0].sum())}
 
     def _next_entry(self) -> tuple[dict[str, Any] | _Mark, View]:
-        batch: Batch | None = cache().get(self._cache_key) if self._index >= 0 else None
-        if batch is None or self._index == len(batch.entries):
+        batch: TokenBatch | None = cache().get(self._cache_key) if self._index >= 0 else None
+        if batch is None or self._index == len(batch.samples_and_positions):
             was_dropped = batch is None and self._index >= 0
             batch, self._index = self._load_batch(), 0
-            self._cache_room_warner.check(batch.nbytes, len(batch.entries), is_made_again=was_dropped)
+            self._cache_room_warner.warn_if_full(
+                batch.nbytes, len(batch.samples_and_positions), is_made_again=was_dropped
+            )
             cache().put(self._cache_key, batch)
         self._index += 1
-        return batch.entries[self._index - 1]
+        return batch.samples_and_positions[self._index - 1]
 
     def open_documents(self, column: str) -> DocumentReader | None:
         nodes = [node for _, node in self.walk()]
@@ -199,7 +201,7 @@ class Tokenize(Node[dict[str, Any]]):
         The node moves to the last of these positions.
         """
         tokens_and_positions: list[tuple[Tokens, View]] = []
-        for sample, next_position in self._load_batch(max_texts).entries:
+        for sample, next_position in self._load_batch(max_texts).samples_and_positions:
             if tokens_and_positions and isinstance(sample, _Mark):
                 break
             self._bookmark[:] = next_position
@@ -207,7 +209,7 @@ class Tokenize(Node[dict[str, Any]]):
                 tokens_and_positions.append((sample[self.into], copy_of(self.position)))
         return tokens_and_positions
 
-    def _load_batch(self, max_texts: int = sys.maxsize) -> Batch:
+    def _load_batch(self, max_texts: int = sys.maxsize) -> TokenBatch:
         """Draw and tokenize the samples after the last yielded one, up to ``max_texts``."""
         if self._source.position != self._bookmark:
             go_to(self._source, self._bookmark)
@@ -220,9 +222,9 @@ class Tokenize(Node[dict[str, Any]]):
             next_positions.append(copy_of(self._source.position))
         self._num_next_texts = min(2 * self._num_next_texts, self.batch_size)
         tokens = self._tokenize(samples, locations)
-        tokenized = [self._sample(*pair) for pair in zip(samples, tokens, strict=True)]
+        tokenized = [self._with_tokens(*pair) for pair in zip(samples, tokens, strict=True)]
         entries = list(zip([*tokenized, _Mark.END], next_positions, strict=False))
-        return Batch(locations, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
+        return TokenBatch(locations, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
 
     def _tokenize(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:
         try:
@@ -239,7 +241,7 @@ class Tokenize(Node[dict[str, Any]]):
             try:
                 tokens_of_sample = self._tokens([sample])
             except Exception as error:
-                replacement = self._guard.handle(error, location, num_failed)
+                replacement = self._guard.handle_error(error, location, num_failed)
                 num_failed += replacement is None
                 tokens.append(None if replacement is None else _to_token_array(replacement))
                 continue
@@ -255,12 +257,12 @@ class Tokenize(Node[dict[str, Any]]):
         text = sample.get(self.column) if isinstance(sample, Mapping) else None
         if not isinstance(text, str):
             raise ValueError(
-                f"Tokenize(column={self.column!r}) was given a sample with {described(sample)}, and under that key a "
+                f"Tokenize(column={self.column!r}) was given a sample with {describe(sample)}, and under that key a "
                 f"{type(text).__name__}. Yield dicts with a string there."
             )
         return text
 
-    def _sample(self, sample: Mapping[str, Any], tokens: Tokens | None) -> dict[str, Any] | _Mark:
+    def _with_tokens(self, sample: Mapping[str, Any], tokens: Tokens | None) -> dict[str, Any] | _Mark:
         if tokens is None:
             return _Mark.FAILED
         return {**{key: value for key, value in sample.items() if key != self.column}, self.into: tokens}

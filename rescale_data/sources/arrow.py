@@ -14,7 +14,7 @@ from rescale_data.sources.arrow_types import ArrowArray, ArrowBuffer, ArrowSchem
 from rescale_data.sources.decoded.cache import open_files, owner_of
 from rescale_data.sources.decoded.place import Place
 from rescale_data.sources.files.paths import Files, Paths
-from rescale_data.sources.files.ranges import Ranges
+from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cumulative_sums, group_pieces
 from rescale_data.sources.saved_dataset import data_files
@@ -69,7 +69,7 @@ class ArrowSource(TableSource):
         return super().find_files(data_files(paths, storage_options, remote), storage_options, remote)
 
     def _footer(self, file: int) -> Footer:
-        ranges = self._files.ranges(file)
+        ranges = self._files.reader_of(file)
         blocks, has_footer = ipc.read_blocks(ranges), ipc.is_file_format(ranges)
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
@@ -87,17 +87,17 @@ class ArrowSource(TableSource):
         return Footer(rows, nbytes, locations, file_kind)
 
     def _open(self, file: int) -> _OpenArrowFile:
-        return _OpenArrowFile(self._files.ranges(file))
+        return _OpenArrowFile(self._files.reader_of(file))
 
     def _raw_byte_range(self, fragment: int) -> tuple[int, int] | None:
         file = self._index.file_of(fragment)
-        if self._index.kind(file)["is_compressed"] or self._needs_reader(file, self._schema.names):
+        if self._index.facts_of(file)["is_compressed"] or self._needs_reader(file, self._schema.names):
             return None
         return self._byte_range(fragment)
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
         file = self._index.file_of(fragment)
-        if self._files.filesystem is not None or self._index.kind(file)["is_compressed"]:
+        if self._files.filesystem is not None or self._index.facts_of(file)["is_compressed"]:
             return super()._load_tokens(column, fragment)
         open_file: _OpenArrowFile = self._file_handle(file)
         data = open_file.ranges.read(*self._byte_range(fragment))
@@ -133,7 +133,7 @@ class ArrowSource(TableSource):
         if self._needs_reader(file, columns):
             return self._read_columns(file, self._batches(fragment), columns)
         offset, length = self._byte_range(fragment)
-        data = self._bytes(fragment, (offset, length))
+        data = self._read_raw_bytes(fragment, (offset, length))
         return _read_messages(data, self._file_schema(file), ipc.read_messages(data)).select(list(columns))
 
     def _batches(self, fragment: int) -> range:
@@ -148,7 +148,7 @@ class ArrowSource(TableSource):
 
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
         """True if columns must be read through the file's footer: to decompress only some of them, or to find dictionaries."""
-        schema, has_footer = self._file_schema(file), self._index.kind(file)["has_footer"]
+        schema, has_footer = self._file_schema(file), self._index.facts_of(file)["has_footer"]
         return has_footer and (set(columns) != set(schema.names) or has_dictionary(schema))
 
     def _read_columns(self, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
@@ -157,7 +157,7 @@ class ArrowSource(TableSource):
         read_options = pa.ipc.IpcReadOptions(included_fields=field_indices)
         key = (owner_of(self), file, "reader", *field_indices)
         source_file = ranges.as_arrow()
-        reader: Any = open_files().make(key, lambda: pa.ipc.open_file(source_file, options=read_options))
+        reader: Any = open_files().get_or_make(key, lambda: pa.ipc.open_file(source_file, options=read_options))
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))
 
 
@@ -171,7 +171,7 @@ class _OpenArrowFile:
         validated_columns: Fragments whose columns were checked: the fragment and the names of the columns.
     """
 
-    ranges: Ranges
+    ranges: RangeReader
     column_places: dict[tuple[str, int], Place | None] = field(default_factory=dict[tuple[str, int], Place | None])
     validated_columns: set[tuple[int | str, ...]] = field(default_factory=set[tuple[int | str, ...]])
 

@@ -89,21 +89,21 @@ def has_floats(kind: ArrowType) -> bool:
     return kinds.is_floating(kind) or any(has_floats(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def filtered_footer(footer: Footer, matches: dict[int, Ints]) -> Footer:
+def filtered_footer(footer: Footer, matching_rows: dict[int, Ints]) -> Footer:
     """Return the footer of a file, reduced to the rows that match a filter.
 
     Args:
         footer: Footer with all rows of the file.
-        matches: Rows of each fragment that match, by fragment; a fragment that is missing here has none.
+        matching_rows: Rows of each fragment that match, by fragment; a fragment that is missing here has none.
     """
-    fragments = [fragment for fragment, rows in sorted(matches.items()) if len(rows)]
-    match_counts = np.array([len(matches[fragment]) for fragment in fragments], dtype=np.int64)
-    first_rows = np.cumsum(footer.rows) - footer.rows
+    fragments = [fragment for fragment, rows in sorted(matching_rows.items()) if len(rows)]
+    match_counts = np.array([len(matching_rows[fragment]) for fragment in fragments], dtype=np.int64)
+    first_rows = np.cumsum(footer.row_counts) - footer.row_counts
     return Footer(
         match_counts,
-        footer.nbytes[fragments] * match_counts // np.maximum(1, footer.rows[fragments]),
+        footer.nbytes[fragments] * match_counts // np.maximum(1, footer.row_counts[fragments]),
         {**{name: values[fragments] for name, values in footer.locations.items()}, "base": first_rows[fragments]},
-        footer.kind,
-        np.concatenate([np.zeros(0, np.int64), *(matches[fragment] for fragment in fragments)]).astype(np.uint32),
-        unfiltered_rows=int(footer.rows.sum()),
+        footer.format_facts,
+        np.concatenate([np.zeros(0, np.int64), *(matching_rows[fragment] for fragment in fragments)]).astype(np.uint32),
+        unfiltered_rows=int(footer.row_counts.sum()),
     )

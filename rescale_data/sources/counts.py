@@ -63,7 +63,7 @@ class ReadCounters:
 _counts = ReadCounters()
 
 
-def counts() -> ReadCounters:
+def read_counters() -> ReadCounters:
     """Return the counters of this process."""
     return _counts
 

@@ -11,12 +11,12 @@ from typing import Any, Protocol, TypeVar
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.counts import READ_BYTES, counts
+from rescale_data.sources.counts import READ_BYTES, read_counters
 from rescale_data.sources.decoded.ahead import fetch_runner
-from rescale_data.sources.decoded.cache import DerivedValue, Sized, cache, open_files, owner_of, room_for
+from rescale_data.sources.decoded.cache import DerivedValue, Sized, cache, cache_share, open_files, owner_of
 from rescale_data.sources.decoded.interest import num_sources_and_shards
 from rescale_data.sources.decoded.pieces import Share
-from rescale_data.sources.files.ranges import Ranges
+from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.fragmented import FragmentedSource
 
 V = TypeVar("V", bound=Sized)
@@ -73,7 +73,7 @@ class FileSource(FragmentedSource):
         del fragment
         return None
 
-    def _range_reader(self, file: int) -> Ranges:
+    def _range_reader(self, file: int) -> RangeReader:
         """Return an object that reads byte ranges of an open file. Called only if `_raw_byte_range` is not `None`."""
         return self._file_handle(file).ranges
 
@@ -90,7 +90,7 @@ class FileSource(FragmentedSource):
         return self._files.filesystem is not None and self._files.remote.read_ahead
 
     def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
-        key = self._key(fragment, column, share)
+        key = self._cache_key(fragment, column, share)
         if not self.reads_ahead or cache().get(key) is not None:
             return
         byte_range = self._raw_byte_range(fragment) if share is None else None
@@ -102,12 +102,12 @@ class FileSource(FragmentedSource):
     def _fill_cache(self, column: str | None, fragment: int, share: Share | None) -> None:
         """Put a fragment into the cache before it is needed. Runs in a background thread, once at a time for a key."""
         del column, share  # a format with token columns or pieces overrides this
-        self._get_or_make(self._key(fragment), partial(self._load, fragment))
+        self._get_or_make(self._cache_key(fragment), partial(self._load, fragment))
 
     def _fetch_bytes(self, cache_key: tuple[Any, ...], file: int, byte_range: tuple[int, int]) -> None:
         self._get_or_make(cache_key, lambda: FetchedBytes(self._range_reader(file).read(*byte_range)))
 
-    def _bytes(self, fragment: int, byte_range: tuple[int, int]) -> ArrowBuffer:
+    def _read_raw_bytes(self, fragment: int, byte_range: tuple[int, int]) -> ArrowBuffer:
         """Return the bytes of a fragment; they were fetched ahead, or are read now."""
         key = self._bytes_key(fragment)
         if self.reads_ahead:
@@ -136,7 +136,7 @@ class FileSource(FragmentedSource):
         with cache().lock_for(key):
             cached: FileIndex | None = cache().get(key)
             file_index = FileIndex(fetch()) if cached is None else cached
-            if read_soon or file_index.nbytes * len(self._files.names) <= room_for(self) // 16:
+            if read_soon or file_index.nbytes * len(self._files.names) <= cache_share(self) // 16:
                 cache().register(self)
                 cache().put(key, file_index)
         return file_index.data
@@ -149,7 +149,7 @@ class FileSource(FragmentedSource):
         return self._index.location("offset", fragment), self._index.location("length", fragment)
 
     def _rows(self, fragment: int) -> FragmentRows:
-        key = self._key(fragment)
+        key = self._cache_key(fragment)
         return cache().get(key) or self._read(key, fragment, self._load)
 
     def _read(self, key: tuple[Any, ...], fragment: int, load: Callable[[int], V], *, cached: bool = True) -> V:
@@ -165,13 +165,13 @@ class FileSource(FragmentedSource):
     def _record_file_reading(self, fragment: int) -> Generator[None]:
         """Name the file that this thread waits for, in counters and in errors."""
         file = self._index.file_of(fragment)
-        with counts().reading(self._files.path(file)), self._name_file_in_errors(file):
+        with read_counters().reading(self._files.path(file)), self._name_file_in_errors(file):
             yield
 
     def _get_or_make(self, cache_key: tuple[Any, ...], make_value: Callable[[], V]) -> V:
         """Return the value at a key of the cache. If it is missing, one thread makes it while the others wait."""
         cache().register(self)
-        return cache().make(cache_key, lambda: _count_read_bytes(make_value()))
+        return cache().get_or_make(cache_key, lambda: _count_read_bytes(make_value()))
 
     def _may_stay_cached(self, fragment: int) -> bool:
         """True if a memory-mapped fragment may stay in the cache; False for some fragments if not all of them fit.
@@ -181,20 +181,20 @@ class FileSource(FragmentedSource):
         to the fragments that are being read.
         """
         num_sources, num_shards = num_sources_and_shards(owner_of(self))
-        room_bytes = room_for(self)
+        room_bytes = cache_share(self)
         spare_bytes = room_bytes - 2 * num_sources * num_shards * self.fragment_bytes
         total_bytes = num_sources * len(self._index) * self.fragment_bytes
         if self._files.filesystem is not None or total_bytes <= room_bytes or 2 * spare_bytes < room_bytes:
             return True
         return fragment * _HASH_MULTIPLIER % 2**32 * total_bytes < spare_bytes * 2**32
 
-    def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
+    def _cache_key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
         """Return the cache key of a fragment, of one of its columns, or of the piece that one logical shard reads."""
         column_key = () if column is None else (column,)
-        return (owner_of(self), fragment, *column_key, *(() if share is None else ("piece", share.key)))
+        return (owner_of(self), fragment, *column_key, *(() if share is None else ("piece", share.share_key)))
 
     def _file_handle(self, file: int) -> Any:
-        return open_files().make((owner_of(self), file), lambda: self._open(file))
+        return open_files().get_or_make((owner_of(self), file), lambda: self._open(file))
 
     def _bad_row_error(self, index: int, bad_row: BadRow) -> ValueError:
         return ValueError(f"{self.locate(index)}: {bad_row}")
@@ -202,5 +202,5 @@ class FileSource(FragmentedSource):
 
 def _count_read_bytes(decoded: V) -> V:
     if not isinstance(decoded, FetchedBytes):
-        counts().add(READ_BYTES, decoded.nbytes)
+        read_counters().add(READ_BYTES, decoded.nbytes)
     return decoded

@@ -95,7 +95,7 @@ class FragmentedSource(FiledSource):
                 f"index_dir=, a folder that they share."
             )
         try:
-            return KnownFiles.load(self._folder.open(self._files, self._read_footers), self._files)
+            return KnownFiles.load(self._folder.open_index(self._files, self._read_footers), self._files)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise PermissionError(
@@ -153,20 +153,20 @@ class FragmentedSource(FiledSource):
 
     def manifest(self) -> Mapping[str, Any]:
         """Return a manifest with the list of files; with ``index_dir=``, whose index has the list, with digests of folders."""
-        full_manifest = {"format": self.FORMAT, FILES: self._known_files.entries()}
+        full_manifest = {"format": self.FORMAT, FILES: self._known_files.manifest_entries()}
         return full_manifest if self._index_dir is None else fold(full_manifest)
 
     def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if FILES in manifest:
             return manifest
         other_fields = {key: value for key, value in manifest.items() if key != FOLDERS}
-        manifests = ({**other_fields, FILES: files.entries()} for files in self._all_known_files())
+        manifests = ({**other_fields, FILES: files.manifest_entries()} for files in self._all_known_files())
         return next((full_manifest for full_manifest in manifests if fold(full_manifest) == manifest), None)
 
     def _all_known_files(self) -> Iterator[KnownFiles]:
         """Yield files with their fragments: the current ones, then the ones in each index of ``index_dir``, newest first."""
         yield self._known_files
-        for bundle in () if self._index_dir is None else self._folder.indices():
+        for bundle in () if self._index_dir is None else self._folder.index_bundles():
             yield KnownFiles.load(bundle, self._files)
 
     def subset(self, manifest: Mapping[str, Any]) -> Ints:

@@ -23,19 +23,19 @@ class Footer:
     """The fragments of one file, known before any of its data is read.
 
     Args:
-        rows: ``int64[F]``, the number of rows of each fragment.
+        row_counts: ``int64[F]``, the number of rows of each fragment.
         nbytes: ``int64[F]``, the bytes that each fragment takes in memory, estimated.
         locations: Arrays ``int64[F]`` by name, from which the format finds a fragment in the file.
-        kind: Facts of the file that the format needs, as JSON values. Equal facts of many files are kept once.
+        format_facts: Facts of the file that the format needs, as JSON values. Equal facts of many files are kept once.
         chosen: ``uint32[sum of rows]``, for each row that a filter kept its number in the fragment; `None` without a filter.
         arrays: Other arrays that the format keeps of the file, in a part of the index that holds this file alone.
         unfiltered_rows: The number of rows of the file, the ones that a filter left out included; unused without a filter.
     """
 
-    rows: Ints
+    row_counts: Ints
     nbytes: Ints
     locations: Mapping[str, Ints] = field(default_factory=dict[str, Ints])
-    kind: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    format_facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chosen: npt.NDArray[np.uint32] | None = None
     arrays: NamedArrays = field(default_factory=dict[str, npt.NDArray[Any]])
     unfiltered_rows: int = 0
@@ -50,7 +50,7 @@ class Fragments:
         nbytes: ``int64[F]``, the bytes that each fragment takes in memory, estimated.
         locations: Arrays ``int64[F]`` by name, see `Footer`.
         files: ``int64[files + 1]``, the first fragment of each file, and the number of fragments.
-        kinds: The different ``Footer.kind`` of the files, each once.
+        kinds: The different ``Footer.format_facts`` of the files, each once.
         kind_of: ``int32[files]``, the index of each file's kind in ``kinds``.
         chosen: See `Footer`.
         unfiltered_rows: ``int64[files]``, see `Footer`; `None` without a filter.
@@ -74,7 +74,7 @@ class Fragments:
     def location(self, name: str, fragment: int) -> int:
         return int(self.locations[name][fragment])
 
-    def kind(self, file: int) -> Mapping[str, Any]:
+    def facts_of(self, file: int) -> Mapping[str, Any]:
         return self.kinds[int(self.kind_of[file])]
 
     def first_row(self, file: int) -> int:
@@ -95,12 +95,12 @@ class Fragments:
             np.diff(self.starts[fragment_range.start : fragment_range.stop + 1]),
             self.nbytes[fragment_range],
             {name: values[fragment_range] for name, values in self.locations.items()},
-            self.kind(file),
+            self.facts_of(file),
             None if self.chosen is None else self.chosen[row_range],
             unfiltered_rows=0 if self.unfiltered_rows is None else int(self.unfiltered_rows[file]),
         )
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return all arrays of the fragments, by name, as an index stores them; `load` reads them back."""
         base_arrays = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
         filter_fields = {_CHOSEN_ARRAY: self.chosen, _UNFILTERED_ROWS_ARRAY: self.unfiltered_rows}
@@ -117,7 +117,7 @@ class Fragments:
         base_arrays = {name: load_array(name) for name in ("starts", "nbytes", "files", "kind_of")}
         locations = {name.removeprefix(_PLACE): load_array(name) for name in bundle.names if name.startswith(_PLACE)}
         filtering = {name: load_array(name) for name in (_CHOSEN_ARRAY, _UNFILTERED_ROWS_ARRAY) if name in bundle.names}
-        return Fragments(**base_arrays, **filtering, locations=locations, kinds=bundle.facts["kinds"])
+        return Fragments(**base_arrays, **filtering, locations=locations, kinds=bundle.json_metadata["kinds"])
 
 
 def join_footers(footers: Sequence[Footer]) -> Fragments:
@@ -126,15 +126,15 @@ def join_footers(footers: Sequence[Footer]) -> Fragments:
     distinct_kinds: list[Mapping[str, Any]] = []
     kind_index_by_file: list[int] = []
     for footer in footers:
-        kind_index = kind_indices.setdefault(repr(footer.kind), len(kind_indices))
+        kind_index = kind_indices.setdefault(repr(footer.format_facts), len(kind_indices))
         if kind_index == len(distinct_kinds):
-            distinct_kinds.append(footer.kind)
+            distinct_kinds.append(footer.format_facts)
         kind_index_by_file.append(kind_index)
     return Fragments(
-        cumulative_sums(_joined([footer.rows for footer in footers])),
+        cumulative_sums(_joined([footer.row_counts for footer in footers])),
         _joined([footer.nbytes for footer in footers]),
         {name: _joined([footer.locations[name] for footer in footers]) for name in footers[0].locations},
-        cumulative_sums(np.array([len(footer.rows) for footer in footers], dtype=np.int64)),
+        cumulative_sums(np.array([len(footer.row_counts) for footer in footers], dtype=np.int64)),
         distinct_kinds,
         np.array(kind_index_by_file, dtype=np.int32),
         None if footers[0].chosen is None else np.concatenate([_chosen_or_empty(footer.chosen) for footer in footers]),

@@ -62,7 +62,7 @@ class IndexFolder:
         """The values that identify an index: ``identity``, and the version of the index format."""
         return {"version": _INDEX_FORMAT_VERSION, **self.identity}
 
-    def open(self, files: Files, read_footers: ReadFooters) -> Bundle:
+    def open_index(self, files: Files, read_footers: ReadFooters) -> Bundle:
         """Return the index of these files, memory-mapped; it is written first if it is missing or damaged.
 
         Args:
@@ -76,10 +76,10 @@ class IndexFolder:
         try:
             bundle = Bundle(path)
         except (FileNotFoundError, ValueError):
-            bundle = self._make(path, files, read_footers)
+            bundle = self._make_index(path, files, read_footers)
         return self._require_own_index(bundle)
 
-    def indices(self) -> Iterator[Bundle]:
+    def index_bundles(self) -> Iterator[Bundle]:
         """Yield all indices in the folder, the newest first."""
         for path in self._index_paths(""):
             with suppress(FileNotFoundError, ValueError):
@@ -87,11 +87,11 @@ class IndexFolder:
 
     def _require_own_index(self, bundle: Bundle) -> Bundle:
         """Return ``bundle``; raise ``ValueError`` if it is not an index of this source."""
-        if bundle.facts.get("about") != json.loads(json.dumps(self._identity)):
+        if bundle.json_metadata.get("about") != json.loads(json.dumps(self._identity)):
             raise ValueError(
-                f"{bundle.path} is an index of {bundle.facts.get('about')}, not of {self._identity}. Delete it."
+                f"{bundle.path} is an index of {bundle.json_metadata.get('about')}, not of {self._identity}. Delete it."
             )
-        if bundle.facts.get("listing", "") not in os.path.basename(bundle.path):
+        if bundle.json_metadata.get("listing", "") not in os.path.basename(bundle.path):
             raise ValueError(f"{bundle.path} is an index of other files, under a name that is not its own. Delete it.")
         return bundle
 
@@ -115,12 +115,12 @@ class IndexFolder:
                         write_times[entry.path] = entry.stat().st_mtime_ns
         yield from sorted(write_times, key=write_times.__getitem__, reverse=True)
 
-    def _make(self, path: str, files: Files, read_footers: ReadFooters) -> Bundle:
+    def _make_index(self, path: str, files: Files, read_footers: ReadFooters) -> Bundle:
         footers = self._unchanged_footers(files)
         os.makedirs(self.folder, exist_ok=True)
-        to_read = [file for file, name in enumerate(files.names) if name not in footers]
-        _log.info("%s: %d of %d files are read for its index, %s", files.root, len(to_read), len(files.names), path)
-        chunks = [to_read[start : start + self.files_a_part] for start in range(0, len(to_read), self.files_a_part)]
+        new_files = [file for file, name in enumerate(files.names) if name not in footers]
+        _log.info("%s: %d of %d files are read for its index, %s", files.root, len(new_files), len(files.names), path)
+        chunks = [new_files[start : start + self.files_a_part] for start in range(0, len(new_files), self.files_a_part)]
         files_by_part = {self.part_path(files.select(chunk)): chunk for chunk in chunks}
         self._make_parts(files_by_part, read_footers)
         for target, chunk in files_by_part.items():
@@ -153,7 +153,7 @@ class IndexFolder:
                 continue
             earlier_files, index, probes = listed_files(bundle, files), Fragments.load(bundle), Strings(bundle, _PROBES)
             ids = {name: file for file, name in enumerate(earlier_files.names)}
-            if warns_of_missing and bundle.facts["given"] == self.paths_digest:
+            if warns_of_missing and bundle.json_metadata["given"] == self.paths_digest:
                 warns_of_missing = False
                 if missing_names := sorted(ids.keys() - {*files.names}):
                     _log.warning("%s: %s are in its index, and no longer there.", files.root, _first_few(missing_names))
@@ -181,7 +181,7 @@ class IndexFolder:
         facts: dict[str, Any] = {"about": self._identity, "given": self.paths_digest}
         facts |= {"listing": _listing_digest(files), "kinds": list(fragments.kinds)}
         extra = {**string_arrays(_PROBES, files.probes()), **string_arrays(_PARTS, [*numbers]), _PART_OF: part_ids}
-        write_bundle(path, facts, {**fragments.arrays(), **_listing_arrays(files), **extra})
+        write_bundle(path, facts, {**fragments.to_arrays(), **_listing_arrays(files), **extra})
 
 
 def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, *, wait: bool = True) -> Bundle | None:
@@ -194,11 +194,11 @@ def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, 
         wait: Whether to wait for a process that is making the part. If not, return `None` in that case.
     """
 
-    def write(temporary: str) -> None:
+    def write(temporary_path: str) -> None:
         footers = read_footers(files)
         fragments = join_footers(footers)
         format_arrays = {_FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
-        write_bundle(temporary, {"kinds": list(fragments.kinds)}, {**fragments.arrays(), **format_arrays})
+        write_bundle(temporary_path, {"kinds": list(fragments.kinds)}, {**fragments.to_arrays(), **format_arrays})
 
     return open_or_create(index_part, Bundle, write, wait_for_writer=wait)
 

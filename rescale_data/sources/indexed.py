@@ -22,7 +22,7 @@ from rescale_data.sources.files.blocks import BlockRangeReader, codec_of, decomp
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.once import open_or_create
 from rescale_data.sources.files.paths import Paths
-from rescale_data.sources.files.ranges import Ranges
+from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragmented import DEFAULT_CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Footer, NamedArrays, adjacent_locations, group_pieces
@@ -51,7 +51,7 @@ def make_footer(starts: Ints, arrays: NamedArrays, facts: Mapping[str, Any] | No
 class OpenIndexedFile:
     """An open file, and the part of the index that describes only this file."""
 
-    ranges: Ranges
+    ranges: RangeReader
     index_part: Bundle
 
     def array(self, name: str) -> npt.NDArray[Any]:
@@ -93,7 +93,7 @@ class IndexedSource(FileSource):
         )
 
     @abstractmethod
-    def _scan_file(self, range_reader: Ranges) -> Footer:
+    def _scan_file(self, range_reader: RangeReader) -> Footer:
         """Find the rows of a file by reading all of it; raise ``ValueError`` if the file is damaged."""
 
     def _map_index(self) -> KnownFiles:
@@ -129,18 +129,19 @@ class IndexedSource(FileSource):
         first_row, stop_row = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         return open_file, slice(first_row, stop_row), np.array(open_file.array("starts")[first_row : stop_row + 1])
 
-    def _open_range_reader(self, file: int, part_path: str) -> Ranges:
+    def _open_range_reader(self, file: int, part_path: str) -> RangeReader:
         """Return an object that reads byte ranges of a file.
 
         A compressed file is first copied, if there is no copy yet, into blocks for random access.
         """
         codec = codec_of(self._files.names[file])
         if codec is None:
-            return self._files.ranges(file)
+            return self._files.reader_of(file)
         copy_path = os.path.splitext(part_path)[0] + ".rdblocks"
         open_copy = partial(BlockRangeReader, store=self._files.store)
         return cast(
-            Ranges, open_or_create(copy_path, open_copy, lambda temp: self._write_copy(file, codec, copy_path, temp))
+            RangeReader,
+            open_or_create(copy_path, open_copy, lambda temp: self._write_copy(file, codec, copy_path, temp)),
         )
 
     def _write_copy(self, file: int, codec: str, copy_path: str, temporary_path: str) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema
-from rescale_data.sources.files.ranges import Ranges
+from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.state import Ints
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -47,12 +47,12 @@ class RecordBatchBlocks:
         return self.offset + self.metadata_size + self.body_size
 
 
-def is_file_format(file: Ranges) -> bool:
+def is_file_format(file: RangeReader) -> bool:
     """True if a file is in the file format, which has a footer; False if it is in the stream format."""
     return file.read(0, len(MAGIC)).to_pybytes() == MAGIC
 
 
-def read_blocks(file: Ranges) -> RecordBatchBlocks:
+def read_blocks(file: RangeReader) -> RecordBatchBlocks:
     """Return offsets and sizes of the record batches of a file in either format; ``ValueError`` if it was cut off."""
     blocks = _footer_blocks(file) if is_file_format(file) else _stream_blocks(file)
     if len(blocks) and int(blocks.stop.max()) > file.size:
@@ -60,14 +60,14 @@ def read_blocks(file: Ranges) -> RecordBatchBlocks:
     return blocks
 
 
-def read_schema(file: Ranges, blocks: RecordBatchBlocks) -> ArrowSchema:
+def read_schema(file: RangeReader, blocks: RecordBatchBlocks) -> ArrowSchema:
     """Return the schema of a file, which is stored before the first record batch."""
     start = 8 if is_file_format(file) else 0
     stop = int(blocks.offset[0]) if len(blocks) else file.size
     return pa.ipc.read_schema(file.read(start, stop - start))
 
 
-def read_row_counts(file: Ranges, blocks: RecordBatchBlocks) -> Ints:
+def read_row_counts(file: RangeReader, blocks: RecordBatchBlocks) -> Ints:
     """Return ``int64[B]``, the number of rows of each record batch, read from the metadata alone."""
     headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata_size.tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
@@ -75,7 +75,7 @@ def read_row_counts(file: Ranges, blocks: RecordBatchBlocks) -> Ints:
     return _read_fields(data, _field_positions(data, record_batch_positions(data, starts), _BATCH_ROWS_FIELD), "<i8")
 
 
-def first_batch_compressed(file: Ranges, blocks: RecordBatchBlocks) -> bool:
+def first_batch_compressed(file: RangeReader, blocks: RecordBatchBlocks) -> bool:
     """True if the first record batch is compressed."""
     if not len(blocks):
         return False
@@ -93,7 +93,7 @@ def record_batch_positions(data: Bytes, starts: Ints) -> Ints:
     return _dereference(data, _field_positions(data, message_positions, _MESSAGE_HEADER_FIELD))
 
 
-def _footer_blocks(file: Ranges) -> RecordBatchBlocks:
+def _footer_blocks(file: RangeReader) -> RecordBatchBlocks:
     """Return the record batches as the footer of the file format lists them."""
     file_size = file.size
     footer_length, magic = struct.unpack("<i6s", file.read(max(0, file_size - 10), 10).to_pybytes().rjust(10, b"\0"))
@@ -120,7 +120,7 @@ def read_messages(data: ArrowBuffer) -> RecordBatchBlocks:
     return RecordBatchBlocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
 
 
-def _stream_blocks(file: Ranges) -> RecordBatchBlocks:
+def _stream_blocks(file: RangeReader) -> RecordBatchBlocks:
     offset, file_size = 0, file.size
     blocks: list[tuple[int, int, int]] = []
     while offset + 8 <= file_size:

@@ -14,7 +14,7 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
-from rescale_data.sources.files.ranges import Ranges
+from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.indexed import IndexedSource, make_footer
 from rescale_data.state import Ints
@@ -69,20 +69,20 @@ class JsonlSource(IndexedSource):
 
     def texts(self, column: str, rows: Ints) -> list[str]:
         fragments = np.searchsorted(self._index.starts, rows, side="right") - 1
-        numbers, fragment_list = (rows - self._index.starts[fragments]).tolist(), fragments.tolist()
+        indices, fragment_list = (rows - self._index.starts[fragments]).tolist(), fragments.tolist()
         lines = {fragment: cast(_Lines, self._rows(fragment)) for fragment in {*fragment_list}}
-        parsed = (parse(lines[fragment].line(number)) for fragment, number in zip(fragment_list, numbers, strict=True))
+        parsed = (parse(lines[fragment].line(number)) for fragment, number in zip(fragment_list, indices, strict=True))
         strings = [select_columns(row, self.columns)[column] for row in parsed]
         if {*map(type, strings)} - {str}:
             raise BadRow(f"{column!r} is not a string in each of these rows.")
         return strings
 
-    def _scan_file(self, range_reader: Ranges) -> Footer:
+    def _scan_file(self, range_reader: RangeReader) -> Footer:
         starts, empty_line_positions = find_lines(range_reader)
         return make_footer(starts, {"empty": empty_line_positions})
 
     def _load(self, fragment: int) -> FragmentRows:
-        data = self._bytes(fragment, self._raw_byte_range(fragment))
+        data = self._read_raw_bytes(fragment, self._raw_byte_range(fragment))
         open_file, _, starts = self._fragment_file_and_rows(fragment)
         lines = _Lines(data, starts - starts[0], self.columns)
         open_file.ranges.release_with(lines, data)
@@ -146,24 +146,24 @@ def _to_array(value: Any) -> Any:
     return array if array.dtype.kind == expected_kind else value
 
 
-def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
+def find_lines(reader: RangeReader) -> tuple[Ints, Ints]:
     """Find the byte offsets of the lines in a file, and its empty lines.
 
     Returns:
         ``int64[R + 1]``, the byte at which each line that is not empty begins, and the end of the file; and for each empty
         line, the number of lines before it that are not empty.
     """
-    start_offset = 3 if ranges.size and ranges.read(0, 3).to_pybytes() == _BYTE_ORDER_MARK else 0
+    start_offset = 3 if reader.size and reader.read(0, 3).to_pybytes() == _BYTE_ORDER_MARK else 0
     line_starts = [np.array([start_offset], dtype=np.int64)]
-    for offset in range(0, ranges.size, _CHUNK_BYTES):
-        chunk = np.frombuffer(ranges.read(offset, _CHUNK_BYTES), dtype=np.uint8)
+    for offset in range(0, reader.size, _CHUNK_BYTES):
+        chunk = np.frombuffer(reader.read(offset, _CHUNK_BYTES), dtype=np.uint8)
         line_starts.append(np.flatnonzero(chunk == _NEWLINE) + (offset + 1))
     bounds = np.concatenate(line_starts)
-    if bounds[-1] < ranges.size:
-        bounds = np.append(bounds, ranges.size)
+    if bounds[-1] < reader.size:
+        bounds = np.append(bounds, reader.size)
     short = np.flatnonzero(np.diff(bounds) <= _MAX_EMPTY_LINE_BYTES)
     is_empty = [
-        not ranges.read(int(bounds[i]), int(bounds[i + 1] - bounds[i])).to_pybytes().strip() for i in short.tolist()
+        not reader.read(int(bounds[i]), int(bounds[i + 1] - bounds[i])).to_pybytes().strip() for i in short.tolist()
     ]
     empty_lines = short[np.array(is_empty, dtype=bool)]
     starts = np.append(np.delete(bounds[:-1], empty_lines), bounds[-1])

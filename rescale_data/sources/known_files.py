@@ -46,7 +46,7 @@ class KnownFiles:
         """Name of the source: the last part of the path of its root folder."""
         return self.files.root.rstrip("/").rpartition("/")[2] or self.files.root
 
-    def entries(self) -> list[list[Any]]:
+    def manifest_entries(self) -> list[list[Any]]:
         """Return ``[name, bytes, rows]`` for each file, as in a manifest."""
         files = zip(self.files.names, map(int, self.files.sizes), self.index.file_row_counts, strict=True)
         return [list(file) for file in files]

@@ -18,7 +18,7 @@ from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Files
-from rescale_data.sources.files.ranges import Ranges
+from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.fragments import Footer, adjacent_locations, group_pieces
 from rescale_data.sources.source import Tokens, TokenSource
 from rescale_data.state import Ints
@@ -80,7 +80,7 @@ class MegatronSource(FileSource, TokenSource):
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         del column  # there is only one
-        key = self._key(fragment)
+        key = self._cache_key(fragment)
         documents: _Documents = cache().get(key) or self._read(
             key, fragment, self._load, cached=self._may_stay_cached(fragment)
         )
@@ -93,7 +93,7 @@ class MegatronSource(FileSource, TokenSource):
         index = _DocumentIndex(
             self._footer_bytes("index", file, lambda: open_index(self._files, file), read_soon=False)
         )
-        starts = index.starts(0, index.num_documents)
+        starts = index.document_offsets(0, index.num_documents)
         if int(starts[-1]) != self._files.sizes[file]:
             raise ValueError(
                 f"its index speaks of {int(starts[-1])} bytes of tokens, and it has {self._files.sizes[file]}"
@@ -105,17 +105,17 @@ class MegatronSource(FileSource, TokenSource):
 
     def _open(self, file: int) -> _OpenFile:
         index = self._footer_bytes("index", file, lambda: open_index(self._files, file))
-        return _OpenFile(self._files.ranges(file), _DocumentIndex(index))
+        return _OpenFile(self._files.reader_of(file), _DocumentIndex(index))
 
     def _raw_byte_range(self, fragment: int) -> tuple[int, int]:
         return self._byte_range(fragment)
 
     def _load(self, fragment: int) -> _Documents:
         file = self._index.file_of(fragment)
-        data = self._bytes(fragment, self._raw_byte_range(fragment))
+        data = self._read_raw_bytes(fragment, self._raw_byte_range(fragment))
         open_file: _OpenFile = self._file_handle(file)
         start, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
-        starts, dtype = open_file.index.starts(start, stop), open_file.index.dtype
+        starts, dtype = open_file.index.document_offsets(start, stop), open_file.index.dtype
         tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
         open_file.ranges.release_with(tokens, data)  # a packer may keep the tokens longer than the cache does
         return _Documents(tokens)
@@ -123,7 +123,7 @@ class MegatronSource(FileSource, TokenSource):
 
 @dataclass(frozen=True)
 class _OpenFile:
-    ranges: Ranges
+    ranges: RangeReader
     index: _DocumentIndex
 
 
@@ -158,7 +158,7 @@ class _DocumentIndex:
         self._sequence_offsets = raw[ends[1] : ends[2]].view("<i8")
         self._first_sequences = raw[ends[2] : ends[3]].view("<i8")
 
-    def starts(self, first_document: int, stop_document: int) -> Ints:
+    def document_offsets(self, first_document: int, stop_document: int) -> Ints:
         """Return the offsets in the ``.bin`` at which documents ``start .. stop - 1`` begin, and at which the last one ends."""
         sequences = np.array(self._first_sequences[first_document : stop_document + 1], dtype=np.int64)
         first_sequence, stop_sequence = int(sequences[0]), int(sequences[-1])

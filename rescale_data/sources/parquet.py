@@ -16,7 +16,7 @@ from rescale_data.sources.arrow_types import ArrowBuffer, ArrowFile, ArrowTable
 from rescale_data.sources.condition import has_floats
 from rescale_data.sources.decoded.ahead import decode_runner
 from rescale_data.sources.decoded.cache import cache
-from rescale_data.sources.files.ranges import Ranges
+from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.tables import TableSource, schema_to_json
 
@@ -72,7 +72,7 @@ class ParquetSource(TableSource):
 
     def _footer(self, file: int) -> Footer:
         is_local = self._files.filesystem is None
-        with self._files.open(file) if is_local else pa.BufferReader(self._tail(file, read_soon=False)) as handle:
+        with self._files.open(file) if is_local else pa.BufferReader(self._footer_of(file, read_soon=False)) as handle:
             metadata = pq.read_metadata(handle)
         group_indices = np.arange(metadata.num_row_groups)
         row_counts = np.array([metadata.row_group(i).num_rows for i in group_indices.tolist()], dtype=np.int64)
@@ -92,18 +92,18 @@ class ParquetSource(TableSource):
 
     def _open(self, file: int) -> Any:
         if self._files.filesystem is not None:
-            return pq.read_metadata(pa.BufferReader(self._tail(file)))
+            return pq.read_metadata(pa.BufferReader(self._footer_of(file)))
         # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
         return _OpenFile(pq.ParquetFile(self._files.open(file), pre_buffer=False), threading.Lock())
 
-    def _tail(self, file: int, *, read_soon: bool = True) -> ArrowBuffer:
+    def _footer_of(self, file: int, *, read_soon: bool = True) -> ArrowBuffer:
         """Return the footer of a file behind a URL. The cache keeps it after the file is closed.
 
         Args:
             file: Number of the file.
             read_soon: See `_footer_bytes`.
         """
-        return self._footer_bytes("footer", file, lambda: _read_tail(self._files.ranges(file)), read_soon=read_soon)
+        return self._footer_bytes("footer", file, lambda: _read_tail(self._files.reader_of(file)), read_soon=read_soon)
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         file, group_index = self._index.file_of(fragment), self._index.location("number", fragment)
@@ -117,12 +117,12 @@ class ParquetSource(TableSource):
         return table.select(columns)  # Arrow takes the name "a.b" for the field b of a column a, too
 
     def decode_ahead(self, column: str, fragment: int) -> None:
-        key = self._key(fragment, column)
+        key = self._cache_key(fragment, column)
         if not self.reads_ahead and cache().get(key) is None:
             decode_runner().begin(key, partial(self.tokens, column, fragment))
 
     def pass_by(self, column: str, fragment: int) -> None:
-        cache().mark_for_eviction(self._key(fragment, column))
+        cache().mark_for_eviction(self._cache_key(fragment, column))
 
 
 class _OpenFile(NamedTuple):
@@ -132,7 +132,7 @@ class _OpenFile(NamedTuple):
     lock: threading.Lock
 
 
-def _read_tail(range_reader: Ranges) -> ArrowBuffer:
+def _read_tail(range_reader: RangeReader) -> ArrowBuffer:
     """Return the end of a Parquet file: its metadata, their length as ``int32``, and the mark PAR1."""
     tail = range_reader.read(max(0, range_reader.size - _TAIL_BYTES), _TAIL_BYTES)
     length = int.from_bytes(tail[-8:-4], "little") + 8

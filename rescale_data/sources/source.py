@@ -164,12 +164,12 @@ class Tokens:
     Args:
         values: Tokens of all documents, in any integer dtype that holds them; it may differ from the dtype of the rows.
         offsets: ``int64[D + 1]``, where each document begins in ``values``, and where the last one ends.
-        first: Row of the fragment at which document 0 is; above 0 only in a piece of a fragment.
+        first_row: Row of the fragment at which document 0 is; above 0 only in a piece of a fragment.
     """
 
     values: npt.NDArray[np.integer[Any]]
     offsets: Ints
-    first: int = 0
+    first_row: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -183,7 +183,7 @@ class Tokens:
         """
         all_bits = int(np.bitwise_or.reduce(self.values))  # at least as large as each value; negative if any value is
         fitting_dtypes = (dtype for dtype, max_value in _NARROW_DTYPES if 0 <= all_bits <= max_value)
-        return Tokens(self.values.astype(next(fitting_dtypes, self.values.dtype)), self.offsets, self.first)
+        return Tokens(self.values.astype(next(fitting_dtypes, self.values.dtype)), self.offsets, self.first_row)
 
 
 class TokenSource(Source):

@@ -84,7 +84,7 @@ class SyntheticSource(TokenSource):
     def tokens(self, column: str, fragment: int) -> Tokens:
         del column  # there is only one
         cache().register(self)
-        return cache().make((owner_of(self), fragment), lambda: self._compute_tokens(fragment))
+        return cache().get_or_make((owner_of(self), fragment), lambda: self._compute_tokens(fragment))
 
     def _compute_tokens(self, fragment: int) -> Tokens:
         num_rows = min(FRAGMENT_ROWS, self.num_rows - fragment * FRAGMENT_ROWS)

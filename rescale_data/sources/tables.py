@@ -19,8 +19,8 @@ from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import RowFilter, filtered_footer
-from rescale_data.sources.counts import READ_BYTES, counts
-from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, owner_of, room_for
+from rescale_data.sources.counts import READ_BYTES, read_counters
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, cache_share, owner_of
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
 from rescale_data.sources.decoded.interest import bytes_needed, room_for_block
 from rescale_data.sources.decoded.pieces import FragmentPiece, RowRange, Share, copy_as_stream
@@ -83,7 +83,7 @@ class TableSource(FileSource, TokenSource):
         return np.dtype(kind.value_type.to_pandas_dtype())
 
     def tokens(self, column: str, fragment: int) -> Tokens:
-        key, load_column = self._key(fragment, column), partial(self._load_tokens, column)
+        key, load_column = self._cache_key(fragment, column), partial(self._load_tokens, column)
         cached: Tokens | None = cache().get(key)
         if cached is not None:
             return cached
@@ -107,7 +107,7 @@ class TableSource(FileSource, TokenSource):
         if share is not None:
             self._piece(fragment, share, column)
         elif column is not None:
-            self._get_or_make(self._key(fragment, column), partial(self._load_tokens, column, fragment))
+            self._get_or_make(self._cache_key(fragment, column), partial(self._load_tokens, column, fragment))
         else:
             super()._fill_cache(column, fragment, share)
 
@@ -119,7 +119,7 @@ class TableSource(FileSource, TokenSource):
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
         if not self.decoding_costs or num_shards == 1 or (packed and not self.cache_dir_bytes and room_for_block(self)):
             return False
-        needed_bytes, room_bytes = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, room_for(self)
+        needed_bytes, room_bytes = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes, cache_share(self)
         # with many sources, a shard reads one row of each at a visit: then pieces pay only if a disk keeps them
         return needed_bytes > room_bytes or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room_bytes)
 
@@ -138,7 +138,7 @@ class TableSource(FileSource, TokenSource):
 
     def _piece(self, fragment: int, share: Share, column: str | None = None) -> FragmentPiece:
         """Return one shard's rows of a fragment, from the cache or from disk, or after cutting the fragment for all shards."""
-        key = self._key(fragment, column, share)
+        key = self._cache_key(fragment, column, share)
         cached: FragmentPiece | None = cache().get(key)
         if cached is not None:
             return cached
@@ -147,26 +147,26 @@ class TableSource(FileSource, TokenSource):
 
     def _cut_under_lock(self, fragment: int, share: Share, column: str | None) -> FragmentPiece:
         with cache().lock_for((owner_of(self), "cutting", fragment)):
-            key = self._key(fragment, column, share)
+            key = self._cache_key(fragment, column, share)
             # Another thread may have cut it in the meantime
             piece = cache().get(key) or self._read_stored(fragment, share, column)
             return piece or self._cut_pieces(fragment, share, column)
 
     def _cut_pieces(self, fragment: int, share: Share, column: str | None) -> FragmentPiece:
         table = self._decode(fragment, self._schema.names if column is None else [column])
-        counts().add(READ_BYTES, table.nbytes)
+        read_counters().add(READ_BYTES, table.nbytes)
         cache().register(self)
         own_piece: FragmentPiece | None = None
-        base_key = self._key(fragment, column)
-        for row_range in share.cuts(fragment):
-            key = (*base_key, "piece", row_range.key)
+        base_key = self._cache_key(fragment, column)
+        for row_range in share.served_row_ranges(fragment):
+            key = (*base_key, "piece", row_range.share_key)
             on_evict = partial(self._store_piece, fragment, self._piece_name(fragment, column, row_range))
             piece = FragmentPiece(copy_as_stream(table, row_range.start, row_range.stop), row_range.start, on_evict)
-            own_piece = piece if row_range.key == share.key else own_piece
+            own_piece = piece if row_range.share_key == share.share_key else own_piece
             if cache().get(key) is None:
                 cache().put(key, piece)
         if own_piece is None:
-            raise RuntimeError(f"{share.key} reads no row of fragment {fragment}")
+            raise RuntimeError(f"{share.share_key} reads no row of fragment {fragment}")
         return own_piece
 
     def _local_store(self, fragment: int) -> LocalStore | None:
@@ -180,7 +180,7 @@ class TableSource(FileSource, TokenSource):
     def _read_stored(self, fragment: int, share: Share, column: str | None) -> FragmentPiece | None:
         if (store := self._local_store(fragment)) is None:
             return None
-        row_range = share.cut(fragment)
+        row_range = share.own_row_range(fragment)
         data = store.get(self._piece_name(fragment, column, row_range))
         return None if data is None else FragmentPiece(data, row_range.start, _ignore_eviction)
 
@@ -222,20 +222,20 @@ class TableSource(FileSource, TokenSource):
         Fragments in which no row can match are not read.
         """
         try:
-            used_columns = condition.columns(_schema_of(footer.kind))
+            used_columns = condition.columns(_schema_of(footer.format_facts))
         except ValueError as error:
             raise ValueError(f"{self._files.path(file)}: {error}") from None
         with self._name_file_in_errors(file):
             clone = copy.copy(self)
             clone._condition, clone._known_files = None, KnownFiles(self._files.select([file]), join_footers([footer]))
-            clone._schemas = [_schema_of(footer.kind)]
+            clone._schemas = [_schema_of(footer.format_facts)]
             fragments = clone._candidate_fragments(footer, condition.expression, used_columns)
             return filtered_footer(footer, {i: condition.matches(clone._table(i, used_columns)) for i in fragments})
 
     def _candidate_fragments(self, footer: Footer, condition: ArrowExpression, columns: Sequence[str]) -> Iterable[int]:
         """Return the fragments in which rows may match a filter on these columns; the source has one file here."""
         del condition, columns
-        return range(len(footer.rows))
+        return range(len(footer.row_counts))
 
     def _load(self, fragment: int) -> Fragment:
         decoded = Fragment(self._decode(fragment, self._schema.names))
@@ -264,8 +264,8 @@ class TableSource(FileSource, TokenSource):
             if not schema.equals(expected) and (field := _differing_column(expected, schema, names, columns is None)):
                 other_file = self._files.path(int(np.argmax(self._index.kind_of == kind_index)))
                 raise ValueError(
-                    f"The files differ in {field!r}: {_type(expected, field)} in {self._files.path(0)}, "
-                    f"{_type(schema, field)} in {other_file}. Give columns=[...] that all files share, or a "
+                    f"The files differ in {field!r}: {_column_type(expected, field)} in {self._files.path(0)}, "
+                    f"{_column_type(schema, field)} in {other_file}. Give columns=[...] that all files share, or a "
                     f"source for each kind of file."
                 )
         return pa.schema([expected.field(name) for name in names])
@@ -275,8 +275,8 @@ def has_dictionary(schema: ArrowSchema) -> bool:
     return any(_is_dictionary(field.type) for field in schema)
 
 
-def _is_dictionary(kind: ArrowType) -> bool:
-    return kinds.is_dictionary(kind) or any(_is_dictionary(kind.field(i).type) for i in range(kind.num_fields))
+def _is_dictionary(dtype: ArrowType) -> bool:
+    return kinds.is_dictionary(dtype) or any(_is_dictionary(dtype.field(i).type) for i in range(dtype.num_fields))
 
 
 def schema_to_json(schema: ArrowSchema) -> dict[str, Any]:
@@ -290,10 +290,10 @@ def _schema_of(format_facts: Mapping[str, Any]) -> ArrowSchema:
 
 def _differing_column(expected: ArrowSchema, other: ArrowSchema, columns: Sequence[str], uses_all: bool) -> str | None:
     names = [*columns, *(name for name in other.names if uses_all and name not in columns)]
-    return next((name for name in names if _type(expected, name) != _type(other, name)), None)
+    return next((name for name in names if _column_type(expected, name) != _column_type(other, name)), None)
 
 
-def _type(schema: ArrowSchema, name: str) -> str:
+def _column_type(schema: ArrowSchema, name: str) -> str:
     return " and ".join(str(schema.field(i).type) for i in schema.get_all_field_indices(name)) or "missing"
 
 

@@ -16,12 +16,12 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
-from rescale_data.sources.files.ranges import Ranges, RangesFile
+from rescale_data.sources.files.ranges import RangeReader, RangesFile
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.indexed import IndexedSource, make_footer
 from rescale_data.state import Ints
 
-KEY = "__key__"
+KEY_COLUMN = "__key__"
 _MEMBER_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _READ_BYTES = 2**22
 _log = logging.getLogger("rescale_data")
@@ -67,17 +67,17 @@ class WebDatasetSource(IndexedSource):
         missing = [name for name in self.columns if name not in names]
         if missing:
             raise ValueError(f"The files below {self._files.root} have no column {missing[0]!r}. They have {names}.")
-        if KEY in self.columns:
+        if KEY_COLUMN in self.columns:
             raise ValueError(
-                f"The files below {self._files.root} have members with the extension {KEY!r}, which is the name of a sample's "
-                f"key. Give columns= without it: {[name for name in self.columns if name != KEY]}."
+                f"The files below {self._files.root} have members with the extension {KEY_COLUMN!r}, which is the name of a "
+                f"sample's key. Give columns= without it: {[name for name in self.columns if name != KEY_COLUMN]}."
             )
         super()._check_files()
         self._warn_of_missing_members()
 
     def _warn_of_missing_members(self) -> None:
         for file, num_rows in enumerate(self._index.file_row_counts):
-            counts, num_links = self._index.kind(file)["counts"], self._index.kind(file).get("links", 0)
+            counts, num_links = self._index.facts_of(file)["counts"], self._index.facts_of(file).get("links", 0)
             if num_links:
                 _log.warning(
                     "%s: %d members are links and are left out. Write it with tar --dereference --hard-dereference.",
@@ -92,13 +92,13 @@ class WebDatasetSource(IndexedSource):
                     "rows have, or rd.Reader(..., on_error='skip').", self._files.path(file), num_rows, num_missing,
                 )  # fmt: skip
 
-    def _scan_file(self, range_reader: Ranges) -> Footer:
+    def _scan_file(self, range_reader: RangeReader) -> Footer:
         return _group_members(read_tar_members(range_reader))
 
     def _load(self, fragment: int) -> FragmentRows:
-        data = self._bytes(fragment, self._raw_byte_range(fragment))
+        data = self._read_raw_bytes(fragment, self._raw_byte_range(fragment))
         opened, row_slice, starts = self._fragment_file_and_rows(fragment)
-        names = list(self._index.kind(self._index.file_of(fragment))["counts"])
+        names = list(self._index.facts_of(self._index.file_of(fragment))["counts"])
         bounds = np.array(opened.array("first")[row_slice.start : row_slice.stop + 1])
         span = slice(int(bounds[0]), int(bounds[-1]))
         key_ends = np.array(opened.array("key_ends")[max(0, row_slice.start - 1) : row_slice.stop])
@@ -145,10 +145,10 @@ class _Samples:
         missing = [name for name in self._columns if name not in ranges]
         if missing:
             raise BadRow(f"the sample {key!r} has no member {missing}; it has {list(ranges)}. Add it, or leave it out.")
-        return {KEY: key, **{name: self._data.slice(*ranges[name]).to_pybytes() for name in self._columns}}
+        return {KEY_COLUMN: key, **{name: self._data.slice(*ranges[name]).to_pybytes() for name in self._columns}}
 
 
-def read_tar_members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
+def read_tar_members(ranges: RangeReader) -> Iterator[tuple[str, str, int, int, int]]:
     """Yield ``(key, column, header offset, data offset, size)`` for each file in a tar; the size of a link is -1.
 
     Raises:

@@ -40,7 +40,7 @@ class XlaAdapter:
         planner.set_up_planner({"": tensor}, is_coordinator=False)
         pieces = Pieces.from_items(tensor, planner.create_local_plan().items)
         items_by_offset = pieces.unique_write_items
-        pieces.find = lambda index: planner.resolve_data(items_by_offset[index.offset])
+        pieces.find_piece = lambda index: planner.resolve_data(items_by_offset[index.offset])
         return pieces
 
     def to_load(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -49,8 +49,8 @@ class XlaAdapter:
             planner: Any = SPMDLoadPlanner()
             planner.set_up_planner({"": tensor}, Metadata({}), is_coordinator=False)
             remove_name = functools.partial(dataclasses.replace, fqn="")
-            pieces.find = lambda index: planner.lookup_tensor(remove_name(index))
-            pieces.commit = lambda item, read: planner.commit_tensor(
+            pieces.find_piece = lambda index: planner.lookup_tensor(remove_name(index))
+            pieces.commit_piece = lambda item, read: planner.commit_tensor(
                 dataclasses.replace(item, dest_index=remove_name(item.dest_index)), read
             )
         return pieces

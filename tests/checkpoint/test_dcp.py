@@ -30,7 +30,7 @@ def in_pieces(whole: torch.Tensor, *cuts: tuple[int, int]) -> tuple[Pieces, list
     held = [whole[start:end].clone() for start, end in cuts]
     read: list[int] = []
     pieces = torch.empty(()).expand(whole.shape).as_subclass(Pieces)
-    pieces.items = [
+    pieces.write_items = [
         WriteItem(
             MetadataIndex("", torch.Size((start, 0)), number),
             WriteItemType.SHARD,
@@ -49,7 +49,7 @@ def in_pieces(whole: torch.Tensor, *cuts: tuple[int, int]) -> tuple[Pieces, list
     def commit(item: ReadItem, tensor: torch.Tensor) -> None:
         read.append(tensor.numel())
 
-    pieces.find, pieces.commit = find, commit
+    pieces.find_piece, pieces.commit_piece = find, commit
     return pieces, held, read
 
 

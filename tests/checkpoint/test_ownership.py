@@ -179,7 +179,7 @@ def test_a_step_of_a_manager_is_its_own(folder: str) -> None:
 def test_nothing_of_a_deleted_step_stays(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deleting owner and the one after it were killed before they removed it."""
     with monkeypatch.context() as patched:
-        patched.setattr(Ownership, "clean", lambda _: None)
+        patched.setattr(Ownership, "remove_obsolete", lambda _: None)
         with CheckpointManager(folder, async_mode="disabled") as manager:
             manager.save(1, STATE)
             manager.save(2, STATE)
@@ -213,7 +213,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_owner(folder: str, caplo
     store, path = open_store(folder)
     killed = Ownership(store, path)
     killed.close.detach()
-    save = killed.begin("step-1")
+    save = killed.begin_save("step-1")
     store.put(f"{path}/step-1/{save.folder}/__0_0.distcp", b"half")
     with pytest.raises(ValueError, match="is held by this process"):
         CheckpointManager(folder)
@@ -273,15 +273,15 @@ def test_pruning_leaves_a_run_that_saves_to_its_manager(folder: str, elsewhere: 
 
 def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, elsewhere: Callable[[], None]) -> None:
     first = Ownership(*open_store(f"{folder}/c", to_write=True), is_single=True)
-    save = first.begin(SINGLE_STEP)
+    save = first.begin_save(SINGLE_STEP)
     elsewhere()
     second = Ownership(first.store, first.path, is_single=True)
-    failing = second.begin(SINGLE_STEP)
+    failing = second.begin_save(SINGLE_STEP)
     with pytest.raises(SupersededError):
         first.commit(SINGLE_STEP, save, Manifest(save_id=save.folder))
     second.abandon(SINGLE_STEP, failing)
     with pytest.raises(SupersededError):
-        first.look()
+        first.check_not_superseded()
     assert claims.find(first.store, first.path) is None
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from rescale_data.engine.ranks.find_ranks import find_ranks
-from rescale_data.engine.report import NAMES
+from rescale_data.engine.report import COUNTER_NAMES
 from tests.distributed.ranks import run_ranks
 from tests.distributed.segments import Data, Logged, take
 from tests.states import opened
@@ -56,7 +56,7 @@ def on_4_ranks() -> dict[str, Any]:
     by_dp_rank = UNEVEN.loader(12, 6, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
     take(by_dp_rank, 3)
     found["peers"] = opened(by_dp_rank.state_dict())["shards"]["samples"].tolist()
-    found["members"] = by_dp_rank._stream.ranks.communicator._names  # type: ignore[union-attr]
+    found["members"] = by_dp_rank._stream.ranks.communicator._ranks  # type: ignore[union-attr]
 
     world: Any = dist.group.WORLD
     given = UNEVEN.loader(12, 1, mesh=world)
@@ -122,7 +122,7 @@ def test_forked_workers_that_take_the_store_with_them_are_warned_about(found: li
 
 def test_a_report_compares_the_ranks_and_is_the_same_on_all(found: list[dict[str, Any]]) -> None:
     assert found[0]["report"]["wait_seconds"] == (1.0, 2.5, 8.0, 1)
-    assert list(found[0]["report"]) == list(NAMES)
+    assert list(found[0]["report"]) == list(COUNTER_NAMES)
     assert all(rank["report"] == found[0]["report"] for rank in found)
 
 

@@ -15,9 +15,9 @@ import pytest
 
 import rescale_data as rd
 from rescale_data import loader as loader_module
-from rescale_data.engine.report import NAMES, report
+from rescale_data.engine.report import COUNTER_NAMES, report_over_ranks
 from rescale_data.engine.watch import Watch
-from rescale_data.sources.counts import counts
+from rescale_data.sources.counts import read_counters
 
 
 class Clock:
@@ -103,12 +103,12 @@ def test_what_is_waited_for_is_named_once(what: str, folder: Path, caplog: pytes
     assert blocks.entered.wait(60)
     with caplog.at_level(logging.WARNING, "rescale_data"):
         for clock.now in (0.0, 9.0, 11.0, 12.0, 500.0):  # type: ignore[misc]
-            watch.began = watch.began and 0.5
-            watch.look()
+            watch.start_time = watch.start_time and 0.5
+            watch.report_if_slow()
     blocks.go_on.set()
     thread.join(60)
     clock.now = 1e9
-    watch.look()  # nothing is waited for
+    watch.report_if_slow()  # nothing is waited for
     loader.close()
     (text,) = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
     assert [part for part in words if part not in text] == []
@@ -121,7 +121,7 @@ def until_exists(file: Path, sample: Any) -> Any:
 
 
 def test_a_worker_is_named_and_what_it_is_about(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(loader_module, "SLOW_AFTER", 0.2)
+    monkeypatch.setattr(loader_module, "SLOW_SECONDS", 0.2)
     go_on = tmp_path / "go_on"
     pipeline = functools.partial(mapped, rd.ParquetSource(folder), functools.partial(until_exists, go_on))
     lines: list[str] = []
@@ -136,7 +136,7 @@ def test_a_worker_is_named_and_what_it_is_about(folder: Path, tmp_path: Path, mo
         loader.start()
         board = loader._stream.feed._crew.board  # type: ignore[union-attr]
         deadline = time.monotonic() + 60
-        while "until_exists" not in board.read(0):
+        while "until_exists" not in board.read_activity(0):
             assert time.monotonic() < deadline
         logger.addHandler(handler)
         try:
@@ -147,12 +147,12 @@ def test_a_worker_is_named_and_what_it_is_about(folder: Path, tmp_path: Path, mo
         assert "waiting for worker 0, in a function of the user's, until_exists (" in lines[0]
         assert "logical shard 0, last row drawn" in lines[0]
         list(loader)
-        assert board.read(0) == ""
+        assert board.read_activity(0) == ""
         assert loader.progress()["transform_seconds"] > 0
 
 
 def test_what_workers_have_read_is_counted_and_what_they_have_ready(folder: Path) -> None:
-    before = counts().values[0]
+    before = read_counters().values[0]
     loader = rd.DataLoader(rd.ParquetSource(folder), global_batch_size=4, num_workers=1)
     batches = iter(loader)
     next(batches)
@@ -175,7 +175,7 @@ def test_what_workers_have_read_is_counted_and_what_they_have_ready(folder: Path
 
 
 def test_requests_and_what_they_brought_are_counted(folder: Path) -> None:
-    before = counts().values[1]
+    before = read_counters().values[1]
     source = rd.ParquetSource(f"file://{folder}", remote=rd.Remote(read_ahead=False))
     loader = rd.DataLoader(source, global_batch_size=4)
     told = loader.progress()
@@ -189,10 +189,10 @@ def test_requests_and_what_they_brought_are_counted(folder: Path) -> None:
 
 
 def test_the_worst_rank_is_named() -> None:
-    values = np.tile(np.arange(len(NAMES), dtype=float), (3, 1))
-    values[1, NAMES.index("wait_p99_seconds")] = 7.5
-    values[2, NAMES.index("batches_ready")] = 1.0
-    found = report(NAMES, values)
+    values = np.tile(np.arange(len(COUNTER_NAMES), dtype=float), (3, 1))
+    values[1, COUNTER_NAMES.index("wait_p99_seconds")] = 7.5
+    values[2, COUNTER_NAMES.index("batches_ready")] = 1.0
+    found = report_over_ranks(COUNTER_NAMES, values)
     assert found["wait_p99_seconds"] == (2.0, 2.0, 7.5, 1)
     assert found["batches_ready"] == (1.0, 3.0, 3.0, 2)
     assert "wait_p99_seconds 2 / 2 / 7.5 (rank 1), batches_ready 1 / 3 / 3 (rank 2)" in str(found)
@@ -206,11 +206,11 @@ def test_nothing_is_said_of_what_is_not_long_nor_of_a_loader_that_nobody_holds(c
     watch, clock = loader._watch, Clock()
     watch._clock = clock
     for clock.now in range(0, 100, 5):  # type: ignore[misc]
-        watch.began = clock.now - 6.0
-        watch.look()
+        watch.start_time = clock.now - 6.0
+        watch.report_if_slow()
     del loader
-    watch.began = -1e9
-    watch.look()
+    watch.start_time = -1e9
+    watch.report_if_slow()
     assert "has waited" not in caplog.text
 
 

@@ -33,7 +33,7 @@ from rescale_data.engine.processes import Work
 from rescale_data.engine.recipe import SAMPLES, Recipe
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.workers import Begin, Worker
+from rescale_data.engine.workers import BeginCommand, Worker
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
 from tests.simulate import same_state
 from tests.states import opened
@@ -104,7 +104,7 @@ class TestMessages:
             worker.attach(0, Board(1))
             table, inbox = Schema(pipeline(rd.Shard(0, 24))).fresh_table(24), Inbox(False)
             segment = Segment(loader_of(repeat=True)._stream.layout, 0, None)
-            messages = worker.messages(Begin.from_table(0, segment, table, 0, 2), lambda: None)
+            messages = worker.messages(BeginCommand.from_table(0, segment, table, 0, 2), lambda: None)
             parts = (part for message in messages for part in inbox.open(message))
             changes = [inbox.unpack(*part).rows for part in itertools.islice(parts, 9)]
             for rows in changes:
@@ -117,14 +117,17 @@ class TestMessages:
     def test_a_worker_is_told_the_rows_of_its_rank_alone(self) -> None:
         layout = loader_of(repeat=True, dp_rank=1, dp_world_size=3)._stream.layout
         table = np.arange(48).reshape(24, 2)
-        assert Begin.from_table(0, Segment(layout, 1, None), table, 0, 2).rows.tolist() == table[8:16].tolist()
+        assert (
+            BeginCommand.from_table(0, Segment(layout, 1, None), table, 0, 2).table_rows.tolist()
+            == table[8:16].tolist()
+        )
 
     def test_a_pipe_carries_less_than_4_kb_each_way(self) -> None:
         """However much there is to say: else the sender of one side waits for the other, which waits for it."""
         segment = Segment(loader_of()._stream.layout, 0, None)
-        begin = Begin.from_table(2**40, segment, np.zeros((24, 20_000), dtype=np.int64), 2**40, 3)
+        begin = BeginCommand.from_table(2**40, segment, np.zeros((24, 20_000), dtype=np.int64), 2**40, 3)
         message = Slabs().pack(3, [PackedValue((torch.zeros(10_000), "x" * 100_000))] * MAX_MESSAGE_VALUES)
-        assert len(ForkingPickler.dumps(Work(begin, 2).command)) < 4096
+        assert len(ForkingPickler.dumps(Work(begin, 2).packed_command)) < 4096
         assert len(ForkingPickler.dumps((2**40, message))) < 4096
 
 

@@ -113,9 +113,9 @@ class InOneProcess:
             copied.attach(number, self.board)
 
     def begin(self, segment: Work) -> None:
-        begin = from_bytes(*segment.command)
-        self.board.wanted_begin = segment.number
-        segment.messages = [Messages(worker, begin) for worker in self.workers]
+        begin = from_bytes(*segment.packed_command)
+        self.board.wanted_begin = segment.begin_number
+        segment.message_queues = [Messages(worker, begin) for worker in self.workers]
 
     def end(self, *_: Any) -> None:
         self.board.wanted_begin = -1

@@ -157,7 +157,7 @@ class World:
         self.number += 1
         content = f"{current()} {self.number}".encode()
         what = SINGLE_STEP if owner.path == path else f"step-{step}"
-        save = owner.begin(what)
+        save = owner.begin_save(what)
         for name in ("data", ".metadata"):
             store.put(join(path, save.folder, name), content)
         record = FileRecord(len(content))
@@ -165,7 +165,7 @@ class World:
         owner.commit(what, save, Manifest(save_id=save.folder, files=files))
         lone = owner.path == path
         self.told.append(Told(path, owner.saves[SINGLE_STEP if lone else f"step-{step}"], content, lone))
-        owner.clean()
+        owner.remove_obsolete()
 
     def delete(self, owner: Ownership, step: str) -> None:
         self.deleted.append(Told(self.place.path(step), Save(owner.owner, owner._num_saves + 1), None))
@@ -177,7 +177,7 @@ class World:
     def successor(self, steps: list[str]) -> Callable[[], None]:
         def opened() -> Ownership:
             owner = self.open(self.place.run)
-            owner.clean()
+            owner.remove_obsolete()
             return owner
 
         return lambda: self._steps(opened, steps)
@@ -191,7 +191,7 @@ class World:
             self.superseded += 1
         except FileNotFoundError:  # its successor has removed its draft, on a disk with the folder that it writes into
             with pytest.raises(SupersededError):
-                owner.look()
+                owner.check_not_superseded()
 
     def lone(self, step: str) -> Callable[[], None]:
         def work() -> None:
@@ -202,7 +202,7 @@ class World:
                 self.superseded += 1
             except FileNotFoundError:
                 with pytest.raises(SupersededError):
-                    owner.look()
+                    owner.check_not_superseded()
 
         return work
 
@@ -255,7 +255,7 @@ class World:
             elif not any((other.owner, other.save_number) > (save.owner, save.save_number) for other in later):
                 assert now == content, f"{save} of {path} was reported"
         owner = self.open(self.place.run)
-        owner.clean()
+        owner.remove_obsolete()
         for name, save in owner.saves.items():
             folder = join(self.place.run, name)
             if not save.is_deletion and save.owner in owner._claims.all_owners:

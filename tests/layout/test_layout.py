@@ -48,7 +48,7 @@ def played(turns: list[Any], first: int, stop: int) -> list[list[list[int]]]:
 
 def assert_visits(turn: Turn, shards: list[int]) -> None:
     visited = np.zeros(512, np.int64)  # more than any N here
-    visited[turn.index] += turn.counts
+    visited[turn.index] += turn.shard_counts
     assert (visited == np.bincount(np.array(shards, np.int64), minlength=512)).all()
 
 
@@ -127,13 +127,13 @@ def fits(layout: Layout, name: str, value: int) -> bool:
 @given(layouts())
 def test_ranks_and_workers_own_contiguous_blocks(layout: Layout) -> None:
     """Those of ranks differ by one shard at most."""
-    blocks = [layout.owned(rank) for rank in range(layout.dp_world_size)]
+    blocks = [layout.owned_shards(rank) for rank in range(layout.dp_world_size)]
     owner_of = owner_ranks(layout.dp_world_size, layout.num_logical_shards)
     assert owner_of.tolist() == [rank for rank, block in enumerate(blocks) for _ in block]
     assert list(itertools.chain(*blocks)) == list(range(layout.num_logical_shards))
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
     for rank, block in enumerate(blocks):
-        parts = [layout.owned(rank, worker) for worker in range(layout.workers)]
+        parts = [layout.owned_shards(rank, worker) for worker in range(layout.workers_per_rank)]
         assert list(itertools.chain(*parts)) == list(block)
         assert layout.aligned or min(map(len, parts)) > 0
 
@@ -152,7 +152,7 @@ def fewest_first(samples: list[int], num_picks: int) -> list[int]:
 def test_not_aligned_each_worker_serves_of_its_own_block_the_shard_with_the_fewest_samples(
     layout: Layout, data: st.DataObject
 ) -> None:
-    n, k, b = layout.num_logical_shards, layout.workers, layout.micro_batch_size
+    n, k, b = layout.num_logical_shards, layout.workers_per_rank, layout.micro_batch_size
     if n < layout.dp_world_size * k:
         return
     samples = data.draw(samples_of(layout))
@@ -162,7 +162,7 @@ def test_not_aligned_each_worker_serves_of_its_own_block_the_shard_with_the_fewe
         for u in range(3 * k):
             taken[u % k] += turns.turn(u).shards
         for worker, shards in enumerate(taken):
-            block = layout.owned(rank, worker)
+            block = layout.owned_shards(rank, worker)
             own = samples[block.start : block.stop].tolist()
             assert shards == [block.start + shard for shard in fewest_first(own, 3 * b)]
 
@@ -171,14 +171,14 @@ def test_not_aligned_each_worker_serves_of_its_own_block_the_shard_with_the_fewe
 def test_what_a_worker_serves_is_what_its_micro_batches_come_from(layout: Layout) -> None:
     for rank in range(layout.dp_world_size):
         here: list[int] = []
-        for worker in range(layout.workers):
-            served = layout.served(rank, worker).tolist()
+        for worker in range(layout.workers_per_rank):
+            served = layout.served_shards(rank, worker).tolist()
             here += served
             if layout.aligned:
                 turns = AlignedTurns(layout, rank)
-                micro_batches = range(worker, 2 * layout.period, layout.workers)
+                micro_batches = range(worker, 2 * layout.period, layout.workers_per_rank)
                 assert served == sorted({shard for u in micro_batches for shard in turns.turn(u).shards})
-        assert sorted(here) == list(layout.owned(rank))  # each shard has one worker
+        assert sorted(here) == list(layout.owned_shards(rank))  # each shard has one worker
 
 
 class TestCounts:
@@ -192,7 +192,7 @@ class TestCounts:
         turns, expected = turns_of(layout, samples), Counter[int]()
         for micro_batch in played(turns, first, first + num):
             expected.update(itertools.chain(*micro_batch))
-        counts = layout.delivered(samples, first, first + num)
+        counts = layout.samples_delivered(samples, first, first + num)
         assert counts.tolist() == [expected[shard] for shard in range(layout.num_logical_shards)]
 
     @given(layouts(), st.data())

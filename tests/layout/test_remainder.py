@@ -41,7 +41,7 @@ def rows_of(remainder: Remainder) -> list[list[list[Row]]]:
     found: list[list[list[Row]]] = []
     for u in range(remainder.num_micro_batches):
         turns = [remainder.turn(rank, u) for rank in range(remainder.layout.dp_world_size)]
-        found.append([list(zip(turn.shards, turn.numbers or [], turn.is_real, strict=True)) for turn in turns])
+        found.append([list(zip(turn.shards, turn.sample_numbers or [], turn.is_real, strict=True)) for turn in turns])
         for turn, rows in zip(turns, found[-1], strict=True):
             assert_visits(turn, [shard for shard, _, is_real in rows if is_real])
     return found
@@ -57,13 +57,17 @@ def in_rank_order(layout: Layout, micro_batches: list[list[list[Row]]]) -> list[
 @given(remainders())
 def test_every_sample_is_served_once_or_counted(remainder: Remainder) -> None:
     real = Counter((s, i) for part in rows_of(remainder) for rank in part for s, i, is_real in rank if is_real)
-    first = {(s, remainder.samples[s] + j) for s, count in enumerate(remainder.num_left.tolist()) for j in range(count)}
+    first = {
+        (s, remainder.start_samples[s] + j)
+        for s, count in enumerate(remainder.samples_left.tolist())
+        for j in range(count)
+    }
     assert set(real.values()) <= {1}
     assert real.keys() <= first
-    dropped = remainder.num_samples - int(remainder.delivered(remainder.num_micro_batches).sum())
+    dropped = remainder.num_samples - int(remainder.samples_delivered(remainder.num_micro_batches).sum())
     assert sum(real.values()) + dropped == remainder.num_samples
     assert dropped < remainder.layout.global_batch_size
-    assert not remainder.pad or (real.keys() == first and dropped == 0)
+    assert not remainder.pads_last_batch or (real.keys() == first and dropped == 0)
 
 
 @given(remainders())
@@ -78,23 +82,27 @@ def test_padding_fills_the_last_step_with_shards_of_its_own(remainder: Remainder
 
 @given(remainders())
 def test_a_step_takes_the_shards_that_have_the_most_left(remainder: Remainder) -> None:
-    order, o = most_left_first(remainder.num_left), remainder.layout.global_batch_size
+    order, o = most_left_first(remainder.samples_left), remainder.layout.global_batch_size
     for t, rows in enumerate(in_rank_order(remainder.layout, rows_of(remainder))):
         assert [shard for shard, _, is_real in rows if is_real] == sorted(order[t * o : (t + 1) * o])
 
 
 @given(remainders())
 def test_at_every_micro_batch_a_shard_has_delivered_a_prefix(remainder: Remainder) -> None:
-    served: dict[int, list[int]] = {shard: [] for shard in range(len(remainder.num_left))}
+    served: dict[int, list[int]] = {shard: [] for shard in range(len(remainder.samples_left))}
     for u, part in enumerate(rows_of(remainder)):
-        assert remainder.delivered(u).tolist() == [len(numbers) for numbers in served.values()]
+        assert remainder.samples_delivered(u).tolist() == [len(numbers) for numbers in served.values()]
         for rank in part:
             for shard, number, is_real in rank:
                 if is_real:
                     served[shard].append(number)
         for shard, numbers in served.items():
-            assert sorted(numbers) == list(range(remainder.samples[shard], remainder.samples[shard] + len(numbers)))
-    assert remainder.delivered(remainder.num_micro_batches).tolist() == [len(numbers) for numbers in served.values()]
+            assert sorted(numbers) == list(
+                range(remainder.start_samples[shard], remainder.start_samples[shard] + len(numbers))
+            )
+    assert remainder.samples_delivered(remainder.num_micro_batches).tolist() == [
+        len(numbers) for numbers in served.values()
+    ]
 
 
 TOPOLOGIES = [(1, 12), (1, 1), (2, 2), (3, 4), (4, 3), (4, 1), (6, 2), (12, 1)]

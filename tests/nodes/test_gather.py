@@ -54,7 +54,7 @@ def ready(spans: Spans, around: gather.SpecialTokens, position: np.ndarray) -> A
 
 
 def places(spans: Spans) -> list[Any]:
-    return [np.asarray(view).tolist() for view in spans.views()]
+    return [np.asarray(view).tolist() for view in spans.document_views()]
 
 
 def drawn(
@@ -139,13 +139,13 @@ class TestBothWays:
         for use in (
             lambda: ready(spans, _PLAIN, np.array([0, 0])),
             lambda: gather.join_documents(spans, _PLAIN),
-            spans.views,
+            spans.document_views,
         ):
             with pytest.raises(IndexError, match="beyond its array"):
                 use()
 
     def test_a_position_that_is_no_longer_one(self) -> None:
-        spans = Spans.of(np.arange(3), PositionUpdates.of([0], np.array([[1]])))
+        spans = Spans.of_one_document(np.arange(3), PositionUpdates.of([0], np.array([[1]])))
         with pytest.raises(ValueError, match="the data is not what it was"):
             ready(spans, _PLAIN, np.array([4, 0]))
 
@@ -155,14 +155,14 @@ class TestBothWays:
     )
     def test_a_token_that_does_not_fit(self, kind: str, token: int, dtype: str) -> None:
         around, position = gather.SpecialTokens(None, None, np.dtype(dtype)), np.array([0, 0])
-        spans = Spans.of(np.array([5, token], dtype=kind), PositionUpdates.of([0], np.array([[1]])))
+        spans = Spans.of_one_document(np.array([5, token], dtype=kind), PositionUpdates.of([0], np.array([[1]])))
         with pytest.raises(ValueError, match=rf"{token}.* do not fit int"):
             gather.fill([ready(spans, around, position)], 0, np.empty((1, 2), dtype), None, None)
         assert position.tolist() == [0, 0]
 
     def test_where_there_is_none_it_stops(self) -> None:
         around, position = _PLAIN, np.array([0, 0])
-        full = ready(Spans.of(np.arange(9), PositionUpdates.of([0], np.array([[1]]))), around, position)
+        full = ready(Spans.of_one_document(np.arange(9), PositionUpdates.of([0], np.array([[1]]))), around, position)
         rows = np.zeros((3, 4), np.int64)
         assert gather.fill([full, None, full], 0, rows, None, None) == 1
         assert gather.fill([full, None, full], 2, rows, None, None) == 3
@@ -174,7 +174,9 @@ def test_two_threads_that_draw_from_one_stretch_have_no_token_twice(monkeypatch:
     monkeypatch.setattr(gather, "kernel", KERNEL)
     size, num = 512, 1 << 21
     tokens = np.arange(num, dtype=np.int32)
-    token_queue = ready(Spans.of(tokens, PositionUpdates.of([0], np.array([[1]]))), _PLAIN, np.array([0, 0]))
+    token_queue = ready(
+        Spans.of_one_document(tokens, PositionUpdates.of([0], np.array([[1]]))), _PLAIN, np.array([0, 0])
+    )
 
     def draw() -> list[int]:
         firsts: list[int] = []
@@ -222,8 +224,10 @@ def test_a_window_is_permuted_alike(lengths: list[int], window: int, data: st.Da
     seed, epoch, shard = data.draw(
         st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 9), st.integers(0, num_shards - 1))
     )
-    order = ShardOrder(num_rows=int(starts[-1]), shard=shard, num_logical_shards=num_shards, seed=seed, window=window)
-    row = data.draw(st.integers(0, order.size - 1))
+    order = ShardOrder(
+        num_rows=int(starts[-1]), range_index=shard, num_logical_shards=num_shards, seed=seed, window=window
+    )
+    row = data.draw(st.integers(0, order.num_shard_rows - 1))
     for fragments in (None, fragment_order(starts, seed, epoch)):
         for way in WAYS:
             with pytest.MonkeyPatch.context() as patch:

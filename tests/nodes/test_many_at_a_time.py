@@ -277,7 +277,7 @@ def test_many_sources_are_read_together_and_each_seldom(
 def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a batch waits for thousands of epochs of a row or two."""
     asked = [0]
-    fill, draw = mixed.SourceBuffer.fill, mixed.MixedDocuments._draw
+    fill, draw = mixed.SourceBuffer.read_documents, mixed.MixedDocuments._draw_documents
 
     def count(self: Any, *args: Any) -> Any:
         asked[-1] += 1
@@ -287,8 +287,8 @@ def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(mon
         asked.append(0)
         return draw(self, *args)
 
-    monkeypatch.setattr(mixed.SourceBuffer, "fill", count)
-    monkeypatch.setattr(mixed.MixedDocuments, "_draw", begin)
+    monkeypatch.setattr(mixed.SourceBuffer, "read_documents", count)
+    monkeypatch.setattr(mixed.MixedDocuments, "_draw_documents", begin)
 
     def pipeline(shard: rd.Shard) -> Any:
         readers = {name: rd.Reader([{"tokens": [i] * 3} for i in range(4)], shard) for name in "ab"}

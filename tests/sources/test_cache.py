@@ -62,7 +62,7 @@ def test_never_exceeds_the_budget_and_keeps_what_was_used_last(uses: list[tuple[
             kept.append(k)
             total += sizes[k]
         assert lru.nbytes <= 100
-        assert [k for k in order if k in lru._entries] == kept[::-1]
+        assert [k for k in order if k in lru._key_sizes] == kept[::-1]
         order = kept[::-1]
 
 
@@ -77,16 +77,16 @@ def test_the_budget_is_the_largest_of_the_living(puts: list[tuple[int, int, int]
         if data.draw(st.integers(0, 5)) == 0:
             dropped = data.draw(st.integers(0, 2))
             lru.drop_entries_of(dropped)
-            assert all(key[0] != dropped for key in lru._entries)
+            assert all(key[0] != dropped for key in lru._key_sizes)
     del large
     lru.put((3, 0), Sized(1))
-    sizes = lru._entries
+    sizes = lru._key_sizes
     assert lru.budget == 40
     assert lru.nbytes == sum(sizes.values())
     assert lru.nbytes <= max(40, max(sizes.values()) * 9 // 8) or len(sizes) == 1
     for owner in range(4):
         lru.drop_entries_of(owner)
-    assert not lru._entries
+    assert not lru._key_sizes
     assert lru.nbytes == 0
 
 
@@ -161,7 +161,7 @@ class Used(Sized, UserHeldValue):
         super().__init__(nbytes)
         self.is_kept = True
 
-    def dropped(self) -> None:
+    def on_dropped(self) -> None:
         self.is_kept = False
 
     def was_used(self) -> bool:
@@ -180,14 +180,14 @@ def test_what_passes_through_leaves_what_is_held(puts: list[tuple[bool, int, int
         lru.put(key, value)
         if isinstance(value, Used):
             held[key] = value
-        assert [k for k, v in held.items() if v.is_kept] == [k for k in held if k in lru._entries]
+        assert [k for k, v in held.items() if v.is_kept] == [k for k in held if k in lru._key_sizes]
         held = {k: v for k, v in held.items() if v.is_kept}
         assert (
             is_held or held == before or sum(v.nbytes for v in before.values()) > 40
         )  # 50, and less beside a large one
-        assert lru.nbytes == sum(lru._entries.values()) <= 100
+        assert lru.nbytes == sum(lru._key_sizes.values()) <= 100
         assert lru._derived_bytes == sum(v.nbytes for v in held.values())
-        assert key in lru._entries
+        assert key in lru._key_sizes
 
 
 def test_threads_may_share_it() -> None:
@@ -196,12 +196,12 @@ def test_threads_may_share_it() -> None:
 
     def use(seed: int) -> None:
         for key in np.random.default_rng(seed).integers(0, 20, 2000).tolist():
-            lru.make(key, lambda: Sized(10))
+            lru.get_or_make(key, lambda: Sized(10))
 
     threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert lru.nbytes == sum(lru._entries.values()) <= 50
+    assert lru.nbytes == sum(lru._key_sizes.values()) <= 50
 
 
 class Fragments(Source):
@@ -244,7 +244,7 @@ def test_warns_once_where_the_shards_of_all_sources_exceed_the_cache(
 def test_a_source_that_goes_waits_for_no_file_that_is_being_opened() -> None:
     """Its finalizer may run in the thread that makes the request for that file."""
     files = OpenFileCache()
-    files.make((1, "a"), object)
+    files.get_or_make((1, "a"), object)
 
     def opener() -> object:
         thread = threading.Thread(target=files.drop_entries_of, args=(1,), daemon=True)
@@ -253,7 +253,7 @@ def test_a_source_that_goes_waits_for_no_file_that_is_being_opened() -> None:
         assert not thread.is_alive()
         return object()
 
-    files.make((2, "b"), opener)
+    files.get_or_make((2, "b"), opener)
     assert files.nbytes == 1
 
 

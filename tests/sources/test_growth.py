@@ -62,7 +62,7 @@ def segment(source: Any, state: Any, steps: int, world: int = 1, **kwargs: Any) 
     seen: Counter[int] = Counter()
     for _ in range(steps * loaders[0].gradient_accumulation_steps):
         for loader in loaders:
-            while loader._stream.begin() is None:
+            while loader._stream.begin_segment() is None:
                 loader._stream.begin_next_epoch()
             seen.update(loader._stream.take().batch["x"].tolist())
     state = full_state_dict(loaders)

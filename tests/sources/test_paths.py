@@ -113,5 +113,5 @@ def test_keys_stay_as_they_are(below: str) -> None:
         memory.store[f"/{key}"] = MemoryFile(memory, f"/{key}", key.encode())
     for given in (keys, *([key] for key in keys)):
         files = find_matching_files([f"memory://{key}" for key in given], (".parquet",))
-        found = [files.ranges(file).read(0, 99).to_pybytes().decode() for file in range(len(files.names))]
+        found = [files.reader_of(file).read(0, 99).to_pybytes().decode() for file in range(len(files.names))]
         assert sorted(found) == sorted(given)

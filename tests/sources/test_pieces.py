@@ -216,16 +216,18 @@ def test_cuts_are_what_the_shards_read(lengths: list[int], num_shards: int, perm
         virtual = np.arange(i * fragments[-1] // num_shards, (i + 1) * fragments[-1] // num_shards)
         rows = virtual if order is None else order.rows(virtual)
         share = ShardShare(rd.Shard(i, num_shards, 3), epoch, fragments, order, id(source), i, 0)
-        drawn[share.key] = set(rows.tolist())
+        drawn[share.share_key] = set(rows.tolist())
         for fragment in range(len(lengths)):
-            for cut in share.cuts(fragment):
-                if cut.key == share.key:
-                    assert share.cut(fragment) == cut
+            for cut in share.served_row_ranges(fragment):
+                if cut.share_key == share.share_key:
+                    assert share.own_row_range(fragment) == cut
     share = ShardShare(rd.Shard(0, num_shards, 3), epoch, fragments, order, id(source), i, 0)
     found: dict[Any, set[int]] = {key: set() for key in drawn}
     for fragment in range(len(lengths)):
-        for cut in share.cuts(fragment):
-            found[cut.key] |= set(range(int(fragments[fragment]) + cut.start, int(fragments[fragment]) + cut.stop))
+        for cut in share.served_row_ranges(fragment):
+            found[cut.share_key] |= set(
+                range(int(fragments[fragment]) + cut.start, int(fragments[fragment]) + cut.stop)
+            )
     assert found == drawn
 
 

@@ -203,7 +203,7 @@ class TestOnce:
         source.row(150)  # the footer is there
         share = ShardRows(source, rd.Shard(index=0, num_logical_shards=2), shuffle=64).share(0)
         works = {
-            "footer": lambda: (cache().get("nothing"), source._tail(0).to_pybytes())[1],
+            "footer": lambda: (cache().get("nothing"), source._footer_of(0).to_pybytes())[1],
             "row": lambda: source.row(3)["tokens"].tolist(),
             "tokens": lambda: source.tokens("tokens", 0).values.tolist(),
             "piece": lambda: source.tokens_of("tokens", 0, share).values.tolist(),
@@ -229,7 +229,7 @@ class TestOnce:
         with monkeypatch.context() as patch:  # whoever prepares looked before it came
             patch.setattr(Cache, "get", lambda *_: patch.setattr(Cache, "get", get))
             source.prepare(column, 0)
-        fetch_runner().wait(source._key(0, column))
+        fetch_runner().wait(source._cache_key(0, column))
         read()
         assert Far.requests() == 1
 

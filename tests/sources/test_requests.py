@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 import rescale_data as rd
-from rescale_data.sources.counts import REQUESTS, RETRIES, counts
+from rescale_data.sources.counts import REQUESTS, RETRIES, read_counters
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.remote import RemoteError, RequestLimit, RequestTimes, attempt
 
@@ -24,7 +24,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_MIN_ANSWERS_FOR_LIMIT", 100)
     times = RequestTimes()
     for _ in range(100):
-        times.add(0, 1e-3)
+        times.add_answer(0, 1e-3)
     monkeypatch.setattr(remote, "_request_times", lambda host: times)
     monkeypatch.setattr(remote, "_FIRST_PAUSE_SECONDS", 0.001)
     remote._request_limit.cache_clear()
@@ -46,11 +46,11 @@ class Stalls:
 
 
 def test_one_that_stalls_is_made_again_and_few_others() -> None:
-    request, before = Stalls(1000), counts().values.copy()
+    request, before = Stalls(1000), read_counters().values.copy()
     assert [attempt(rd.Remote(), "s3://bucket/x", request, 0) for _ in range(2000)] == [7] * 2000
     request.go_on.set()
     assert 2002 <= request.made <= 2000 * 1.02 + 1
-    told = counts().values - before
+    told = read_counters().values - before
     assert told[REQUESTS] == request.made
     assert told[RETRIES] == request.made - 2000
 
@@ -76,17 +76,17 @@ def test_all_that_stall_together_are_made_again() -> None:
 
 def test_it_is_late_when_nearly_all_others_were_far_faster() -> None:
     pace, mb = RequestTimes(), 2**20
-    assert pace.limit(0) == 5.0
-    assert pace.limit(60 * mb) == 65.0
+    assert pace.limit_seconds(0) == 5.0
+    assert pace.limit_seconds(60 * mb) == 65.0
     for _ in range(995):
-        pace.add(mb, 0.4)
+        pace.add_answer(mb, 0.4)
     for _ in range(5):
-        pace.add(mb, 100.0)
-    assert pace.limit(mb) == pytest.approx(1.6)
-    assert pace.limit(9 * mb) == pytest.approx(8.0)  # large ones have more time
+        pace.add_answer(mb, 100.0)
+    assert pace.limit_seconds(mb) == pytest.approx(1.6)
+    assert pace.limit_seconds(9 * mb) == pytest.approx(8.0)  # large ones have more time
     for _ in range(1000):
-        pace.add(0, 3.0)
-    assert pace.limit(0) == pytest.approx(12.0)  # a slow network is no stall
+        pace.add_answer(0, 3.0)
+    assert pace.limit_seconds(0) == pytest.approx(12.0)  # a slow network is no stall
 
 
 def test_each_attempt_has_a_time_and_the_error_says_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_an_error_of_an_attempt_that_was_given_up_slows_down() -> None:
             refused.wait(60)
             raise OSError("503 SlowDown")
         refused.set()
-        while remote._request_limit(8, "s3://bucket").limit > 4:
+        while remote._request_limit(8, "s3://bucket").num_allowed_requests > 4:
             time.sleep(0.001)
         return number
 
@@ -196,7 +196,7 @@ def test_a_process_makes_so_many_at_once() -> None:
 
     def work(_: int) -> None:
         nonlocal most, at_once
-        with request_limit.slot():
+        with request_limit.hold_request_slot():
             with lock:
                 at_once += 1
                 most = max(most, at_once)
@@ -213,28 +213,28 @@ def test_fewer_after_slow_down_and_more_again_later(monkeypatch: pytest.MonkeyPa
     now = [1000.0]
     monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
     request_limit = RequestLimit(64)
-    assert request_limit.limit == 64
+    assert request_limit.num_allowed_requests == 64
     request_limit.slow_down(now[0])
-    assert request_limit.limit == 32
+    assert request_limit.num_allowed_requests == 32
     request_limit.slow_down(now[0] - 1)  # it was under way when that happened, and counts with it
-    assert request_limit.limit == 32
+    assert request_limit.num_allowed_requests == 32
     request_limit.slow_down(now[0])
-    assert request_limit.limit == 16
+    assert request_limit.num_allowed_requests == 16
     limits = []
     for seconds in (30, 15, 15, 10**9):
         now[0] += seconds
-        limits.append(request_limit.limit)
+        limits.append(request_limit.num_allowed_requests)
     assert limits == [32, 45, 64, 64]
     for _ in range(20):
         request_limit.slow_down(now[0])
-    assert request_limit.limit == 1
+    assert request_limit.num_allowed_requests == 1
 
 
 def test_an_answer_that_asks_to_slow_down_is_heard() -> None:
     answers = [OSError("An error occurred (SlowDown): Please reduce your request rate."), 3]
     assert attempt(rd.Remote(max_requests=8), "s3://bucket/x", Mock(side_effect=answers), 0) == 3
-    assert remote._request_limit(8, "s3://bucket").limit == 4
-    assert remote._request_limit(8, "s3://other").limit == 8
+    assert remote._request_limit(8, "s3://bucket").num_allowed_requests == 4
+    assert remote._request_limit(8, "s3://other").num_allowed_requests == 8
 
 
 def test_nothing_is_held_over_a_fork() -> None:

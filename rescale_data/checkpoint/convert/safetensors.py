@@ -218,9 +218,9 @@ def _require_empty(store: Store, folder: str) -> None:
 
 def _tensors_by_file(stored: StoredCheckpoint, byte_limit: int) -> dict[str, list[str]]:
     """Return the names of the safetensors files to write, each with the names of its tensors."""
-    batches = list(stored.batches(stored.tensors, byte_limit))
+    batches = list(stored.name_batches(stored.meta_tensors, byte_limit))
     if len(batches) < 2:
-        return {"model.safetensors": [*stored.tensors]}
+        return {"model.safetensors": [*stored.meta_tensors]}
     return {f"model-{number:05}-of-{len(batches):05}.safetensors": names for number, names in enumerate(batches, 1)}
 
 
@@ -234,7 +234,7 @@ def _write_files(
 ) -> None:
     """Write the other values, then the safetensors files, and last the index, if there are several files."""
     headers = {file: _header(stored, names) for file, names in names_by_file.items()}
-    non_tensor_content = {"values": plain_values, "paths": stored.paths, "lost": stored.lost}
+    non_tensor_content = {"values": plain_values, "paths": stored.paths_by_name, "lost": stored.lost_structure}
     store.put(join(folder, NON_TENSORS_FILE), lambda stream: torch.save(non_tensor_content, stream))
     for file, names in names_by_file.items():
         tensors = stored.stream(names, byte_budget)
@@ -253,7 +253,7 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
     for key in names:
         if key == _FILE_METADATA:
             raise ValueError(f"safetensors keeps the name {key} for itself. Use to_torch_save.")
-        meta_tensor, end_offset = stored.tensors[key], offset + stored.num_bytes(key)
+        meta_tensor, end_offset = stored.meta_tensors[key], offset + stored.num_bytes(key)
         header[key] = {
             "dtype": _dtype_name(key, meta_tensor.dtype),
             "shape": list(meta_tensor.shape),

@@ -20,9 +20,9 @@ class StoredCheckpoint:
         entry_name: Of one top-level entry, which is then all that there is, without its name; default everything.
 
     Attributes:
-        tensors: On the meta device, by flattened name.
-        paths: Path in the nested state, by flattened name.
-        lost: What the names do not tell of the nested state.
+        meta_tensors: On the meta device, by flattened name.
+        paths_by_name: Path in the nested state, by flattened name.
+        lost_structure: What the names do not tell of the nested state.
 
     Raises:
         ValueError: nothing is named ``entry_name``.
@@ -35,29 +35,29 @@ class StoredCheckpoint:
         if entry_name is not None and not self._key_by_name:
             top_names = sorted({str(path[0]) for path in reader.contents.paths.values()})
             raise ValueError(f"The checkpoint {reader.path} holds nothing named {entry_name!r}. It holds {top_names}.")
-        self.paths = {short_name: saved_contents.paths[key] for short_name, key in self._key_by_name.items()}
+        self.paths_by_name = {short_name: saved_contents.paths[key] for short_name, key in self._key_by_name.items()}
         saved_values = {short_name: saved_contents.values[key] for short_name, key in self._key_by_name.items()}
-        self.tensors = {short_name: tensor for short_name, tensor in saved_values.items() if tensor is not None}
+        self.meta_tensors = {short_name: tensor for short_name, tensor in saved_values.items() if tensor is not None}
         whole_lost_structure = reader.manifest.lost if reader.manifest else ()
-        self.lost: LostStructure = [
+        self.lost_structure: LostStructure = [
             (path[len(root) :], key) for path, key in whole_lost_structure if (*path[:-1][: len(root)],) == root
         ]
 
     def values(self) -> dict[str, Any]:
         """Return all plain values, by flattened name."""
-        return self._read([name for name in self.paths if name not in self.tensors])
+        return self._read([name for name in self.paths_by_name if name not in self.meta_tensors])
 
     def stream(self, names: list[str], byte_budget: int = DEFAULT_BUDGET_BYTES) -> Iterator[torch.Tensor]:
         """Yield the named tensors in order, read in batches of at most ``byte_budget`` bytes (or one larger tensor)."""
-        for batch in self.batches(names, byte_budget):
+        for batch in self.name_batches(names, byte_budget):
             batch_values = self._read(batch)
             for name in batch:
                 yield batch_values.pop(name)
 
     def num_bytes(self, name: str) -> int:
-        return self.tensors[name].nbytes
+        return self.meta_tensors[name].nbytes
 
-    def batches(self, names: Iterable[str], byte_budget: int) -> Iterator[list[str]]:
+    def name_batches(self, names: Iterable[str], byte_budget: int) -> Iterator[list[str]]:
         """Yield ``names`` in order, in batches of tensors with at most ``byte_budget`` bytes (or one larger tensor)."""
         batch: list[str] = []
         batch_bytes = 0

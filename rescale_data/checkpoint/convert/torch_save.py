@@ -73,8 +73,8 @@ def to_torch_save(
 
     def write(reader: CheckpointReader) -> None:
         stored = StoredCheckpoint(reader, name)
-        new_file = TorchFileWriter({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
-        tree = tree_of(stored.paths, stored.values() | new_file.tensors, stored.lost)
+        new_file = TorchFileWriter({key: (tensor.shape, tensor.dtype) for key, tensor in stored.meta_tensors.items()})
+        tree = tree_of(stored.paths_by_name, stored.values() | new_file.tensors, stored.lost_structure)
         store.put(final_path, lambda stream: new_file.write(stream, tree, lambda names: stored.stream(names, budget)))
 
     read_checkpoint(path, write, storage_options=storage_options)
@@ -135,28 +135,28 @@ class TorchFileWriter:
     """Writer of a ``torch.save`` file that receives its tensors one by one.
 
     Args:
-        sizes: Shape and dtype of those that come later, by name.
+        shapes_dtypes: Shape and dtype of those that come later, by name.
 
     Attributes:
         tensors: Stand for them in what is written, and have no memory.
     """
 
-    def __init__(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    def __init__(self, shapes_dtypes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         max_bytes: dict[torch.dtype, int] = {}
-        for size, dtype in sizes.values():
+        for size, dtype in shapes_dtypes.values():
             max_bytes[dtype] = max(max_bytes.get(dtype, 0), math.prod(size) * dtype.itemsize)
         pages = {dtype: mmap.mmap(-1, num_bytes or 1) for dtype, num_bytes in max_bytes.items()}  # never touched
-        self.tensors = {name: _placeholder(size, dtype, pages[dtype]) for name, (size, dtype) in sizes.items()}
+        self.tensors = {name: _placeholder(size, dtype, pages[dtype]) for name, (size, dtype) in shapes_dtypes.items()}
 
-    def write(self, stream: BinaryIO, tree: Any, read: Callable[[list[str]], Iterable[torch.Tensor]]) -> None:
+    def write(self, stream: BinaryIO, tree: Any, read_tensors: Callable[[list[str]], Iterable[torch.Tensor]]) -> None:
         """Write ``tree`` as a ``torch.save`` file, with real tensors in place of the placeholders ``tensors``.
 
         Args:
-            read: Gives the tensors for these names, in their order.
+            read_tensors: Gives the tensors for these names, in their order.
         """
         names_by_id = {id(tensor): name for name, tensor in self.tensors.items()}
         tensors = _TensorCollector.collect(tree, set(names_by_id))
-        new_tensors = iter(read([names_by_id[id(tensor)] for tensor in tensors if id(tensor) in names_by_id]))
+        new_tensors = iter(read_tensors([names_by_id[id(tensor)] for tensor in tensors if id(tensor) in names_by_id]))
         contents = (next(new_tensors) if id(tensor) in names_by_id else _storage(tensor) for tensor in tensors)
         with tempfile.TemporaryFile() as skeleton:
             with skip_data():

@@ -40,7 +40,10 @@ class OptimizerEntry(Entry):
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(
-            path, partial(named_state, model, optimizer), self._assign, optimizer_owned=partial(_tensors, optimizer)
+            path,
+            partial(named_state, model, optimizer),
+            self._assign,
+            get_optimizer_tensors=partial(_state_tensors, optimizer),
         )
         self.optimizer = optimizer
         if other_keys := [key for key in cast(dict[Any, Any], optimizer.state) if not isinstance(key, torch.Tensor)]:
@@ -95,9 +98,9 @@ class OptimizerEntry(Entry):
         if not self._saved_groups:
             return
         live, index = self._live_state["state"], {name: number for number, name in enumerate(self._parameters)}
-        others = {name: entries for name, entries in live.items() if name in self._unmatched_names}
+        unmatched = {name: entries for name, entries in live.items() if name in self._unmatched_names}
         states = {
-            index[name]: with_keys_of(live.get(name), entry) for name, entry in {**loaded["state"], **others}.items()
+            index[name]: with_keys_of(live.get(name), entry) for name, entry in {**loaded["state"], **unmatched}.items()
         }
         groups = [
             {
@@ -135,9 +138,9 @@ def match_groups(groups: Sequence[ParameterNames], saved: Sequence[ParameterName
     return numbers, difference if unmatched else ""
 
 
-def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], names: list[ParameterNames]) -> str:
+def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], group_names: list[ParameterNames]) -> str:
     """Return the reason why saved groups belong to another optimizer, or have no parameter names; else an empty text."""
-    if any(names) and all(isinstance(name, int) for name in chain(*names)):
+    if any(group_names) and all(isinstance(name, int) for name in chain(*group_names)):
         return _BY_NUMBER_MESSAGE
     if not (lacking := sorted({key for group in groups for key in missing_settings(optimizer, set(group))})):
         return ""
@@ -160,7 +163,7 @@ def _first_few(names: ParameterNames) -> str:
     return f"{list(names[:3])}{' ...' if len(names) > 3 else ''}"
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     """Return the tensors of an optimizer's state that have at least one dimension."""
     state_values = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in state_values if isinstance(value, torch.Tensor) and value.dim() > 0]

@@ -22,12 +22,12 @@ def owning_module(
 ) -> nn.Module:
     """Return the module that has all parameters of the optimizer, or several modules combined into one."""
     wanted_ids = {id(parameter) for parameter in parameters_of(optimizer)}
-    owned = [(path, module, wanted_ids & {id(param) for param in module.parameters()}) for path, module in modules]
-    for _, module, owned_ids in owned:
+    candidates = [(path, module, wanted_ids & {id(param) for param in module.parameters()}) for path, module in modules]
+    for _, module, owned_ids in candidates:
         if owned_ids == wanted_ids:
             return module
-    if wanted_ids <= {parameter for _, _, owned_ids in owned for parameter in owned_ids}:
-        return _combine_modules({"/".join(path): module for path, module, owned_ids in owned if owned_ids})
+    if wanted_ids <= {parameter for _, _, owned_ids in candidates for parameter in owned_ids}:
+        return _combine_modules({"/".join(path): module for path, module, owned_ids in candidates if owned_ids})
     raise ValueError(
         f"The parameters of the optimizer {optimizer_name!r} are not those of a module in the state "
         f"({[path for path, _ in modules] or 'there is none'}), so they have no names. "

@@ -22,7 +22,7 @@ from rescale_data.checkpoint.storage.store import Store, join, split
 from rescale_data.errors import DamagedCheckpointError
 
 CLAIMS_FOLDER = ".claims"
-STEP = re.compile(r"step-(\d+)")
+STEP_PATTERN = re.compile(r"step-(\d+)")
 SINGLE_STEP = "."
 """Name of the only step of a folder that is a checkpoint itself, not a run."""
 TEMPORARY_SUFFIX = re.compile(r"\.[0-9a-f]{12}\.tmp$")
@@ -81,12 +81,12 @@ class Claims:
 
     Args:
         all_owners: All owners, in order.
-        newest: The owner of the newest finished claim.
+        last_owner: The owner of the newest finished claim.
         accepts: The folders of the saves that this claim accepts, by the name of the step.
     """
 
     all_owners: Collection[Owner] = ()
-    newest: Owner | None = None
+    last_owner: Owner | None = None
     accepts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
@@ -94,8 +94,8 @@ class Claims:
         """List the claims of `folder`, and read the newest finished one."""
         all_owners = owners(store, folder)
         for owner in reversed(all_owners):
-            if owner != excluded_owner and (accepts := read_claim(store, folder, owner)["accepts"]) is not None:
-                return cls(all_owners=all_owners, newest=owner, accepts=accepts)
+            if owner != excluded_owner and (accepted_saves := read_claim(store, folder, owner)["accepts"]) is not None:
+                return cls(all_owners=all_owners, last_owner=owner, accepts=accepted_saves)
         return cls(all_owners=all_owners)
 
 
@@ -142,12 +142,12 @@ def valid_save(file_names: Iterable[str], *claims_and_steps: tuple[Claims, str])
         saves = [
             save
             for save in saves
-            if save.owner == claims.newest
+            if save.owner == claims.last_owner
             or save.owner not in claims.all_owners
             or (save.folder == claims.accepts.get(step_name) and not save.is_deletion)
         ]
     for claims, _ in claims_and_steps:
-        if newest_saves := [save for save in saves if save.owner == claims.newest]:
+        if newest_saves := [save for save in saves if save.owner == claims.last_owner]:
             return max(newest_saves)
     return max(saves, default=None)
 
@@ -155,7 +155,7 @@ def valid_save(file_names: Iterable[str], *claims_and_steps: tuple[Claims, str])
 def run_and_step(path: str) -> tuple[str, str]:
     """Return the run's folder and the step's name for a checkpoint's path; outside a run its own path and ``"."``."""
     folder, name = split(path)
-    return (folder, name) if STEP.fullmatch(name) else (path, SINGLE_STEP)
+    return (folder, name) if STEP_PATTERN.fullmatch(name) else (path, SINGLE_STEP)
 
 
 def find(store: Store, path: str, run_claims: Claims | None = None) -> Save | None:

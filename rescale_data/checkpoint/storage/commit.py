@@ -23,7 +23,7 @@ from typing import Any
 from rescale_data.checkpoint.storage.claims import (
     CLAIMS_FOLDER,
     SINGLE_STEP,
-    STEP,
+    STEP_PATTERN,
     TEMPORARY_SUFFIX,
     Claims,
     Owner,
@@ -76,7 +76,7 @@ class Ownership:
         if own_saves and not is_single:
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
         if own_saves and run_and_step(path)[1] != SINGLE_STEP:
-            newest_owner = Claims.read(store, run_and_step(path)[0]).newest
+            newest_owner = Claims.read(store, run_and_step(path)[0]).last_owner
             if any(save.owner == newest_owner for save in own_saves):
                 raise _manager_error(path)
         earlier_owners = owners(store, path)
@@ -103,25 +103,27 @@ class Ownership:
         self.store.mkdir(join(self.path, CLAIMS_FOLDER))
         self._put_claim()
         self._claims = Claims.read(self.store, self.path, excluded_owner=self.owner)
-        step_names = [SINGLE_STEP] if self._is_single else filter(STEP.fullmatch, self.store.names(self.path))
+        step_names = [SINGLE_STEP] if self._is_single else filter(STEP_PATTERN.fullmatch, self.store.names(self.path))
         names = {name: self.store.names(self._step_folder(name)) for name in step_names}
         self.saves = {
             name: save
-            for name, listed in names.items()
-            if (save := self._valid_save(name, listed) or self._find_deletion(listed))
+            for name, folder_names in names.items()
+            if (save := self._valid_save(name, folder_names) or self._find_deletion(folder_names))
         }
         """The valid save or deletion of each step, by the step's name."""
-        self._steps_to_sweep = {name for name, listed in names.items() if self._old_names(listed, self.saves.get(name))}
+        self._steps_to_sweep = {
+            name for name, folder_names in names.items() if self._old_names(folder_names, self.saves.get(name))
+        }
         self._steps_to_restore = {name for name, save in self.saves.items() if not save.is_deletion}
         self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._steps_to_restore)}
         self._put_claim()
-        self.look()
-        self._claims = Claims(all_owners=self._claims.all_owners, newest=self.owner, accepts=self._claim["accepts"])
+        self.check_not_superseded()
+        self._claims = Claims(all_owners=self._claims.all_owners, last_owner=self.owner, accepts=self._claim["accepts"])
         if not self._is_single:
             self.store.mkdir(join(self.path, LEASES))
-            self._leases.append(Lease(self.store.files, self._lease_path(self.owner), {"owner": str(self.owner)}))
+            self._leases.append(Lease(self.store.file_system, self._lease_path(self.owner), {"owner": str(self.owner)}))
 
-    def look(self) -> None:
+    def check_not_superseded(self) -> None:
         """Raise `SupersededError` if another process has opened the folder for writing since (a newer claim)."""
         newest_owner = max(owners(self.store, self.path), default=self.owner)
         if newest_owner > self.owner:
@@ -132,15 +134,15 @@ class Ownership:
                 f"another folder."
             )
 
-    def begin(self, name: str) -> Save:
+    def begin_save(self, step_name: str) -> Save:
         """Begin a save of a step: make a folder for its data, named after the save, and return the save.
 
         Raises:
             SupersededError: Somebody else owns the folder, who would find the data there.
         """
-        self.look()
+        self.check_not_superseded()
         save = self._new_save()
-        self.store.mkdir(join(self._step_folder(name), save.folder))
+        self.store.mkdir(join(self._step_folder(step_name), save.folder))
         return save
 
     def commit(self, step_name: str, save: Save, manifest: Manifest) -> None:
@@ -152,7 +154,7 @@ class Ownership:
         """
         store, final_path = self.store, self._step_folder(step_name)
         if size_errors := wrong_sizes(store, final_path, manifest.files):
-            self.look()  # a newer owner has removed them
+            self.check_not_superseded()  # a newer owner has removed them
             error_lines = "\n  ".join(size_errors.values())
             raise ValueError(
                 f"The files that all ranks wrote are not in {join(final_path, save.folder)}:\n  {error_lines}\n"
@@ -164,7 +166,7 @@ class Ownership:
         _put_with_retry(store, join(final_path, save.manifest), manifest.to_json())
         self._claim["closed"] = self._is_single  # by the same request
         self._put_claim()
-        self.look()
+        self.check_not_superseded()
         if self._is_single and find(store, final_path) != save:
             raise _manager_error(final_path)
         self._record_save(step_name, save)
@@ -190,19 +192,19 @@ class Ownership:
         """
         final_path = self._step_folder(step_name)
         if self.store.is_link(final_path):
-            self.look()
+            self.check_not_superseded()
             self.store.rm_file(final_path)
             self.saves.pop(step_name, None)
             return "gone"
-        if (lease_status := lease_state(self._readers.look(), self._leased_step(step_name))) != "gone":
+        if (lease_status := lease_state(self._readers.live_leases(), self._leased_step(step_name))) != "gone":
             return lease_status
         save = self._new_save()._replace(is_deletion=True)
         _put_with_retry(self.store, join(final_path, save.manifest), Manifest(save_id=save.folder).to_json())
         self._claim["accepts"].pop(step_name, None)
         self._put_claim()
-        self.look()
+        self.check_not_superseded()
         self._record_save(step_name, save)
-        self.clean()
+        self.remove_obsolete()
         return "gone"
 
     def _record_save(self, step_name: str, save: Save) -> None:
@@ -210,7 +212,7 @@ class Ownership:
         self._claim["saved"] = save.save_number  # put with the next claim: nobody who is superseded before says so
         self._steps_to_sweep.add(step_name)
 
-    def clean(self) -> None:
+    def remove_obsolete(self) -> None:
         """Remove data that are no longer valid and that nobody reads, and restore copies of ``.metadata``. Never raises."""
         for name in sorted(self._steps_to_restore):
             with _log_errors(f"Stock DCP's copy of the metadata of {self._step_folder(name)} was not looked at"):
@@ -245,8 +247,8 @@ class Ownership:
         final_path, save, step = self._step_folder(step_name), self.saves.get(step_name), self._leased_step(step_name)
         deletion = save if save is not None and save.is_deletion else None
         obsolete_names = self._old_names(self.store.names(final_path), save)
-        self.look()
-        leases = self._readers.look()
+        self.check_not_superseded()
+        leases = self._readers.live_leases()
         unread_names = [entry for entry in obsolete_names if lease_state(leases, step, save_of(entry)) == "gone"]
         if deletion and len(unread_names) < len(obsolete_names):
             return False
@@ -330,7 +332,7 @@ class Ownership:
             )
 
     def _is_owner_alive(self, owner: Owner, *, wait_for_owner: bool) -> bool:
-        while (holder_state := self._readers.watch.look(self._lease_path(owner))[0]) == "undecided":
+        while (holder_state := self._readers.lease_observer.observe_holder(self._lease_path(owner))[0]) == "undecided":
             if not wait_for_owner:
                 raise ValueError(
                     f"One look does not tell if the owner {owner} of {self.path} still runs. Try again with --wait, which "
@@ -362,7 +364,7 @@ class Ownership:
         return Save(self.owner, self._num_saves)
 
 
-def prepare(store: Store, path: str, *, overwrite: bool) -> None:
+def prepare_target(store: Store, path: str, *, overwrite: bool) -> None:
     """Raise `ValueError` unless a checkpoint may be saved at ``path``; a link becomes a folder of links to its files."""
     if not (store.is_link(path) and overwrite):
         if store.is_file(path):

@@ -63,7 +63,9 @@ class Contents:
     def from_metadata(cls, metadata: Metadata) -> Contents:
         saved, planned = metadata.state_dict_metadata, metadata.planner_data or {}
         paths = {key: tuple(planned.get(key, (key,))) for key in saved}
-        return cls({key: _meta(value) for key, value in saved.items()}, paths, frozenset(saved.keys() - planned.keys()))
+        return cls(
+            {key: _meta_tensor(value) for key, value in saved.items()}, paths, frozenset(saved.keys() - planned.keys())
+        )
 
     def subtree(self, root: tuple[str, ...]) -> Contents:
         """Return the contents below a path in the nested state; their paths are relative to it."""
@@ -73,7 +75,7 @@ class Contents:
         return Contents({name: self.values[name] for name in paths}, paths, self.without_path)
 
 
-def _meta(value_metadata: Any) -> torch.Tensor | None:
+def _meta_tensor(value_metadata: Any) -> torch.Tensor | None:
     is_tensor = isinstance(value_metadata, TensorStorageMetadata)
     return torch.empty(value_metadata.size, dtype=value_metadata.properties.dtype, device="meta") if is_tensor else None
 
@@ -96,19 +98,19 @@ class Pieces(torch.Tensor):
     It has the shape and the dtype of the whole, and no memory for it.
 
     Attributes:
-        items: The write item of each piece, from the device's own planner; an item does not name an entry of the state yet.
-        find: Returns the piece at an index, on the CPU.
-        commit: Called after a piece was read, with its read item and its values.
+        write_items: The write item of each piece, from the device's own planner; an item names no entry of the state yet.
+        find_piece: Returns the piece at an index, on the CPU.
+        commit_piece: Called after a piece was read, with its read item and its values.
     """
 
-    items: list[WriteItem]
-    find: Callable[[MetadataIndex], torch.Tensor]
-    commit: Callable[[ReadItem, torch.Tensor], None]
+    write_items: list[WriteItem]
+    find_piece: Callable[[MetadataIndex], torch.Tensor]
+    commit_piece: Callable[[ReadItem, torch.Tensor], None]
 
     @classmethod
     def from_items(cls, full_tensor: torch.Tensor, write_items: list[WriteItem]) -> Self:
         pieces = torch.empty((), dtype=full_tensor.dtype, device="cpu").expand(full_tensor.shape).as_subclass(cls)
-        pieces.items = write_items
+        pieces.write_items = write_items
         return pieces
 
     @property
@@ -117,12 +119,12 @@ class Pieces(torch.Tensor):
 
         A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
         """
-        return {item.index.offset: item for item in self.items if _chunk(item).sizes.numel()}
+        return {item.index.offset: item for item in self.write_items if _chunk(item).sizes.numel()}
 
     def detached_copy(self) -> Self:
         """Replace the live pieces by copies; return `self`."""
-        copies = {offset: self.find(item.index) for offset, item in self.unique_write_items.items()}
-        self.find = lambda index: copies[index.offset]
+        copies = {offset: self.find_piece(item.index) for offset, item in self.unique_write_items.items()}
+        self.find_piece = lambda index: copies[index.offset]
         return self
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -130,10 +132,10 @@ class Pieces(torch.Tensor):
         return [dataclasses.replace(item, index=with_name(item.index)) for item in self.unique_write_items.values()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(item) for item in self.items]
+        return [_chunk(item) for item in self.write_items]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.find(index)
+        return self.find_piece(index)
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:
@@ -192,7 +194,7 @@ class StateReader(ABC):
                 destination = planner.resolve_tensor(item).detach()
                 _copy(item, value, destination)
                 if isinstance(target, Pieces):
-                    target.commit(item, destination)
+                    target.commit_piece(item, destination)
         except OSError as error:
             raise error_with_cure(error, f"Loading {self.name}") from error
         return values
@@ -221,20 +223,20 @@ class FilesReader(StateReader):
 
     Attributes:
         path: Of the folder.
-        check: Is called before each file that is read.
+        before_each_file: Is called before each file that is read.
     """
 
     def __init__(self, file_system: FileSystemBase, path: str) -> None:
         super().__init__(path)
         self._file_system, self.path = file_system, path
-        self.check: Callable[[], object] = lambda: None
+        self.before_each_file: Callable[[], object] = lambda: None
 
     @abstractmethod
     def crc32s(self, name: str) -> str:
         """Return the checksums of a file's pieces, in hexadecimal as in `FileRecord`; empty if there are none."""
 
     @functools.cached_property
-    def pieces(self) -> dict[str, dict[tuple[int, int], int | None]]:
+    def piece_checksums(self) -> dict[str, dict[tuple[int, int], int | None]]:
         """Checksum of each piece, by file name and then by (offset, size), in the order of offsets."""
         ranges_of: dict[str, list[tuple[int, int]]] = {}
         for location in cast(dict[Any, Any], self.metadata.storage_data).values():
@@ -247,17 +249,17 @@ class FilesReader(StateReader):
             raise ValueError(
                 f"{self.name} was compressed when it was saved. Load it with DCP's own load, and save it anew."
             )
-        requested = sorted((piece.relative_path, piece.offset, piece.length, i) for i, piece in enumerate(locations))
+        sorted_reads = sorted((piece.relative_path, piece.offset, piece.length, i) for i, piece in enumerate(locations))
         buffer = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
-        for name, pieces_in_file in itertools.groupby(requested, operator.itemgetter(0)):
-            self.check()
+        for name, pieces_in_file in itertools.groupby(sorted_reads, operator.itemgetter(0)):
+            self.before_each_file()
             with self._file_system.create_stream(self._file_system.concat_path(self.path, name), "rb") as stream:
                 for (start, size), same_piece in itertools.groupby(pieces_in_file, operator.itemgetter(1, 2)):
                     piece_items = [items[index] for *_, index in same_piece]
                     is_kept = piece_items[0].type is LoadItemType.BYTE_IO
                     memory = Memory.empty(size) if is_kept else _buffer_for(buffer, size)
                     buffer = buffer if is_kept else memory
-                    read_piece(stream, name, start, size, self.pieces[name][start, size], memory)
+                    read_piece(stream, name, start, size, self.piece_checksums[name][start, size], memory)
                     value = _value_in(memory, piece_items[0].storage_index.fqn)
                     yield from ((item, value) for item in piece_items)
 
@@ -279,8 +281,8 @@ def read_piece(stream: Any, name: str, start: int, num_bytes: int, crc32: int | 
     """
     piece = memoryview(buffer)[len(buffer) - num_bytes :]
     stream.seek(start)
-    if (num_read := stream.readinto(piece)) != num_bytes:
-        raise DamagedCheckpointError(f"{name} ends {num_bytes - num_read} bytes too early, at {start + num_read}")
+    if (bytes_read := stream.readinto(piece)) != num_bytes:
+        raise DamagedCheckpointError(f"{name} ends {num_bytes - bytes_read} bytes too early, at {start + bytes_read}")
     if crc32 not in (None, zlib.crc32(piece)):
         raise DamagedCheckpointError(
             f"{name} is not what was saved: its bytes {start} to {start + num_bytes} have another checksum"

@@ -17,7 +17,7 @@ METADATA = ".metadata"
 FORMAT_NAME = "rescale_data checkpoint"
 SAVE_ID_PREFIX = "rescale_data-"
 """Prefix of the save id in DCP's metadata: a folder that has it but no manifest is incomplete."""
-VERSION = 1
+FORMAT_VERSION = 1
 
 
 class NewerError(ValueError):
@@ -45,12 +45,12 @@ class Manifest:
     lost: LostStructure = ()
 
     @property
-    def metadata(self) -> str:
+    def metadata_name(self) -> str:
         """Name of the file with DCP's metadata, relative to the checkpoint's folder."""
         return f"{self.save_id}/{METADATA}"
 
     def to_json(self) -> bytes:
-        content: dict[str, Any] = {"format": FORMAT_NAME, "version": VERSION, **asdict(self)}
+        content: dict[str, Any] = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **asdict(self)}
         content["crc32"] = _checksum(content)
         return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
 
@@ -60,18 +60,20 @@ class Manifest:
         content = json.loads(text)
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT_NAME:
             raise ValueError("not a manifest of rescale_data")
-        if content.get("version") != VERSION:
-            raise NewerError(f"written by a newer rescale_data: version {content.get('version')}, known is {VERSION}")
+        if content.get("version") != FORMAT_VERSION:
+            raise NewerError(
+                f"written by a newer rescale_data: version {content.get('version')}, known is {FORMAT_VERSION}"
+            )
         crc32 = content.pop("crc32", None)
         if crc32 != _checksum({"format": FORMAT_NAME, **content}):
             raise ValueError("its content does not match its checksum")
         del content["version"]
         files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
         manifest = cls(files=files, **content)
-        for name in (*files, manifest.metadata):
+        for name in (*files, manifest.metadata_name):
             refuse_outside_path(name)
-        if files and manifest.metadata not in files:  # that of a deletion has no files
-            raise ValueError(f"it lacks its file {manifest.metadata!r}")
+        if files and manifest.metadata_name not in files:  # that of a deletion has no files
+            raise ValueError(f"it lacks its file {manifest.metadata_name!r}")
         return manifest
 
 

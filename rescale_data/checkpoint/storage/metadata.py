@@ -83,7 +83,7 @@ def _build_metadata(metadata_record: Any) -> dcp.Metadata:
         {checked(name, str): _value_metadata(value) for name, value in fields["state_dict_metadata"].items()},
         planner_data=_paths_by_name(fields.get("planner_data")),
         storage_data={
-            _index(vars(key)): _location(vars(location)) for key, location in (fields["storage_data"] or {}).items()
+            _index_key(vars(key)): _location(vars(location)) for key, location in (fields["storage_data"] or {}).items()
         },
         storage_meta=dcp.StorageMeta(save_id=storage_fields.get("save_id")),
     )
@@ -106,11 +106,11 @@ def _value_metadata(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageM
 def _properties(properties: Any) -> dcp.TensorProperties:
     state: Any = getattr(properties, "state", None)
     dtype_record = cast("tuple[Any, ...]", state)[0] if isinstance(state, tuple) else _fields(properties)["dtype"]
-    dtype = dtype_of(dtype_record.stands_for) if isinstance(dtype_record, RecordType) else dtype_record
+    dtype = dtype_of(dtype_record.pickled_name) if isinstance(dtype_record, RecordType) else dtype_record
     return dcp.TensorProperties(dtype=checked(dtype, torch.dtype))
 
 
-def _index(key: Mapping[str, Any]) -> dcp.MetadataIndex:
+def _index_key(key: Mapping[str, Any]) -> dcp.MetadataIndex:
     offset, index = key.get("offset"), key.get("index")  # torch leaves None out
     return dcp.MetadataIndex(
         checked(key["fqn"], str), None if offset is None else _size(offset), None if index is None else int(index)

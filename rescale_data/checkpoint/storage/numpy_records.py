@@ -74,13 +74,13 @@ def _scalar(build: Build, record: Record) -> Any:
 
 
 def _array_from_bytes(
-    shape: tuple[int, ...], kind: np.dtype[Any], data: Any, order: Literal["C", "F"] = "C"
+    shape: tuple[int, ...], np_dtype: np.dtype[Any], data: Any, order: Literal["C", "F"] = "C"
 ) -> np.ndarray[Any, Any]:
     """Return an array with exactly the given bytes; raise ``ValueError`` if their number is wrong."""
-    content, num_bytes = data.encode("latin1") if isinstance(data, str) else data, math.prod(shape) * kind.itemsize
+    content, num_bytes = data.encode("latin1") if isinstance(data, str) else data, math.prod(shape) * np_dtype.itemsize
     if not isinstance(content, bytes) or len(content) != num_bytes:
         raise ValueError(f"{num_bytes} bytes for an array, and other data")
-    array: np.ndarray[Any, Any] = np.ndarray(shape, kind, bytearray(content), order=order)
+    array: np.ndarray[Any, Any] = np.ndarray(shape, np_dtype, bytearray(content), order=order)
     _refuse_invalid_text(array)
     return array
 

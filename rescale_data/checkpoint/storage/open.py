@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage import dcp
-from rescale_data.checkpoint.storage.claims import STEP, Save, find, save_of
+from rescale_data.checkpoint.storage.claims import STEP_PATTERN, Save, find, save_of
 from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, Manifest, NewerError, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.readers import lease_on_checkpoint
@@ -36,18 +36,18 @@ class CheckpointReader(dcp.FilesReader):
     """Reader of a DCP folder that runs no code from its metadata.
 
     Attributes:
-        save: The save that is the checkpoint at ``path``; None for a folder of another tool.
+        found_save: The save that is the checkpoint at ``path``; None for a folder of another tool.
         manifest: The manifest of that save.
     """
 
     def __init__(self, store: Store, path: str) -> None:
         super().__init__(store, path)
         self.store = store
-        self.save: Save | None = None
+        self.found_save: Save | None = None
         self.manifest: Manifest | None = None
 
     def read_metadata(self) -> dcp.Metadata:
-        metadata_name = self.manifest.metadata if self.manifest else METADATA
+        metadata_name = self.manifest.metadata_name if self.manifest else METADATA
         metadata_bytes = self.store.read(join(self.path, metadata_name))
         if (saved_crc32 := self.crc32s(metadata_name)) and saved_crc32 != f"{zlib.crc32(metadata_bytes):08x}":
             raise damaged_error(self.path, [f"{metadata_name} is not what was saved: it has another checksum"])
@@ -63,7 +63,7 @@ class CheckpointReader(dcp.FilesReader):
     def is_replaced(self) -> bool:
         """True if the checkpoint was replaced by another save or deleted since it was opened."""
         with suppress(OSError, ValueError):
-            return find(self.store, self.path) != self.save
+            return find(self.store, self.path) != self.found_save
         return False
 
 
@@ -109,7 +109,7 @@ def read_checkpoint(
     work: Callable[[CheckpointReader], T],
     ranks: Ranks | None = None,
     *,
-    allow_foreign: bool = True,
+    allow_other_tools: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> T:
     """Return `work(reader)` for the checkpoint at ``path``, with a lease and after its file sizes were checked.
@@ -117,7 +117,7 @@ def read_checkpoint(
     A reader that may not write has no lease. If the checkpoint is replaced while such a one reads it, `work` begins anew.
 
     Args:
-        allow_foreign: False for checkpoints that have a manifest alone.
+        allow_other_tools: False for checkpoints that have a manifest alone.
 
     Raises:
         AbsentError: a ``FileNotFoundError``: no checkpoint at ``path``.
@@ -130,8 +130,8 @@ def read_checkpoint(
         num_attempts += 1
         reader = CheckpointReader(store, folder)
         with ExitStack() as stack:
-            reader.save = ranks.run_on_first(partial(_hold_lease, stack, reader))
-            if reader.save is None and not allow_foreign:
+            reader.found_save = ranks.run_on_first(partial(_hold_lease, stack, reader))
+            if reader.found_save is None and not allow_other_tools:
                 raise NoCheckpointError(f"No checkpoint at {folder}: it has no manifest that counts.")
             try:
                 reader.manifest, defects = ranks.run_on_first(partial(_manifest_and_defects, reader))
@@ -147,7 +147,7 @@ def _hold_lease(stack: ExitStack, reader: CheckpointReader) -> Save | None:
     """Return the valid save of a checkpoint (or None), and hold a lease on it until the stack ends, if possible."""
     lease, save = stack.enter_context(lease_on_checkpoint(reader.store, reader.path))
     if lease is not None:
-        reader.check = lease.check
+        reader.before_each_file = lease.require_not_lost
     return save
 
 
@@ -190,7 +190,7 @@ def _manifest_and_defects(reader: CheckpointReader) -> tuple[Manifest | None, li
     """
     store, path = reader.store, reader.path
     try:
-        manifest = None if reader.save is None else read_manifest(store, path, reader.save)
+        manifest = None if reader.found_save is None else read_manifest(store, path, reader.found_save)
         file_records = manifest.files if manifest else _files_of_another_tool(reader)
     except (NewerError, UnknownClassError):
         raise
@@ -209,9 +209,11 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
     if not store.is_file(join(path, METADATA)):
         names = [name for name in store.names(path) if name[0] != "."]
         content_text = f"it holds {names[:5]}" if store.exists(path) else "there is nothing at this path"
-        newest_first = sorted(names, key=lambda name: (bool(STEP.fullmatch(name)), len(name), name), reverse=True)
-        steps = (name for name in newest_first if save_of(name) is None)  # a save's data alone are no checkpoint
-        step_name = next((name for name in steps if store.is_file(join(path, name, METADATA))), None)
+        newest_first = sorted(
+            names, key=lambda name: (bool(STEP_PATTERN.fullmatch(name)), len(name), name), reverse=True
+        )
+        candidates = (name for name in newest_first if save_of(name) is None)  # a save's data alone are no checkpoint
+        step_name = next((name for name in candidates if store.is_file(join(path, name, METADATA))), None)
         cure = f" It is the folder of a run: give one of its checkpoints, {join(path, step_name)}." if step_name else ""
         raise NoCheckpointError(f"No checkpoint at {path}: {content_text}.{cure}")
     metadata = reader.metadata
@@ -231,7 +233,7 @@ def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exa
         exact_size: False where files may be longer than what is known of them.
     """
     folders = {split(join(path, name))[0] for name in files}
-    found_sizes = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
+    found_sizes = {join(folder, name): size for folder in folders for name, size in store.file_sizes(folder).items()}
     size_errors: dict[str, str] = {}
     for name, record in files.items():
         file_path, bound_text = join(path, name), "" if exact_size else "at least "
@@ -244,7 +246,7 @@ def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exa
 
 def _damaged_files(reader: CheckpointReader) -> list[str]:
     """Return a message for each file whose content is damaged, after reading all of them."""
-    pieces_by_file = reader.pieces
+    pieces_by_file = reader.piece_checksums
 
     def find_defect(name: str) -> str | None:
         buffer = dcp.Memory.empty(max(size for _, size in pieces_by_file[name]))

@@ -31,7 +31,7 @@ def lease_on_checkpoint(store: Store, path: str) -> Generator[tuple[Lease | None
     lease = None
     try:
         store.mkdir(join(folder, LEASES))
-        lease = Lease(store.files, join(folder, LEASES, f"{uuid.uuid4().hex}.json"))
+        lease = Lease(store.file_system, join(folder, LEASES, f"{uuid.uuid4().hex}.json"))
     except Exception as error:
         logger.debug("No lease on %s: %s. An owner that deletes there cannot see this reader.", path, error)
     with lease or contextlib.nullcontext():
@@ -46,13 +46,13 @@ class ReaderLeases:
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, join(folder, LEASES)
-        self.watch = LeaseObserver(store.files)
+        self.lease_observer = LeaseObserver(store.file_system)
 
-    def look(self) -> list[tuple[HolderState, Mapping[str, Any]]]:
+    def live_leases(self) -> list[tuple[HolderState, Mapping[str, Any]]]:
         """Return the leases of readers that are or may be alive, and remove the others."""
         leases: list[tuple[HolderState, Mapping[str, Any]]] = []
         for name in self._store.names(self._folder):
-            holder_state, lease_content = self.watch.look(lease_path := join(self._folder, name))
+            holder_state, lease_content = self.lease_observer.observe_holder(lease_path := join(self._folder, name))
             if holder_state == "gone":
                 self._store.rm_file(lease_path)
             else:

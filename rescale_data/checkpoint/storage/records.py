@@ -20,7 +20,7 @@ class UnknownClassError(ValueError):
 class RecordType(type):
     """Metaclass of record classes; their attributes are read-only, even if a pickle tries to set them."""
 
-    stands_for: str
+    pickled_name: str
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError(f"{name} of {cls.__name__} is set")
@@ -30,12 +30,12 @@ class Record(metaclass=RecordType):
     """An object of a pickle as plain data: its constructor's arguments, its state and its items.
 
     Attributes:
-        stands_for: The name of the class in the pickle.
+        pickled_name: The name of the class in the pickle.
         constructor_called: True if the class was called, False if the object was made without its constructor.
     """
 
     __slots__ = ("args", "constructor_called", "items", "state")
-    stands_for = ""
+    pickled_name = ""
     args: tuple[Any, ...]
     constructor_called: bool
     items: list[tuple[Any, Any]]
@@ -84,7 +84,7 @@ class RecordUnpickler(pickle.Unpickler):
 
 @functools.cache
 def _record_class(name: str) -> Any:
-    return RecordType(name.rpartition(".")[2], (Record,), {"__slots__": (), "stands_for": name})
+    return RecordType(name.rpartition(".")[2], (Record,), {"__slots__": (), "pickled_name": name})
 
 
 def allowed_by_user() -> dict[str, Any]:

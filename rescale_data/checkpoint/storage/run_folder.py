@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rescale_data.checkpoint.storage.claims import STEP, Claims, Save, find
+from rescale_data.checkpoint.storage.claims import STEP_PATTERN, Claims, Save, find
 from rescale_data.checkpoint.storage.commit import metrics_of
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.store import Store, join, split
@@ -28,19 +28,19 @@ class RunFolder:
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
         return cls(store, path)
 
-    def checkpoint(self, step: int) -> str:
+    def checkpoint_path(self, step: int) -> str:
         return join(self.path, f"step-{step}")
 
     def steps_with_folder(self) -> list[int]:
         """Return the training steps that have a folder ``step-<number>``, with or without a checkpoint, in order."""
-        return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
+        return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP_PATTERN.fullmatch(name)))
 
     def saves(self) -> Iterator[tuple[int, Save]]:
         """Yield ``(step, save)`` for each step that has a checkpoint, the newest first."""
         steps = self.steps_with_folder()
         run_claims = Claims.read(self.store, self.path) if steps else Claims()
         for step in reversed(steps):
-            if save := find(self.store, self.checkpoint(step), run_claims):
+            if save := find(self.store, self.checkpoint_path(step), run_claims):
                 yield step, save
 
     def steps(self) -> list[int]:
@@ -49,4 +49,4 @@ class RunFolder:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each checkpoint by step; none for a damaged manifest."""
-        return {step: metrics_of(self.store, self.checkpoint(step), save) for step, save in self.saves()}
+        return {step: metrics_of(self.store, self.checkpoint_path(step), save) for step, save in self.saves()}

@@ -91,7 +91,7 @@ class Store(FileSystemBase):
     can_rename: bool
 
     def __init__(self, file_system: AbstractFileSystem) -> None:
-        self.files = file_system
+        self.file_system = file_system
         self._file_system: Any = file_system
         self.written_files: dict[str, FileRecord] = {}
 
@@ -113,7 +113,7 @@ class Store(FileSystemBase):
         except _NOT_FOUND_ERRORS:
             return False
 
-    def sizes(self, path: str) -> dict[str, int]:
+    def file_sizes(self, path: str) -> dict[str, int]:
         """Return the size in bytes of each file directly in a folder, by name; empty if there is no folder."""
         with contextlib.suppress(*_NOT_FOUND_ERRORS):
             listing = cast("list[dict[str, Any]]", self._file_system.ls(path, detail=True))
@@ -273,7 +273,7 @@ class DiskStore(Store):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
-    def sizes(self, path: str) -> dict[str, int]:
+    def file_sizes(self, path: str) -> dict[str, int]:
         with contextlib.suppress(*_NOT_FOUND_ERRORS), os.scandir(path) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         return {}

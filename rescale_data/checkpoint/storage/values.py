@@ -70,7 +70,7 @@ def load_safely(memory: Memory) -> Any:
         ValueError: the file is damaged or in the format before torch 1.6, or a value in it could run code.
     """
     try:
-        return _Archive(memory).value()
+        return _Archive(memory).load_value()
     except UnknownClassError as error:
         class_name = str(error)
         raise ValueError(
@@ -93,26 +93,26 @@ class _Archive:
 
     def __init__(self, memory: Memory) -> None:
         with zipfile.ZipFile(cast("IO[bytes]", memory)) as archive:
-            self._records = {info.filename: info for info in archive.infolist()}
-            data_name = next(data_name for data_name in self._records if data_name.split("/")[1:] == ["data.pkl"])
-            self._folder = data_name.removesuffix("data.pkl")
+            self._zip_infos = {info.filename: info for info in archive.infolist()}
+            data_name = next(data_name for data_name in self._zip_infos if data_name.split("/")[1:] == ["data.pkl"])
+            self._prefix = data_name.removesuffix("data.pkl")
             self._pickle = archive.read(self._stored(data_name))
-            if (order := f"{self._folder}byteorder") in self._records and archive.read(self._stored(order)) == b"big":
+            if (order := f"{self._prefix}byteorder") in self._zip_infos and archive.read(self._stored(order)) == b"big":
                 raise ValueError("it was written on a machine with big-endian numbers")
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._raw_tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self._storages: dict[tuple[str, str], _Storage] = {}
 
-    def value(self) -> Any:
+    def load_value(self) -> Any:
         """Return the value stored in the archive."""
-        allowed = allowed_by_user()
+        allowed_types = allowed_by_user()
 
         def is_known(name: str) -> bool:
-            return name in _CONSTRUCTORS or name in _CLASS_NAMES or name in allowed or dtype_of(name) is not None
+            return name in _CONSTRUCTORS or name in _CLASS_NAMES or name in allowed_types or dtype_of(name) is not None
 
-        return _Builder(allowed)(RecordUnpickler(self._pickle, is_known, self._storage).load())
+        return _Builder(allowed_types)(RecordUnpickler(self._pickle, is_known, self._storage).load())
 
     def _stored(self, name: str) -> zipfile.ZipInfo:
-        info = self._records[name]
+        info = self._zip_infos[name]
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"its record {name} is compressed")
         return info
@@ -120,22 +120,22 @@ class _Archive:
     def _storage(self, pid: Any) -> _Storage:
         """Return the storage for a reference ``("storage", class, key, device, number of elements)``."""
         reference_kind, cls, key, _, num_elements = pid
-        dtype = _STORAGES[cls.stands_for]
+        dtype = _STORAGES[cls.pickled_name]
         if reference_kind != "storage" or type(num_elements) is not int or num_elements < 0:
             raise ValueError(f"{pid!r} is no storage")
-        if (storage := self._storages.get((key, cls.stands_for))) is not None:
+        if (storage := self._storages.get((key, cls.pickled_name))) is not None:
             return storage
-        info = self._stored(f"{self._folder}data/{key}")
+        info = self._stored(f"{self._prefix}data/{key}")
         nbytes = num_elements * (dtype or torch.uint8).itemsize
         if nbytes != info.file_size:
             raise ValueError(f"{nbytes} bytes of a storage, and its record has {info.file_size}")
         start = info.header_offset + 30  # a local header without the name and the extra field, whose lengths end it
-        length_bytes = self._bytes[start - 4 : start].tolist()
+        length_bytes = self._raw_tensor[start - 4 : start].tolist()
         start += length_bytes[0] + 256 * length_bytes[1] + length_bytes[2] + 256 * length_bytes[3]
-        if start + nbytes > len(self._bytes):
+        if start + nbytes > len(self._raw_tensor):
             raise ValueError(f"its record {info.filename} is cut")
-        content: Any = self._bytes.untyped_storage()[start : start + nbytes] if nbytes else torch.UntypedStorage(0)
-        return self._storages.setdefault((key, cls.stands_for), _Storage(content, dtype))
+        content: Any = self._raw_tensor.untyped_storage()[start : start + nbytes] if nbytes else torch.UntypedStorage(0)
+        return self._storages.setdefault((key, cls.pickled_name), _Storage(content, dtype))
 
 
 class _Builder:
@@ -163,10 +163,10 @@ class _Builder:
 
     def _build(self, value: Any) -> Any:
         if isinstance(value, Record):
-            constructor = _CONSTRUCTORS.get(value.stands_for)
+            constructor = _CONSTRUCTORS.get(value.pickled_name)
             return constructor(self, value) if constructor else self._build_user_object(value)
         if isinstance(value, type):
-            return self._resolve_global(cast(type[Record], value).stands_for)
+            return self._resolve_global(cast(type[Record], value).pickled_name)
         if type(value) in (tuple, set, frozenset):
             return type(value)(self.build_all(value))
         self.register(value, value)
@@ -189,7 +189,7 @@ class _Builder:
 
     def _build_user_object(self, record: Record) -> Any:
         """Build an object of a class that the user has allowed, as ``pickle`` does."""
-        cls, args = self._resolve_global(record.stands_for), self.build_all(record.args)
+        cls, args = self._resolve_global(record.pickled_name), self.build_all(record.args)
         instance: Any = self.register(record, cls(*args) if record.constructor_called else cls.__new__(cls, *args))
         if record.state is None:
             return instance
@@ -213,13 +213,13 @@ def _dict(build: _Builder, record: Record) -> Any:
     return mapping
 
 
-def _checked_call(make_value: Callable[..., Any], *kinds: tuple[type, ...]) -> Callable[[_Builder, Record], Any]:
+def _checked_call(make_value: Callable[..., Any], *valid_types: tuple[type, ...]) -> Callable[[_Builder, Record], Any]:
     """Return a constructor that calls ``make_value`` with arguments whose types are one of the given lists of types."""
 
     def constructor(build: _Builder, record: Record) -> Any:
         args = build.build_all(record.args)
-        if tuple(map(type, args)) not in kinds:
-            raise ValueError(f"{record.stands_for} of {args!r}")
+        if tuple(map(type, args)) not in valid_types:
+            raise ValueError(f"{record.pickled_name} of {args!r}")
         return make_value(*args)
 
     return constructor
@@ -236,7 +236,7 @@ def _tensor(build: _Builder, record: Record) -> torch.Tensor:
     storage, start, size, stride, grad, _, *extra_args = record.args
     if not isinstance(storage, _Storage):
         raise ValueError(f"a tensor of {storage!r}")
-    stored_dtype = cast(torch.dtype, build(extra_args.pop(0))) if record.stands_for.endswith("v3") else storage.dtype
+    stored_dtype = cast(torch.dtype, build(extra_args.pop(0))) if record.pickled_name.endswith("v3") else storage.dtype
     dtype = stored_dtype if isinstance(stored_dtype, torch.dtype) else torch.uint8
     metadata = build(extra_args[0]) if extra_args else None
     if metadata and set(metadata) - {"conj", "neg"}:
@@ -261,9 +261,9 @@ def _parameter(build: _Builder, record: Record) -> torch.nn.Parameter:
 def _tensor_with_attributes(build: _Builder, record: Record) -> torch.Tensor:
     """Build a tensor with attributes from (function, class, arguments, attributes)."""
     function, cls, args, state = record.args
-    if cls.stands_for not in _CLASS_NAMES:
-        raise UnknownClassError(cls.stands_for)
-    tensor = checked(_CONSTRUCTORS[function.stands_for](build, function(*args)), torch.Tensor)
+    if cls.pickled_name not in _CLASS_NAMES:
+        raise UnknownClassError(cls.pickled_name)
+    tensor = checked(_CONSTRUCTORS[function.pickled_name](build, function(*args)), torch.Tensor)
     vars(tensor).update(build(state))
     return tensor
 
@@ -276,7 +276,7 @@ def _enum_member(build: _Builder, record: Record) -> Any:
     """Return the member of an enum that the user has allowed, from (class, name), as Python 3.11.0 to 3.11.3 write it."""
     enum_class, member_name = build.build_all(record.args)
     if not isinstance(enum_class, EnumType) or member_name not in enum_class.__members__:
-        raise UnknownClassError(record.stands_for)
+        raise UnknownClassError(record.pickled_name)
     return enum_class.__members__[member_name]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from rescale_data.engine.ranks.meeting import MissingRanks, arrive, call_within, digest, gloo, meet
+from rescale_data.engine.ranks.meeting import MissingRanks, arrive, call_within, digest, gloo, meet_at_barrier
 from rescale_data.engine.threads import in_a_thread
 from rescale_data.state import Ints
 
@@ -63,7 +63,7 @@ class Communicator:
     """
 
     def __init__(self, store: Any, my_index: int, member_ranks: Sequence[int]) -> None:
-        self._store, self._me, self._names, self._process_id = store, my_index, list(member_ranks), os.getpid()
+        self._store, self._me, self._ranks, self._process_id = store, my_index, list(member_ranks), os.getpid()
         self.num_loaders = 0
         self._group: _Group | None = None
         self._subgroups = dict[str, Communicator]()
@@ -80,23 +80,23 @@ class Communicator:
 
     def exchange(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         """Send tensors to some processes and receive tensors from some, by index; shapes are the same on both sides."""
-        self._begin(call, sends, receives)()
+        self._begin_call(call, sends, receives)()
 
     def subgroup(self, members: Sequence[int]) -> Communicator:
         """Return the communicator of some of these processes, including this one; made once, with a gloo group of its own."""
         name = f"part/{digest(list(members))}"
         if name not in self._subgroups:
-            names = [self._names[index] for index in members]
+            names = [self._ranks[index] for index in members]
             self._subgroups[name] = Communicator(PrefixStore(name, self._store), list(members).index(self._me), names)
         return self._subgroups[name]
 
     def _gather(self, call: Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a tensor to all processes; return a function that waits for the tensors of all, and returns them stacked."""
         tensor = tensor.contiguous()
-        gathered = torch.empty((len(self._names), *tensor.shape), dtype=tensor.dtype, device="cpu")
+        gathered = torch.empty((len(self._ranks), *tensor.shape), dtype=tensor.dtype, device="cpu")
         gathered[self._me] = tensor
-        indices = [index for index in range(len(self._names)) if index != self._me]
-        result = self._begin(call, dict.fromkeys(indices, tensor), {index: gathered[index] for index in indices})
+        indices = [index for index in range(len(self._ranks)) if index != self._me]
+        result = self._begin_call(call, dict.fromkeys(indices, tensor), {index: gathered[index] for index in indices})
 
         def wait() -> torch.Tensor:
             result()
@@ -104,7 +104,7 @@ class Communicator:
 
         return wait
 
-    def _begin(
+    def _begin_call(
         self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> Callable[[], None]:
         """Start to send and receive tensors; return a function that waits until all of them have arrived."""
@@ -125,14 +125,14 @@ class Communicator:
                     raise
                 reason = str(error)
             # The error is freed here. Its frames held the connections open; the others notice that these close.
-            missing = self._find_missing(group.number, call)
-            if missing is None or self._names[self._me] not in missing:
+            missing = self._find_missing(group.meeting_number, call)
+            if missing is None or self._ranks[self._me] not in missing:
                 raise self._failure(call, missing, reason)
             repeat()
 
         def repeat() -> None:
             """Repeat the exchange, because the other processes gave up its gloo group before this process came."""
-            self._begin(call, sends, receives)()
+            self._begin_call(call, sends, receives)()
 
         return result
 
@@ -140,9 +140,9 @@ class Communicator:
         def find() -> _Group:
             with self._group_lock:
                 if self._group is None:
-                    _, number = meet(self._store, self._me, self._names, call.seconds)
+                    _, number = meet_at_barrier(self._store, self._me, self._ranks, call.seconds)
                     try:
-                        self._group = _Group(self._store, number, self._me, len(self._names), call.seconds)
+                        self._group = _Group(self._store, number, self._me, len(self._ranks), call.seconds)
                     except (RuntimeError, dist.DistError):
                         raise MissingRanks(self._find_missing(number, call)) from None
                 return self._group
@@ -163,11 +163,11 @@ class Communicator:
         seconds, own_tag = min(_SECONDS_AFTER_A_FAILURE, call.seconds), str(call.tag)
         store = PrefixStore(f"lost/{number}", self._store)
         try:
-            tags = call_within(2 * seconds + 10, lambda: arrive(store, self._me, self._names, seconds, own_tag))
+            tags = call_within(2 * seconds + 10, lambda: arrive(store, self._me, self._ranks, seconds, own_tag))
         except MissingRanks as missing:
             return missing.ranks
-        me = self._names[self._me]  # another thread of this process may have seen another exchange fail
-        return [rank for rank, tag in zip(self._names, tags, strict=True) if tag != own_tag and rank != me]
+        me = self._ranks[self._me]  # another thread of this process may have seen another exchange fail
+        return [rank for rank, tag in zip(self._ranks, tags, strict=True) if tag != own_tag and rank != me]
 
     def _failure(self, call: Call, missing: list[int] | None, reason: str) -> RuntimeError:
         if missing is None:
@@ -177,7 +177,7 @@ class Communicator:
         else:
             explanation = "although all ranks came: some came as others gave up, or the network failed"
         return RuntimeError(
-            f"A collective of the data loader failed on rank {self._names[self._me]} after at most {call.seconds:g} s, "
+            f"A collective of the data loader failed on rank {self._ranks[self._me]} after at most {call.seconds:g} s, "
             f"{explanation}. {call.remedy} ({reason})"
         )
 
@@ -200,7 +200,7 @@ class _Group:
     """
 
     def __init__(self, store: Any, number: int, my_index: int, size: int, seconds: float) -> None:
-        self.number = number
+        self.meeting_number = number
         self._gloo: Any = gloo(f"gloo/{number}", store, my_index, size, seconds)
         self._begun: set[_Exchange] = set()  # kept: gloo still writes to the memory of exchanges that nobody waits for
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.ranks.communicator import Communicator
-from rescale_data.engine.ranks.meeting import by_dp_rank, digest, once, part_of_store
+from rescale_data.engine.ranks.meeting import by_dp_rank, digest, make_once, part_of_store
 from rescale_data.engine.ranks.ranks import BUILD_LATER_REMEDY, Ranks
 
 _logger = logging.getLogger("rescale_data")
@@ -46,7 +46,7 @@ def find_ranks(
     if len(members) == 1:
         return Ranks()
     group = None if isinstance(mesh, DeviceMesh) else mesh
-    communicator = once(group, ("communicator", *members), lambda: _new_communicator(members, group))
+    communicator = make_once(group, ("communicator", *members), lambda: _new_communicator(members, group))
     return Ranks(members.index(dist.get_rank()), len(members), communicator, timeout)
 
 

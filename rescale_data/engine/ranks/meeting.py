@@ -33,13 +33,15 @@ class MissingRanks(Exception):
         self.ranks = ranks
 
 
-def meet(store: Any, my_index: int, names: Sequence[int], seconds: float, own_text: str = "") -> tuple[list[str], int]:
+def meet_at_barrier(
+    store: Any, my_index: int, ranks: Sequence[int], seconds: float, own_text: str = ""
+) -> tuple[list[str], int]:
     """Wait at a barrier until all members have arrived; a failed barrier can be repeated.
 
     Args:
         store: A part of a store that only these meetings use.
         my_index: The index of this process.
-        names: The ranks of all members in the job, for messages.
+        ranks: The ranks of all members in the job, for messages.
         own_text: The text that this member sends.
 
     Returns:
@@ -50,7 +52,7 @@ def meet(store: Any, my_index: int, names: Sequence[int], seconds: float, own_te
     """
     attempt_number = 1 + max(map(int, store.compare_set("left", "", "-1\n").decode().split()))
     try:
-        return arrive(PrefixStore(str(attempt_number), store), my_index, names, seconds, own_text), attempt_number
+        return arrive(PrefixStore(str(attempt_number), store), my_index, ranks, seconds, own_text), attempt_number
     finally:
         store.append("left", f"{attempt_number}\n")  # no answer is waited for, and members may write in any order
 
@@ -62,7 +64,7 @@ def arrive(store: Any, my_index: int, member_ranks: Sequence[int], seconds: floa
     members, and writes these as the verdict. The first verdict holds, also for a member that comes later.
 
     Raises:
-        Missing: As in `meet`.
+        Missing: As in `meet_at_barrier`.
     """
     store.append("came", f"{my_index} {own_text}\n")
     verdict, deadline, is_over = "", monotonic() + seconds, False
@@ -125,7 +127,7 @@ def call_within(seconds: float, work: Callable[[], T]) -> T:
 
 def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
     """Return one process of each dp rank, by its job rank: the n-th of each, if this process is the n-th of its dp rank."""
-    return once(None, ("dp", dp_rank, dp_world_size), lambda: _meet_by_dp_rank(dp_rank, dp_world_size, timeout))
+    return make_once(None, ("dp", dp_rank, dp_world_size), lambda: _meet_by_dp_rank(dp_rank, dp_world_size, timeout))
 
 
 def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
@@ -152,7 +154,7 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
     return [group[own_position] for group in groups]
 
 
-def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:
+def make_once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:
     """Return the value of ``key``, made once by ``make`` and kept as long as the process group (default: the job's) exists."""
     cached_values = _values_by_group.setdefault(dist.group.WORLD if group is None else group, {})
     if key not in cached_values:
@@ -199,7 +201,7 @@ def meet_in_job(name: str, members: Sequence[int], timeout: float, own_text: str
     """
     store, me = part_of_store(name, None), members.index(dist.get_rank())
     try:
-        texts, meeting_number = call_within(2 * timeout, lambda: meet(store, me, members, timeout, own_text))
+        texts, meeting_number = call_within(2 * timeout, lambda: meet_at_barrier(store, me, members, timeout, own_text))
     except MissingRanks as missing:
         if missing.ranks is None:
             raise RuntimeError(

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from rescale_data.engine.message import PackedBytes, from_bytes
-from rescale_data.engine.ranks.meeting import digest, gloo, meet_in_job, once
+from rescale_data.engine.ranks.meeting import digest, gloo, make_once, meet_in_job
 
-_numbers = itertools.count()
+_counter = itertools.count()
 BATCH_MESSAGE, PEEKED_MESSAGE, RESULT = range(3)
 NUM_COUNTS = 4
 """The number of counts in a message header, besides the kind and the size of the body."""
@@ -42,16 +42,16 @@ class Peers:
     def __init__(self, members: Sequence[int], receives: bool, settings: dict[str, str], timeout: float) -> None:
         self.rank, self._members, self._timeout = dist.get_rank(), list(members), timeout
         self._process = os.getpid()
-        self.me = self._members.index(self.rank)
-        my_words = [str(int(receives)), str(next(_numbers)), *(f"{digest(setting):x}" for setting in settings.values())]
+        self.my_index = self._members.index(self.rank)
+        my_words = [str(int(receives)), str(next(_counter)), *(f"{digest(setting):x}" for setting in settings.values())]
         texts, store = meet_in_job(f"peers/{digest(self._members)}", members, timeout, " ".join(my_words))
         messages = [text.split() for text in texts]
         _require_same(settings, [fields[2:] for fields in messages], members)
         self._number = messages[0][1]  # as the first peer counts: keeps its loaders for training and validation apart
         receivers = [rank for rank, mine in zip(members, messages, strict=True) if mine[0] == "1" or rank == members[0]]
-        self.receives = self.rank in receivers
-        self._all = _group(self._members, store, timeout)
-        self._receivers_group = _group(receivers, store, timeout) if self.receives else None
+        self.receives_batches = self.rank in receivers
+        self._all_peers = _group(self._members, store, timeout)
+        self._receivers_group = _group(receivers, store, timeout) if self.receives_batches else None
         self._broken_reason: str | None = None
 
     def digest_of(self, call: str) -> int:
@@ -63,11 +63,11 @@ class Peers:
         if len(self._members) > 1 and os.getpid() != self._process:
             raise RuntimeError(f"this process was forked from the rank {self.rank}, and is none: build a loader in it")
 
-    def send(self, message_kind: int, counts: Sequence[int], texts: PackedBytes) -> None:
+    def send(self, message_kind: int, counts: Sequence[int], packed_value: PackedBytes) -> None:
         """Broadcast a message from the first peer to the others: its kind, ``NUM_COUNTS`` counts and a packed value."""
-        value_bytes, start = texts
-        self._exchange(self._all, torch.tensor([message_kind, value_bytes.numel(), start, *counts], device="cpu"))
-        self._exchange(self._receivers_group if message_kind != RESULT else self._all, value_bytes)
+        value_bytes, start = packed_value
+        self._exchange(self._all_peers, torch.tensor([message_kind, value_bytes.numel(), start, *counts], device="cpu"))
+        self._exchange(self._receivers_group if message_kind != RESULT else self._all_peers, value_bytes)
 
     def receive(self, pin_memory: bool) -> tuple[int, list[int], Any]:
         """Return the kind, the counts and the value of the first peer's next message.
@@ -75,12 +75,12 @@ class Peers:
         The value is `None` for a batch if this process receives none.
         """
         header = torch.zeros(3 + NUM_COUNTS, dtype=torch.int64, device="cpu")
-        self._exchange(self._all, header)
+        self._exchange(self._all_peers, header)
         kind, num_bytes, start, *counts = header.tolist()
-        if kind != RESULT and not self.receives:
+        if kind != RESULT and not self.receives_batches:
             return kind, counts, None
         value_bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and kind != RESULT)
-        self._exchange(self._receivers_group if kind != RESULT else self._all, value_bytes)
+        self._exchange(self._receivers_group if kind != RESULT else self._all_peers, value_bytes)
         return kind, counts, from_bytes(value_bytes, start)
 
     def _exchange(self, group: Any, tensor: torch.Tensor) -> None:
@@ -94,7 +94,9 @@ class Peers:
             group.broadcast([tensor], broadcast_options).wait()
         except RuntimeError as error:
             awaited = (
-                f"one of the ranks {self._members[1:]}" if self.me == 0 else f"rank {self._members[0]}, which reads"
+                f"one of the ranks {self._members[1:]}"
+                if self.my_index == 0
+                else f"rank {self._members[0]}, which reads"
             )
             self._broken_reason = (
                 f"Rank {self.rank} waited at most {self._timeout:g} s for {awaited}: it makes no call, or has died. All peers "
@@ -104,9 +106,9 @@ class Peers:
 
 
 def _require_same(settings: dict[str, str], texts: list[list[str]], members: Sequence[int]) -> None:
-    for number, (name, mine) in enumerate(settings.items()):
-        if len({words[number] for words in texts}) > 1:
-            differing = [rank for rank, words in zip(members, texts, strict=True) if words[number] != texts[0][number]]
+    for index, (name, mine) in enumerate(settings.items()):
+        if len({words[index] for words in texts}) > 1:
+            differing = [rank for rank, words in zip(members, texts, strict=True) if words[index] != texts[0][index]]
             raise ValueError(
                 f"The peers {list(members)} of one dp rank built a loader with different {name}: rank {dist.get_rank()} "
                 f"has {mine}, and the ranks {differing} another than rank {members[0]}. All of them need the same arguments."
@@ -116,4 +118,6 @@ def _require_same(settings: dict[str, str], texts: list[list[str]], members: Seq
 def _group(members: list[int], store: Any, timeout: float) -> Any:
     """Return the gloo group of these processes, made once and shared by all broadcasts among them."""
     me = members.index(dist.get_rank())
-    return once(None, ("peers", *members), lambda: gloo(f"gloo/{digest(members)}", store, me, len(members), timeout))
+    return make_once(
+        None, ("peers", *members), lambda: gloo(f"gloo/{digest(members)}", store, me, len(members), timeout)
+    )

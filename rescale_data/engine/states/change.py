@@ -45,7 +45,7 @@ class ChangedChild:
     def name(self) -> str:
         return ".".join(self.path)
 
-    def has(self, key: str) -> bool:
+    def owns(self, key: str) -> bool:
         """True if the field, source or node with the name ``key`` belongs to the child."""
         return key in self.own_fields or key == self.name or key.startswith(self.name + ".")
 
@@ -56,25 +56,25 @@ class TranslatedHeader:
 
     Args:
         columns, pipeline, sources: As read from JSON; sources are `None` if they equal the current ones.
-        added, removed: The children that have come and gone. Children that have come have delivered nothing.
+        added_nodes, removed: The children that have come and gone. Children that have come have delivered nothing.
         growth: The changes of the data.
     """
 
     columns: Mapping[str, Any]
     pipeline: NodeParameters
     sources: Mapping[str, Any] | None
-    added: list[ChangedChild]
+    added_nodes: list[ChangedChild]
     removed: list[ChangedChild]
     growth: Growth = field(default_factory=lambda: Growth({}, {}))
 
 
 def translate_header(schema: Schema, header: Mapping[str, Any]) -> TranslatedHeader:
     """Return the header of a state translated to the current pipeline: without removed children, with added ones."""
-    removed, added = _changes(schema, header["pipeline"])
+    removed, added = _node_changes(schema, header["pipeline"])
 
     def merged(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-        common = {key: value for key, value in saved.items() if not any(change.has(key) for change in removed)}
-        return {**common, **{key: value for key, value in current.items() if any(change.has(key) for change in added)}}
+        common = {key: value for key, value in saved.items() if not any(change.owns(key) for change in removed)}
+        return {**common, **{key: value for key, value in current.items() if any(change.owns(key) for change in added)}}
 
     columns, sources = merged(columns_by_name(header["columns"]), schema.columns), None
     if header["sources"] != (current := json.loads(schema.sources_json)):
@@ -127,7 +127,7 @@ def _saved_nodes(
             yield path, node, saved_parameters[path_name(path)], positions
 
 
-def settle(schema: Schema, table: Ints) -> int:
+def apply_changes(schema: Schema, table: Ints) -> int:
     """Let changes take effect in each logical shard that is not within a partly delivered document or window.
 
     Returns:
@@ -139,7 +139,7 @@ def settle(schema: Schema, table: Ints) -> int:
 
 def _change_takes_effect(root: Node[Any], path: NodePath) -> bool:
     """True if every node above the one at ``path`` lets a change of parameters take effect."""
-    return not _any_parent_meets(root, path, lambda node: node.READS_AHEAD and changing.within(node) is None)
+    return not _any_parent_meets(root, path, lambda node: node.READS_AHEAD and changing.reread_unit(node) is None)
 
 
 def _is_drawn_once(root: Node[Any], path: NodePath) -> bool:
@@ -157,7 +157,7 @@ def _any_parent_meets(root: Node[Any], path: NodePath, condition: Callable[[Node
     return False
 
 
-def _changes(schema: Schema, saved_parameters: Mapping[str, Any]) -> tuple[list[ChangedChild], list[ChangedChild]]:
+def _node_changes(schema: Schema, saved_parameters: Mapping[str, Any]) -> tuple[list[ChangedChild], list[ChangedChild]]:
     removed: list[ChangedChild] = []
     added: list[ChangedChild] = []
     for path, node in schema.root.walk():
@@ -184,11 +184,11 @@ def _saved_child_names(path: NodePath, saved_parameters: Mapping[str, Any]) -> I
 # The form of samples
 
 
-def reform(stream: Stream, saved: NodeParameters, table: Ints) -> dict[str, History]:
+def reform(stream: Stream, saved_parameters: NodeParameters, table: Ints) -> dict[str, History]:
     """Adapt the positions to the current form of the samples (such as ``seq_len``), and log the change.
 
     Args:
-        saved: The parameters of the pipeline in the state.
+        saved_parameters: The parameters of the pipeline in the state.
         table: The positions; the ones that depend on the form are changed in place.
 
     Returns:
@@ -197,7 +197,7 @@ def reform(stream: Stream, saved: NodeParameters, table: Ints) -> dict[str, Hist
     schema, samples = stream.schema, int(table[:, SAMPLES].sum())
     histories: dict[str, History] = {}
     form_changes: list[str] = []
-    for path, node, old, positions in _saved_nodes(schema, saved, table):
+    for path, node, old, positions in _saved_nodes(schema, saved_parameters, table):
         # samples that are read again keep their form
         if not isinstance(node, HasForm) or not _is_drawn_once(schema.root, path):
             continue

@@ -26,7 +26,7 @@ def check_state_fits(header: Mapping[str, Any], loader: HasStream) -> None:
     translated = require_fit(stream, header)
     if slot_offsets(fields_in(header))[-1] == stream.table.shape[1] + 1:
         return
-    added, removed = ([child.name for child in children] for children in (translated.added, translated.removed))
+    added, removed = ([child.name for child in children] for children in (translated.added_nodes, translated.removed))
     raise DataStateError(
         f"The checkpoint keeps the table of the sources in another shape than the loader does: {added} are new and {removed} "
         f'gone. dcp.load refuses that ("Size mismatch"). Leave the loader out of the dict that dcp.load is given, and call '

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import Ends
+from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.recipe import EPOCH_ENDED, LOADER_FIELDS, NO_REMAINDER, REMAINDER_COLUMN, STAMP, STAMP_LIMIT
 from rescale_data.engine.schema import Schema, to_json
 from rescale_data.engine.states.change import ChangedChild
@@ -36,7 +36,7 @@ TABLE, HEADER = "table", "header"
 _SIZE_KEYS = ("global_batch_size", "dp_world_size", "micro_batch_size", "num_logical_shards")
 _COUNT_KEYS = ("samples", "origin", "step", "epoch", "in_step", "dropped_samples", "padded_samples", "num_workers")
 _OTHER_KEYS = ("seed", "skipped", "columns", "pipeline", "sources")
-_GIVE = "Give what loader.state_dict() returned, or DCP loaded into it."
+_REMEDY = "Give what loader.state_dict() returned, or DCP loaded into it."
 _DAMAGE_ADVICE = "it was changed or damaged. Load another checkpoint."
 
 
@@ -87,14 +87,14 @@ class SavedState:
 # A state is written
 
 
-def header_of(cursor: Cursor, end_finder: Ends) -> str:
+def header_of(cursor: Cursor, end_finder: EpochEnds) -> str:
     """Return the header of a state as JSON, the same on every rank; the schema keeps the long parts of it as texts."""
     layout, schema, clock = end_finder.layout, end_finder.schema, cursor.clock_now(end_finder.layout)
     step = clock.global_step(layout.global_batch_size)
     run_counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
     layout_sizes = {name: getattr(layout, name) for name in _SIZE_KEYS}
     header_text = to_json({"version": VERSION, "seed": end_finder.setup.recipe.seed, **run_counts, **layout_sizes})[:-1]
-    return header_text + "".join(f',"{name}":{json_text}' for name, json_text in schema.texts.items()) + "}"
+    return header_text + "".join(f',"{name}":{json_text}' for name, json_text in schema.header_texts.items()) + "}"
 
 
 def encode_state(table: Ints, samples: int, header: str) -> dict[str, Any]:
@@ -126,14 +126,14 @@ def is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and {TABLE, HEADER} <= value.keys()
 
 
-def read(state: Mapping[str, Any]) -> SavedState:
+def decode(state: Mapping[str, Any]) -> SavedState:
     """Return the checked header and table of a state; raise ``DataStateError`` if it is not the state of a loader."""
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"The state is a {type(state).__name__}. {_GIVE}")
+        raise TypeError(f"The state is a {type(state).__name__}. {_REMEDY}")
     _require_names(state, (TABLE, HEADER), "state")
     header, table = read_header(state[HEADER]), state[TABLE]
     if not isinstance(table, torch.Tensor):
-        raise DataStateError(f"The table of the state is a {type(table).__name__}, not a tensor. {_GIVE}")
+        raise DataStateError(f"The table of the state is a {type(table).__name__}, not a tensor. {_REMEDY}")
     declared = (header["num_logical_shards"], slot_offsets(fields_in(header))[-1]), torch.int64
     if (tuple(table.shape), table.dtype) != declared:
         raise DataStateError(
@@ -147,7 +147,7 @@ def read_header(text: Any) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except (TypeError, ValueError) as error:
-        raise DataStateError(f"The header of the state is not the JSON that was saved: {error}. {_GIVE}") from error
+        raise DataStateError(f"The header of the state is not the JSON that was saved: {error}. {_REMEDY}") from error
     _require_names(header, ("version",), "header of the state")
     if header["version"] != VERSION:
         raise DataStateError(
@@ -206,7 +206,7 @@ def _slots(fields: Sequence[Field]) -> dict[str, range]:
 def _require_names(saved_values: Any, names: Iterable[str], container: str) -> None:
     missing_names = sorted(set(names).difference(saved_values)) if isinstance(saved_values, Mapping) else list(names)
     if missing_names:
-        raise DataStateError(f"The {container} lacks {missing_names}. {_GIVE}")
+        raise DataStateError(f"The {container} lacks {missing_names}. {_REMEDY}")
 
 
 def _require_ranges(skipped_ranges: Any, num_samples: int) -> None:

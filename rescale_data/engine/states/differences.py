@@ -41,9 +41,9 @@ def without_functions(saved: NodeParameters, current: NodeParameters) -> tuple[N
 def log_changes(stream: Stream, saved: NodeParameters) -> None:
     """Log the differences between a saved state and the current pipeline that a load accepts."""
     current = stream.schema.pipeline
-    function_changes = _of_parameters(saved, current, {name: {CODE, VERSION} for name in saved.keys() & current.keys()})
+    function_changes = _param_changes(saved, current, {name: {CODE, VERSION} for name in saved.keys() & current.keys()})
     exempt = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
-    changed_settings = _of_parameters(saved, current, exempt)
+    changed_settings = _param_changes(saved, current, exempt)
     if function_changes:
         stream.ranks.warn(
             "Functions of the pipeline are not those of the state, by name or source: %s. Give them version=: it is compared.",
@@ -82,7 +82,7 @@ def _shortened_json(value: Any) -> str:
     return json_text if len(json_text) <= 80 else f"{json_text[:77]}..."
 
 
-def _of_parameters(old: NodeParameters, new: NodeParameters, keys: Mapping[str, Set[str]]) -> list[str]:
+def _param_changes(old: NodeParameters, new: NodeParameters, keys: Mapping[str, Set[str]]) -> list[str]:
     """Return the differences in the given parameters of each node; nodes that have none of them in ``old`` count as equal."""
     selected = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (old, new)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rescale_data.engine.agreement import call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import Ends
+from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.recipe import (
     EPOCH_ENDED,
     FIRST_SLOT_COLUMN,
@@ -23,11 +23,11 @@ from rescale_data.engine.recipe import (
     History,
     path_name,
 )
-from rescale_data.engine.schema import NodeParameters, Schema, adopt
+from rescale_data.engine.schema import NodeParameters, Schema, adopt_histories
 from rescale_data.engine.skip import require_countable, skip
-from rescale_data.engine.states.change import TranslatedHeader, check_changes, earlier_parameters, reform, settle
+from rescale_data.engine.states.change import TranslatedHeader, apply_changes, check_changes, earlier_parameters, reform
 from rescale_data.engine.states.check import require_fit
-from rescale_data.engine.states.codec import SavedState, has_remainder, read, table_of
+from rescale_data.engine.states.codec import SavedState, decode, has_remainder, table_of
 from rescale_data.engine.states.differences import log_changes, without_functions, without_in_all_nodes
 from rescale_data.engine.states.growth import Growth, needed_manifests, with_added_files, without_added_files
 from rescale_data.engine.states.statedict import whole_state
@@ -49,10 +49,10 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     Args:
         delivered: The number of samples that the topology of the state delivered after it.
     """
-    saved = read(whole_state(state))
+    saved = decode(whole_state(state))
     translated, clock = require_fit(stream, saved.header), saved.clock
     pipeline_changed = saved.header["pipeline"] != stream.schema.pipeline
-    table = table_of(stream.schema, saved, translated.added)
+    table = table_of(stream.schema, saved, translated.added_nodes)
     had_remainder = has_remainder(table)
     _require_one_end(table)
     _require_rows(stream.schema, table)
@@ -76,7 +76,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
             final_clock = loaded_clock.restarted(stream.layout.global_batch_size)
     stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **forms})  # from here on nothing raises
     if pipeline_changed:
-        _warn_of_changes(stream, translated, settle(stream.schema, table))
+        _warn_of_changes(stream, translated, apply_changes(stream.schema, table))
     stream.load(table, final_clock)
     _warn_of_epochs(stream, table)
     if loaded_clock.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
@@ -106,11 +106,11 @@ def _earlier_forms(stream: Stream, saved: NodeParameters, table: Ints) -> dict[s
     return {**reform(stream, saved, table), **earlier_parameters(stream.schema, saved, table)}
 
 
-def _refuse_changes(schema: Schema, translated: TranslatedHeader, delivered: int) -> None:
+def _refuse_changes(schema: Schema, translated: TranslatedHeader, num_delivered: int) -> None:
     """Raise ``DataStateError`` if the current pipeline is not the one that delivered the samples after the state."""
     if _differ(*without_functions(translated.pipeline, schema.pipeline), EARLIER_KEY):
         raise DataStateError(
-            f"load_state_dict(state, delivered={delivered}): the pipeline has changed since the state was saved, "
+            f"load_state_dict(state, delivered={num_delivered}): the pipeline has changed since the state was saved, "
             f"and what was delivered after it was not of this pipeline. Build the loader as it was then, load the state, save, "
             f"and load that with the change."
         )
@@ -138,7 +138,7 @@ def _skip_delivered(
     ranks = setup.ranks.loading
     saved_counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
     ranks.require_same({"delivered": num_samples, **saved_counts}, "loaded states")
-    ends = Ends(replace(setup, layout=layout, ranks=ranks), stream.ends.runner)
+    ends = EpochEnds(replace(setup, layout=layout, ranks=ranks), stream.ends.runner)
     ends.owned = np.arange(n) if ranks.simulated else ends.owned
     histories_before = schema.histories
     schema.adopt(histories)
@@ -229,7 +229,7 @@ def _last_epochs_read(
 
     Shards read again to go on within windows and documents that were delivered in part.
     """
-    begun_masks, ranks = stream.schema.begun(table), stream.ranks.loading
+    begun_masks, ranks = stream.schema.partly_read_masks(table), stream.ranks.loading
 
     def on_this_rank() -> list[int]:
         epochs_read = [[-1] * len(paths)]
@@ -252,10 +252,10 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories)
         histories: The data of each source, for that table.
     """
     root, schema = stream.setup.recipe.build(shard), stream.schema
-    adopt(root, histories)
+    adopt_histories(root, histories)
     changing.settle(root, row[0, FIRST_SLOT_COLUMN:].data)  # what needs an old list begins again, and is not read
     nodes = dict(root.walk())
-    for path, begun_mask in schema.begun(row).items():
+    for path, begun_mask in schema.partly_read_masks(row).items():
         positions = schema.slots_at(row, path)
         if begun_mask[0] and positions is not None:
             node = nodes[path]
@@ -269,11 +269,11 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories)
 
 
 def _warn_of_changes(stream: Stream, translated: TranslatedHeader, shards_begun_again: int) -> None:
-    if translated.added or translated.removed:
+    if translated.added_nodes or translated.removed:
         stream.ranks.warn(
             "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
             "with their positions: %s.",
-            [child.name for child in translated.added],
+            [child.name for child in translated.added_nodes],
             [child.name for child in translated.removed],
         )
     if shards_begun_again:

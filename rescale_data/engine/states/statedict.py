@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.ends import Ends
+from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.recipe import SAMPLES, STAMP_LIMIT
 from rescale_data.engine.states.codec import HEADER, TABLE, encode_state, header_of
@@ -25,7 +25,7 @@ from rescale_data.errors import DataStateError
 _NO_SHARD_STAMP = -STAMP_LIMIT  # the stamp of a row that belongs to no shard
 
 
-def state_dict(cursor: Cursor, end_finder: Ends) -> dict[str, Any]:
+def state_dict(cursor: Cursor, end_finder: EpochEnds) -> dict[str, Any]:
     """Return the state with all N rows (collective over the dp ranks).
 
     If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept
@@ -34,7 +34,7 @@ def state_dict(cursor: Cursor, end_finder: Ends) -> dict[str, Any]:
     return with_reason(*state_and_reason(cursor, end_finder))
 
 
-def state_and_reason(cursor: Cursor, end_finder: Ends) -> tuple[dict[str, Any], str]:
+def state_and_reason(cursor: Cursor, end_finder: EpochEnds) -> tuple[dict[str, Any], str]:
     """Return the state with all N rows, and the reason why it cannot be kept, which is empty if it can be (collective)."""
     reason = _why_unsavable(cursor, end_finder)
     state = encode_state(
@@ -52,7 +52,7 @@ def with_reason(state: dict[str, Any], reason: str) -> dict[str, Any]:
     return {**state, HEADER: UnsavableHeader(state[HEADER], reason)} if reason else state
 
 
-def local_state_dict(cursor: Cursor, end_finder: Ends) -> dict[str, Any]:
+def local_state_dict(cursor: Cursor, end_finder: EpochEnds) -> dict[str, Any]:
     """Return the state with the rows of this rank alone, without communication; `whole_state` adds the other rows."""
     if end_finder.ranks.world_size == 1:
         return state_dict(cursor, end_finder)
@@ -64,7 +64,7 @@ def local_state_dict(cursor: Cursor, end_finder: Ends) -> dict[str, Any]:
 class RankRows:
     """The table of a state in which only the rows of one rank are up to date; `whole_table` adds the other rows."""
 
-    def __init__(self, cursor: Cursor, end_finder: Ends) -> None:
+    def __init__(self, cursor: Cursor, end_finder: EpochEnds) -> None:
         self._cursor, self._end_finder = cursor, end_finder
 
     def whole_table(self) -> torch.Tensor:
@@ -148,7 +148,7 @@ class UnsavableHeader(str):
         self.raise_reason()
 
 
-def _why_unsavable(cursor: Cursor, end_finder: Ends) -> str:
+def _why_unsavable(cursor: Cursor, end_finder: EpochEnds) -> str:
     """Return the reason why the ranks cannot save a common state now; empty if they can (collective).
 
     All gathered rows get the same stamp, so only now can it be checked that ranks are at the same batch.
@@ -171,13 +171,13 @@ def _why_unsavable(cursor: Cursor, end_finder: Ends) -> str:
     )
 
 
-def _require_saveable(end_finder: Ends) -> None:
+def _require_saveable(end_finder: EpochEnds) -> None:
     """Raise ``DataStateError`` if a source could not be resumed: the save fails, rather than a later load."""
     for source in end_finder.schema.sources().values():
         source.require_saveable()
 
 
-def _refuse_simulated(ends: Ends) -> None:
+def _refuse_simulated(ends: EpochEnds) -> None:
     if ends.ranks.simulated:
         raise ValueError(
             f"state_dict() needs the rows of all {ends.ranks.world_size} dp ranks, but there is no process group (dp_rank= "

@@ -39,27 +39,29 @@ class Circle:
     """The points on the circle that choose the sources for the draws of one logical shard, in constant steps.
 
     Args:
-        start: The point of draw 0.
-        step: Distance from each point to the next.
+        start_point: The point of draw 0.
+        point_step: Distance from each point to the next.
     """
 
-    start: int
-    step: int
+    start_point: int
+    point_step: int
 
     def point(self, draw: int) -> int:
-        return (self.start + draw * self.step) % CIRCLE
+        return (self.start_point + draw * self.point_step) % CIRCLE
 
     def points(self, first_draw: int, num_draws: int) -> Words:
         """Return the points of ``num_draws`` draws, from draw number ``first_draw`` on, as ``uint64[num_draws]``."""
-        steps = np.arange(num_draws, dtype=np.uint64) * np.uint64(self.step)
+        steps = np.arange(num_draws, dtype=np.uint64) * np.uint64(self.point_step)
         return steps + np.uint64(self.point(first_draw))
 
     def count(self, first_draw: int, stop_draw: int, arc: Arc) -> int:
         """Return how many of the draws ``first_draw .. stop_draw - 1`` fall into an arc of the circle."""
         num, start_point = stop_draw - first_draw, self.point(first_draw)
-        return floor_sum(num, self.step, start_point - arc[0]) - floor_sum(num, self.step, start_point - arc[1])
+        return floor_sum(num, self.point_step, start_point - arc[0]) - floor_sum(
+            num, self.point_step, start_point - arc[1]
+        )
 
-    def find(self, first_draw: int, arc: Arc, number: int) -> int:
+    def find_draw(self, first_draw: int, arc: Arc, number: int) -> int:
         """Return the draw that is the ``number``-th (from 0) to fall into a non-empty arc, from ``first_draw`` on."""
         stop = 1
         while self.count(first_draw, first_draw + stop, arc) <= number:
@@ -123,22 +125,22 @@ class Arcs:
     """The arcs of all sources of a mixture on the circle, one after the other; lengths are shares.
 
     Args:
-        ends: The end of each arc; the last one is `CIRCLE`.
+        arc_ends: The end of each arc; the last one is `CIRCLE`.
     """
 
-    ends: tuple[int, ...]
+    arc_ends: tuple[int, ...]
 
     @cached_property
     def end_points(self) -> Words:
         """The ends of arcs below `CIRCLE`, as ``uint64``; ``searchsorted(side="right")`` finds sources of points in them."""
-        return np.array([end for end in self.ends if end < CIRCLE], dtype=np.uint64)
+        return np.array([end for end in self.arc_ends if end < CIRCLE], dtype=np.uint64)
 
-    def choose(self, point: int) -> int:
+    def choose_source(self, point: int) -> int:
         """Return the number of the source in whose arc a point lies."""
-        return bisect_right(self.ends, point)
+        return bisect_right(self.arc_ends, point)
 
     def arc(self, source: int) -> Arc:
-        return (self.ends[source - 1] if source else 0, self.ends[source])
+        return (self.arc_ends[source - 1] if source else 0, self.arc_ends[source])
 
     def scale_point(self, point: int, source: int) -> int:
         """Return the position of a point within a source's arc, scaled to the whole circle."""

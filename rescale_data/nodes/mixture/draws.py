@@ -87,7 +87,7 @@ class MixtureDraws:
 
     def draw(self, draw_from: Callable[[Node[Any]], Any]) -> Any:
         """Call ``draw_from`` with the node of the next draw, and return the result: for ``next``, the next sample."""
-        while (source := self.choose()) is not None:
+        while (source := self.choose_source()) is not None:
             try:
                 sample = draw_from(node := self._bound_node(source))
             except StopIteration:
@@ -100,13 +100,13 @@ class MixtureDraws:
     def _bound_node(self, source: int) -> Node[Any]:
         return self.sources.bound_node(source, self._position)
 
-    def choose(self) -> int | None:
+    def choose_source(self) -> int | None:
         """Return the number of the source of the next draw; `None` at the end of the epoch."""
         arcs = self._arcs or self._get_arcs()
         if arcs is None:
             return None
         point = self.circle.point(self._position[NUM_DRAWS]) if self._outer_point is None else self._outer_point
-        self.last_source = source = arcs.choose(point)
+        self.last_source = source = arcs.choose_source(point)
         inner = self._inner_draws.get(source)
         if inner is not None:
             inner._outer_point = arcs.scale_point(point, source)
@@ -125,38 +125,41 @@ class MixtureDraws:
 
         If the epoch has ended, return `None` and write the beginning of the next epoch into the position.
         """
-        drawn_counts = position[self.row.drawn].tolist()
+        drawn_counts = position[self.row.drawn_slots].tolist()
         counts = [max(count, ~count) for count in drawn_counts]
         active_weights = tuple(
-            weight if count >= 0 else 0.0 for weight, count in zip(current_weights.values, drawn_counts, strict=True)
+            weight if count >= 0 else 0.0
+            for weight, count in zip(current_weights.source_weights, drawn_counts, strict=True)
         )
         if not any(active_weights):
             self._require_endless(current_weights)
-            position[self.row.drawn] = np.array(counts, dtype=np.int64).data
+            position[self.row.drawn_slots] = np.array(counts, dtype=np.int64).data
             return None
         if not self.by_tokens:
             return arcs(active_weights)
         return TokenArcs(
-            active_weights, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.uncounted_tokens))
+            active_weights,
+            counts,
+            *(position[kind].tolist() for kind in (self.row.token_slots, self.row.uncounted_tokens)),
         )
 
     def _count_draw(self, chosen_source: int, length: int) -> None:
         self._position[NUM_DRAWS] += 1
-        self._position[self.row.drawn.start + chosen_source] += 1
+        self._position[self.row.drawn_slots.start + chosen_source] += 1
         if length and self._silent_epochs:
             self._silent_epochs.pop(chosen_source, None)
         if isinstance(self._arcs, TokenArcs):
-            self._position[self.row.tokens.start + chosen_source] += length
+            self._position[self.row.token_slots.start + chosen_source] += length
             self._arcs.add_document(chosen_source, length)
         self._change_weights()
 
     def _change_weights(self) -> None:
         """Change to the next weights of a schedule, if they are due after a draw."""
         current_weights = self._current_weights
-        if current_weights is None or current_weights.change_at is None:
+        if current_weights is None or current_weights.change_at_amount is None:
             return
         amount_drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[NUM_DRAWS]
-        if amount_drawn >= current_weights.change_at:
+        if amount_drawn >= current_weights.change_at_amount:
             self.weights.record_change(self._position, current_weights)
             self._arcs = None
 
@@ -219,10 +222,10 @@ class MixtureDraws:
 
     def _next_weight_change(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Return the first of the draws that uses other weights; ``stop`` if there is none."""
-        change_at = None if self._current_weights is None else self._current_weights.change_at
+        change_at = None if self._current_weights is None else self._current_weights.change_at_amount
         if change_at is None or circle.count(first_draw, stop, arc) <= (num := change_at - self._position[NUM_DRAWS]):
             return stop
-        return circle.find(first_draw, arc, num)
+        return circle.find_draw(first_draw, arc, num)
 
     def _skip_one_by_one(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Skip draws as `skip_draws` does, but one at a time, if only reading can show the ends of sources."""
@@ -238,7 +241,7 @@ class MixtureDraws:
         return stop
 
     def _skip_sample(self, node: Node[Any]) -> None:
-        """Skip a sample of the chosen source; an inner mixture that yields this sample uses the point that `choose` gave it."""
+        """Skip a sample of the chosen source; an inner mixture that yields this sample uses the point of `choose_source`."""
         inner = self._inner_draws.get(self.last_source)
         if inner is None or inner.by_tokens:
             skip(node, 1)
@@ -247,7 +250,7 @@ class MixtureDraws:
 
     def _samples_left(self) -> list[int] | None:
         sources = zip(self.sources.nodes, self.sources.slots, strict=True)
-        final_epochs = {} if self._current_weights is None else self._current_weights.ending
+        final_epochs = {} if self._current_weights is None else self._current_weights.end_epochs
         return samples_left(sources, self._position, self._shard, final_epochs, is_endless=self._stop_rule == "never")
 
     def _skip_source(self, source: int, circle: Circle, first_draw: int, stop: int, source_arc: Arc) -> None:
@@ -271,10 +274,10 @@ class MixtureDraws:
                 self._pass_source_end(source)
                 num_passed = pass_epochs(node, np.asarray(node.position), shard_index, num_left)
                 node.bind(node.position)
-                first_draw = circle.find(first_draw, source_arc, num_passed)
+                first_draw = circle.find_draw(first_draw, source_arc, num_passed)
                 num_left -= num_passed
         self._position[NUM_DRAWS] += num_draws
-        self._position[self.row.drawn.start + source] += num_draws
+        self._position[self.row.drawn_slots.start + source] += num_draws
 
     def _pass_source_end(self, source: int) -> None:
         try:
@@ -297,7 +300,7 @@ class MixtureDraws:
         """Record that a source has ended; its position is already the beginning of its next epoch."""
         self._arcs = None
         if self._current_weights is not None:
-            self.weights.end(self._position, chosen_source, self._current_weights)
+            self.weights.record_epoch_end(self._position, chosen_source, self._current_weights)
         if self._stop_rule == "never":
             node = self._bound_node(chosen_source)
             node.bind(node.position)  # also before an error: who goes on draws or skips from there
@@ -310,14 +313,14 @@ class MixtureDraws:
     def record_source_end(self, position: View, source: int) -> bool:
         """Record that a source has ended; return True if this ends the epoch of the mixture."""
         if self._stop_rule == "all":
-            position[self.row.drawn.start + source] ^= -1
+            position[self.row.drawn_slots.start + source] ^= -1
         return self._stop_rule == "first"
 
     def _require_endless(self, current_weights: CurrentWeights) -> None:
-        if not any(current_weights.values) and any(map(is_endless, self.sources.nodes)):
+        if not any(current_weights.source_weights) and any(map(is_endless, self.sources.nodes)):
             refuse_stream_end(dict(self.weights.rule.max_epochs), self._shard)
 
     # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`
 
     def refuse_silent(self, source: int) -> None:
-        refuse_silent_source(self.row.names[source], self.row.unit, self._shard)
+        refuse_silent_source(self.row.sources[source], self.row.unit, self._shard)

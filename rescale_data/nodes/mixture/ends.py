@@ -32,7 +32,7 @@ def mixture_epoch_end(
         rows, shards: As in `rescale_data.nodes.below.epoch_end`.
     """
     num_left, end_positions = np.zeros(len(rows), dtype=np.int64), rows.copy()
-    drawn_counts = end_positions[:, row.drawn]
+    drawn_counts = end_positions[:, row.drawn_slots]
     is_active = (drawn_counts >= 0) & (np.array(weights) != 0)
     drawn_counts[:] = np.maximum(drawn_counts, ~drawn_counts)
     for i, (node, slots) in enumerate(sources.values()):
@@ -50,7 +50,7 @@ def mixture_epoch_end(
 def samples_left(
     sources: Iterable[tuple[Node[Any], slice]],
     position: View,
-    shard: tuple[int, int],
+    shard_and_count: tuple[int, int],
     final_epochs: Mapping[int, int],
     *,
     is_endless: bool,
@@ -60,11 +60,11 @@ def samples_left(
     Args:
         sources: Node and slots of each source.
         position: The position of the mixture.
-        shard: The index of the logical shard, and the number of logical shards.
+        shard_and_count: The index of the logical shard, and the number of logical shards.
         final_epochs: By number of the source, the epoch at which the mixture stops drawing from it.
         is_endless: True if sources begin their next epoch at once, up to ``final_epochs``; else each epoch is an end.
     """
-    position_row, shards = np.array(position)[None], np.array([shard[0]])
+    position_row, shards = np.array(position)[None], np.array([shard_and_count[0]])
     num_left: list[int] = []
     for source, (node, slots) in enumerate(sources):
         if is_endless and source not in final_epochs:
@@ -76,7 +76,7 @@ def samples_left(
         num_left.append(int(source_end[0][0]))
         if is_endless and source in final_epochs:
             reader, slot = readers_of(node, 0)[0]
-            num_left[-1] += reader.rows.num_rows(int(source_end[1][0, slot]), final_epochs[source], shard[0])
+            num_left[-1] += reader.rows.num_rows(int(source_end[1][0, slot]), final_epochs[source], shard_and_count[0])
     return num_left
 
 
@@ -85,7 +85,7 @@ def first_end(circle: Circle, first_draw: int, stop_draw: int, arcs: list[Arc], 
     ended_source = -1
     for source, (arc, limit) in enumerate(zip(arcs, num_left, strict=True)):
         if circle.count(first_draw, stop_draw, arc) > limit:
-            stop_draw, ended_source = circle.find(first_draw, arc, limit), source
+            stop_draw, ended_source = circle.find_draw(first_draw, arc, limit), source
     return stop_draw, ended_source
 
 

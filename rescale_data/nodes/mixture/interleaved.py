@@ -31,7 +31,7 @@ def interleave_documents(
         return spans.take(document_index, moves)
     document_index, ends = np.empty(num_draws, dtype=np.int64), np.empty(num_draws + 1, dtype=np.int64)
     new_slots, new_values = np.empty((2, len(moves.slot) + num_draws * (1 + len(slots))), dtype=np.int64)
-    arrays = (sources, first_indices.copy(), spans.length, moves.ends, moves.slot, moves.value, slots, counts)
+    arrays = (sources, first_indices.copy(), spans.length, moves.ends, moves.slot, moves.slot_values, slots, counts)
     kernel.interleave(num_drawn, *map(np.ascontiguousarray, arrays), document_index, ends, new_slots, new_values)
     return spans.take(document_index, PositionUpdates(ends, new_slots[: ends[-1]], new_values[: ends[-1]]))
 

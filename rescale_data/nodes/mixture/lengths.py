@@ -42,25 +42,25 @@ class TokenArcs:
 
     Args:
         weights: Weight of each source; 0 for a source that rests.
-        documents: Number of documents drawn from each source.
+        num_documents: Number of documents drawn from each source.
         tokens: Number of tokens in these documents.
         uncounted: Number of those tokens that were drawn with other weights, and so count neither as ahead nor as behind.
     """
 
     def __init__(
-        self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], uncounted: Sequence[int]
+        self, weights: tuple[float, ...], num_documents: Sequence[int], tokens: Sequence[int], uncounted: Sequence[int]
     ) -> None:
         self._shares = shares(weights, 1 << _SHARE_BITS)
         is_active = [share > 0 for share in self._shares]
         self._documents_per_step = _STEP_DOCUMENTS * sum(is_active)
-        documents, active_tokens, self._uncounted_tokens = (
-            [*map(mul, is_active, counts)] for counts in (documents, tokens, uncounted)
+        num_documents, active_tokens, self._uncounted_tokens = (
+            [*map(mul, is_active, counts)] for counts in (num_documents, tokens, uncounted)
         )
         self._resting_tokens = sum(tokens) - sum(active_tokens)
-        self._set_counts(documents, active_tokens)
+        self._set_counts(num_documents, active_tokens)
 
     def _set_counts(self, documents: Sequence[int], tokens: Sequence[int]) -> None:
-        self.documents, self.tokens = list(documents), list(tokens)
+        self.num_documents, self.tokens = list(documents), list(tokens)
         self._all_documents, self._all_tokens = sum(documents), sum(tokens)
         self._counted_tokens = self._all_tokens - sum(self._uncounted_tokens)
         self._rebuild_arcs()
@@ -70,7 +70,7 @@ class TokenArcs:
         """Number of tokens drawn from all sources, sources of weight 0 included."""
         return self._all_tokens + self._resting_tokens
 
-    def choose(self, point: int) -> int:
+    def choose_source(self, point: int) -> int:
         """Return the number of the source in whose arc a point lies."""
         return bisect_right([*accumulate(self._arc_lengths)], point * self._total_arc_length // CIRCLE)
 
@@ -79,14 +79,14 @@ class TokenArcs:
         return (point * self._total_arc_length - sum(self._arc_lengths[:source]) * CIRCLE) // self._arc_lengths[source]
 
     def counters(self) -> Ints:
-        """Return ``int64[5, S]``, the working values of `run`: five numbers for each of S sources.
+        """Return ``int64[5, S]``, the working values of `choose_sources`: five numbers for each of S sources.
 
         They are its share, its documents, its tokens, the tokens that do not count, and its draws in the run (0).
         """
         counts = [0] * len(self.tokens)
-        return np.array([self._shares, self.documents, self.tokens, self._uncounted_tokens, counts], dtype=np.int64)
+        return np.array([self._shares, self.num_documents, self.tokens, self._uncounted_tokens, counts], dtype=np.int64)
 
-    def run(
+    def choose_sources(
         self, points: Words, chosen: Ints, first_draw: int, counters: Ints, lengths: list[Ints | None], change_at: int
     ) -> tuple[int, int]:
         """Choose the sources of draws, from ``first_draw`` on, until the length of a document is missing or weights may change.
@@ -111,20 +111,20 @@ class TokenArcs:
         self._set_counts(*counters[1:3].tolist())  # without the C extension, or if documents are very long
         _, documents, tokens, _, counts = counters
         for draw in range(first_draw, len(points)):
-            source = self.choose(int(points[draw]))
+            source = self.choose_source(int(points[draw]))
             source_lengths, count = lengths[source], counts[source]
             if source_lengths is None or count == len(source_lengths):
                 return draw, source
             self.add_document(source, int(source_lengths[count]))
             chosen[draw], counts[source] = source, count + 1
-            documents[source], tokens[source] = self.documents[source], self.tokens[source]
+            documents[source], tokens[source] = self.num_documents[source], self.tokens[source]
             if 0 <= change_at <= self.num_tokens:
                 return draw + 1, -1
         return len(points), -1
 
     def draw_fractions(self) -> list[float]:
         """Return the approximate fraction of draws that each source gets, over many draws."""
-        sources = zip(self._shares, self.documents, self.tokens, strict=True)
+        sources = zip(self._shares, self.num_documents, self.tokens, strict=True)
         rates = [
             share * (docs + _PRIOR_DOCS) / max(1, tokens + _PRIOR_DOCS * self._mean) for share, docs, tokens in sources
         ]
@@ -133,7 +133,7 @@ class TokenArcs:
 
     def add_document(self, source: int, length: int) -> None:
         """Count a document of ``length`` tokens that was drawn from a source, and update the arcs."""
-        self.documents[source] += 1
+        self.num_documents[source] += 1
         self.tokens[source] += length
         self._all_documents += 1
         self._all_tokens += length
@@ -167,7 +167,7 @@ class TokenArcs:
         if not share:
             return 0
         tokens = self.tokens[source]
-        mean_length = (tokens + _PRIOR_DOCS * self._mean << _MEAN_BITS) // (self.documents[source] + _PRIOR_DOCS)
+        mean_length = (tokens + _PRIOR_DOCS * self._mean << _MEAN_BITS) // (self.num_documents[source] + _PRIOR_DOCS)
         counted_tokens, slack = (
             tokens - self._uncounted_tokens[source] << _SHARE_BITS,
             _SLACK_DOCUMENTS * mean_length << _SHARE_BITS - _MEAN_BITS,

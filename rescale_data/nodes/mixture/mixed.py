@@ -80,27 +80,27 @@ class MixedDocuments:
             )
         return documents
 
-    def begin_at(self, position: View) -> None:
+    def drop_documents_before(self, position: View) -> None:
         """Drop the documents of costly sources that lie before a position, and keep the later ones."""
         for source, documents in self._costly_documents.items():
-            documents.begin_at(position[self._slots[source]])
+            documents.drop_documents_before(position[self._slots[source]])
 
     def read(self, position: View, max_documents: int, points: Words | None = None) -> Spans:
         """Return up to ``max_documents`` next documents; an outer mixture passes the ``points`` that choose their sources."""
         self._next_position = copy_of(position)
         if points is None:
-            self.begin_at(position)
+            self.drop_documents_before(position)
         num_silent: Counter[int] = Counter()
         while True:
             current_weights = self._mixture.weights.current(self._next_position)
             arcs = self._mixture.arcs_at(self._next_position, current_weights)
             if arcs is None:
                 break
-            self._ending_sources, self._change_at_amount = current_weights.ending, current_weights.change_at
+            self._ending_sources, self._change_at_amount = current_weights.end_epochs, current_weights.change_at_amount
             max_draws = (
                 UNLIMITED_DOCUMENTS
-                if self._by_tokens or current_weights.change_at is None
-                else max(1, current_weights.change_at - self._next_position[0])
+                if self._by_tokens or current_weights.change_at_amount is None
+                else max(1, current_weights.change_at_amount - self._next_position[0])
             )
             if points is None:
                 next_points = self._mixture.circle.points(
@@ -108,10 +108,10 @@ class MixedDocuments:
                 )
             else:
                 next_points = points[: min(max_documents, max_draws)]
-            spans, ended_source = self._draw(self._next_position, arcs, next_points)
+            spans, ended_source = self._draw_documents(self._next_position, arcs, next_points)
             if len(spans):
                 self._set_next_num_draws(spans)
-                if self._by_tokens and current_weights.change_at is not None:
+                if self._by_tokens and current_weights.change_at_amount is not None:
                     spans = self._with_weight_change(spans, current_weights)
                 if self._next_position != position:
                     spans = spans.with_moves(
@@ -123,7 +123,7 @@ class MixedDocuments:
             if self._repeats and (ended_source not in self._ending_sources or num_silent[ended_source] > SILENT_EPOCHS):
                 self._mixture.refuse_silent(ended_source)
             self._documents_of(ended_source).begin_next_epoch(self._next_position[self._slots[ended_source]])
-            self._mixture.weights.end(self._next_position, ended_source, current_weights)
+            self._mixture.weights.record_epoch_end(self._next_position, ended_source, current_weights)
             if not self._repeats and self._mixture.record_source_end(self._next_position, ended_source):
                 break
         return EMPTY_SPANS
@@ -151,7 +151,7 @@ class MixedDocuments:
             next_num_draws = min(next_num_draws, len(spans) * self._max_reads // self._num_reads)
         self._next_num_draws = max(_FIRST_READ_DRAWS, min(next_num_draws, max_draws))
 
-    def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
+    def _draw_documents(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """Return the documents of the next draws until a source ends, and the number of that source, or -1."""
         self._start_position, self._num_reads = position, 0
         try:
@@ -194,7 +194,7 @@ class MixedDocuments:
         num, missing_source = 0, -1
         change_at = -1 if self._change_at_amount is None else self._change_at_amount
         while True:
-            num, missing_source = arcs.run(points, chosen_sources, num, counters, lengths, change_at)
+            num, missing_source = arcs.choose_sources(points, chosen_sources, num, counters, lengths, change_at)
             if missing_source < 0:
                 break
             count = int(counts[missing_source])
@@ -244,7 +244,7 @@ class MixedDocuments:
             if buffer.num_documents and self._num_reads >= self._max_reads:
                 return False
             self._num_reads += 1
-            if buffer.fill(max_documents):
+            if buffer.read_documents(max_documents):
                 continue
             if not self._repeats or source in self._ending_sources:
                 return False

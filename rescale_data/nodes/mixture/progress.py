@@ -29,13 +29,13 @@ def mixture_progress(
         rows: ``int64[M, slots]`` of the mixture.
         shards: ``int64[M]`` indices.
     """
-    drawn_counts = rows[:, row.drawn]
+    drawn_counts = rows[:, row.drawn_slots]
     counts = {"samples": np.maximum(drawn_counts, ~drawn_counts).sum(axis=0)}
     if row.unit == "tokens":
-        counts["tokens"] = rows[:, row.tokens].sum(axis=0)
+        counts["tokens"] = rows[:, row.token_slots].sum(axis=0)
     shown = {f"drawn_{unit}": count for unit, count in counts.items()}
     shown["share"] = counts[row.unit] / max(1, counts[row.unit].sum())
-    counters = {f"{key}/{name}": float(value[i]) for key, value in shown.items() for i, name in enumerate(row.names)}
+    counters = {f"{key}/{name}": float(value[i]) for key, value in shown.items() for i, name in enumerate(row.sources)}
     for name, (node, slots) in sources.items():
         if readers := readers_of(node, slots.start):
             epochs = [reader.epochs_at(rows[:, slot:], shards) for reader, slot in readers]

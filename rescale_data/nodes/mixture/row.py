@@ -17,8 +17,8 @@ Unit: TypeAlias = Literal["samples", "tokens"]
 NUM_DRAWS, RULE_DIGEST = 0, 1
 """Indices, in a position, of the number of draws and of the digest of the rule that gives the weights."""
 
-_FIRST = 2  # first slot of the values for each source
-FIELD_NAMES = _DRAWS_FIELD, _RULE_FIELD, _DRAWN_FIELD, _TOKENS, _SINCE = "draws", "rule", "drawn", "tokens", "since"
+_FIRST_SOURCE = 2  # first slot of the values for each source
+FIELD_NAMES = _DRAWS_FIELD, _RULE_FIELD, _DRAWN_FIELD, _TOKENS, _UNCOUNTED = "draws", "rule", "drawn", "tokens", "since"
 
 
 class MixtureRow:
@@ -29,32 +29,32 @@ class MixtureRow:
         unit: With "tokens", tokens are counted in addition to samples.
 
     Attributes:
-        drawn: Number of samples since the run began; the complement of the number if the source has ended in this epoch.
-        tokens: By tokens: number of tokens in those samples.
+        drawn_slots: Number of samples since the run began; the complement of the number if the source has ended in this epoch.
+        token_slots: By tokens: number of tokens in those samples.
         uncounted_tokens: By tokens: number of those tokens that were drawn with other weights.
     """
 
     def __init__(self, names: Sequence[str], unit: Unit) -> None:
-        self.names, self.unit = names, unit
+        self.sources, self.unit = names, unit
         num_sources = len(names)
-        count_slices = [slice(_FIRST + i * num_sources, _FIRST + (i + 1) * num_sources) for i in range(3)]
-        self.drawn, self.tokens, self.uncounted_tokens = count_slices
+        count_slices = [slice(_FIRST_SOURCE + i * num_sources, _FIRST_SOURCE + (i + 1) * num_sources) for i in range(3)]
+        self.drawn_slots, self.token_slots, self.uncounted_tokens = count_slices
 
     def fields(self) -> tuple[Field, ...]:
-        return _fields(tuple(self.names), self.unit)
+        return _fields(tuple(self.sources), self.unit)
 
     def amounts_drawn(self, rows: Ints) -> Ints:
         """Return the number of draws (or of tokens, if the unit is tokens) at each of the positions ``int64[M, slots]``."""
-        return rows[:, self.tokens].sum(axis=1) if self.unit == "tokens" else rows[:, NUM_DRAWS]
+        return rows[:, self.token_slots].sum(axis=1) if self.unit == "tokens" else rows[:, NUM_DRAWS]
 
     def begin_epoch(self, rows: Ints) -> None:
         """Clear the marks of ended sources in the positions ``int64[M, slots]``, at the beginning of an epoch."""
-        drawn = rows[:, self.drawn]
+        drawn = rows[:, self.drawn_slots]
         drawn[:] = np.maximum(drawn, ~drawn)
 
     def counts_at(self, position: View) -> list[tuple[int, list[int]]]:
         """Return the counts at a position, each as its first index and its values: documents, and by tokens also tokens."""
-        count_slices = [self.drawn, self.tokens] if self.unit == "tokens" else [self.drawn]
+        count_slices = [self.drawn_slots, self.token_slots] if self.unit == "tokens" else [self.drawn_slots]
         return [(kind.start, position[kind].tolist()) for kind in count_slices]
 
 
@@ -63,6 +63,6 @@ def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
     drawn_limits = ~COUNT_LIMITS[1], COUNT_LIMITS[1]  # the complement if a source has ended
     kind_fields = [Field((_DRAWN_FIELD,), counts=True, limits=drawn_limits)]
     if unit == "tokens":
-        kind_fields += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _SINCE)]
+        kind_fields += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _UNCOUNTED)]
     own_fields = (Field((_DRAWS_FIELD,), counts=True, limits=COUNT_LIMITS), Field((_RULE_FIELD,)))
     return (*own_fields, *(replace(kind, path=(*kind.path, name)) for kind in kind_fields for name in names))

@@ -19,7 +19,7 @@ from rescale_data.nodes.mixture.ends import mixture_epoch_end
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.progress import mixture_progress
 from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow, Unit
-from rescale_data.nodes.mixture.rules import Rule, as_json, from_json, make_rule
+from rescale_data.nodes.mixture.rules import WeightRule, as_json, from_json, make_rule
 from rescale_data.nodes.mixture.schedule import Schedule
 from rescale_data.nodes.mixture.sources import MixtureSources
 from rescale_data.nodes.mixture.weights import MixtureWeights
@@ -113,7 +113,7 @@ class WeightedSampler(Node[Any]):
     def _sources(self) -> dict[str, tuple[Node[Any], slice]]:
         return {name: (node, self._slots(name)) for name, node in self.children.items()}
 
-    def _epoch_slots(self, rules: Iterable[Rule]) -> dict[str, int]:
+    def _epoch_slots(self, rules: Iterable[WeightRule]) -> dict[str, int]:
         """Return, by source name, the index in a position of each epoch counter that the rules use."""
         sources, counted_names = self._sources, {name for rule in rules for name, _ in rule.max_epochs}
         return {name: epoch_slot(name, *sources[name]) for name in sorted(counted_names) if name in sources}
@@ -131,7 +131,7 @@ class WeightedSampler(Node[Any]):
         sources.borrow(other._draws.sources)
         if sources.nodes is other._draws.sources.nodes:
             self.children, self.names = other.children, other.names
-            self._row.names = other.names
+            self._row.sources = other.names
         else:
             self.children = dict(zip(self.names, sources.nodes, strict=True))
         self._weights.borrow(other._weights)
@@ -162,11 +162,11 @@ class WeightedSampler(Node[Any]):
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Return the end of an epoch, by samples, if each source is read to its end with constant weights; else `None`."""
         rule = self._weights.rule
-        if self.stop != "all" or self.unit == "tokens" or rule.max_epochs or len(rule.pieces[0]) > 1:
+        if self.stop != "all" or self.unit == "tokens" or rule.max_epochs or len(rule.weight_pieces[0]) > 1:
             return None
         if (rows[:, RULE_DIGEST] != rule.digest).any():
             return None
-        return mixture_epoch_end(self._row, self._sources, rule.keys[0][1], rows, shards)
+        return mixture_epoch_end(self._row, self._sources, rule.schedule_keys[0][1], rows, shards)
 
     def begin(self, row: View) -> None:
         row[RULE_DIGEST] = self._weights.rule.digest
@@ -212,7 +212,7 @@ class WeightedSampler(Node[Any]):
             return False
         own_position, draw_position, draws, is_source_blocked = self.position, copy_of(position), self._draws, False
         self.bind(draw_position)
-        while (source := draws.choose()) is not None:  # also past the ends of sources, as a draw does
+        while (source := draws.choose_source()) is not None:  # also past the ends of sources, as a draw does
             node, source_position = draws.sources.nodes[source], draw_position[draws.sources.slots[source]]
             stale, is_source_blocked = is_stale(node, source_position), is_blocked(node, source_position)
             if is_source_blocked or not draws.skip_or_end(source):

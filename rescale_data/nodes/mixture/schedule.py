@@ -66,7 +66,9 @@ class Schedule:
             require_weights(weights, f" in the key at {begin}")
 
 
-def keys_of(names: Sequence[str], weights: Mapping[str, float] | Schedule) -> tuple[tuple[int, tuple[float, ...]], ...]:
+def schedule_keys_of(
+    names: Sequence[str], weights: Mapping[str, float] | Schedule
+) -> tuple[tuple[int, tuple[float, ...]], ...]:
     """Return weights as ``(progress, weights)`` pairs in the order of the names; constant weights are one pair at 0."""
     keys = weights.keys if isinstance(weights, Schedule) else [(0, weights)]
     return tuple((int(begin), tuple(float(key[name]) for name in names)) for begin, key in keys)

@@ -35,7 +35,7 @@ class KeptDocuments:
                 self._documents.begin_next_epoch(next_position)
         return documents if len(documents) <= max_documents else documents[:max_documents]
 
-    def begin_at(self, position: View) -> None:
+    def drop_documents_before(self, position: View) -> None:
         """Drop the kept documents that lie before a position of the source."""
         position_key = position.tobytes()
         for key in [*self._spans_by_position]:
@@ -73,9 +73,9 @@ class SourceBuffer:
         self._batches, self.num_documents = [first_spans] if len(first_spans) else list[Spans](), len(first_spans)
         self.num_silent_epochs = 0
 
-    def fill(self, num: int) -> bool:
-        """Read at least one more document, up to ``num`` in the buffer; return False at the end of an epoch."""
-        spans = self._documents.read(self._position, num - self.num_documents)
+    def read_documents(self, max_to_read: int) -> bool:
+        """Read at least one more document, up to ``max_to_read`` in the buffer; return False at the end of an epoch."""
+        spans = self._documents.read(self._position, max_to_read - self.num_documents)
         if not len(spans):
             return False
         spans.move(self._position, len(spans))
@@ -88,7 +88,7 @@ class SourceBuffer:
         return True
 
     def begin_next_epoch(self) -> None:
-        """Begin the next epoch, after `fill` has found the end of one."""
+        """Begin the next epoch, after `read_documents` has found the end of one."""
         self.num_silent_epochs += 1
         position_before = copy_of(self._position)
         self._documents.begin_next_epoch(self._position)

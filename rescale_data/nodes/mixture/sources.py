@@ -13,7 +13,7 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, owner_of, room_for
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache_share, owner_of
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import TokenSource
 
@@ -94,7 +94,7 @@ class MixtureSources:
             return lambda: DEFAULT_CACHE_BYTES // 8 // num_shards
         min_source = min(token_sources, key=lambda source: source.cache_bytes)
         source_key = owner_of(min_source)
-        return lambda: room_for(min_source) // 8 // max(1, len(served_shards(source_key, num_shards)))
+        return lambda: cache_share(min_source) // 8 // max(1, len(served_shards(source_key, num_shards)))
 
     def close(self) -> None:
         """Unbind the readers of this shard and close the opened ones, because their positions are no longer valid."""

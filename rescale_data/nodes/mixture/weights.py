@@ -13,7 +13,7 @@ from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
 from rescale_data.nodes.form import EARLIER_KEY, ParameterHistory
 from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow
-from rescale_data.nodes.mixture.rules import Rule, as_json, from_json, weights_at
+from rescale_data.nodes.mixture.rules import WeightRule, as_json, from_json, weights_at
 from rescale_data.state import Ints
 
 _log = logging.getLogger("rescale_data")
@@ -27,14 +27,14 @@ class CurrentWeights:
     """The weights of all sources at a position, and the points at which they may change.
 
     Args:
-        values: Weights of the sources that the mixture has.
-        change_at: The number of draws or tokens of this logical shard at which other weights begin; `None` if none do.
-        ending: ``{source: epoch}`` for sources at whose ends other weights may begin; the source is over before that epoch.
+        source_weights: Weights of the sources that the mixture has.
+        change_at_amount: The number of draws or tokens of this logical shard at which other weights begin; `None` if none do.
+        end_epochs: ``{source: epoch}`` for sources at whose ends other weights may begin; the source is over before that epoch.
     """
 
-    values: tuple[float, ...]
-    change_at: int | None
-    ending: Mapping[int, int]
+    source_weights: tuple[float, ...]
+    change_at_amount: int | None
+    end_epochs: Mapping[int, int]
 
 
 class MixtureWeights:
@@ -49,16 +49,18 @@ class MixtureWeights:
         epoch_slots: The slot of the epoch of each source whose epochs are counted, by name.
     """
 
-    def __init__(self, row: MixtureRow, rule: Rule, shard: tuple[int, int], epoch_slots: Mapping[str, int]) -> None:
+    def __init__(
+        self, row: MixtureRow, rule: WeightRule, shard: tuple[int, int], epoch_slots: Mapping[str, int]
+    ) -> None:
         self.rule, self._row_layout, self._shard, self._epoch_slots = rule, row, shard, epoch_slots
-        self._earlier_rules: Sequence[Rule] = ()
+        self._earlier_rules: Sequence[WeightRule] = ()
         self._logged_sources: set[str] = set()
 
     def borrow(self, other: MixtureWeights) -> None:
         """Share the indices of epoch counters with the same mixture of another shard, to save memory."""
         self._epoch_slots = other._epoch_slots
 
-    def adopt(self, earlier: Sequence[Rule], epochs: Mapping[str, int]) -> None:
+    def adopt(self, earlier: Sequence[WeightRule], epochs: Mapping[str, int]) -> None:
         """Add the rules of earlier segments that some positions still use, and the indices of the epochs that they count."""
         self._earlier_rules, self._epoch_slots = earlier, {**self._epoch_slots, **epochs}
 
@@ -83,21 +85,21 @@ class MixtureWeights:
         By tokens, if the weights differ, the tokens drawn so far no longer count as ahead or behind.
         """
         row = self._row_layout
-        if row.unit == "tokens" and self.current(position).values != old_weights.values:
-            position[row.uncounted_tokens] = position[row.tokens]
+        if row.unit == "tokens" and self.current(position).source_weights != old_weights.source_weights:
+            position[row.uncounted_tokens] = position[row.token_slots]
 
-    def end(self, position: View, source: int, old_weights: CurrentWeights) -> None:
+    def record_epoch_end(self, position: View, source: int, old_weights: CurrentWeights) -> None:
         """Change the weights after a source with a limit in `max_epochs` has ended an epoch."""
-        if source not in old_weights.ending:
+        if source not in old_weights.end_epochs:
             return
         self.record_change(position, old_weights)
-        name, new_weights = self._row_layout.names[source], self.current(position)
-        if source in new_weights.ending or self._shard[0] or name in self._logged_sources:
+        name, new_weights = self._row_layout.sources[source], self.current(position)
+        if source in new_weights.end_epochs or self._shard[0] or name in self._logged_sources:
             return
         self._logged_sources.add(name)
         _log.warning(
             "The source %r of a mixture has reached its max_epochs of %d in the first of %d logical shards, as it will in the "
-            "others: its part goes to the other sources.", name, old_weights.ending[source], self._shard[1],
+            "others: its part goes to the other sources.", name, old_weights.end_epochs[source], self._shard[1],
         )  # fmt: skip
 
     def needs_missing_source(self, position: View) -> bool:
@@ -105,12 +107,12 @@ class MixtureWeights:
 
         Its weight is not 0, or its tokens count in the progress of a schedule by tokens.
         """
-        rule, names = self._rule_at(position), {*self._row_layout.names}
-        if names.issuperset(rule.names):
+        rule, names = self._rule_at(position), {*self._row_layout.sources}
+        if names.issuperset(rule.sources):
             return False
         values = weights_at(rule, self._progress(position), self._epochs_at(position)).values
         is_counted = self._row_layout.unit == "tokens" and rule.interpolate is not None
-        return is_counted or any(value for name, value in zip(rule.names, values, strict=True) if name not in names)
+        return is_counted or any(value for name, value in zip(rule.sources, values, strict=True) if name not in names)
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
         """Return ``(digest, rule)`` for each rule of an earlier segment that a position still uses (`Mixes.earlier`)."""
@@ -149,40 +151,40 @@ class MixtureWeights:
         """Return, by source, how many of the positions ``int64[M, slots]`` are at or beyond its `max_epochs`."""
         return {name: int((rows[:, self._epoch_slots[name]] >= limit).sum()) for name, limit in self.rule.max_epochs}
 
-    def _rule_at(self, position: View) -> Rule:
+    def _rule_at(self, position: View) -> WeightRule:
         digest = position[RULE_DIGEST]
         for rule in (self.rule, *self._earlier_rules):
             if rule.digest == digest:
                 return rule
         raise DataStateError(_UNKNOWN_RULE_MESSAGE)
 
-    def _weights_by_rule(self, rule: Rule, position: View) -> CurrentWeights:
-        names = self._row_layout.names
+    def _weights_by_rule(self, rule: WeightRule, position: View) -> CurrentWeights:
+        names = self._row_layout.sources
         values, change_at, ending = weights_at(rule, self._progress(position), self._epochs_at(position))
-        if rule.names != tuple(names):
-            known_weights = dict(zip(rule.names, values, strict=True))
+        if rule.sources != tuple(names):
+            known_weights = dict(zip(rule.sources, values, strict=True))
             values = tuple(known_weights.get(name, 0.0) for name in names)
         end_epochs = {names.index(name): limit for name, limit in rule.max_epochs if name in ending and name in names}
         return CurrentWeights(values, None if change_at is None else -(-change_at // self._shard[1]), end_epochs)
 
     def _progress(self, position: View) -> int:
         row = self._row_layout
-        amount_drawn: int = sum(position[row.tokens]) if row.unit == "tokens" else position[NUM_DRAWS]
+        amount_drawn: int = sum(position[row.token_slots]) if row.unit == "tokens" else position[NUM_DRAWS]
         return amount_drawn * self._shard[1]
 
     def _epochs_at(self, position: View) -> dict[str, int]:
         return {name: position[slot] for name, slot in self._epoch_slots.items()}
 
 
-def _shares_until(rule: Rule, progress: int) -> list[tuple[int, dict[str, float]]]:
+def _shares_until(rule: WeightRule, progress: int) -> list[tuple[int, dict[str, float]]]:
     """Return when each period of constant weights up to ``progress`` begins, and the sources' shares in it (9 decimals).
 
     Successive pieces with the same shares are one piece.
     """
     pieces: list[tuple[int, dict[str, float]]] = []
-    for begin, weights in zip(*rule.pieces, strict=True):
+    for begin, weights in zip(*rule.weight_pieces, strict=True):
         total = sum(weights)
-        shares = {name: round(weight / total, 9) for name, weight in zip(rule.names, weights, strict=True) if weight}
+        shares = {name: round(weight / total, 9) for name, weight in zip(rule.sources, weights, strict=True) if weight}
         if begin <= progress and (not pieces or pieces[-1][1] != shares):
             pieces.append((begin, shares))
     return pieces

@@ -62,7 +62,7 @@ class AlignedColumns:
         """The columns and their dtypes as JSON values."""
         return {name: str(dtype) for name, dtype in sorted(self.dtypes.items())}
 
-    def extract(self, sample: Mapping[str, Any], num_tokens: int) -> ColumnArrays:
+    def extract_columns(self, sample: Mapping[str, Any], num_tokens: int) -> ColumnArrays:
         """Return the columns of a sample as arrays with one value for each of its ``num_tokens`` tokens."""
         return {name: self._column_array(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
 

@@ -26,12 +26,12 @@ class Fit:
     Args:
         pieces: All pieces.
         bins: Indices of the pieces of each sample.
-        long: Numbers of the documents that are longer than a sample, or exceed its limits.
+        long_documents: Numbers of the documents that are longer than a sample, or exceed its limits.
     """
 
     pieces: list[Piece]
     bins: list[list[int]]
-    long: frozenset[int]
+    long_documents: frozenset[int]
 
 
 def pack_documents(
@@ -87,7 +87,7 @@ def num_untrained(
         learned: For each token of all documents, true if it is learned. The first token of a piece has no token before it, and
             so is no label.
     """
-    dropped_numbers = fitted.long if long == "drop" else ()
+    dropped_numbers = fitted.long_documents if long == "drop" else ()
     packed = [doc for doc in documents if doc[0] < doc[1] and doc[2] not in dropped_numbers]
     return sum(not any(learned[start + 1 : end].any() for start, end, _ in _cut(doc, seq_len, long)) for doc in packed)
 
@@ -115,7 +115,7 @@ def _payload_size(sizes: Sequence[int], piece: Piece, documents: Sequence[Piece]
 
 
 def best_fit(
-    lengths: Sequence[int], capacity: int, max_items: int, extra_limits: Sequence[tuple[Sequence[int], int]] = ()
+    lengths: Sequence[int], capacity: int, max_bin_items: int, extra_limits: Sequence[tuple[Sequence[int], int]] = ()
 ) -> list[list[int]]:
     """Pack items by best fit decreasing: the longest first, each into the fullest bin that still has room for it.
 
@@ -124,7 +124,7 @@ def best_fit(
     Args:
         lengths: Length of each item, from 1 to ``capacity``.
         capacity: Length of a bin.
-        max_items: Most items of a bin, at least 1.
+        max_bin_items: Most items of a bin, at least 1.
         extra_limits: Further sizes of the items, each with the most of a bin. An item with more has a bin of its own.
 
     Returns:
@@ -133,22 +133,22 @@ def best_fit(
     """
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # room of a bin, and its number
-    used: list[list[int]] = []  # sizes in each bin, for the limits in `extra_limits`
+    bin_sizes: list[list[int]] = []  # sizes in each bin, for the limits in `extra_limits`
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         index = bisect_left(open_bins, (lengths[item], -1))
-        while extra_limits and index < len(open_bins) and not _fits(used[open_bins[index][1]], item, extra_limits):
+        while extra_limits and index < len(open_bins) and not _fits(bin_sizes[open_bins[index][1]], item, extra_limits):
             index += 1
         if index == len(open_bins):
             open_bins.append((capacity, len(bins)))
             bins.append([])
-            used.append([0] * len(extra_limits))
+            bin_sizes.append([0] * len(extra_limits))
         free_length, bin_number = open_bins.pop(index)
         bins[bin_number].append(item)
         if extra_limits:
-            used[bin_number] = [
-                num + sizes[item] for num, (sizes, _) in zip(used[bin_number], extra_limits, strict=True)
+            bin_sizes[bin_number] = [
+                num + sizes[item] for num, (sizes, _) in zip(bin_sizes[bin_number], extra_limits, strict=True)
             ]
-        if len(bins[bin_number]) < max_items and free_length > lengths[item]:
+        if len(bins[bin_number]) < max_bin_items and free_length > lengths[item]:
             insort(open_bins, (free_length - lengths[item], bin_number))
     return [sorted(items) for items in sorted(bins, key=lambda items: items[0])]
 

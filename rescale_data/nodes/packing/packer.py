@@ -20,7 +20,7 @@ from rescale_data.nodes.form import ParameterHistory, num_tokens
 from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
 from rescale_data.nodes.packing.token_stream import TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, join_provenance
-from rescale_data.nodes.reading.gather import Rows, SpecialTokens, fill, log_if_no_kernel
+from rescale_data.nodes.reading.gather import IntRows, SpecialTokens, fill, log_if_no_kernel
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 IGNORED_LABEL = -100
@@ -126,7 +126,9 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.stream = TokenStream(
             child,
             (None if self._aligned else open_documents(child, column))
-            or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.extract] * bool(self._aligned)),
+            or ColumnDocuments(
+                child, column, type(self).__name__, *[self._aligned.extract_columns] * bool(self._aligned)
+            ),
             SpecialTokens(eos_id, bos_id, DTYPES[dtype]),
             tokens_per_sample=seq_len,
             num_tokens_ahead=int(self.tells_next),
@@ -146,7 +148,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         return written_sample(self)
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
-        self._draw(buffer, place)
+        self._write_next_sample(buffer, place)
         if self.stream.provenance:
             buffer.add(PROVENANCE, join_provenance(self.stream.provenance))
 
@@ -165,7 +167,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         bind_once(self)
         buffer = BatchBuffer(self.writes, 1)
         for _ in range(num_samples):
-            self._draw(buffer, 0)
+            self._write_next_sample(buffer, 0)
 
     def read_begun(self) -> None:
         source, num_epochs = self.children["source"], 0
@@ -200,18 +202,18 @@ class TokenPacker(Node[dict[str, Tensor]]):
     def reform(self, rows: Ints) -> None:
         """Do nothing: positions of this packer do not depend on ``seq_len`` or its other output options."""
 
-    def _draw(self, buffer: BatchBuffer, place: int) -> None:
-        """Write the next sample into row ``place`` of a batch buffer; raise `StopIteration` at the end of the epoch."""
+    def _write_next_sample(self, buffer: BatchBuffer, row: int) -> None:
+        """Write the next sample into row ``row`` of a batch buffer; raise `StopIteration` at the end of the epoch."""
         if self._is_epoch_over:
             raise StopIteration
-        tokens, labels, doc_ids = buffer.row("tokens", place), None, None
+        tokens, labels, doc_ids = buffer.row("tokens", row), None, None
         if self.labels:
-            labels = buffer.row("labels", place)
+            labels = buffer.row("labels", row)
         if self.doc_ids:
-            doc_ids = buffer.row("doc_ids", place)
-        num_ready = self.stream.draw(tokens, labels, doc_ids)
+            doc_ids = buffer.row("doc_ids", row)
+        num_ready = self.stream.draw_sample(tokens, labels, doc_ids)
         if self._offset_slot:
-            self.position[_UNTRAINED_SLOT] += self.stream.num_untrained
+            self.position[_UNTRAINED_SLOT] += self.stream.untrained_docs
             self.position[_CUT_SLOT] += self.stream.cuts_document
         num_sample_tokens = min(num_ready, self.seq_len)
         if num_sample_tokens < self.seq_len and not (num_sample_tokens and self.last == "pad"):
@@ -221,22 +223,22 @@ class TokenPacker(Node[dict[str, Tensor]]):
         if num_ready < self.seq_len + self.labels:
             self._pad(num_sample_tokens, tokens, labels, doc_ids)
         if self._aligned:
-            self._write_values(buffer, place, num_sample_tokens)
+            self._write_values(buffer, row, num_sample_tokens)
 
-    def _write_values(self, buffer: BatchBuffer, place: int, num_sample_tokens: int) -> None:
+    def _write_values(self, buffer: BatchBuffer, row_index: int, num_sample_tokens: int) -> None:
         """Write the other columns of a sample. The loss mask is shifted by one token, so it is true for learned labels."""
-        for name, values in self.stream.values.items():
-            buffer.put(name, place, values[1:] if name == MASK else values[:num_sample_tokens], 0)
+        for name, values in self.stream.column_values.items():
+            buffer.write_row(name, row_index, values[1:] if name == MASK else values[:num_sample_tokens], 0)
         if self.labels and self._aligned.has_mask:
-            buffer.row("labels", place)[~buffer.row(MASK, place)] = IGNORED_LABEL
+            buffer.row("labels", row_index)[~buffer.row(MASK, row_index)] = IGNORED_LABEL
 
-    def _pad(self, size: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> None:
-        """Pad the last sample of an epoch, which has ``size`` tokens; its last token gets no label."""
+    def _pad(self, num_tokens: int, tokens: IntRows, labels: IntRows | None, doc_ids: IntRows | None) -> None:
+        """Pad the last sample of an epoch, which has ``num_tokens`` tokens; its last token gets no label."""
         if labels is not None:
-            labels[0, : size - 1], labels[0, size - 1 :] = tokens[0, 1:size], IGNORED_LABEL
-        tokens[0, size:] = self.pad_id
+            labels[0, : num_tokens - 1], labels[0, num_tokens - 1 :] = tokens[0, 1:num_tokens], IGNORED_LABEL
+        tokens[0, num_tokens:] = self.pad_id
         if doc_ids is not None:
-            doc_ids[0, size:] = -1
+            doc_ids[0, num_tokens:] = -1
 
 
 def require_dtype(dtype: torch.dtype, pad_id: int | None) -> None:

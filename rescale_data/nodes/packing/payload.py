@@ -20,72 +20,72 @@ class Payload:
     """Columns with one value of any kind per document, and limits on what one sample may hold of them.
 
     Args:
-        names: Columns of the source.
-        limits: For some columns, the most that a sample holds, as `size` counts.
+        columns: Columns of the source.
+        limits: For some columns, the most that a sample holds, as `payload_size` counts.
         reserved: Names that the packer uses itself.
         long: As in `WholeDocumentPacker`. A document that alone exceeds a limit is dropped with "drop", and an error otherwise.
         packer: Name of the packer, for messages.
     """
 
     def __init__(
-        self, names: Sequence[str], limits: Mapping[str, int], reserved: set[str], *, long: str, packer: str
+        self, columns: Sequence[str], limits: Mapping[str, int], reserved: set[str], *, long: str, packer: str
     ) -> None:
-        require_type(Iterable, "a list of columns", payload=names)
-        if isinstance(names, str | bytes) or {type(name) for name in names} - {str}:
-            raise TypeError(f"{packer}(payload={names!r}): give a list of columns, [{names!r}].")
+        require_type(Iterable, "a list of columns", payload=columns)
+        if isinstance(columns, str | bytes) or {type(name) for name in columns} - {str}:
+            raise TypeError(f"{packer}(payload={columns!r}): give a list of columns, [{columns!r}].")
         if not isinstance(limits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{packer}(limits={limits!r}): give {{column: most}}, such as {{'images': 16}}.")
-        taken = sorted(reserved.intersection(names))
+        taken = sorted(reserved.intersection(columns))
         if taken:
             raise ValueError(f"{packer}(payload=) has {taken}, which it yields itself: give these columns other names.")
         for name, limit in limits.items():
             require_int(**{f"limits[{name!r}]": limit})
-            if name not in names or limit < 1:
+            if name not in columns or limit < 1:
                 raise ValueError(
-                    f"{packer}(limits={{{name!r}: {limit}}}): give at least 1, for columns of payload={list(names)}."
+                    f"{packer}(limits={{{name!r}: {limit}}}): give at least 1, for columns of payload={list(columns)}."
                 )
-        self.names, self.limits = tuple(sorted(set(names))), dict(sorted(limits.items()))
+        self.columns, self.limits = tuple(sorted(set(columns))), dict(sorted(limits.items()))
         self._drops_long_documents, self._packer = long == "drop", packer
 
     def __bool__(self) -> bool:
-        return bool(self.names)
+        return bool(self.columns)
 
     @property
     def as_json(self) -> dict[str, Any]:
         """The columns and limits in use, as JSON values."""
         return {
-            **({"payload": list(self.names)} if self.names else {}),
+            **({"payload": list(self.columns)} if self.columns else {}),
             **({"limits": self.limits} if self.limits else {}),
         }
 
-    def extract(self, sample: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
+    def extract_columns(self, sample: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
         """Return the payload columns of a sample; ``ValueError`` if one is missing or exceeds the limit of a sample."""
         del num_tokens
         self._check_sample(sample)
-        return {name: sample[name] for name in self.names}
+        return {name: sample[name] for name in self.columns}
 
-    def collect(self, spans: Spans) -> dict[str, list[Any]]:
+    def collect_payload(self, spans: Spans) -> dict[str, list[Any]]:
         """Return the payload of several documents: for each column, a list with one value per document."""
-        payloads: list[Any] = [spans.keeps[array_index] for array_index in spans.array.tolist()] if self.names else []
-        return {name: [document_values[name] for document_values in payloads] for name in self.names}
+        payloads: list[Any] = [spans.keeps[array_index] for array_index in spans.array.tolist()] if self.columns else []
+        return {name: [document_values[name] for document_values in payloads] for name in self.columns}
 
     def _check_sample(self, sample: Mapping[str, Any]) -> None:
-        for name in self.names:
+        for name in self.columns:
             if name not in sample:
                 raise ValueError(
                     f"{self._packer}(payload=) has {name!r}, but a sample has the keys {list(sample)}. Where a document has "
                     f"none, give None."
                 )
             limit = self.limits.get(name)
-            if limit is not None and not self._drops_long_documents and size(sample[name]) > limit:
+            if limit is not None and not self._drops_long_documents and payload_size(sample[name]) > limit:
                 raise ValueError(
-                    f"{self._packer}(limits={{{name!r}: {limit}}}): a document has {size(sample[name])}, more than a whole "
-                    f"sample may. Raise the limit, leave such documents out with rd.Filter, or give long='drop', which counts "
-                    f"them."
+                    f"{self._packer}(limits={{{name!r}: {limit}}}): a document has {payload_size(sample[name])}, more than a "
+                    f"whole sample may. Raise the limit, leave such documents out with rd.Filter, or give long='drop', which "
+                    f"counts them."
                 )
 
 
-def size(value: Any) -> int:
+def payload_size(value: Any) -> int:
     """Return the size of a value for a limit: the length of a list, tuple, array or tensor, 0 for `None`, 1 for all else."""
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray | torch.Tensor) and value.ndim):
         return len(value)

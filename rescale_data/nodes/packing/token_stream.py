@@ -12,7 +12,7 @@ from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
 from rescale_data.nodes.changing import is_blocked, is_pending, pass_blocked, settle
 from rescale_data.nodes.packing.aligned import AlignedColumns, ColumnArrays
 from rescale_data.nodes.reading.documents import DocumentReader
-from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, Rows, SpecialTokens, TokenQueue, fill, token_queue
+from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, IntRows, SpecialTokens, TokenQueue, fill, token_queue
 from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
@@ -55,9 +55,9 @@ class TokenStream:
         has_provenance: bool,
     ) -> None:
         self._aligned, self.draws_one_by_one = aligned, bool(aligned) or has_provenance
-        self.values: ColumnArrays = {}
+        self.column_values: ColumnArrays = {}
         """Values of the columns alongside the tokens, for the last drawn sample and the tokens it looked ahead at."""
-        self.num_untrained, self.cuts_document = 0, False
+        self.untrained_docs, self.cuts_document = 0, False
         """With a loss mask: the number of documents that ended untrained in that sample, and true if one that began in it goes
         on."""
         self._source, self._draw_limit = source, draw_limit
@@ -81,18 +81,18 @@ class TokenStream:
         self._num_documents_read = self._num_tokens_read = 0  # documents, and the tokens they had
         self._forget_queue()
 
-    def draw(self, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
+    def draw_sample(self, tokens: IntRows, labels: IntRows | None, doc_ids: IntRows | None) -> int:
         """Write the next sample into arrays with one row; at the end of an epoch, write the remaining tokens.
 
         Returns:
             The number of tokens that were left for this, including tokens to look ahead at. If these are missing, no labels are
             written.
         """
-        queue = self._queue()
+        queue = self._filled_queue()
         num_ready, offset = min(queue.left, self._num_tokens_needed), self._position[0]
         num_drawn, remaining = min(num_ready, self._tokens_per_sample), queue.rest() if self.draws_one_by_one else None
         if self._aligned and remaining is not None:
-            self.values = self._aligned.values_in_range(remaining, offset, num_ready, self._special_tokens)
+            self.column_values = self._aligned.values_in_range(remaining, offset, num_ready, self._special_tokens)
         if num_ready == self._num_tokens_needed:
             fill([queue], 0, tokens, labels, doc_ids)
         elif num_drawn:
@@ -111,13 +111,13 @@ class TokenStream:
         """
         is_within = self._position[0] > 0
         if self._aligned.has_mask:
-            self.num_untrained = self._aligned.num_untrained(remaining_documents[:num_passed], self._special_tokens)
+            self.untrained_docs = self._aligned.num_untrained(remaining_documents[:num_passed], self._special_tokens)
             self.cuts_document = is_within and (num_passed > 0 or begins_document)
         if remaining_documents.provenance is not None:
             self._set_provenance(remaining_documents[: num_passed + is_within])
 
     def begin_next_epoch(self) -> None:
-        """Move to the beginning of the next epoch, after `draw` has reached the end of the present one."""
+        """Move to the beginning of the next epoch, after `draw_sample` has reached the end of the present one."""
         self._documents.begin_next_epoch(self._position[1:])
         self._position[0] = 0
         self._forget_queue()
@@ -139,7 +139,7 @@ class TokenStream:
         with suppress(Exception):  # the error comes again when these documents are needed
             self._refill(queue, queue.left + 1)
 
-    def _queue(self) -> TokenQueue:
+    def _filled_queue(self) -> TokenQueue:
         """Return a token queue that holds the next sample, or all remaining tokens of the epoch."""
         if self.queue is None or self.queue.left < self._num_tokens_needed:
             queue = self.queue or self._new_queue()
@@ -163,7 +163,7 @@ class TokenStream:
         if not self._position[0]:  # so that the position points at the first document itself
             pass_blocked(self._source, queue.reach)
         if queue.reach != reach_before:
-            queue.append(Spans.mark(reach_before, queue.reach))
+            queue.append(Spans.position_mark(reach_before, queue.reach))
         return queue
 
     def _extend(self, queue: TokenQueue, num_tokens: int) -> None:
@@ -207,14 +207,14 @@ class TokenStream:
         settle(self._source, queue.reach)
         pass_blocked(self._source, queue.reach)
         if queue.reach != reach_before:
-            queue.append(Spans.mark(reach_before, queue.reach))
+            queue.append(Spans.position_mark(reach_before, queue.reach))
         return is_pending(self._source, queue.reach)
 
     def _skip_epoch_end(self, position: View, num_epochs: int) -> Spans:
         limit_silent_epochs(num_epochs)
         next_position = copy_of(position)
         self._documents.begin_next_epoch(next_position)
-        return Spans.mark(position, next_position)
+        return Spans.position_mark(position, next_position)
 
     def _set_provenance(self, spans: Spans) -> None:
         used = self._special_tokens.lengths(spans) > 0

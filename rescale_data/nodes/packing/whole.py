@@ -21,7 +21,7 @@ from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
 from rescale_data.nodes.packing.fit import LONG_COUNTERS, LongDocumentRule
 from rescale_data.nodes.packing.packer import DTYPES, require_dtype
 from rescale_data.nodes.packing.payload import Payload
-from rescale_data.nodes.packing.window import Window, WindowPacker, write
+from rescale_data.nodes.packing.window import Window, WindowPacker, write_row
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
@@ -147,7 +147,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             **({"cost": (1, np.dtype(np.int64))} if cost else {}),
         }
         child = self.children["source"]
-        extractors = [column_group.extract for column_group in (self._aligned, self._payload) if column_group]
+        extractors = [column_group.extract_columns for column_group in (self._aligned, self._payload) if column_group]
         documents = None if extractors else open_documents(child, column)
         self._documents = documents or ColumnDocuments(child, column, name, *extractors)
         special_tokens = SpecialTokens(eos_id, bos_id, self._numpy_dtype)
@@ -166,15 +166,15 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return written_sample(self)
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
-        window = self._window()
+        window = self._current_window()
         sample_number = self.position[_EMITTED_SLOT] & MOST
         self._to_next_sample(window)
-        write(buffer, place, window, sample_number, pad_id=self.pad_id, multiple=self.pad_documents_to)
+        write_row(buffer, place, window, sample_number, pad_id=self.pad_id, multiple=self.pad_documents_to)
 
     def skip(self, num_samples: int) -> None:
         bind_once(self)
         for _ in range(num_samples):
-            self._to_next_sample(self._window())
+            self._to_next_sample(self._current_window())
 
     def parameters(self) -> dict[str, Any]:
         arguments = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
@@ -203,7 +203,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     # Windows
 
-    def _window(self) -> Window:
+    def _current_window(self) -> Window:
         """Return the packed window that holds the next sample; raise `StopIteration` at the end of the epoch."""
         window: Window | None = cache().get(self._cache_key) if self._is_cached else None
         num_epochs = num_empty = 0
@@ -237,9 +237,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     def _finish_window(self, window: Window) -> None:
         self._bookmark[:] = window.end_position
         self.position[_EMITTED_SLOT] = 0
-        self.position[_LONG_SLOT] += len(window.packing_result.long)
-        if MASK in window.values:
-            self.position[_UNTRAINED_SLOT] += window.num_untrained
+        self.position[_LONG_SLOT] += len(window.packing_result.long_documents)
+        if MASK in window.column_values:
+            self.position[_UNTRAINED_SLOT] += window.num_untrained_docs
         self._is_cached = False
 
     def _pack_window(self) -> Window | None:

@@ -15,7 +15,7 @@ from rescale_data.nodes.form import Stage
 from rescale_data.nodes.packing.aligned import MASK, AlignedColumns, ColumnArrays
 from rescale_data.nodes.packing.fit import Fit, LongDocumentRule, Piece, num_untrained, pack_documents, padded_length
 from rescale_data.nodes.packing.packer import IGNORED_LABEL
-from rescale_data.nodes.packing.payload import Payload, PerDocument, size
+from rescale_data.nodes.packing.payload import Payload, PerDocument, payload_size
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.provenance import join_provenance as joined_provenance
 from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
@@ -33,29 +33,29 @@ class Window(DerivedValue):
 
     Args:
         tokens: Tokens of all documents, end to end.
-        starts: ``int64[D + 1]``, the first token of each document, and the end.
+        token_starts: ``int64[D + 1]``, the first token of each document, and the end.
         packing_result: The places in ``tokens`` of the pieces of each sample.
         end_position: The position of the source after the documents.
         provenance: The provenance of each document, if the reader gives it; else empty.
-        values: Values of the columns alongside the tokens, in the same layout.
-        num_untrained: Number of documents without a token that is learned.
+        column_values: Values of the columns alongside the tokens, in the same layout.
+        num_untrained_docs: Number of documents without a token that is learned.
         payload: By name, the payload of each document.
     """
 
     tokens: TokenArray
-    starts: Ints
+    token_starts: Ints
     packing_result: Fit
     end_position: View
     provenance: list[str]
-    values: ColumnArrays
-    num_untrained: int
+    column_values: ColumnArrays
+    num_untrained_docs: int
     payload: dict[str, list[Any]]
 
     @property
     def nbytes(self) -> int:
         return (
             self.tokens.nbytes
-            + memory_bytes_of(self.values)
+            + memory_bytes_of(self.column_values)
             + memory_bytes_of(self.payload)
             + _BYTES_OF_A_PIECE * (len(self.packing_result.pieces) + len(self.provenance))
         )
@@ -96,8 +96,8 @@ class WindowPacker:
         tokens, starts = join_documents(spans, self.special_tokens)
         document_ends = starts[1:].tolist()
         documents = list(zip([0, *document_ends[:-1]], document_ends, range(len(document_ends)), strict=True))
-        payload = self.payload.collect(spans)
-        payload_sizes = {name: [size(value) for value in values] for name, values in payload.items()}
+        payload = self.payload.collect_payload(spans)
+        payload_sizes = {name: [payload_size(value) for value in values] for name, values in payload.items()}
         fitted = pack_documents(documents, forms, self.long, self.pad_multiple, payload_sizes)
         values = self.aligned.concatenate(spans, self.special_tokens) if self.aligned else {}
         mask = values.get(MASK)
@@ -105,7 +105,7 @@ class WindowPacker:
         return Window(tokens, starts, fitted, end_position, list(spans.provenance or ()), values, untrained, payload)
 
 
-def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, pad_id: int, multiple: int) -> None:
+def write_row(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, pad_id: int, multiple: int) -> None:
     """Write one sample of a window into one row of a batch buffer, for all columns of the buffer.
 
     Args:
@@ -120,26 +120,26 @@ def write(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, 
     piece_lengths = np.array([padded_length(piece, multiple) for piece in pieces])
     piece_ends = np.cumsum(piece_lengths)
     tokens = _pad_pieces(window.tokens, pieces, pad_id, multiple)
-    learned = window.values.get(MASK, np.broadcast_to(np.True_, len(window.tokens)))
+    learned = window.column_values.get(MASK, np.broadcast_to(np.True_, len(window.tokens)))
     next_is_learned = np.zeros(len(tokens), dtype=np.bool_)  # true if the next token is learned
     next_is_learned[:-1] = _pad_pieces(learned, pieces, 0, multiple)[1:]
     next_is_learned[piece_ends - 1] = False
-    buffer.put("tokens", row, tokens, pad_id)
-    buffer.put("positions", row, np.arange(len(tokens)) - np.repeat(piece_ends - piece_lengths, piece_lengths), 0)
-    buffer.put("doc_ids", row, np.repeat(np.arange(len(pieces)), piece_lengths), -1)
-    buffer.put(MASK, row, next_is_learned, fill=False)
-    buffer.put("cu_seqlens", row, np.concatenate([[0], piece_ends]), buffer.arrays["tokens"].shape[1])
+    buffer.write_row("tokens", row, tokens, pad_id)
+    buffer.write_row("positions", row, np.arange(len(tokens)) - np.repeat(piece_ends - piece_lengths, piece_lengths), 0)
+    buffer.write_row("doc_ids", row, np.repeat(np.arange(len(pieces)), piece_lengths), -1)
+    buffer.write_row(MASK, row, next_is_learned, fill=False)
+    buffer.write_row("cu_seqlens", row, np.concatenate([[0], piece_ends]), buffer.arrays["tokens"].shape[1])
     if "labels" in buffer.arrays:
         labels = np.where(next_is_learned, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED_LABEL)
-        buffer.put("labels", row, labels, IGNORED_LABEL)
-    for name in window.values.keys() - {MASK}:
-        buffer.put(name, row, _pad_pieces(window.values[name], pieces, 0, multiple), 0)
+        buffer.write_row("labels", row, labels, IGNORED_LABEL)
+    for name in window.column_values.keys() - {MASK}:
+        buffer.write_row(name, row, _pad_pieces(window.column_values[name], pieces, 0, multiple), 0)
     if "cost" in buffer.arrays:
-        buffer.put("cost", row, np.array([np.square(piece_lengths).sum()]), 0)
+        buffer.write_row("cost", row, np.array([np.square(piece_lengths).sum()]), 0)
     if window.provenance:
         buffer.add(PROVENANCE, joined_provenance(window.provenance[document] for _, _, document in pieces))
     for name, values in window.payload.items():
-        buffer.add(name, PerDocument(values[d] if start == window.starts[d] else None for start, _, d in pieces))
+        buffer.add(name, PerDocument(values[d] if start == window.token_starts[d] else None for start, _, d in pieces))
 
 
 def _pad_pieces(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:

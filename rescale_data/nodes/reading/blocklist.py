@@ -38,13 +38,13 @@ class Blocklist:
     """
 
     def __init__(self, source: Source, excluded_rows: ExcludedRows) -> None:
-        rows = [_to_source_rows(source, file, numbers) for file, numbers in _excluded_by_file(source, excluded_rows)]
+        rows = [_to_source_rows(source, file, row_ids) for file, row_ids in _excluded_by_file(source, excluded_rows)]
         self.rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
         """``int64[n]``, ascending row numbers over all files of the source."""
         self.digest = _digest(_rows_by_file(source, self.rows))
         """Positive hash of the files and rows. It does not depend on the form of the list, or on files added later."""
 
-    def next_unblocked(self, rows: Ints) -> memoryview | None:
+    def next_unblocked_index(self, rows: Ints) -> memoryview | None:
         """Return, for each index of ``rows`` and for their end, the first index from there on whose row is not blocked.
 
         `None` if no row is listed.
@@ -202,15 +202,15 @@ def _digest(rows_by_file: Iterable[tuple[str, Ints]]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1 | 1
 
 
-def _to_source_rows(source: Source, file: str, numbers: Ints) -> Ints:
+def _to_source_rows(source: Source, file: str, indices: Ints) -> Ints:
     """Convert row numbers within a file to row numbers of the source; ``ValueError`` if the source has no such row."""
     if isinstance(source, FiledSource):
-        return source.rows_in_file(file, numbers)
-    if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < source.num_rows:
+        return source.rows_in_file(file, indices)
+    if len(indices) and not 0 <= indices[0] <= indices[-1] < source.num_rows:
         raise ValueError(
-            f"exclude= has rows from {numbers[0]} to {numbers[-1]}; {source.name} has the rows 0 to {source.num_rows - 1}."
+            f"exclude= has rows from {indices[0]} to {indices[-1]}; {source.name} has the rows 0 to {source.num_rows - 1}."
         )
-    return numbers
+    return indices
 
 
 def _to_row_numbers(file: str, rows: Any) -> Ints:

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakSet
 
 from rescale_data.nodes.reading.rows import WindowPlan
-from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_of, room_for
+from rescale_data.sources.decoded.cache import DerivedValue, cache, cache_share, owner_of
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.sources.source import Source
 
@@ -57,7 +57,7 @@ class ChunkFetcher:
     def _num_rows(self) -> int:
         if not self._mean_row_bytes:
             return 1
-        max_rows = room_for(self._source) / (2 * len(_all_chunks) * self._mean_row_bytes)
+        max_rows = cache_share(self._source) / (2 * len(_all_chunks) * self._mean_row_bytes)
         return max(1, min(self._source.batch_rows, int(max_rows)))
 
 

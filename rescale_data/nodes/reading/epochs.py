@@ -20,13 +20,13 @@ class EpochView:
     """Contents of a source from a given epoch on: all of its fragments, or some if files were added later.
 
     Args:
-        since: The first epoch.
+        since_epoch: The first epoch.
         num_rows: Number of rows in those fragments.
         fragments: ``int64[G]``, numbers of the fragments, in the order of the source; `None` for all.
         fragments_hash: Hash of ``fragments``, for keys of the cache: other files may have as many rows.
     """
 
-    since: int
+    since_epoch: int
     num_rows: int
     fragments: Ints | None = None
     fragments_hash: int = 0
@@ -49,11 +49,11 @@ class ShardEpochs:
         steps: Given if the order is the order of the source, global batch by global batch.
     """
 
-    __slots__ = ("shard", "since", "steps", "views")
+    __slots__ = ("shard", "step_order", "view_start_epochs", "views")
 
     def __init__(self, shard: Shard, views: Sequence[EpochView], steps: GlobalBatchOrder | None = None) -> None:
-        self.shard, self.views, self.steps = shard, views, steps
-        self.since = _SINCE_FIRST_EPOCH if len(views) == 1 else [view.since for view in views]
+        self.shard, self.views, self.step_order = shard, views, steps
+        self.view_start_epochs = _SINCE_FIRST_EPOCH if len(views) == 1 else [view.since_epoch for view in views]
 
     @property
     def is_growing(self) -> bool:
@@ -67,12 +67,12 @@ class ShardEpochs:
 
     def view(self, epoch: int) -> EpochView:
         """Return the contents of the source in an epoch, as an `EpochView`."""
-        return self.views[0] if len(self.views) == 1 else self.views[bisect_right(self.since, epoch) - 1]
+        return self.views[0] if len(self.views) == 1 else self.views[bisect_right(self.view_start_epochs, epoch) - 1]
 
     def shard_range_index(self, epoch: int, shard: int) -> int:
         """Return the index of the range of rows that a shard reads in an epoch."""
         view = self.view(epoch)
-        if self.steps is not None or view.num_rows >= self.shard.num_logical_shards:
+        if self.step_order is not None or view.num_rows >= self.shard.num_logical_shards:
             return shard
         return row_range_index(shard, epoch, *self.round_args(view))
 
@@ -83,7 +83,7 @@ class ShardEpochs:
             return epoch
         for view, stop in zip(self.views, self._stops(), strict=True):
             if epoch < stop:
-                candidate = next_epoch_with_rows(shard, max(epoch, view.since), *self.round_args(view))
+                candidate = next_epoch_with_rows(shard, max(epoch, view.since_epoch), *self.round_args(view))
                 if candidate < stop:
                     return candidate
         raise AssertionError
@@ -123,7 +123,9 @@ class ShardEpochs:
         n, num_epoch_rows = self.shard.num_logical_shards, self.num_rows(epoch, epoch + 1, shard)
         if not (self.shard.repeat and num_epoch_rows):
             return num_epoch_rows, self.next_epoch(epoch, shard)
-        starts = [v.since for v, end in zip(self.views, self._stops(), strict=True) if v.num_rows >= n and end > epoch]
+        starts = [
+            v.since_epoch for v, end in zip(self.views, self._stops(), strict=True) if v.num_rows >= n and end > epoch
+        ]
         stop = min(epoch - epoch % n + n, *(max(epoch, since) + 1 for since in starts), epoch + n)
         return self.num_rows(epoch, stop, shard), self.next_epoch(stop - 1, shard)
 
@@ -148,23 +150,23 @@ class ShardEpochs:
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in the given epoch."""
         sizes_by_view = np.stack([self._row_counts_in_view(epochs, shards, view) for view in self.views])
-        return sizes_by_view[np.searchsorted(self.since, epochs, side="right") - 1, np.arange(len(shards))]
+        return sizes_by_view[np.searchsorted(self.view_start_epochs, epochs, side="right") - 1, np.arange(len(shards))]
 
     def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in all epochs before the given one."""
         total = np.zeros_like(epochs)
         for v, stop in zip(self.views, self._stops(), strict=True):
-            clipped = np.clip(epochs, v.since, stop)
-            if self.steps is not None:
-                total += (clipped - v.since) * self.steps.sizes(shards, v.num_rows)
+            clipped = np.clip(epochs, v.since_epoch, stop)
+            if self.step_order is not None:
+                total += (clipped - v.since_epoch) * self.step_order.shard_row_counts(shards, v.num_rows)
                 continue
-            since = np.full_like(epochs, v.since)
+            since = np.full_like(epochs, v.since_epoch)
             total += rows_before(shards, clipped, *self.round_args(v)) - rows_before(shards, since, *self.round_args(v))
         return total
 
     def _row_counts_in_view(self, epochs: Ints, shards: Ints, view: EpochView) -> Ints:
-        if self.steps is not None:
-            return self.steps.sizes(shards, view.num_rows)
+        if self.step_order is not None:
+            return self.step_order.shard_row_counts(shards, view.num_rows)
         range_indices = row_range_indices(shards, epochs, *self.round_args(view))
         return shard_sizes(range_indices, view.num_rows, self.shard.num_logical_shards)
 
@@ -174,4 +176,4 @@ class ShardEpochs:
 
     def _stops(self) -> list[int]:
         """Return, for each `EpochView`, the first epoch after it."""
-        return [*self.since[1:], int(np.iinfo(np.int64).max)]
+        return [*self.view_start_epochs[1:], int(np.iinfo(np.int64).max)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.sources.decoded.cache import room_for
+from rescale_data.sources.decoded.cache import cache_share
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
@@ -34,7 +34,7 @@ class FragmentPrefetcher:
         A window takes as many fragments as its rows fill. The first window takes one more, since it begins inside a fragment.
         """
         num_shards = max(1, min(len(served_shards(self._source_key, self._num_fragments)), self._num_fragments))
-        max_fragments = room_for(self._source) // max(1, num_shards * self._source.fragment_bytes)
+        max_fragments = cache_share(self._source) // max(1, num_shards * self._source.fragment_bytes)
         return min(_MAX_WINDOWS, int(max(0, max_fragments - 1) / self._fragments_per_window))
 
     def begin(self, column: str | None, fragments: list[int], share: ShardShare | None) -> None:

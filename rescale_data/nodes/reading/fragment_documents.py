@@ -15,7 +15,7 @@ from rescale_data.nodes.reading.gather import fragments_of
 from rescale_data.nodes.reading.lent import SharedFragment, copy_rows, locate_rows, shared_fragments
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
-from rescale_data.sources.decoded.cache import cache, owner_of, room_for
+from rescale_data.sources.decoded.cache import cache, cache_share, owner_of
 from rescale_data.sources.decoded.interest import PARTS_PER_BLOCK, num_sources_and_shards, room_for_block
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints, copy_of
@@ -61,7 +61,7 @@ class FragmentDocuments:
 
     __slots__ = (
         "_block_key",
-        "_bytes",
+        "_bytes_per_copy",
         "_column",
         "_decoder",
         "_fragments",
@@ -78,7 +78,7 @@ class FragmentDocuments:
         self._source, self._source_key, self._column, self._reader = source, owner_of(source), column, reader
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._decoder = source if source.decodes_ahead else None
-        self._bytes, self._block_key = bytes_per_copy, (self._source_key, "block", *reader.key)
+        self._bytes_per_copy, self._block_key = bytes_per_copy, (self._source_key, "block", *reader.key)
         self._share: ShardShare | None = None
 
     is_costly = False
@@ -89,8 +89,8 @@ class FragmentDocuments:
             return EMPTY_SPANS
         epoch, row = next_position[0], next_position[1]
         spans = self._read_block(epoch, row, max_documents) or self._read_fragments(epoch, row, max_documents)
-        unblocked_indices, moves = self._reader.moves(position, next_position, len(spans))
-        return spans.with_moves(moves) if unblocked_indices is None else spans.take(unblocked_indices, moves)
+        unblocked_indices, updates = self._reader.moves(position, next_position, len(spans))
+        return spans.with_moves(updates) if unblocked_indices is None else spans.take(unblocked_indices, updates)
 
     def _read_fragments(self, epoch: int, row: int, max_documents: int) -> Spans:
         self._share = self._reader.share(epoch)
@@ -101,10 +101,10 @@ class FragmentDocuments:
             return locate_rows(rows[:max_documents], index, [self._get_fragment(fragment) for fragment in fragments])
         if self._decoder is not None and self._share is None and (room := room_for_block(self._decoder)):
             return self._take(
-                self._make_block(epoch, row, self._num_rows(first_fragment, room), room), epoch, row, max_documents
+                self._make_block(epoch, row, self._rows_to_read(first_fragment, room), room), epoch, row, max_documents
             )
-        rows = rows[: min(max_documents, self._num_rows(first_fragment, self._bytes))]
-        return _limit_bytes(self._bytes * _MAX_BYTES_FACTOR, self._copy(rows, [len(rows)])[0])
+        rows = rows[: min(max_documents, self._rows_to_read(first_fragment, self._bytes_per_copy))]
+        return _limit_bytes(self._bytes_per_copy * _MAX_BYTES_FACTOR, self._copy(rows, [len(rows)])[0])
 
     def _make_block(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
         """Return a new block with copies of up to ``num_rows`` documents: whole windows, or a part of one window."""
@@ -147,7 +147,7 @@ class FragmentDocuments:
         if self._reader.is_stale(position):
             return None
         while num_left and self._share is None and self._reader.advances_by_one(epoch):
-            if row < self._reader.rows.size(epoch):
+            if row < self._reader.rows.num_epoch_rows(epoch):
                 row_arrays.append(self._reader.rows_from(epoch, row)[:num_left])
                 runs.append((epoch, row, len(row_arrays[-1])))
                 row, num_left = row + len(row_arrays[-1]), num_left - len(row_arrays[-1])
@@ -177,7 +177,7 @@ class FragmentDocuments:
         if self._decoder is None:
             return self._have_room(len(fragments), first_fragment)
         if self._have_room(2, first_fragment):
-            for next_row in self._reader.rows.ends(epoch, row):
+            for next_row in self._reader.rows.next_window_ends(epoch, row):
                 self._decoder.decode_ahead(self._column, self._fragment_at(next_row))
         return self._have_room(len(fragments) + _NUM_FRAGMENTS_AHEAD, first_fragment)
 
@@ -210,15 +210,15 @@ class FragmentDocuments:
             if index_arrays
         ]
 
-    def _num_rows(self, shared_fragment: SharedFragment, num_bytes: int) -> int:
+    def _rows_to_read(self, shared_fragment: SharedFragment, num_bytes: int) -> int:
         """Return the number of rows in ``num_bytes`` bytes, estimated from the mean size of the rows of one fragment."""
-        mean_bytes = shared_fragment.values.nbytes / (len(shared_fragment.offsets) - 1)
+        mean_bytes = shared_fragment.tokens.nbytes / (len(shared_fragment.offsets) - 1)
         return max(1, int(num_bytes / max(1.0, mean_bytes)))
 
     def _have_room(self, num_fragments: int, shared_fragment: SharedFragment) -> bool:
         """True if the cache has room for ``num_fragments`` such fragments for each logical shard and each source."""
         num_sources, num_shards = num_sources_and_shards(self._source_key)
-        return num_sources * num_shards * num_fragments * shared_fragment.nbytes <= room_for(self._source)
+        return num_sources * num_shards * num_fragments * shared_fragment.nbytes <= cache_share(self._source)
 
     def _get_fragment(self, fragment: int) -> SharedFragment:
         tokens, sharers = None, 1

@@ -41,7 +41,7 @@ def module_if_current(module: Any) -> Any:
 _is_old = kernel is not None and module_if_current(kernel) is None
 kernel = module_if_current(kernel)
 
-Rows: TypeAlias = npt.NDArray[np.integer[Any]]
+IntRows: TypeAlias = npt.NDArray[np.integer[Any]]
 """Rows of a batch: ``[b, seq_len]``, int64 or int32."""
 
 _log = logging.getLogger("rescale_data")
@@ -121,10 +121,10 @@ def token_queue(
         position: int64 slots: an offset in the first document, and the position from which documents are read.
         on_drop: Called when the cache drops the token queue.
     """
-    return (_NumpyQueue if kernel is None else _native(kernel.TokenQueue))(special_tokens, position, on_drop)
+    return (_NumpyQueue if kernel is None else _native_queue_type(kernel.TokenQueue))(special_tokens, position, on_drop)
 
 
-def fill(queues: list[Any], first_row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
+def fill(queues: list[Any], first_row: int, tokens: IntRows, labels: IntRows | None, doc_ids: IntRows | None) -> int:
     """Write the next sample of each token queue into its row of the batch, from row ``first_row`` on, and advance the queues.
 
     It stops at a missing token queue, and at a token queue with too few tokens: a sample, and with labels one token more.
@@ -146,14 +146,14 @@ def fill(queues: list[Any], first_row: int, tokens: Rows, labels: Rows | None, d
 
 def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
     """Return ``order.rows(epoch, row, fragments)``, computed in C if possible."""
-    if kernel is None or order.full or not order.window:
+    if kernel is None or order.permutes_all_rows or not order.window:
         return order.rows(epoch, row, fragments)
     first_row, stop_row = order.window_bounds(row)
     rows = np.empty(stop_row - first_row, dtype=np.int64)
     virtual, first_rows = None, None
     if fragments is not None:
-        virtual, first_rows = np.ascontiguousarray(fragments.virtual), np.ascontiguousarray(fragments.first)
-    kernel.permute(order.key(epoch, first_row), order.start + first_row, virtual, first_rows, rows)
+        virtual, first_rows = np.ascontiguousarray(fragments.virtual_starts), np.ascontiguousarray(fragments.first)
+    kernel.permute(order.permutation_key(epoch, first_row), order.range_start + first_row, virtual, first_rows, rows)
     return rows
 
 
@@ -161,7 +161,7 @@ def copy_documents(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
     """Return a copy of documents of one array, concatenated."""
     if kernel is None:
         spans = Spans((array,), np.zeros_like(start), start, length, NO_UPDATES, (None,))
-        return np.frombuffer(b"".join(spans.views()), dtype=array.dtype)
+        return np.frombuffer(b"".join(spans.document_views()), dtype=array.dtype)
     destination = np.empty(int(length.sum()), dtype=array.dtype)
     kernel.join(array, np.ascontiguousarray(start), np.ascontiguousarray(length), destination)
     return destination
@@ -182,20 +182,20 @@ def fragments_of(rows: Ints, fragment_starts: Ints) -> tuple[list[int], Ints]:
     return kernel.find(rows, fragment_starts, fragment_index), fragment_index
 
 
-def offsets_and_lengths(rows: Ints, index: Ints, first_row: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
+def offsets_and_lengths(rows: Ints, fragment: Ints, first_row: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
     """Return the offset of each row in the values of its fragment, and the length of each row.
 
     Args:
-        rows, index: Rows, and the index of each row's fragment, as in `fragments_of`.
+        rows, fragment: Rows, and the index of each row's fragment, as in `fragments_of`.
         first_row: For each fragment, the row at which its offsets begin.
         offsets: ``int64`` offsets of each fragment.
     """
     start, length = np.empty_like(rows), np.empty_like(rows)
     if kernel is not None:
-        kernel.cut(rows, index, np.array(first_row, dtype=np.int64), offsets, start, length)
+        kernel.cut(rows, fragment, np.array(first_row, dtype=np.int64), offsets, start, length)
         return start, length
     for fragment_number, (fragment_begin, ends) in enumerate(zip(first_row, offsets, strict=True)):
-        row_indices = np.flatnonzero(index == fragment_number)
+        row_indices = np.flatnonzero(fragment == fragment_number)
         local_rows = rows[row_indices] - fragment_begin
         start[row_indices], length[row_indices] = ends[local_rows], ends[local_rows + 1] - ends[local_rows]
     return start, length
@@ -211,7 +211,7 @@ def join_documents(spans: Spans, special_tokens: SpecialTokens) -> tuple[TokenAr
     _require_fit(spans, special_tokens.dtype)
     dtype = dtypes.pop() if len(dtypes) == 1 else special_tokens.dtype
     dtype = special_tokens.dtype if any(token > np.iinfo(dtype).max for token in special_tokens.tokens) else dtype
-    views = [v if v.format == dtype.char else np.asarray(v).astype(dtype).data for v in spans.views()]
+    views = [v if v.format == dtype.char else np.asarray(v).astype(dtype).data for v in spans.document_views()]
     separator = np.array(special_tokens.tokens, dtype=dtype).tobytes()
     # One join of [nothing, the documents, nothing]: an eos too many at the front and a bos too many at the end.
     tokens = np.frombuffer(separator.join((b"", *views, b"")), dtype=dtype)
@@ -241,22 +241,22 @@ def _log_no_kernel() -> None:
 
 
 @once
-def _native(base: Any) -> Any:
+def _native_queue_type(base: Any) -> Any:
     """Return a subclass of ``base``, the token queue class of the C extension, whose objects the cache can hold."""
 
     class Native(base, UserHeldValue):
-        __slots__ = ("dropped", "nbytes", "reach")
+        __slots__ = ("nbytes", "on_dropped", "reach")
 
         def __new__(cls, special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None]) -> Any:
             end_position = np.array(position[1:], dtype=np.int64).data
             bos, eos = (-1 if token is None else token for token in (special_tokens.bos_id, special_tokens.eos_id))
             queue = super().__new__(cls, position, end_position, bos, eos)
-            queue.dropped, queue.reach, queue.nbytes = on_drop, end_position, 0
+            queue.on_dropped, queue.reach, queue.nbytes = on_drop, end_position, 0
             return queue
 
         def append(self, spans: Spans) -> None:
             moves = spans.moves
-            numbers = (spans.array, spans.start, spans.length, moves.ends, moves.slot, moves.value)
+            numbers = (spans.array, spans.start, spans.length, moves.ends, moves.slot, moves.slot_values)
             try:
                 super().append(spans.arrays, *map(np.ascontiguousarray, numbers), spans)
             except ValueError as error:
@@ -273,7 +273,7 @@ class _NumpyQueue(UserHeldValue):
     """Token queue implemented in NumPy, with the same results as the C class `kernel.TokenQueue`."""
 
     def __init__(self, special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None]) -> None:
-        self.nbytes, self.dropped = 0, on_drop
+        self.nbytes, self.on_dropped = 0, on_drop
         self.reach = np.array(position[1:], dtype=np.int64).data
         self._special_tokens, self._position, self._spans, self._document = special_tokens, position, EMPTY_SPANS, 0
         self.tokens: TokenArray = np.zeros(0, dtype=np.int8)
@@ -314,7 +314,7 @@ class _NumpyQueue(UserHeldValue):
         return self.tokens[start:stop], ends
 
 
-def _draw_sample(queue: Any, row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> bool:
+def _draw_sample(queue: Any, row: int, tokens: IntRows, labels: IntRows | None, doc_ids: IntRows | None) -> bool:
     sample_length = tokens.shape[1]
     if not isinstance(queue, _NumpyQueue) or queue.left < sample_length + (labels is not None) or not sample_length:
         return False
@@ -333,7 +333,7 @@ def _require_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
     """Raise ``ValueError`` if a token of the documents is out of range for ``dtype``."""
     if all(np.can_cast(array.dtype, dtype) for array in spans.arrays):
         return
-    views = [np.asarray(view) for view in spans.views() if len(view)]
+    views = [np.asarray(view) for view in spans.document_views() if len(view)]
     low, high = min((int(view.min()) for view in views), default=0), max((int(view.max()) for view in views), default=0)
     if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
         raise ValueError(f"The tokens from {low} to {high} do not fit {dtype}: give a wider dtype.")

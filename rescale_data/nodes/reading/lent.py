@@ -21,12 +21,12 @@ class SharedFragment:
         num_sharing_shards: About the number of shards that keep it at once; each of them counts its part of the bytes.
     """
 
-    __slots__ = ("__weakref__", "_tokens", "first", "nbytes", "offsets", "values")
+    __slots__ = ("__weakref__", "_tokens", "first_row", "nbytes", "offsets", "tokens")
 
     def __init__(self, tokens: Tokens, first_row: int, num_sharing_shards: int = 1) -> None:
         self._tokens = tokens  # kept because it may release pages when it is deleted
-        self.values, self.offsets = as_native_array(tokens.values), np.ascontiguousarray(tokens.offsets, dtype=np.int64)
-        self.first, self.nbytes = first_row + tokens.first, tokens.nbytes // num_sharing_shards
+        self.tokens, self.offsets = as_native_array(tokens.values), np.ascontiguousarray(tokens.offsets, dtype=np.int64)
+        self.first_row, self.nbytes = first_row + tokens.first_row, tokens.nbytes // num_sharing_shards
 
 
 shared_fragments: WeakValueDictionary[tuple[int, str, int, int], SharedFragment] = WeakValueDictionary()
@@ -35,13 +35,13 @@ shared_fragments: WeakValueDictionary[tuple[int, str, int, int], SharedFragment]
 
 def locate_rows(rows: Ints, index: Ints, fragments: list[SharedFragment]) -> Spans:
     """Return rows as `Spans` that point into decoded fragments, without position updates."""
-    start, length = offsets_and_lengths(rows, index, [f.first for f in fragments], [f.offsets for f in fragments])
-    return Spans(tuple([f.values for f in fragments]), index, start, length, NO_UPDATES, tuple(fragments))
+    start, length = offsets_and_lengths(rows, index, [f.first_row for f in fragments], [f.offsets for f in fragments])
+    return Spans(tuple([f.tokens for f in fragments]), index, start, length, NO_UPDATES, tuple(fragments))
 
 
 def copy_rows(rows: Ints, fragment: SharedFragment) -> Spans:
     """Return copies of some rows of one fragment as `Spans`, without position updates."""
     spans = locate_rows(rows, np.zeros_like(rows), [fragment])
-    no_updates = PositionUpdates(np.zeros(len(rows) + 1, dtype=np.int64), NO_UPDATES.slot, NO_UPDATES.value)
-    array, length = copy_documents(fragment.values, spans.start, spans.length), spans.length
+    no_updates = PositionUpdates(np.zeros(len(rows) + 1, dtype=np.int64), NO_UPDATES.slot, NO_UPDATES.slot_values)
+    array, length = copy_documents(fragment.tokens, spans.start, spans.length), spans.length
     return Spans((array,), spans.array, np.cumsum(length) - length, length, no_updates, (None,))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
 _DIGEST_MASK = (1 << 63) - 1  # so that a digest fits int64
-_CHUNK = 2**20
+_ROWS_PER_CHUNK = 2**20
 
 
 class RowDigestChecker:
@@ -31,7 +31,7 @@ class RowDigestChecker:
 
     def read(self, digest: int, epoch: int, row: int, num_rows: int) -> int:
         """Return the digest after ``num_rows`` more rows, which begin at ``row`` of an epoch."""
-        stop = min(row + num_rows, self._reader.rows.size(epoch))
+        stop = min(row + num_rows, self._reader.rows.num_epoch_rows(epoch))
         while row < stop:
             plan = self._reader.plan(epoch, row)
             first_row, sums = plan.first_row, plan.hash_sums
@@ -48,9 +48,14 @@ class RowDigestChecker:
     def check(self, epoch: int, row: int, digest: int) -> None:
         """Raise ``DataStateError`` if the rows that were read are not the first ``row`` rows of the epoch."""
         source, shard, rows = self._reader.source, self._reader.shard, self._reader.rows
-        size = rows.size(epoch)
-        stop = row - row % rows.width if row < size else size  # rows of whole windows, whose order does not matter
-        row_chunks = (rows.unshuffled_rows(epoch, start, min(start + _CHUNK, stop)) for start in range(0, stop, _CHUNK))
+        size = rows.num_epoch_rows(epoch)
+        stop = (
+            row - row % rows.rows_per_window if row < size else size
+        )  # rows of whole windows, whose order does not matter
+        row_chunks = (
+            rows.unshuffled_rows(epoch, start, min(start + _ROWS_PER_CHUNK, stop))
+            for start in range(0, stop, _ROWS_PER_CHUNK)
+        )
         expected_digest = sum(_sum_of_hashes(rows.to_epoch_rows(epoch, chunk)) for chunk in row_chunks)
         if self.read(expected_digest & _DIGEST_MASK, epoch, stop, row - stop) != digest:
             raise DataStateError(

@@ -48,7 +48,7 @@ class WindowPlan(OnEvict):
         first_row: The shard's row at which the plan begins.
         rows: ``int64[n]``, rows of the source.
         hash_sums: `running_hash_sums` of the rows, if `Shard.verify` is set; else empty.
-        next_unblocked: `Blocklist.next_unblocked` of the rows, if some of them are left out.
+        next_unblocked: `Blocklist.next_unblocked_index` of the rows, if some of them are left out.
         reader: The reader, if it still exists: its `drop_order` is called when the cache drops the plan. The cache keeps
             neither the reader nor its source alive.
     """
@@ -94,13 +94,13 @@ class ShardRows(ShardEpochs):
         shuffle, by_global_batch: See `Reader`.
         views: Contents of the source, in the order of their first epochs; default: all of it.
         reader: The reader that keeps this object, as long as the cache has room for its plan.
-        number: Number shared by readers that differ in the shard alone (`reader_numbers`); default: a new one.
+        reader_id: Number shared by readers that differ in the shard alone (`reader_numbers`); default: a new one.
         blocklist: The rows that the reader leaves out.
     """
 
     __slots__ = (
-        "_blocklist", "_last_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key", "farthest", "is_full",
-        "window",
+        "_blocklist", "_last_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key", "farthest_epoch",
+        "is_full", "window",
     )  # fmt: skip
 
     def __init__(
@@ -111,7 +111,7 @@ class ShardRows(ShardEpochs):
         by_global_batch: bool = False,
         views: Sequence[EpochView] | None = None,
         reader: Reader | None = None,
-        number: int = -1,
+        reader_id: int = -1,
         blocklist: Blocklist | None = None,
     ) -> None:
         steps = GlobalBatchOrder(**_global_batch_args(shard, shuffle)) if by_global_batch else None
@@ -120,26 +120,26 @@ class ShardRows(ShardEpochs):
         self.is_full = shuffle is True and source.fragments is None
         self.window = 0 if self.is_full else _to_window_rows(shuffle)
         self._source_key = owner_of(source)
-        self._plan_key = (self._source_key, "plan", next(reader_numbers) if number < 0 else number, shard.index)
-        self._last_epoch, self._size = -1, 0  # the last epoch given to `size`, and its size
-        self.farthest = 0  # the last epoch that was read
+        self._plan_key = (self._source_key, "plan", next(reader_numbers) if reader_id < 0 else reader_id, shard.index)
+        self._last_epoch, self._size = -1, 0  # the last epoch given to `num_epoch_rows`, and its size
+        self.farthest_epoch = 0  # the last epoch that was read
         self._plan: WindowPlan | None = None
         self._reader = None if reader is None else ref(reader)
 
     @property
-    def width(self) -> int:
+    def rows_per_window(self) -> int:
         """Number of rows whose order is computed at once: the rows of a window."""
-        return self.order(0).width
+        return self.order(0).rows_per_window
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
         range_index = self.shard_range_index(epoch, self.shard.index if shard < 0 else shard)
-        return _shard_order(*self.round_args(self.view(epoch)), range_index, self.window, self.is_full, self.steps)
+        return _shard_order(*self.round_args(self.view(epoch)), range_index, self.window, self.is_full, self.step_order)
 
-    def size(self, epoch: int) -> int:
+    def num_epoch_rows(self, epoch: int) -> int:
         """Return the number of rows of the shard in an epoch."""
         if epoch != self._last_epoch:
-            self._last_epoch, self._size = epoch, self.order(epoch).size
-            self.farthest = max(self.farthest, epoch)
+            self._last_epoch, self._size = epoch, self.order(epoch).num_shard_rows
+            self.farthest_epoch = max(self.farthest_epoch, epoch)
         return self._size
 
     def plan(self, epoch: int, row: int) -> tuple[WindowPlan, bool]:
@@ -149,7 +149,7 @@ class ShardRows(ShardEpochs):
             return plan, False
         rows = self.window_rows(epoch, row)
         sums = running_hash_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_SUMS
-        next_unblocked = None if self._blocklist is None else self._blocklist.next_unblocked(rows)
+        next_unblocked = None if self._blocklist is None else self._blocklist.next_unblocked_index(rows)
         plan = WindowPlan(epoch, self.order(epoch).window_bounds(row)[0], rows, sums, next_unblocked, self._reader)
         cache().put(self._plan_key, plan)
         self._plan = plan  # until the cache drops it: then the reader drops this object too
@@ -165,24 +165,28 @@ class ShardRows(ShardEpochs):
     @property
     def plan_bytes(self) -> int:
         """Approximate size in bytes of the plan of one logical shard in the cache."""
-        return _PLAN_OVERHEAD_BYTES + min(self.width, self.order(0).size) * 8 * (1 + self.shard.verify)
+        return _PLAN_OVERHEAD_BYTES + min(self.rows_per_window, self.order(0).num_shard_rows) * 8 * (
+            1 + self.shard.verify
+        )
 
     def window_rows(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Return the row numbers of the source in the window around ``row`` of a shard, in the order of reading."""
         order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
         if self.is_full and num_rows < self.shard.num_logical_shards:
-            return self._round_order(num_rows, self.shuffle_key(epoch))[order.virtual(*order.window_bounds(row))]
-        return rows_around(order, self.shuffle_key(epoch), row, self.fragments(epoch))
+            return self._round_order(num_rows, self.shuffle_key(epoch))[order.to_virtual(*order.window_bounds(row))]
+        return rows_around(order, self.shuffle_key(epoch), row, self.fragment_order(epoch))
 
     def _round_order(self, num_rows: int, round_number: int) -> Ints:
         """Return all rows of a source with fewer rows than shards, in the order of a round (N epochs for N shards)."""
         cache_key = (self._source_key, "few", self.shard.seed, num_rows, round_number)
         all_rows = np.arange(num_rows, dtype=np.int64)
-        return cache().make(cache_key, lambda: encipher(all_rows, num_rows, "full", self.shard.seed, round_number))
+        return cache().get_or_make(
+            cache_key, lambda: encipher(all_rows, num_rows, "full", self.shard.seed, round_number)
+        )
 
     def windows(self, epoch: int, row: int) -> Iterator[Ints]:
         """Yield the row numbers of the source that the shard reads from ``row`` of an epoch on, one window at a time."""
-        while row < self.size(epoch):
+        while row < self.num_epoch_rows(epoch):
             first_row, stop_row = self.order(epoch).window_bounds(row)
             yield self.window_rows(epoch, row)[row - first_row :]
             row = stop_row
@@ -190,30 +194,32 @@ class ShardRows(ShardEpochs):
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Return the fragments of the source that hold the rows of the window around ``row`` of a shard."""
         fragments, order = self._source.fragments, self.order(epoch, shard)
-        virtual_rows = order.virtual(*order.window_bounds(row))
+        virtual_rows = order.to_virtual(*order.window_bounds(row))
         if fragments is None or not len(virtual_rows):
             return []
         start, stop = int(virtual_rows[0]), int(virtual_rows[-1]) + 1
-        fragment_order = self.fragments(epoch)
+        fragment_order = self.fragment_order(epoch)
         if fragment_order is not None:
-            return (np.searchsorted(fragments, fragment_order.between(start, stop), side="right") - 1).tolist()
+            return (np.searchsorted(fragments, fragment_order.starts_between(start, stop), side="right") - 1).tolist()
         stop_fragments = np.searchsorted(fragments, [start, stop - 1], side="right")
         return list(range(int(stop_fragments[0]) - 1, int(stop_fragments[1])))
 
     def next_window(self, epoch: int, row: int) -> tuple[int, int]:
         """Return the epoch and row at which the window after the window of ``row`` begins."""
-        order = self.order(epoch)  # not `size`: the window is not read yet
+        order = self.order(epoch)  # not `num_epoch_rows`: the window is not read yet
         stop_row = order.window_bounds(row)[1]
-        return (epoch, stop_row) if stop_row < order.size else (self.next_epoch(epoch), 0)
+        return (epoch, stop_row) if stop_row < order.num_shard_rows else (self.next_epoch(epoch), 0)
 
-    def ends(self, epoch: int, row: int) -> list[int]:
+    def next_window_ends(self, epoch: int, row: int) -> list[int]:
         """Return the first and last row of the source in the window after ``row``'s window; none at the end of the epoch."""
         order = self.order(epoch)
-        return order.ends(order.window_bounds(row)[1], self.fragments(epoch))
+        return order.window_end_rows(order.window_bounds(row)[1], self.fragment_order(epoch))
 
     def unshuffled_rows(self, epoch: int, first_row: int, stop: int, shard: int = -1) -> Ints:
         """Return the rows of the source for rows ``first_row .. stop - 1`` of a shard, before windows are permuted."""
-        return self.order(epoch, shard).unshuffled_rows(self.shuffle_key(epoch), first_row, stop, self.fragments(epoch))
+        return self.order(epoch, shard).unshuffled_rows(
+            self.shuffle_key(epoch), first_row, stop, self.fragment_order(epoch)
+        )
 
     def to_epoch_rows(self, epoch: int, rows: Ints) -> Ints:
         """Convert row numbers of the source to row numbers within the contents of an epoch, without files added later."""
@@ -224,7 +230,7 @@ class ShardRows(ShardEpochs):
         fragment_index = np.searchsorted(fragment_starts, rows, side="right") - 1
         return rows - fragment_starts[fragment_index] + (np.cumsum(fragment_lengths) - fragment_lengths)[fragment_index]
 
-    def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
+    def find_shard_rows(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
         """Return sorted pairs ``(shard, row of the shard)`` that read given rows of the source in an epoch."""
         shards = np.arange(self.shard.num_logical_shards, dtype=np.int64)
         shard_sizes, shards_and_rows = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
@@ -237,23 +243,23 @@ class ShardRows(ShardEpochs):
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
         """Return the pieces of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""
-        if self._source.fragments is None or self.steps is not None:
+        if self._source.fragments is None or self.step_order is not None:
             return None
         shard = self.shard.index if shard < 0 else shard
         range_shift = self.shard_range_index(epoch, shard) - shard
-        order, fragments_hash = self.fragments(epoch), self.view(epoch).fragments_hash
+        order, fragments_hash = self.fragment_order(epoch), self.view(epoch).fragments_hash
         return ShardShare(
             self.shard, epoch, self._source.fragments, order, self._source_key, shard, range_shift, fragments_hash
         )
 
-    def fragments(self, epoch: int) -> FragmentOrder | None:
+    def fragment_order(self, epoch: int) -> FragmentOrder | None:
         """Return the fragments in the order of an epoch; `None` if rows are read in the order of the source."""
         fragments, view = self._source.fragments, self.view(epoch)
         if fragments is None or (not self.window and view.fragments is None):
             return None
-        epoch = self.shuffle_key(epoch) if self.window else view.since
+        epoch = self.shuffle_key(epoch) if self.window else view.since_epoch
         cache_key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, view.fragments_hash)
-        return cache().make(cache_key, lambda: self._in_order(fragments, view, epoch))
+        return cache().get_or_make(cache_key, lambda: self._in_order(fragments, view, epoch))
 
     def _in_order(self, fragments: Ints, view: EpochView, epoch: int) -> FragmentOrder:
         fragment_starts, fragment_lengths = fragments[:-1], np.diff(fragments)
@@ -276,12 +282,12 @@ def _shard_order(
 ) -> ShardOrder:
     return ShardOrder(
         num_rows=num_rows,
-        shard=range_index,
+        range_index=range_index,
         num_logical_shards=num_logical_shards,
         seed=seed,
         window=window,
-        full=permutes_all_rows,
-        steps=steps,
+        permutes_all_rows=permutes_all_rows,
+        step_order=steps,
     )
 
 

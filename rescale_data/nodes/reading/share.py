@@ -41,14 +41,14 @@ class ShardShare:
     ) -> None:
         self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source_key
         self._shard_index, self._range_shift, self._fragments_hash = shard_index, range_shift, fragments_hash
-        self._num_rows = int(fragments[-1] if order is None else order.virtual[-1])
+        self._num_rows = int(fragments[-1] if order is None else order.virtual_starts[-1])
         self._virtual_starts: dict[int, int] = {}
 
     @property
-    def key(self) -> Hashable:
-        return self._key(self._shard_index)
+    def share_key(self) -> Hashable:
+        return self._share_key_of(self._shard_index)
 
-    def cuts(self, fragment: int) -> list[RowRange]:
+    def served_row_ranges(self, fragment: int) -> list[RowRange]:
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
         if not num_rows:
             return []
@@ -64,10 +64,10 @@ class ShardShare:
             stop = min(int(starts[index + 1]) - begin, num_rows)
             shard = (index - self._range_shift) % num_shards
             if shard in served_indices and stop > start:
-                row_ranges.append(RowRange(self._key(shard), start, stop))
+                row_ranges.append(RowRange(self._share_key_of(shard), start, stop))
         return row_ranges
 
-    def cut(self, fragment: int) -> RowRange:
+    def own_row_range(self, fragment: int) -> RowRange:
         start = self._virtual_starts.get(fragment)
         if start is None:
             start = self._virtual_starts[fragment] = self._virtual_start(fragment)
@@ -75,16 +75,16 @@ class ShardShare:
         index = (self._shard_index + self._range_shift) % num_shards
         begin, end = index * self._num_rows // num_shards - start, (index + 1) * self._num_rows // num_shards - start
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
-        return RowRange(self.key, max(begin, 0), min(end, num_rows))
+        return RowRange(self.share_key, max(begin, 0), min(end, num_rows))
 
     def _virtual_start(self, fragment: int) -> int:
         """Return the index of a fragment's first row among all rows in the order of the epoch."""
         row = self._fragments[fragment]
         if self._order is None:
             return int(row)
-        begins_at_row = (self._order.first == row) & (np.diff(self._order.virtual) > 0)
-        return int(self._order.virtual[np.flatnonzero(begins_at_row)[0]])
+        begins_at_row = (self._order.first == row) & (np.diff(self._order.virtual_starts) > 0)
+        return int(self._order.virtual_starts[np.flatnonzero(begins_at_row)[0]])
 
-    def _key(self, shard: int) -> Hashable:
+    def _share_key_of(self, shard: int) -> Hashable:
         n, seed = self._shard.num_logical_shards, self._shard.seed
         return (self._order is not None, seed, n, self._num_rows, self._fragments_hash, self.epoch, shard)

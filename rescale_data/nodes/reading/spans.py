@@ -32,16 +32,16 @@ class MemoryOwner(Protocol):
 class PositionUpdates:
     """Position updates of documents: the numbers that each document writes into a position, a row of int64 slots.
 
-    After document i, ``position[slot[k]] = value[k]`` for k from ``ends[i]`` to ``ends[i + 1] - 1``, in this order.
+    After document i, ``position[slot[k]] = slot_values[k]`` for k from ``ends[i]`` to ``ends[i + 1] - 1``, in this order.
 
     Args:
         ends: ``int64[D + 1]``, beginning with 0.
-        slot, value: ``int64[M]``.
+        slot, slot_values: ``int64[M]``.
     """
 
     ends: Ints
     slot: Ints
-    value: Ints
+    slot_values: Ints
 
     @staticmethod
     def of(slot: Ints | Sequence[int], value: Ints) -> PositionUpdates:
@@ -71,19 +71,19 @@ class PositionUpdates:
         start, stop, _ = items.indices(len(self))
         ends = self.ends[start : max(start, stop) + 1]
         update_range = slice(int(ends[0]), int(ends[-1]))
-        return PositionUpdates(ends - ends[0], self.slot[update_range], self.value[update_range])
+        return PositionUpdates(ends - ends[0], self.slot[update_range], self.slot_values[update_range])
 
     def take(self, index: Ints) -> PositionUpdates:
         """Return the position updates of some documents, in a new order."""
         update_counts = np.diff(self.ends)[index]
         ends = np.concatenate([[0], np.cumsum(update_counts)])
         update_index = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], update_counts)
-        return PositionUpdates(ends, self.slot[update_index], self.value[update_index])
+        return PositionUpdates(ends, self.slot[update_index], self.slot_values[update_index])
 
     def merge_groups(self, stops: Ints) -> PositionUpdates:
         """Merge the position updates of documents into one update per group; groups end at ``stops[0]``, ``stops[1]``, ..."""
         ends = np.concatenate([[0], self.ends[stops]])
-        return PositionUpdates(ends, self.slot[: ends[-1]], self.value[: ends[-1]])
+        return PositionUpdates(ends, self.slot[: ends[-1]], self.slot_values[: ends[-1]])
 
     def combined_with(self, other_updates: PositionUpdates) -> PositionUpdates:
         """Merge the position updates of two nodes for the same documents; for each document, this node's come first."""
@@ -92,7 +92,7 @@ class PositionUpdates:
         other_index = np.arange(len(other_updates.slot)) + np.repeat(self.ends[1:], np.diff(other_updates.ends))
         slot, value = np.empty((2, ends[-1]), dtype=np.int64)
         slot[own_index], slot[other_index] = self.slot, other_updates.slot
-        value[own_index], value[other_index] = self.value, other_updates.value
+        value[own_index], value[other_index] = self.slot_values, other_updates.slot_values
         return PositionUpdates(ends, slot, value)
 
     def preceded_by(self, earlier: PositionUpdates) -> PositionUpdates:
@@ -100,19 +100,19 @@ class PositionUpdates:
         ends = self.ends + len(earlier.slot)
         ends[0] = 0
         return PositionUpdates(
-            ends, np.concatenate([earlier.slot, self.slot]), np.concatenate([earlier.value, self.value])
+            ends, np.concatenate([earlier.slot, self.slot]), np.concatenate([earlier.slot_values, self.slot_values])
         )
 
     def shifted(self, first_slot: int) -> PositionUpdates:
         """Return the same position updates for a larger row, in which the position begins at ``first_slot``."""
-        return PositionUpdates(self.ends, self.slot + first_slot, self.value)
+        return PositionUpdates(self.ends, self.slot + first_slot, self.slot_values)
 
     @staticmethod
     def join(all_updates: Sequence[PositionUpdates], first_slots: Sequence[int] = ()) -> PositionUpdates:
         """Concatenate position updates of successive documents; each item is shifted by its first slot if these are given."""
         update_counts = [len(updates.slot) for updates in all_updates]
         slot = np.concatenate([updates.slot for updates in all_updates])
-        value = np.concatenate([updates.value for updates in all_updates])
+        value = np.concatenate([updates.slot_values for updates in all_updates])
         ends = np.concatenate([[0], *[updates.ends[1:] for updates in all_updates]])
         ends[1:] += np.repeat(np.cumsum([0, *update_counts[:-1]]), [len(updates) for updates in all_updates])
         return PositionUpdates(ends, slot + np.repeat(first_slots, update_counts) if len(first_slots) else slot, value)
@@ -121,7 +121,7 @@ class PositionUpdates:
         """Write the updates of the first ``num_documents`` documents into ``position``, which is then behind them."""
         stop = int(self.ends[num_documents])
         # If a slot comes twice, NumPy keeps the last of the values
-        np.asarray(position)[self.slot[:stop]] = self.value[:stop]
+        np.asarray(position)[self.slot[:stop]] = self.slot_values[:stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +149,14 @@ class Spans:
     provenance: tuple[str, ...] | None = None
 
     @staticmethod
-    def of(array: TokenArray, moves: PositionUpdates, provenance: str | None = None) -> Spans:
+    def of_one_document(array: TokenArray, moves: PositionUpdates, provenance: str | None = None) -> Spans:
         """Return a `Spans` that holds a single document, whose tokens are the whole of ``array``."""
         zero = np.zeros(1, dtype=np.int64)
         provenances = None if provenance is None else (provenance,)
         return Spans((as_native_array(array),), zero, zero, np.array([len(array)]), moves, (None,), provenances)
 
     @staticmethod
-    def mark(earlier: memoryview, later: memoryview) -> Spans:
+    def position_mark(earlier: memoryview, later: memoryview) -> Spans:
         """Return a `Spans` without a document, which only updates the position, from ``earlier`` to ``later``."""
         zero = np.zeros(1, dtype=np.int64)
         return Spans((), zero - 1, zero, zero, PositionUpdates.between(earlier, later), ())
@@ -229,7 +229,7 @@ class Spans:
         if len(index) and ((index + 1) | (last_index - index) | self.start | self.length | room).min() < 0:
             raise IndexError("a document reaches beyond its array, or lies in none")
 
-    def views(self) -> list[memoryview]:
+    def document_views(self) -> list[memoryview]:
         """Return a memory view of the tokens of each document, without the marks; errors as in `require_within_arrays`."""
         all_ranges = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
         data, ranges = [array.data for array in self.arrays], [span for span in all_ranges if span[0] >= 0]

@@ -41,7 +41,7 @@ class UserHeldValue(DerivedValue):
     """A `DerivedValue` value to which its user keeps a reference, so that it is used without a look-up in the cache."""
 
     __slots__ = ()
-    dropped: Callable[[], None]
+    on_dropped: Callable[[], None]
     """Callback that is called when the cache no longer keeps the value."""
 
     def was_used(self) -> bool:
@@ -58,14 +58,14 @@ class Cache:
     """Thread-safe cache with a byte budget, which evicts the least recently used entry first.
 
     A look-up takes the same time however many entries there are. `DerivedValue` values are evicted last, as long as they take
-    at most half of the budget: fragments that pass through do not evict them. The budget is this process's part (`room_for`) of
+    at most half of the budget: fragments that pass through do not evict them. The budget is this process's part (`cache_share`)
     the largest `cache_bytes` of the sources that are alive. One entry may be larger than the budget. It is kept while it is in
     use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is decoded once, and not once
     for each window.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, int] = {}  # sizes
+        self._key_sizes: dict[Hashable, int] = {}  # sizes
         self._derived: OrderedDict[Hashable, Any] = OrderedDict()
         self._ordinary_values: OrderedDict[Hashable, Any] = OrderedDict()
         self._derived_bytes = 0
@@ -85,7 +85,7 @@ class Cache:
             budget = self._rank_budget // num_processes()
             if budget != self._budget_of_large:
                 self._budget_of_large = budget
-                self._large_sizes = {key: size for key, size in self._entries.items() if size > budget // 2}
+                self._large_sizes = {key: size for key, size in self._key_sizes.items() if size > budget // 2}
             return budget
 
     def register(self, source: Budgeted) -> None:
@@ -117,7 +117,7 @@ class Cache:
                 self._derived if is_derived else self._ordinary_values,
                 self._keys_of_owner.setdefault(_owner(key), {}),
             )
-            self._entries[key], keys[key], entries[key] = (size, None, value)  # no call: Ctrl-C does not interrupt it
+            self._key_sizes[key], keys[key], entries[key] = (size, None, value)  # no call: Ctrl-C does not interrupt it
             self.nbytes += size
             self._derived_bytes += size * is_derived
             budget = self.budget
@@ -126,7 +126,7 @@ class Cache:
             if self.nbytes > budget:
                 self._shrink(budget, key)
 
-    def make(self, key: Hashable, compute: Callable[[], T]) -> T:
+    def get_or_make(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the value at ``key``. If it is missing, one thread makes it and the others wait."""
         value = self.get(key)
         if value is None:
@@ -161,7 +161,7 @@ class Cache:
     def clear(self) -> None:
         """Remove all entries."""
         with self._lock:
-            for key in list(self._entries):
+            for key in list(self._key_sizes):
                 self._pop(key)
 
     def drop_entries_of(self, owner: int) -> None:
@@ -174,7 +174,7 @@ class Cache:
         return value.nbytes
 
     def _pop(self, key: Hashable) -> Any:
-        size = self._entries.pop(key, -1)
+        size = self._key_sizes.pop(key, -1)
         value = self._ordinary_values.pop(key, None)
         if size >= 0:
             self.nbytes -= size
@@ -187,14 +187,14 @@ class Cache:
                 value = self._derived.pop(key)
                 self._derived_bytes -= size
                 if isinstance(value, UserHeldValue):
-                    value.dropped()
+                    value.on_dropped()
         return value
 
     def _shrink(self, budget: int, new_key: Hashable = None) -> None:
         largest_size = max(self._large_sizes.values(), default=0)
         limit = max(budget, largest_size * 9 // 8)
         derived_limit = min(limit // 2, limit - largest_size)
-        while self.nbytes > limit and len(self._entries) > 1:
+        while self.nbytes > limit and len(self._key_sizes) > 1:
             if self._ordinary_values and (
                 self._derived_bytes <= derived_limit or (len(self._derived) == 1 and new_key in self._derived)
             ):
@@ -253,7 +253,7 @@ def open_files() -> OpenFileCache:
     return _handles
 
 
-def room_for(source: Budgeted) -> int:
+def cache_share(source: Budgeted) -> int:
     """Return the bytes that this process may keep for a source: its part of the ``cache_bytes`` of a rank."""
     return source.cache_bytes // num_processes()
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rescale_data.sources.decoded.cache import new_dict_by_owner, owner_of, room_for
+from rescale_data.sources.decoded.cache import cache_share, new_dict_by_owner, owner_of
 from rescale_data.sources.source import Described, Source
 
 PARTS_PER_BLOCK = 8
@@ -127,7 +127,7 @@ def room_for_block(source: Source) -> int:
     """
     num_sources, num_shards = num_sources_and_shards(owner_of(source))
     num_fragments = 0 if source.fragments is None else len(source.fragments) - 1
-    room = room_for(source)
+    room = cache_share(source)
     block_bytes = (room - source.fragment_bytes) * PARTS_PER_BLOCK // ((PARTS_PER_BLOCK + 1) * num_sources * num_shards)
     all_fit = num_sources * num_fragments * source.fragment_bytes <= room
     return 0 if all_fit or block_bytes < _MIN_BLOCK_BYTES else block_bytes
@@ -149,14 +149,14 @@ def _bytes_needed_by(source: Described, num_shards: int) -> int:
 
 
 def warn_if_thrashing(
-    sources: Iterable[Described], num_owned_shards: int, beside: int = 0, *, num_workers: int = 0
+    sources: Iterable[Described], num_owned_shards: int, extra_bytes: int = 0, *, num_workers: int = 0
 ) -> None:
     """Warn, once, if the processes of a rank visit more fragments in turn than the cache holds, over all sources.
 
     Args:
         sources: The sources; the ones without fragments do not count.
         num_owned_shards: Number of logical shards that the rank runs.
-        beside: Bytes that the cache keeps for each of these shards, in addition to fragments.
+        extra_bytes: Bytes that the cache keeps for each of these shards, in addition to fragments.
         num_workers: Number of worker processes. Each takes an equal part of the shards. Each of them, and the trainer's
             process, has an equal part of the cache.
     """
@@ -166,10 +166,12 @@ def warn_if_thrashing(
         source.num_rows // max(1, len(bounds) - 1) for source in fragmented if (bounds := source.fragments) is not None
     ]
     decodes_per_epoch = max(rows_per_fragment, default=0)
-    needed = (1 + num_workers) * (sum(_bytes_needed_by(src, num_shards) for src in fragmented) + num_shards * beside)
+    num_bytes = (1 + num_workers) * (
+        sum(_bytes_needed_by(src, num_shards) for src in fragmented) + num_shards * extra_bytes
+    )
     room_bytes = max((source.cache_bytes + source.cache_dir_bytes for source in fragmented), default=0)
     owners = {owner_of(source) for source in fragmented}
-    if needed <= room_bytes or decodes_per_epoch < 2 or owners <= _warned_owners.keys():
+    if num_bytes <= room_bytes or decodes_per_epoch < 2 or owners <= _warned_owners.keys():
         return
     _warned_owners.update(dict.fromkeys(owners, True))
     name = fragmented[0].name if len(fragmented) == 1 else f"{len(fragmented)} sources, {fragmented[0].name} among them"
@@ -181,5 +183,5 @@ def warn_if_thrashing(
         "rows; less under a TokenPacker, which takes many at a visit). "
         "Give cache_bytes=%d, or cache_dir=, a local folder with as much room, run fewer shards in a rank (a smaller "
         "num_logical_shards, more ranks), or write smaller row groups or record batches.",
-        name, num_owned_shards, median_bytes, needed, room_bytes, decodes_per_epoch, needed,
+        name, num_owned_shards, median_bytes, num_bytes, room_bytes, decodes_per_epoch, num_bytes,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from rescale_data.sources.source import Tokens
 class RowRange(NamedTuple):
     """Rows ``start .. stop - 1`` of a fragment that one logical shard reads, and the key of that shard's `Share`."""
 
-    key: Hashable
+    share_key: Hashable
     start: int
     stop: int
 
@@ -30,13 +30,13 @@ class Share(Protocol):
     """The pieces of fragments that one logical shard reads in one epoch."""
 
     @property
-    def key(self) -> Hashable: ...
+    def share_key(self) -> Hashable: ...
 
-    def cuts(self, fragment: int) -> Sequence[RowRange]:
+    def served_row_ranges(self, fragment: int) -> Sequence[RowRange]:
         """Return the row ranges of a fragment that all shards of this process read, this shard included."""
         ...
 
-    def cut(self, fragment: int) -> RowRange:
+    def own_row_range(self, fragment: int) -> RowRange:
         """Return the row range of a fragment that this shard reads."""
         ...
 

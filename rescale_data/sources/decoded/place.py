@@ -15,18 +15,18 @@ from rescale_data.sources.source import Tokens
 class ArrayPlace(NamedTuple):
     """Start byte, dtype and length of an array of numbers in a buffer."""
 
-    start: int
+    byte_offset: int
     dtype: np.dtype[Any]
-    size: int
+    num_values: int
 
     @staticmethod
     def find(array: npt.NDArray[Any], data: ArrowBuffer) -> ArrayPlace | None:
         """Return start byte, dtype and length of an array in a buffer; `None` if the array is a copy outside of the buffer."""
-        start = array.ctypes.data - data.address
-        return ArrayPlace(start, array.dtype, len(array)) if 0 <= start <= data.size - array.nbytes else None
+        first_byte = array.ctypes.data - data.address
+        return ArrayPlace(first_byte, array.dtype, len(array)) if 0 <= first_byte <= data.size - array.nbytes else None
 
     def read_from(self, data: ArrowBuffer) -> npt.NDArray[Any]:
-        return np.frombuffer(data, self.dtype, self.size, self.start)
+        return np.frombuffer(data, self.dtype, self.num_values, self.byte_offset)
 
 
 class Place(NamedTuple):

@@ -21,14 +21,14 @@ import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import MappedFile, Ranges
+from rescale_data.sources.files.ranges import MappedFile, RangeReader
 
 BLOCK_BYTES = 2**20
 _MAGIC = b"RDBLOCK2"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
-class BlockRangeReader(Ranges):
+class BlockRangeReader(RangeReader):
     """Byte ranges of a compressed file's content, read from a copy in blocks; ``ValueError`` if the copy is incomplete.
 
     Args:

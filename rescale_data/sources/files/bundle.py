@@ -49,7 +49,7 @@ class Bundle:
         return list(self._header["arrays"])
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def json_metadata(self) -> dict[str, Any]:
         """The JSON values that the index file stores together with its arrays."""
         return self._header["facts"]
 

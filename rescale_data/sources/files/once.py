@@ -39,7 +39,7 @@ def open_or_create(
         try:
             lease = Lease(filesystem, lease_path, exclusive=True)
         except FileExistsError:
-            if observer.look(lease_path)[0] == "gone":
+            if observer.observe_holder(lease_path)[0] == "gone":
                 with suppress(FileNotFoundError):
                     os.unlink(lease_path)
             elif wait_for_writer:

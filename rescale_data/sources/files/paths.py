@@ -28,7 +28,7 @@ from fsspec.utils import glob_translate
 from rescale_data.errors import require_type
 from rescale_data.sources.arrow_types import ArrowFile
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import ChangedFileError, MappedFile, Ranges
+from rescale_data.sources.files.ranges import ChangedFileError, MappedFile, RangeReader
 from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, reconnected, wait_random_time
 from rescale_data.state import Ints
 
@@ -107,9 +107,9 @@ class Files:
 
     def open(self, file: int) -> ArrowFile:
         """Open a file for random access."""
-        return pa.OSFile(self._local_path(file), "rb") if self.filesystem is None else self.ranges(file).as_arrow()
+        return pa.OSFile(self._local_path(file), "rb") if self.filesystem is None else self.reader_of(file).as_arrow()
 
-    def ranges(self, file: int) -> Ranges:
+    def reader_of(self, file: int) -> RangeReader:
         """Return an object that reads byte ranges of a file."""
         if self.filesystem is None:
             return MappedFile(self._local_path(file))
@@ -123,7 +123,7 @@ class Files:
             raise ChangedFileError(f"it has changed: it had {listed_size} bytes when it was listed and has {size}")
         return path
 
-    def other_file_reader(self, path: str) -> Ranges:
+    def other_file_reader(self, path: str) -> RangeReader:
         """Return an object that reads byte ranges of another file in the same filesystem, given its path."""
         if self.filesystem is None:
             return MappedFile(path)
@@ -355,9 +355,9 @@ def _filter_names(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> l
     ]
 
 
-def _require_matches(matches: Iterable[str], user_input: str, suffixes: Sequence[str], folder: bool) -> None:
+def _require_matches(matches: Iterable[str], user_input: str, suffixes: Sequence[str], is_folder: bool) -> None:
     if not list(matches):
-        problem = f"is a folder without files that end in {', '.join(suffixes)}" if folder else "matches no file"
+        problem = f"is a folder without files that end in {', '.join(suffixes)}" if is_folder else "matches no file"
         raise FileNotFoundError(
             f"{user_input!r} {problem} (seen from {os.getcwd()}). Give a glob such as 'corpus/*{suffixes[0]}' in quotes, a "
             f"folder, a list of files, or an fsspec URL."

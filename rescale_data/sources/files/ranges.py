@@ -21,7 +21,7 @@ class ChangedFileError(OSError, ValueError):
     """Error raised if a local file is no longer the one that was opened: its rows are not bad, they are other rows."""
 
 
-class Ranges(ABC):
+class RangeReader(ABC):
     """Interface to a file that any number of threads may read at random."""
 
     @property
@@ -48,7 +48,7 @@ class Ranges(ABC):
 class RangesFile(io.RawIOBase):
     """Read-only, unbuffered file object over byte ranges: each read call reads one range."""
 
-    def __init__(self, range_reader: Ranges) -> None:
+    def __init__(self, range_reader: RangeReader) -> None:
         self._range_reader, self._offset = range_reader, 0
 
     def readable(self) -> bool:
@@ -75,7 +75,7 @@ class RangesFile(io.RawIOBase):
         return data.size
 
 
-class MappedFile(Ranges):
+class MappedFile(RangeReader):
     """A memory-mapped local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
 
     def __init__(self, path: str) -> None:

@@ -20,10 +20,10 @@ from fsspec.asyn import AsyncFileSystem
 
 from rescale_data.errors import checks_argument_types
 from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.counts import REQUEST_BYTES, REQUESTS, RETRIES, counts
+from rescale_data.sources.counts import REQUEST_BYTES, REQUESTS, RETRIES, read_counters
 from rescale_data.sources.decoded.ahead import exit_event
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import Ranges, RangesFile
+from rescale_data.sources.files.ranges import RangeReader, RangesFile
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -94,7 +94,7 @@ class RemoteError(OSError):
     """Error raised if a file could not be read, even after retries; the message has its URL."""
 
 
-class RemoteFile(Ranges):
+class RemoteFile(RangeReader):
     """A remote file of an fsspec filesystem, of which any number of threads may read ranges.
 
     Args:
@@ -119,7 +119,7 @@ class RemoteFile(Ranges):
         self._path, self._remote, self._version_stamp, self._store = path, remote, version_stamp, store
         self.url: str = self._filesystem.unstrip_protocol(path)
         self._size = size
-        self._window: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
+        self._last_read: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
 
     @property
     def size(self) -> int:
@@ -131,11 +131,11 @@ class RemoteFile(Ranges):
         Small reads that are close together are one request.
         """
         length = max(0, min(length, self.size - offset))
-        window_offset, window = self._window
+        window_offset, window = self._last_read
         if not window_offset <= offset <= offset + length <= window_offset + window.size:
             if length >= _SMALL_READ:
                 return self._range(offset, length)
-            window_offset, window = self._window = offset, self._range(offset, min(_SMALL_READ, self.size - offset))
+            window_offset, window = self._last_read = offset, self._range(offset, min(_SMALL_READ, self.size - offset))
         return window.slice(offset - window_offset, length)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
@@ -153,7 +153,7 @@ class RemoteFile(Ranges):
             range_bytes = self._filesystem.cat_file(self._path, start=offset, end=offset + length)
             if len(range_bytes) != length:
                 raise OSError(f"{len(range_bytes)} bytes arrived of {length}")
-            counts().add(REQUEST_BYTES, length)
+            read_counters().add(REQUEST_BYTES, length)
             return range_bytes
 
         def fetch() -> bytes:
@@ -167,35 +167,35 @@ class RemoteFile(Ranges):
         return self._store.read(f"{self.url}|{self.size}|{self._version_stamp}|{offset}|{length}", fetch)
 
 
-def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | None = None, detail: str = "") -> T:
-    """Call ``work`` and return its result, with retries after time-outs and after errors that may be temporary.
+def attempt(remote: Remote, url: str, send: Callable[[], T], num_bytes: int | None = None, detail: str = "") -> T:
+    """Call ``send`` and return its result, with retries after time-outs and after errors that may be temporary.
 
     Args:
         remote: Time-outs and retries.
         url: URL of the file, for messages; its beginning is the bucket or host that requests are counted for.
-        work: Makes the request.
-        num_bytes: About how many bytes the request asks for; `None` if ``work`` makes many requests, such as a listing.
+        send: Makes the request.
+        num_bytes: About how many bytes the request asks for; `None` if ``send`` makes many requests, such as a listing.
         detail: The part of the file that is requested, for messages.
 
     Raises:
         RemoteError: Each attempt failed.
         FileNotFoundError, PermissionError: The file is not there, or may not be read.
     """
-    started, host, answers = time.monotonic(), "/".join(url.split("/")[:3]), list[Future[tuple[T, float]]]()
+    start_time, host, answers = time.monotonic(), "/".join(url.split("/")[:3]), list[Future[tuple[T, float]]]()
     request_limit, request_times = _request_limit(remote.max_requests, host), _request_times(host)
     for attempt_number in range(remote.retries + 1):
         is_last, wait_seconds = attempt_number == remote.retries, remote.timeout
         if num_bytes is None:
             wait_seconds *= _LISTING_TIMEOUT_FACTOR
         elif not is_last:
-            wait_seconds = min(wait_seconds, request_times.limit(num_bytes) * 4**attempt_number)
+            wait_seconds = min(wait_seconds, request_times.limit_seconds(num_bytes) * 4**attempt_number)
         try:
-            with request_limit.slot():
-                counts().add(REQUESTS, 1)
-                answers.append(_start_request(work, request_limit))
+            with request_limit.hold_request_slot():
+                read_counters().add(REQUESTS, 1)
+                answers.append(_start_request(send, request_limit))
                 work_result, seconds_taken = _first_answer(answers, wait_seconds)
             if num_bytes is not None:
-                request_times.add(num_bytes, seconds_taken)
+                request_times.add_answer(num_bytes, seconds_taken)
             return work_result
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{url}{detail} is not there: {error}") from error
@@ -206,10 +206,10 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
                 error.add_note(f"while {url}{detail} was read")
                 raise
             if is_last or exit_event().is_set():
-                raise _out_of_retries(url + detail, error, attempt_number + 1, time.monotonic() - started) from error
+                raise _out_of_retries(url + detail, error, attempt_number + 1, time.monotonic() - start_time) from error
             if not isinstance(error, _NoAnswerError):  # to wait for an answer has been a pause
                 exit_event().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE_SECONDS * 2**attempt_number)))
-        counts().add(RETRIES, 1)
+        read_counters().add(RETRIES, 1)
     raise AssertionError
 
 
@@ -267,7 +267,7 @@ class RequestTimes:
         self._p99_seconds_per_byte = math.inf  # seconds a byte in which 99 % of requests are answered
         self._num_answers, self._lock = 0, threading.Lock()
 
-    def add(self, num_bytes: int, seconds: float) -> None:
+    def add_answer(self, num_bytes: int, seconds: float) -> None:
         """Add the seconds that the answer to a request took."""
         with self._lock:
             self._seconds_per_byte.append(seconds / (num_bytes + _OVERHEAD_BYTES))
@@ -275,7 +275,7 @@ class RequestTimes:
             if self._num_answers >= _MIN_ANSWERS_FOR_LIMIT and self._num_answers % _ANSWERS_A_LIMIT == 0:
                 self._p99_seconds_per_byte = sorted(self._seconds_per_byte)[int(len(self._seconds_per_byte) * 0.99)]
 
-    def limit(self, num_bytes: int) -> float:
+    def limit_seconds(self, num_bytes: int) -> float:
         """Return four times the seconds in which 99 % of requests of this size are answered, at least 50 ms.
 
         Until a hundred requests were answered, it is 5 s, and 1 s more for each MiB.
@@ -294,10 +294,10 @@ class RequestLimit:
         self._num_running, self._condition = 0, threading.Condition()
 
     @contextmanager
-    def slot(self) -> Generator[None]:
+    def hold_request_slot(self) -> Generator[None]:
         """Context manager: wait until one more request is allowed, and count it as running."""
         with self._condition:
-            while self._num_running >= self.limit:
+            while self._num_running >= self.num_allowed_requests:
                 self._condition.wait(1.0)  # the limit grows with time
             self._num_running += 1
         try:
@@ -308,7 +308,7 @@ class RequestLimit:
                 self._condition.notify()
 
     @property
-    def limit(self) -> int:
+    def num_allowed_requests(self) -> int:
         """Number of requests that are allowed at once at present. It doubles each half minute after `slow_down`."""
         doublings = min(30.0, (time.monotonic() - self._reduced_at) / _LIMIT_DOUBLING_SECONDS)
         return min(self._max_requests, int(self._reduced_limit * 2**doublings))
@@ -320,7 +320,7 @@ class RequestLimit:
         """
         with self._condition:
             if start_time >= self._reduced_at:
-                self._reduced_limit, self._reduced_at = max(1, self.limit // 2), time.monotonic()
+                self._reduced_limit, self._reduced_at = max(1, self.num_allowed_requests // 2), time.monotonic()
 
 
 def reconnected(filesystem: Any) -> Any:

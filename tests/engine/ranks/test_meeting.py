@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from rescale_data.engine.ranks import meeting
-from rescale_data.engine.ranks.meeting import MissingRanks, arrive, call_within, meet
+from rescale_data.engine.ranks.meeting import MissingRanks, arrive, call_within, meet_at_barrier
 
 
 class CountedStore(dist.Store):
@@ -71,7 +71,7 @@ def test_a_member_waits_for_few_answers_of_the_store(monkeypatch: pytest.MonkeyP
     """Each answer is a trip to the host of the store: a meeting takes at most four."""
     monkeypatch.setattr(meeting, "_CHECK_SECONDS", 60.0)
     stores = counted_stores(6)
-    assert len(in_threads(6, lambda me: meet(stores[me], me, range(6), 240.0))) == 6
+    assert len(in_threads(6, lambda me: meet_at_barrier(stores[me], me, range(6), 240.0))) == 6
     for store in stores:
         assert sum(number for name, number in store.asked.items() if name.split()[0] != "append") <= 4, store.asked
 
@@ -80,9 +80,11 @@ def test_a_member_waits_for_few_answers_of_the_store(monkeypatch: pytest.MonkeyP
 def test_whoever_was_left_alone_meets_the_others_in_the_next_attempt(attempts: int) -> None:
     store, names = dist.HashStore(), [3, 5, 9]
     for turn in range(attempts):
-        assert told(meet, store, turn % 2, names, 0.01) == [rank for rank in names if rank != names[turn % 2]]
+        assert told(meet_at_barrier, store, turn % 2, names, 0.01) == [
+            rank for rank in names if rank != names[turn % 2]
+        ]
     for number in range(2):
-        found = in_threads(3, lambda me: meet(store, me, names, 60.0, f"rank {me}"))
+        found = in_threads(3, lambda me: meet_at_barrier(store, me, names, 60.0, f"rank {me}"))
         assert found == {me: (["rank 0", "rank 1", "rank 2"], attempts + number) for me in range(3)}
 
 

@@ -41,7 +41,10 @@ class Run:
         self.layout, n = layout, layout.num_logical_shards
         self.drawn = np.zeros(n, dtype=np.int64) if drawn is None else drawn.copy()
         circles = [circle_of(shard, n) for shard in range(n)]
-        self._starts, self._step = np.array([c.start for c in circles], dtype=np.uint64), np.uint64(circles[0].step)
+        self._starts, self._step = (
+            np.array([c.start_point for c in circles], dtype=np.uint64),
+            np.uint64(circles[0].point_step),
+        )
         ranks = range(layout.dp_world_size)
         self._turns = [
             AlignedTurns(layout, r) if layout.aligned else BalancedTurns(layout, r, self.drawn.copy()) for r in ranks
@@ -122,7 +125,7 @@ def test_at_most_one_sample_off_in_every_aligned_step(
 def test_another_global_batch_in_the_middle_of_a_round_of_tracks(n: int, before: int, after: int) -> None:
     for done in range(1, n // before):
         old = layout(before, n, 1, before, 0)
-        drawn = old.delivered(np.zeros(n, dtype=np.int64), 0, done)
+        drawn = old.samples_delivered(np.zeros(n, dtype=np.int64), 0, done)
         for wanted in WEIGHTS.values():
             assert worst(Run(layout(after, n, 1, after, 0), drawn=drawn), wanted, 2 * n // after)[0] <= 3
 
@@ -163,10 +166,10 @@ def test_draws_of_an_arc_are_counted_and_found(
     circle, all_arcs = circle_of(shard, 100), arcs(weights)
     source = data.draw(st.integers(0, len(weights) - 1))
     arc = all_arcs.arc(source)
-    mine = [n for n in range(first, first + num) if all_arcs.choose(circle.point(n)) == source]
+    mine = [n for n in range(first, first + num) if all_arcs.choose_source(circle.point(n)) == source]
     assert circle.count(first, first + num, arc) == len(mine)
     for number in {0, len(mine) // 2, len(mine) - 1} & set(range(len(mine))):
-        assert circle.find(first, arc, number) == mine[number]
+        assert circle.find_draw(first, arc, number) == mine[number]
 
 
 @given(st.tuples(points, points), st.tuples(points, points), points)

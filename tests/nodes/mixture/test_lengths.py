@@ -25,11 +25,11 @@ def test_the_order_follows_from_counts_alone(weights: list[float], lengths: list
     kept, circle = fresh(weights), circle_of(3, 8)
     stop = data.draw(st.integers(0, len(lengths)))
     for n, length in enumerate(lengths[:stop]):
-        kept.add_document(kept.choose(circle.point(n)), length)
-    made = TokenArcs(tuple(weights), kept.documents, kept.tokens, [0] * len(weights))
+        kept.add_document(kept.choose_source(circle.point(n)), length)
+    made = TokenArcs(tuple(weights), kept.num_documents, kept.tokens, [0] * len(weights))
     for n in range(200):
-        source = made.choose(circle.point(n))
-        assert source == kept.choose(circle.point(n))
+        source = made.choose_source(circle.point(n))
+        assert source == kept.choose_source(circle.point(n))
         assert weights[source] > 0
         assert 0 <= made.scale_point(circle.point(n), source) < CIRCLE
 
@@ -52,7 +52,9 @@ def test_what_c_draws_is_what_python_draws(weights: list[float], mean: int, seed
             arcs = TokenArcs(tuple(weights), documents, tokens, since)
             numbers, chosen = arcs.counters(), np.zeros(300, dtype=np.int64)
             change_at = sum(tokens) + 40 * mean if turns else -1
-            num, missing = arcs.run(points, chosen, 0, numbers, [None if not len(k) else k for k in known], change_at)
+            num, missing = arcs.choose_sources(
+                points, chosen, 0, numbers, [None if not len(k) else k for k in known], change_at
+            )
             found.append((num, missing, chosen[:num].tolist(), numbers.tolist()))
     assert found[0] == found[1]
 
@@ -70,10 +72,10 @@ def test_a_source_that_rests_may_as_well_be_left_out(weights: list[float], mean:
     for there in (range(len(weights)), going):
         counts = ([int(each[i]) for i in there] for each in (documents, tokens, since))
         arcs, chosen = TokenArcs(tuple(weights[i] for i in there), *counts), np.zeros(200, dtype=np.int64)
-        assert arcs.run(points, chosen, 0, arcs.counters(), [lengths] * len(there), -1) == (200, -1)
+        assert arcs.choose_sources(points, chosen, 0, arcs.counters(), [lengths] * len(there), -1) == (200, -1)
         by_draw: list[int] = []
         for n, point in enumerate(points.tolist()):
-            by_draw.append(there[arcs.choose(point)])
-            arcs.add_document(arcs.choose(point), int(lengths[n]))
+            by_draw.append(there[arcs.choose_source(point)])
+            arcs.add_document(arcs.choose_source(point), int(lengths[n]))
         found.append(([there[number] for number in chosen], by_draw))
     assert found[0] == found[1]

@@ -200,7 +200,7 @@ def pack(
                 found[step, source] += left
                 need -= left
                 point = circles[i].point(draws[i]) if rng is None else int(rng.random() * CIRCLE)
-                source = (standing[i] if rng is None else fixed).choose(point)
+                source = (standing[i] if rng is None else fixed).choose_source(point)
                 left = lengths[source][at[source]]
                 at[source] = (at[source] + 1) % len(lengths[source])
                 if rng is None:
