@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.shard import Shard
 from rescale_data.sources.parquet import ParquetSource
 
@@ -55,6 +56,18 @@ def test_every_row_once_an_epoch_over_all_shards(lengths: list[int], num_shards:
         for reader in readers:
             assert reader.get_state() == {"epoch": epoch + 1, "row": 0, "skipped": 0}
             reader.reset(reader.get_state())
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any), st.integers(1, 12), shuffles)
+@settings(max_examples=50)
+def test_fragments_around_are_those_of_the_rows(lengths: list[int], num_shards: int, shuffle: bool | int) -> None:
+    source = Fragmented(*lengths)
+    for shard in range(num_shards):
+        rows = ShardRows(source, Shard(0, num_shards), shuffle)
+        for epoch, row in itertools.product(range(2), range(rows.order(0, shard).size)):
+            of_rows = np.searchsorted(source.fragments, rows.window_rows(epoch, row, shard), side="right") - 1
+            found = rows.fragments_around(epoch, row, shard)
+            assert sorted(fragment for fragment in found if lengths[fragment]) == np.unique(of_rows).tolist()
 
 
 def test_reset_without_a_state_begins_an_epoch() -> None:

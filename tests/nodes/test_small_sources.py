@@ -162,6 +162,19 @@ def test_in_a_mixture_rows_come_in_turn(num_rows: int) -> None:
         assert max(small.values()) - min(small.values()) <= 480 / num_rows
 
 
+@pytest.mark.parametrize("num_rows", SIZES)
+def test_packed_tokens_are_those_of_the_rows_in_turn(num_rows: int, tmp_path: Path) -> None:
+    """However they are read: a fragment at a time, or row by row."""
+    source = parquet(tmp_path, num_rows)
+    for shard in (0, 5, N - 1):
+        streams = [
+            packed(rd.Shard(shard, N, seed=1, repeat=True, verify=True), source, provenance=by_row)
+            for by_row in (False, True)
+        ]
+        first, second = ([next(node)["tokens"].tolist() for _ in range(60)] for node in streams)
+        assert first == second
+
+
 def kept(shard: rd.Shard) -> rd.BaseNode[Any]:
     return rd.Filter(rd.Reader(Numbers(N - 1), shard), _is_row_five)
 

@@ -130,7 +130,15 @@ def paid(shard: rd.Shard) -> rd.BaseNode[Any]:
     rows, carried = rd.Map(read(WEB, shard), with_columns), {"payload": ["images"], "limits": {"images": 4}}
     columns = {"loss_mask": torch.bool}
     return rd.WholeDocumentPacker(
-        rows, column="tokens", seq_len=12, window=5, long="truncate", columns=columns, labels=True, **carried
+        rows,
+        column="tokens",
+        seq_len=12,
+        window=5,
+        long="truncate",
+        pad_documents_to=2,
+        columns=columns,
+        labels=True,
+        **carried,
     )
 
 
