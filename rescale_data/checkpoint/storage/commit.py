@@ -66,7 +66,7 @@ class Ownership:
     """
 
     def __init__(self, store: Store, path: str, *, is_single: bool = False, wait: bool | None = None) -> None:
-        self.store, self.path, self._is_single = store, path, is_single
+        self.store, self.path, self._holds_one_checkpoint = store, path, is_single
         self._readers = ReaderLeases(store, run_and_step(path)[0] if is_single else path)
         self._num_saves, self._leases = 0, list[Lease]()
         self._committing_save: Save | None = None
@@ -103,7 +103,9 @@ class Ownership:
         self.store.mkdir(join(self.path, CLAIMS_FOLDER))
         self._put_claim()
         self._claims = Claims.read(self.store, self.path, excluded_owner=self.owner)
-        step_names = [SINGLE_STEP] if self._is_single else filter(STEP_PATTERN.fullmatch, self.store.names(self.path))
+        step_names = (
+            [SINGLE_STEP] if self._holds_one_checkpoint else filter(STEP_PATTERN.fullmatch, self.store.names(self.path))
+        )
         names = {name: self.store.names(self._step_folder(name)) for name in step_names}
         self.saves = {
             name: save
@@ -119,7 +121,7 @@ class Ownership:
         self._put_claim()
         self.check_not_superseded()
         self._claims = Claims(all_owners=self._claims.all_owners, last_owner=self.owner, accepts=self._claim["accepts"])
-        if not self._is_single:
+        if not self._holds_one_checkpoint:
             self.store.mkdir(join(self.path, LEASES))
             self._leases.append(Lease(self.store.file_system, self._lease_path(self.owner), {"owner": str(self.owner)}))
 
@@ -164,10 +166,10 @@ class Ownership:
             store.sync_folder(folder)
         self._committing_save = save
         _put_with_retry(store, join(final_path, save.manifest), manifest.to_json())
-        self._claim["closed"] = self._is_single  # by the same request
+        self._claim["closed"] = self._holds_one_checkpoint  # by the same request
         self._put_claim()
         self.check_not_superseded()
-        if self._is_single and find(store, final_path) != save:
+        if self._holds_one_checkpoint and find(store, final_path) != save:
             raise _manager_error(final_path)
         self._record_save(step_name, save)
         with _log_errors(f"{final_path} is saved, and stock DCP's copy of its metadata is not"):
@@ -181,7 +183,7 @@ class Ownership:
                 self.store.remove_folder(join(self._step_folder(step_name), save.folder))
                 self.store.remove_empty_folder(self._step_folder(step_name))
         finally:
-            if self._is_single:
+            if self._holds_one_checkpoint:
                 self.close()
 
     def delete(self, step_name: str) -> HolderState:
@@ -346,15 +348,15 @@ class Ownership:
 
     def _valid_save(self, step_name: str, names: list[str]) -> Save | None:
         claims_and_steps = [(self._claims, step_name)]
-        if not self._is_single and CLAIMS_FOLDER in names:
+        if not self._holds_one_checkpoint and CLAIMS_FOLDER in names:
             claims_and_steps.append((Claims.read(self.store, self._step_folder(step_name)), SINGLE_STEP))
         return valid_save(names, *claims_and_steps)
 
     def _step_folder(self, step_name: str) -> str:
-        return self.path if self._is_single else join(self.path, step_name)
+        return self.path if self._holds_one_checkpoint else join(self.path, step_name)
 
     def _leased_step(self, step_name: str) -> str:
-        return run_and_step(self.path)[1] if self._is_single else step_name
+        return run_and_step(self.path)[1] if self._holds_one_checkpoint else step_name
 
     def _lease_path(self, owner: Owner) -> str:
         return join(self.path, LEASES, f"{owner}.json")

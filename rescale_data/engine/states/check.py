@@ -53,17 +53,19 @@ def require_fit(stream: Stream, header: Mapping[str, Any]) -> TranslatedHeader:
     _require_same(
         "parameters of the pipeline",
         *(fixed_parameters(schema, nodes) for nodes in pipelines),
-        fixed=fixed_by_parents(schema),
+        fixed_names=fixed_by_parents(schema),
     )
     return replace(translated, growth=growth)
 
 
-def _require_same(name: str, saved: Any, current: Any, fixed: Sequence[str] = ()) -> None:
+def _require_same(name: str, saved: Any, current: Any, fixed_names: Sequence[str] = ()) -> None:
     different = differences(saved, current)
     if not different:
         return
     message = f"The {name} differ from those of the checkpoint: {'; '.join(different)}. {_DIFFERENCE_ADVICE[name]}"
-    blocked = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in different)]
+    blocked = [
+        parameter for parameter in fixed_names if any(difference.startswith(parameter) for difference in different)
+    ]
     if blocked:
         message += (
             f" {blocked} could change if all nodes above were of rescale_data, or a Mapper of torchdata: others keep what is "

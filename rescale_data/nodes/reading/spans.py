@@ -75,9 +75,9 @@ class PositionUpdates:
 
     def take(self, index: Ints) -> PositionUpdates:
         """Return the position updates of some documents, in a new order."""
-        update_counts = np.diff(self.ends)[index]
-        ends = np.concatenate([[0], np.cumsum(update_counts)])
-        update_index = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], update_counts)
+        updates_per_document = np.diff(self.ends)[index]
+        ends = np.concatenate([[0], np.cumsum(updates_per_document)])
+        update_index = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], updates_per_document)
         return PositionUpdates(ends, self.slot[update_index], self.slot_values[update_index])
 
     def merge_groups(self, stops: Ints) -> PositionUpdates:
@@ -110,12 +110,14 @@ class PositionUpdates:
     @staticmethod
     def join(all_updates: Sequence[PositionUpdates], first_slots: Sequence[int] = ()) -> PositionUpdates:
         """Concatenate position updates of successive documents; each item is shifted by its first slot if these are given."""
-        update_counts = [len(updates.slot) for updates in all_updates]
+        updates_per_document = [len(updates.slot) for updates in all_updates]
         slot = np.concatenate([updates.slot for updates in all_updates])
         value = np.concatenate([updates.slot_values for updates in all_updates])
         ends = np.concatenate([[0], *[updates.ends[1:] for updates in all_updates]])
-        ends[1:] += np.repeat(np.cumsum([0, *update_counts[:-1]]), [len(updates) for updates in all_updates])
-        return PositionUpdates(ends, slot + np.repeat(first_slots, update_counts) if len(first_slots) else slot, value)
+        ends[1:] += np.repeat(np.cumsum([0, *updates_per_document[:-1]]), [len(updates) for updates in all_updates])
+        return PositionUpdates(
+            ends, slot + np.repeat(first_slots, updates_per_document) if len(first_slots) else slot, value
+        )
 
     def apply(self, position: memoryview, num_documents: int) -> None:
         """Write the updates of the first ``num_documents`` documents into ``position``, which is then behind them."""
