@@ -61,7 +61,7 @@ def peek(run: Run) -> None:
     before = run.save()
     shown = [_shown(loader) for loader in run.loaders]
     assert shown == [_shown(loader) for loader in run.loaders]
-    assert all((batch is None) == run.loaders[0]._stream.cursor.ended for batch in shown)
+    assert all((batch is None) == run.loaders[0]._stream.cursor.epoch_ended for batch in shown)
     assert same_state(before, run.save())
 
 
