@@ -158,9 +158,8 @@ class Audit:
                 num_drawn += positions.is_drawn(shard, position)
                 for index in positions.intervals_of(shard, position):
                     replay_shards[index].add(shard)
-            if (
-                _MIN_KEPT_SHARE * reader.source.num_rows < _num_documents(schema, path) * num_shards
-            ):  # over several epochs
+            # The windows may hold more documents than an epoch has: they span several.
+            if _MIN_KEPT_SHARE * reader.source.num_rows < _num_documents(schema, path) * num_shards:
                 for shard in range(num_shards):
                     for index in positions.intervals_at_the_end(shard):
                         replay_shards[index].add(shard)

@@ -438,9 +438,8 @@ class Reading:
         if (cursor.clock.epoch if steps is None else self.epoch) != self._iterator_epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
-        if (
-            watch.start_time is not None
-        ):  # no call between this line and the next statement: two threads cannot both pass
+        # There is no call between this check and the assignment below: two threads cannot both pass.
+        if watch.start_time is not None:
             raise RuntimeError(
                 "Another thread is within next() of this loader: one at a time takes its batches. Let one thread take them and "
                 "fill a queue for the others, or hold a lock around next(); num_workers= makes batches in parallel."

@@ -75,8 +75,8 @@ def make_setup(pipeline: Pipeline, options: Options) -> Setup:
             "pipeline": schema.pipeline_json,
             "sources": schema.sources_json,
             "balance": None if options.balance is None else options.balance.described(),
-            "epoch_size_is_known": setup.recipe.repeat
-            or setup.epoch_size_is_known,  # else ranks agree on the epoch's end
+            # If it is not known, ranks agree on the epoch's end by messages.
+            "epoch_size_is_known": setup.recipe.repeat or setup.epoch_size_is_known,
         }
     )
     _warn_if_not_aligned(setup)

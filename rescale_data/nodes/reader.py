@@ -60,7 +60,7 @@ class Reader(Node[Any]):
             document that is now blocked, the document ends there. If it was saved within a window (`WholeDocumentPacker`,
             `Shuffle`), or within a document below a node that leaves out samples, such as `Filter`, this begins again: the
             state holds only a digest of the old list. Its samples then come again, and a warning says in how many logical
-            shards.
+            shards. Below a mixture with ``stop="never"``, the first document of a source's epoch begins again without one.
 
     Yields:
         ``{column: value}`` of arrays, bytes, strings or numbers; from a map-style dataset, its own samples.
@@ -119,7 +119,7 @@ class Reader(Node[Any]):
         self.shard = self.of_shard = shard
         self.reads = self.source = as_source(source)
         if exclude is not None:
-            self._blocklist = blocklist_of(self.source, exclude)
+            self._blocklist = blocklist_of(self.source, exclude, shard.index)
             self.changeable = _CHANGEABLE_ARGUMENTS
         self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.LISTED)
         super().__init__()
@@ -372,11 +372,11 @@ class Reader(Node[Any]):
         """Do nothing: `pass_blocked` writes the digest of the present blocklist."""
 
     def pass_blocked(self, position: View) -> None:
-        if self._blocklist is not None and position[1]:
+        if self._blocklist is None:
+            return
+        if position[1]:
             self.to_next_row(position)
-        elif (
-            self._blocklist is not None
-        ):  # the epoch has not begun: files may join it, and another list hold from its first row
+        else:  # the epoch has not begun: files may join it, and another list hold from its first row
             position[_LIST_DIGEST_SLOT] = self._blocklist.digest
 
     def is_blocked(self, position: View) -> bool:

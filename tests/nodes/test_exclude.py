@@ -7,7 +7,7 @@ said, by `tests.laws.test_changes_keep_the_rest`.
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +339,24 @@ def test_a_list_that_was_changed_is_another_one(listed: Any, change: Any) -> Non
         blocked = [int(row) for row in listed]
         run = alone(lambda shard: rd.Reader(DOCUMENTS, shard, exclude=listed), collate_fn=list)
         assert {sample["id"] for batch in run for sample in batch} == {*range(NUM)} - {*blocked}
+
+
+@pytest.mark.parametrize("num_loaders", [1, 2, 3])
+def test_a_long_list_is_read_once_a_loader_and_not_for_each_logical_shard(num_loaders: int) -> None:
+    num_reads = 0
+
+    class Listed(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal num_reads
+            num_reads += 1
+            return super().__iter__()
+
+    listed = Listed([1, 3])
+    for _ in range(num_loaders):
+        for index in range(12):
+            reader = rd.Reader(DOCUMENTS, rd.Shard(index, 12), exclude=listed)
+            assert reader.parameters()["exclude"]["rows"] == 2
+    assert num_reads <= 3 * num_loaders
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4])

@@ -64,7 +64,7 @@ def test_fragments_around_are_those_of_the_rows(lengths: list[int], num_shards: 
     source = Fragmented(*lengths)
     for shard in range(num_shards):
         rows = ShardRows(source, Shard(0, num_shards), shuffle)
-        for epoch, row in itertools.product(range(2), range(rows.order(0, shard).size)):
+        for epoch, row in itertools.product(range(2), range(rows.order(0, shard).num_shard_rows)):
             of_rows = np.searchsorted(source.fragments, rows.window_rows(epoch, row, shard), side="right") - 1
             found = rows.fragments_around(epoch, row, shard)
             assert sorted(fragment for fragment in found if lengths[fragment]) == np.unique(of_rows).tolist()

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any, TypeAlias, cast
 
@@ -60,25 +61,41 @@ class Blocklist:
         return {"rows": len(self.rows), "digest": f"{self.digest:x}"}
 
 
-_blocklists: dict[tuple[int, int], tuple[object, Blocklist, object]] = {}
-"""Blocklists with the content of their collection, by id of the collection and the source. The collection is kept too, so that
-its id stays valid: all logical shards get the same one."""
+@dataclass(frozen=True)
+class _CachedBlocklist:
+    """A blocklist, the collection that it was made of (so that its id stays valid), and the logical shards that have it."""
+
+    blocklist: Blocklist
+    excluded_rows: object
+    content: object
+    shards: set[int]
 
 
-def blocklist_of(source: Source, excluded_rows: ExcludedRows) -> Blocklist:
-    """Return the `Blocklist` of a collection; the same object gives the same blocklist for all logical shards."""
+_blocklists: dict[tuple[int, int], _CachedBlocklist] = {}
+"""Blocklists by id of the collection and the source."""
+
+
+def blocklist_of(source: Source, excluded_rows: ExcludedRows, shard: int) -> Blocklist:
+    """Return the `Blocklist` of a collection; the same object gives the same blocklist for all logical shards.
+
+    A logical shard that asks again belongs to another loader, before which the collection may have been changed in place.
+    """
     blocklist_key = (id(excluded_rows), owner_of(source))
     cached = _blocklists.get(blocklist_key)
-    if cached is None or cached[2] != _content(excluded_rows):
+    if cached is not None and shard in cached.shards:
+        cached.shards.clear()
+        cached = cached if cached.content == _content(excluded_rows) else None
+    if cached is None:
         while len(_blocklists) >= _MAX_BLOCKLISTS:
             _blocklists.pop(next(iter(_blocklists)))
-        cached = (excluded_rows, Blocklist(source, excluded_rows), _content(excluded_rows))
+        cached = _CachedBlocklist(Blocklist(source, excluded_rows), excluded_rows, _content(excluded_rows), set())
         _blocklists[blocklist_key] = cached
-    return cached[1]
+    cached.shards.add(shard)
+    return cached.blocklist
 
 
 def _content(excluded_rows: Any) -> object:
-    """Return a copy of excluded rows that differs from the copy made after a change; a list is copied without its numbers."""
+    """Return a copy of excluded rows, to be compared with a later one."""
     if isinstance(excluded_rows, Mapping):
         return {file: _content(rows) for file, rows in cast("Mapping[Any, Any]", excluded_rows).items()}
     if hasattr(excluded_rows, "__array__"):

@@ -49,9 +49,8 @@ class RowDigestChecker:
         """Raise ``DataStateError`` if the rows that were read are not the first ``row`` rows of the epoch."""
         source, shard, rows = self._reader.source, self._reader.shard, self._reader.rows
         size = rows.num_epoch_rows(epoch)
-        stop = (
-            row - row % rows.rows_per_window if row < size else size
-        )  # rows of whole windows, whose order does not matter
+        # The order of rows does not matter within whole windows.
+        stop = row - row % rows.rows_per_window if row < size else size
         row_chunks = (
             rows.unshuffled_rows(epoch, start, min(start + _ROWS_PER_CHUNK, stop))
             for start in range(0, stop, _ROWS_PER_CHUNK)
