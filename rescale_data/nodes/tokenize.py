@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -32,6 +32,7 @@ Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _BYTES_OF_A_SAMPLE = 512
+_WHAT_TO_GIVE = "Give a function from a list of strings to a list of as many lists of token ids."
 
 _log = logging.getLogger("rescale_data")
 
@@ -251,7 +252,14 @@ class Tokenize(Node[dict[str, Any]]):
     def _tokens(self, samples: list[Any]) -> list[Tokens | None]:
         """Return the token ids of each sample; raise an error if a sample has no text or a result is not token ids."""
         texts = [self._text(sample) for sample in samples]
-        return [_to_token_array(ids) for ids in self.tokenizer(texts)] if texts else []
+        if not texts:
+            return []
+        ids_of_texts = self.tokenizer(texts)
+        if not isinstance(ids_of_texts, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"The tokenizer returned a {type(ids_of_texts).__name__} for a list of texts. {_WHAT_TO_GIVE}"
+            )
+        return [_to_token_array(ids) for ids in ids_of_texts]
 
     def _text(self, sample: Any) -> str:
         text = sample.get(self.column) if isinstance(sample, Mapping) else None
@@ -282,10 +290,7 @@ class Tokenize(Node[dict[str, Any]]):
 
 def _require_one_per_text(tokens: list[Tokens | None], num_texts: int) -> list[Tokens | None]:
     if len(tokens) != num_texts:
-        raise ValueError(
-            f"The tokenizer returned {len(tokens)} values for {num_texts} texts. Give a function from a list of strings to a "
-            f"list of as many lists of token ids."
-        )
+        raise ValueError(f"The tokenizer returned {len(tokens)} values for {num_texts} texts. {_WHAT_TO_GIVE}")
     return tokens
 
 

@@ -5,7 +5,7 @@ Errors of functions: `test_functions`; wrong types of any argument: `tests.test_
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -175,6 +175,11 @@ SAMPLES: list[tuple[Make, Any, str]] = [
     (partial(tokenize, found=object()), {"text": ""}, "those are the .ids"),
     (partial(tokenize, found=[1.5]), {"text": ""}, "a list of token ids"),
     (partial(tokenize, found=[0.5, 1]), {"text": ""}, "The tokenizer returned a list for a text"),
+    (
+        lambda node: rd.Tokenize(node, cast("Any", lambda _: None), "text"),
+        {"text": ""},
+        "returned a NoneType for a list of texts. Give a f",
+    ),
     *(
         (
             partial(make, columns={"loss_mask": torch.bool}),

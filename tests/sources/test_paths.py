@@ -30,7 +30,7 @@ def names(paths: Any) -> list[str]:
 
 @pytest.mark.parametrize("place", ["", "file://", "memory:/"])
 def test_folders_globs_and_lists(place: str, folder: Path) -> None:
-    """A folder is searched through without hidden names, a glob takes what it matches, a list has each file once."""
+    """A folder is searched without hidden names, a glob matches as in a shell, a list has each file once."""
     if place == "memory:/":
         fsspec.filesystem("memory").put(str(folder), str(folder), recursive=True)
     root = f"{place}{folder}"
@@ -40,7 +40,8 @@ def test_folders_globs_and_lists(place: str, folder: Path) -> None:
     assert names(f"{root}/*.txt") == ["notes.txt"]
     assert names(f"{root}/b/*") == ["10.parquet", "2.parquet"]
     assert names(f"{root}/**/?.parquet") == sorted([*whole[:2], "_tmp/x.parquet", "b/2.parquet"])
-    assert place or names(f"{root}/**/*.parquet") == sorted([*whole, "_tmp/x.parquet"])
+    assert names(f"{root}/**/*.parquet") == sorted([*whole, "_tmp/x.parquet"])
+    assert names(f"{root}/.*.parquet") == [".hidden.parquet"]
     assert names(f"{root}/a.parquet") == ["a.parquet"]
     assert names([f"{root}/b/2.parquet", f"{root}/a.parquet", f"{root}/b"]) == ["a.parquet", *whole[2:]]
     files = find_matching_files(root, (".parquet",))

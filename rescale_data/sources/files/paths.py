@@ -151,8 +151,9 @@ def find_matching_files(
     """Return the files that paths, globs, folders or URLs stand for, sorted by path.
 
     Args:
-        paths: A glob (``**`` for any folders), a folder (all files below it that end in one of ``suffixes``, except names
-            that begin with a dot or an underscore), a file, or a list of these; each local or any fsspec URL.
+        paths: A glob (``**`` for any folders; it leaves out names that begin with a dot, unless it has one itself), a folder
+            (all files below it that end in one of ``suffixes``, except names that begin with a dot or an underscore), a file,
+            or a list of these; each local or any fsspec URL.
         suffixes: Ends of file names; other files in a folder are left out.
         storage_options: Arguments of the fsspec filesystem.
         remote: Options for reading files behind URLs.
@@ -282,7 +283,8 @@ def _list_path(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[boo
     """Return ``(True, all files below it)`` if a path is a folder, else ``(False, the files that the path stands for)``."""
     try:
         if glob.has_magic(path) and not filesystem.isdir(path) and (matches := _expand_glob(filesystem, path)):
-            return False, matches
+            num_dots = path.count("/.")  # of names that begin with a dot
+            return False, {match: info for match, info in matches.items() if match.count("/.") <= num_dots}
         # The filesystem of http calls each path a file, even a folder
         if path.endswith(tuple(suffixes)) or not filesystem.isdir(path):
             info = filesystem.info(path)
