@@ -19,7 +19,7 @@ from rescale_data.nodes.base import Node, initial
 from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.below import borrow, columns_of, epoch_end, pass_epochs, skip, skip_ahead
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.sources.decoded.interest import record_served_shards, withdraw_reader
+from rescale_data.sources.decoded.interest import record_served_shards
 from rescale_data.state import Ints
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -72,7 +72,7 @@ class Runner:
     def release_cache(self) -> None:
         """Give this loader's part of the decoded-data cache to other loaders of the process, until the next `serve`."""
         self.is_serving = False
-        withdraw_reader(self)
+        record_served_shards(self, (), ())
 
     def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
         """Draw one micro batch from the logical shards that `turn` names, and return it with the advanced table rows.

@@ -17,22 +17,21 @@ _MIN_BLOCK_BYTES = 2**16
 
 
 class LoaderDemand(NamedTuple):
-    """The logical shards and sources that one loader, or all loaders of this process, read in turn with a given source.
+    """The sources that one loader reads, and the logical shards that it reads in turn.
 
     Args:
-        shards: Logical shards that are read in turn, one entry for each loader that reads a shard.
-        sources: Number of sources that are read in turn, with this one.
+        owners: Keys of the sources, see `owner_of`.
+        shards: Logical shards that are read in turn.
         needed: Bytes of the fragments that these shards visit in turn, of all these sources.
     """
 
+    owners: Sequence[int]
     shards: Sequence[int]
-    sources: int
     needed: int
 
 
-_interest_by_reader: dict[int, dict[int, LoaderDemand]] = new_dict_by_owner()
-_total_interest: dict[int, LoaderDemand] = new_dict_by_owner()
-_reader_ids: set[int] = set()
+_demands: dict[int, LoaderDemand] = {}  # by the id of the reader
+os.register_at_fork(after_in_child=_demands.clear)  # the loaders are the parent's
 _warned_owners: dict[int, bool] = new_dict_by_owner()
 _log = logging.getLogger("rescale_data")
 
@@ -40,54 +39,19 @@ _log = logging.getLogger("rescale_data")
 def record_served_shards(reader: object, sources: Iterable[Described], shards: Sequence[int]) -> None:
     """Record that ``reader`` reads these shards of the sources in turn.
 
-    The record holds until ``reader`` is garbage-collected, or calls this again or `withdraw_reader`.
+    The record holds until ``reader`` is garbage-collected, or calls this again: without shards, other readers divide the cache.
     """
-    served_sources, reader_id = list(sources), id(reader)
-    if reader_id not in _reader_ids:
-        _reader_ids.add(reader_id)
-        weakref.finalize(reader, _remove_reader, reader_id).atexit = False
+    if id(reader) not in _demands:
+        weakref.finalize(reader, _demands.pop, id(reader), None).atexit = False
+    served_sources = list(sources)
     needed_bytes = sum(_bytes_needed_by(source, len(shards)) for source in served_sources)
-    for source in served_sources:
-        owner = owner_of(source)
-        _interest_by_reader.setdefault(owner, {})[reader_id] = LoaderDemand(shards, len(served_sources), needed_bytes)
-        _update_total(owner)
+    _demands[id(reader)] = LoaderDemand([owner_of(source) for source in served_sources], shards, needed_bytes)
 
 
-def withdraw_reader(reader: object) -> None:
-    """Remove the record of ``reader``: other readers divide the cache until it calls `serve` again."""
-    _remove_interest(id(reader))
-
-
-def _remove_reader(reader_id: int) -> None:
-    _reader_ids.discard(reader_id)
-    _remove_interest(reader_id)
-
-
-def _remove_interest(reader_id: int) -> None:
-    for owner in list(_interest_by_reader):  # a copy: the collector may end another reader meanwhile
-        if _interest_by_reader.get(owner, {}).pop(reader_id, None) is not None:
-            _update_total(owner)
-
-
-def _update_total(source_key: int) -> None:
-    # A loader without shards does not count: its rank may have no row left to serve.
-    all_interests = list(_interest_by_reader.get(source_key, {}).values())  # a copy, see `_remove_interest`
-    interests = [interest for interest in all_interests if interest.shards]
-    _total_interest.pop(source_key, None)
-    if interests:
-        shards = [shard for interest in interests for shard in interest.shards]
-        _total_interest[source_key] = LoaderDemand(
-            shards, max(interest.sources for interest in interests), sum(interest.needed for interest in interests)
-        )
-
-
-def _reset_after_fork() -> None:
-    """Clear the records of loaders in a forked child: the loaders are the parent's."""
-    for records in (_interest_by_reader, _total_interest, _reader_ids):
-        records.clear()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+def _demands_on(source_key: int) -> list[LoaderDemand]:
+    """Return the demands of the loaders that read a source. A loader whose rank has no row left to serve does not count."""
+    demands = list(_demands.values())  # a copy: the collector may end a reader meanwhile
+    return [demand for demand in demands if demand.shards and source_key in demand.owners]
 
 
 def served_shards(source_key: int, num_logical_shards: int) -> Sequence[int]:
@@ -100,8 +64,10 @@ def served_shards(source_key: int, num_logical_shards: int) -> Sequence[int]:
     Returns:
         One entry for each loader that serves a shard.
     """
-    interest = _total_interest.get(source_key)
-    return range(num_logical_shards) if interest is None else interest.shards
+    shards_of_loaders = [demand.shards for demand in _demands_on(source_key)]
+    if len(shards_of_loaders) == 1:
+        return shards_of_loaders[0]
+    return [shard for shards in shards_of_loaders for shard in shards] or range(num_logical_shards)
 
 
 def num_sources_and_shards(source_key: int) -> tuple[int, int]:
@@ -112,8 +78,9 @@ def num_sources_and_shards(source_key: int) -> tuple[int, int]:
     Args:
         source_key: Key of the source, see `owner_of`.
     """
-    interest = _total_interest.get(source_key)
-    return (1, 1) if interest is None else (interest.sources, len(interest.shards))
+    demands = _demands_on(source_key)
+    num_sources = max((len(demand.owners) for demand in demands), default=1)
+    return num_sources, sum(len(demand.shards) for demand in demands) or 1
 
 
 def room_for_block(source: Source) -> int:
@@ -138,8 +105,7 @@ def bytes_needed(source: Source, num_shards: int) -> int:
 
     Fragments of all sources that are read together with this one are included.
     """
-    interest = _total_interest.get(owner_of(source))
-    return max(0 if interest is None else interest.needed, _bytes_needed_by(source, num_shards))
+    return max(sum(demand.needed for demand in _demands_on(owner_of(source))), _bytes_needed_by(source, num_shards))
 
 
 def _bytes_needed_by(source: Described, num_shards: int) -> int:
