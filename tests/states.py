@@ -1,4 +1,4 @@
-"""A state as its parts: what its header says, and its table column by column; and back."""
+"""A state as its parts: what its header says, and its table column by column; and back; and what differs in two."""
 
 import json
 from collections.abc import Mapping
@@ -43,3 +43,41 @@ def _slots(column: torch.Tensor) -> torch.Tensor:
         return (column.long() if column.dtype is torch.bool else column.view(torch.int64))[:, None]
     raw = column.contiguous().reshape(len(column), -1).view(torch.uint8)
     return torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8)).view(torch.int64)
+
+
+def where(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a state without how it was come by: K, and what was left out."""
+    return {name: value for name, value in opened(state).items() if name not in ("num_workers", "skipped")}
+
+
+def difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], besides: tuple[str, ...] = (), *, unbatched: bool = True
+) -> str:
+    """Return in what two states differ, but for K and what was left out; empty if in nothing.
+
+    Args:
+        besides: Keys that may differ, too.
+        unbatched: Compare places in a batch, too, where torchdata's Unbatcher puts them to 0 at its source's end.
+    """
+    one, other = where(one), where(other)
+    if one.keys() != other.keys() or one["shards"].keys() != other["shards"].keys():
+        return "keys"
+    for key, column in one["shards"].items():
+        its = other["shards"][key]
+        if (column.shape, column.dtype) != (its.shape, its.dtype):
+            return f"shards.{key}: {column.dtype} {[*column.shape]}, {its.dtype} {[*its.shape]}"
+        differs = column != its
+        if not unbatched and key.endswith(".batch_idx"):
+            below = key.removesuffix("batch_idx")
+            for name, ended in one["shards"].items():
+                if name.startswith(below) and name.endswith("_ended"):
+                    differs &= ~ended.bool()
+        if differs.any():
+            return f"shards.{key}: {column.tolist()} {its.tolist()}"
+    keys = [key for key in one if key not in ("shards", *besides) and one[key] != other[key]]
+    return "; ".join(f"{key}: {one[key]} {other[key]}" for key in keys)
+
+
+def same_state(one: Mapping[str, Any], other: Mapping[str, Any], besides: tuple[str, ...] = ()) -> bool:
+    """True if two states are equal, but for K and what was left out; ``besides`` names keys that may differ, too."""
+    return not difference(one, other, besides)

@@ -1,4 +1,4 @@
-"""A thread that makes batches ahead of training. What it promises over chains of topologies is tested in `test_chains`."""
+"""A thread that makes batches ahead of training. What it promises over other calls: law 4, `test_histories`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import rescale_data as rd
-from tests.simulate import same_state
-from tests.states import opened
+from tests.states import opened, same_state
 
 ROWS = list(range(72))
 

@@ -1,6 +1,6 @@
-"""`load_state_dict(state, delivered=n)`: what other ranks delivered after a state is neither repeated nor lost; and `skip`."""
+"""`load_state_dict(state, delivered=n)`, and what a state says of `skip`. On any ranks: `tests.test_histories`."""
 
-import functools
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,102 +10,40 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
-from tests.simulate import Topology, same_state
-from tests.states import opened
-
-NUM_ROWS = 1000
-SIZES: dict[str, tuple[int, list[Topology]]] = {  # N, and the topologies of a run; W, b, O, K
-    "aligned": (96, [Topology(4, 3, 24), Topology(3, 8, 24), Topology(4, 6, 24)]),
-    "not aligned": (64, [Topology(4, 6, 24), Topology(3, 4, 24), Topology(4, 2, 24)]),
-    "O above N": (12, [Topology(8, 3, 24), Topology(6, 4, 24), Topology(3, 2, 24)]),
-    "workers": (24, [Topology(2, 3, 12, 3), Topology(3, 4, 12), Topology(1, 2, 12, 3)]),
-    "a ramp": (64, [Topology(4, 6, 24), Topology(3, 4, 48), Topology(4, 6, 24)]),
-}
-"""An unaligned run, and one with workers, is the one of its topology alone: what `skip` leaves out on others is not theirs."""
+from tests.states import opened, same_state
 
 
-def rows(shard: rd.Shard) -> rd.Node[Any]:
-    return rd.Reader(range(NUM_ROWS), shard, shuffle=8)
+def loader_of(b: int, **where: int) -> rd.DataLoader:
+    sizes = {"global_batch_size": 24, "num_logical_shards": 96, "micro_batch_size": b}
+    return rd.DataLoader(range(1000), **sizes, **where, repeat=True)
 
 
-class Ranks:
-    """The ranks of a topology; `served` are their rows in the order of steps, of which some are not complete."""
-
-    def __init__(self, n: int, top: Topology, repeat: bool, **load: Any) -> None:
-        sizes = {"num_logical_shards": n, "global_batch_size": top.o, "micro_batch_size": top.b, "num_workers": top.k}
-        make = functools.partial(rd.DataLoader, rows, dp_world_size=top.w, repeat=repeat, seed=1, **sizes)
-        self.loaders = [make(dp_rank=rank, multiprocessing_context="fork") for rank in range(top.w)]
-        for loader in self.loaders if load else ():
-            loader.load_state_dict(load["state"], delivered=load.get("delivered", 0))
-
-    def take(self, num_micro_batches: int) -> list[int]:
-        iterators, served = [iter(loader) for loader in self.loaders], list[int]()
-        for _ in range(num_micro_batches):
-            for rank, loader in enumerate(self.loaders):
-                batch = next(iterators[rank], None)
-                if batch is None:
-                    iterators[rank] = iter(loader)
-                    batch = next(iterators[rank])
-                served += batch.tolist()
-        return served
-
-    def state(self) -> dict[str, Any]:
-        return full_state_dict(self.loaders)
-
-    def close(self) -> None:
-        for loader in self.loaders:
-            loader.close()
+def take(loader: rd.DataLoader, num: int) -> list[int]:
+    return [row for batch in islice(loader, num) for row in batch.tolist()]
 
 
-@pytest.mark.parametrize("repeat", [True, False])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_others_go_on_behind_what_was_delivered(sizes: str, repeat: bool) -> None:
-    """States are old by 0 to 29 micro batches, some of them within a step, and over an epoch's end and its remainder."""
-    n, tops = SIZES[sizes]
-    state, kept = None, list[dict[str, Any]]()
-    for segment, (top, age) in enumerate(zip(tops * 2, (5, 29, 1, 0, 8, 13), strict=True)):
-        ranks = Ranks(n, top, repeat, **({} if state is None else {"state": state}))
-        ranks.take(segment)
-        kept.append(ranks.state())
-        ranks.take(age)
-        wanted, num = ranks.state(), age * top.w * top.b
-        ranks.close()
-        for other in {top, tops[(segment + 1) % 3]}:
-            here = Ranks(n, other, repeat, state=kept[-1], delivered=num)
-            there = Ranks(n, other, repeat, state=wanted)
-            assert same_state(here.state(), there.state())
-            assert here.take(4) == there.take(4)
-            here.close()
-            there.close()
-        state = wanted
-
-
-def test_a_state_has_the_ranges_that_were_left_out_on_any_ranks_and_loses_them_with_an_older_state() -> None:
-    whole, two = Ranks(96, Topology(1, 24, 24), True).take(8), Ranks(96, Topology(2, 12, 24), True)
-    first = two.take(2)
-    before = two.state()
-    for loader in two.loaders:
-        loader.skip(48)
-        loader.skip(24)  # a range that goes on
-    assert opened(two.state())["skipped"] == [[48, 120]]
-    three = Ranks(96, Topology(3, 8, 24), True, state=two.state())
-    second = three.take(1)
-    for loader in three.loaders:
-        loader.skip(0)
-        loader.skip(24)
-    third = three.take(1)
-    assert [first, second, third] == [whole[:48], whole[120:144], whole[168:192]]
-    assert opened(three.state())["skipped"] == [[48, 120], [144, 168]]
-    for loader in three.loaders:
-        loader.load_state_dict(before)
-    assert opened(three.state())["skipped"] == []
-    assert three.take(1) == whole[48:72]
+def test_a_state_has_the_ranges_that_were_left_out_and_loses_them_with_an_older_state() -> None:
+    whole, first, then = take(loader_of(24), 8), loader_of(12), loader_of(8)
+    taken = take(first, 4)
+    before = first.state_dict()
+    first.skip(48)
+    first.skip(24)  # a range that goes on
+    assert opened(first.state_dict())["skipped"] == [[48, 120]]
+    then.load_state_dict(first.state_dict())
+    taken += take(then, 3)
+    then.skip(0)
+    then.skip(24)
+    taken += take(then, 3)
+    assert taken == whole[:48] + whole[120:144] + whole[168:192]
+    assert opened(then.state_dict())["skipped"] == [[48, 120], [144, 168]]
+    then.load_state_dict(before)
+    assert opened(then.state_dict())["skipped"] == []
+    assert take(then, 3) == whole[48:72]
 
 
 def test_what_no_topology_can_have_delivered_is_refused_and_nothing_moves() -> None:
-    first = Ranks(96, Topology(4, 3, 24), True)
-    state = first.state()
-    [loader] = Ranks(96, Topology(1, 24, 24), True).loaders
+    state = full_state_dict([loader_of(3, dp_rank=rank, dp_world_size=4) for rank in range(4)])
+    loader = loader_of(24)
     next(iter(loader))
     before = loader.state_dict()
     for wrong in (-12, 6, 18):

@@ -15,9 +15,9 @@ from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
 import rescale_data as rd
 from rescale_data.engine.schema import Schema
 from rescale_data.testing import full_state_dict
+from tests.histories.ranks import Top
 from tests.pipelines import Rows
-from tests.simulate import Topology, same_state
-from tests.states import opened
+from tests.states import opened, same_state
 
 EPOCHS, N, NUM_ROWS = 3, 12, 50
 
@@ -64,7 +64,7 @@ class Trainer:
     """The loaders of all ranks, asked at once, or one that reads ahead; what it took, by the loader's epoch."""
 
     def __init__(
-        self, loop: Loop, kind: str, topology: Topology, tail: str, ahead: int, save: Save | None, **more: Any
+        self, loop: Loop, kind: str, topology: Top, tail: str, ahead: int, save: Save | None, **more: Any
     ) -> None:
         self.loop, (pipeline, _), w = loop, PIPELINES[kind], topology.w
         self.ranks = [
@@ -143,34 +143,30 @@ class Run(NamedTuple):
     loop: Loop
     kind: str
     tail: str
-    segments: list[tuple[Topology, int, int]]
+    segments: list[tuple[Top, int, int]]
 
 
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     loop, tail = draw(st.sampled_from(LOOPS)), draw(st.sampled_from(["drop", "pad"]))
     kind = "rows" if loop.by_count else draw(st.sampled_from(list(PIPELINES)))
-    segments: list[tuple[Topology, int, int]] = []
+    segments: list[tuple[Top, int, int]] = []
     for _ in range(draw(st.integers(1, 4))):
         o = draw(st.sampled_from([4, 6, 8, 12, 24]))
         w = 1 if kind == "filtered" else draw(st.sampled_from([w for w in (1, 2, 3) if o % w == 0]))
         b = draw(st.sampled_from([b for b in range(1, o // w + 1) if o % (w * b) == 0]))
         ahead = draw(st.sampled_from([0, 1, 3, 30])) if w == 1 else 0
-        segments.append((Topology(w, b, o), ahead, draw(st.integers(0, 3 * NUM_ROWS // (w * b) + 4))))
+        segments.append((Top(w, b, o), ahead, draw(st.integers(0, 3 * NUM_ROWS // (w * b) + 4))))
     return Run(loop, kind, tail, segments)
 
 
 @settings(max_examples=150, deadline=None)
 @given(runs())
-@example(
-    Run(Loop(False, "own"), "rows", "drop", [(Topology(1, 4, 4), 0, 12)])
-)  # eoe: in the loop, after the last batch
-@example(Run(Loop(True, "set_epoch"), "rows", "drop", [(Topology(1, 4, 4), 0, 13)]))  # the counter is one further
-@example(
-    Run(Loop(False, "loader"), "rows", "drop", [(Topology(1, 4, 4), 0, 11), (Topology(1, 8, 8), 0, 1)])
-)  # extra_epoch
-@example(Run(Loop(False, "own", 2), "rows", "drop", [(Topology(1, 4, 4), 0, 11)]))  # a state of an epoch's end
-@example(Run(Loop(False, "own"), "filtered", "drop", [(Topology(1, 4, 4), 0, 9), (Topology(1, 24, 24), 3, 2)]))
+@example(Run(Loop(False, "own"), "rows", "drop", [(Top(1, 4, 4), 0, 12)]))  # eoe: in the loop, after the last batch
+@example(Run(Loop(True, "set_epoch"), "rows", "drop", [(Top(1, 4, 4), 0, 13)]))  # the counter is one further
+@example(Run(Loop(False, "loader"), "rows", "drop", [(Top(1, 4, 4), 0, 11), (Top(1, 8, 8), 0, 1)]))  # extra_epoch
+@example(Run(Loop(False, "own", 2), "rows", "drop", [(Top(1, 4, 4), 0, 11)]))  # a state of an epoch's end
+@example(Run(Loop(False, "own"), "filtered", "drop", [(Top(1, 4, 4), 0, 9), (Top(1, 24, 24), 3, 2)]))
 def test_every_loop_trains_its_epochs_once_wherever_it_saves(run: Run) -> None:
     taken: dict[int, list[int]] = defaultdict(list)
     largest, save = 0, None
@@ -407,7 +403,7 @@ class TestStepsPerEpoch:
     @pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop.num_iters < 3])
     def test_an_epoch_is_so_many_steps_wherever_it_was_saved(self, loop: Loop, repeat: bool, kind: str) -> None:
         def make(save: Save | None = None) -> Trainer:
-            trainer = Trainer(loop, kind, Topology(1, 2, 4), "drop", 0, save, repeat=repeat, steps_per_epoch=7)
+            trainer = Trainer(loop, kind, Top(1, 2, 4), "drop", 0, save, repeat=repeat, steps_per_epoch=7)
             trainer.known = True
             return trainer
 

@@ -21,8 +21,7 @@ from rescale_data.layout.layout import Layout
 from rescale_data.state import Field
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.pipelines import Documents, Every, Rows, pipeline_of
-from tests.simulate import same_state
-from tests.states import closed, opened
+from tests.states import closed, opened, same_state
 
 ROWS, DOCUMENTS = Rows(48), Documents(48)
 

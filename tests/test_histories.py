@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +15,8 @@ from tests.histories.history import accepts, fail_in, failing_reads
 from tests.histories.plans import Files, Pipeline, Plan, as_samples
 from tests.histories.ranks import Seats, Top
 from tests.histories.shards import history_of
+from tests.pipelines import PIPELINES
+from tests.states import opened
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,7 +25,7 @@ def threads() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(120))
 def test_a_random_history(seed: int) -> None:
     """``python -m tests.histories SEED --one`` says what was done in it, ``FIRST SECONDS`` plays others."""
     history = history_of(seed)
@@ -45,6 +47,125 @@ def _seats(top: Top, *pipeline: Any, **how: Any) -> Seats:
 
 def _ids(books: Books) -> Counter[int]:
     return Counter(sample["id"] for samples in books.delivered.values() for sample in samples)
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_a_save_at_every_micro_batch_of_two_epochs(kind: str, tail: str) -> None:
+    """On the same ranks a resume is exact wherever it is: in mid-step, in the remainder, at an epoch's end, in the next."""
+    whole, seats, other = (_seats(Top(2, 2, 12), ("Kind", kind, 90), tail=tail) for _ in range(3))
+    expected, books = Books(), Books()
+    while whole.lead.data_epoch < 2:
+        whole.next(expected)
+    while len(books.batches) < len(expected.batches):
+        seats.take(1, books)
+        other.load(seats.state())
+        assert not difference(seats.state(), other.state())
+        seats, other = other, seats
+    assert books.batches == expected.batches
+    books.ended = 2
+    seats.reference().check(books, repeat=False)
+    seats.reference().check_epochs(books, 8, tail)
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+@pytest.mark.parametrize("becomes_endless", [True, False])
+def test_a_run_may_become_endless_and_end_again(kind: str, becomes_endless: bool) -> None:
+    """From any micro batch of an epoch, those of its end included; of a packer, before its padded end."""
+    for num in range(1, 30 if kind != "packed" else 9 * becomes_endless):
+        first, then = (
+            _seats(Top(2, 2, 12), ("Kind", kind, 90), repeat=repeat is becomes_endless, verify=False)
+            for repeat in (False, True)
+        )
+        books = Books()
+        first.take(num, books)
+        state = opened(first.state())
+        if first.lead.loader.epoch:
+            break
+        then.load(first.state())
+        if becomes_endless and (state["shards"]["remainder"] >= 0).any():
+            assert opened(then.state())["origin"] == state["samples"], "steps are counted anew"
+        then.take(4, books)
+        books.delivered = {key: samples for key, samples in books.delivered.items() if key[0] == 0}  # type: ignore[assignment]
+        (then if becomes_endless else first).reference().check(books, repeat=True)
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_a_larger_batch_before_any_batch_of_an_epoch_that_must_be_read(tail: str) -> None:
+    """Also before the first of a round, which may hold less than the new batch though more is left."""
+    for num_before in range(50):
+        first, then = (
+            _seats(top, ("Kind", "skewed", 90), tail=tail, num_logical_shards=5) for top in (Top(1, 1, 1), Top(1, 6, 6))
+        )
+        books = Books()
+        first.take(num_before, books)
+        before = first.lead.stream.clock.dropped_samples
+        then.load(first.state())
+        books.dropped[0] += then.lead.stream.clock.dropped_samples - before
+        while then.next(books) is not None:
+            pass
+        books.ended = then.lead.data_epoch
+        then.reference().check(books, repeat=False)
+        then.reference().check_epochs(books, 5, tail)
+
+
+DELIVERED = {  # N, and the topologies of a run
+    "aligned": (96, [Top(4, 3, 24), Top(3, 8, 24), Top(4, 6, 24)]),
+    "not aligned": (64, [Top(4, 6, 24), Top(3, 4, 24), Top(4, 2, 24)]),
+    "O above N": (12, [Top(6, 4, 24), Top(4, 3, 24), Top(3, 2, 24)]),
+    "workers": (24, [Top(2, 3, 12, 3), Top(3, 4, 12), Top(1, 2, 12, 3)]),
+    "a ramp": (64, [Top(4, 6, 24), Top(3, 4, 48), Top(4, 6, 24)]),
+}
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+@pytest.mark.parametrize("sizes", DELIVERED)
+def test_others_go_on_behind_what_was_delivered(sizes: str, repeat: bool) -> None:
+    """States are old by 0 to 29 micro batches, some of them within a step, and over an epoch's end and its remainder."""
+    n, tops = DELIVERED[sizes]
+    how: Any = {"num_logical_shards": n, "repeat": repeat, "tail": "drop", "verify": False}
+    state: Any = None
+    for segment, (top, age) in enumerate(zip(tops * 2, (5, 29, 1, 0, 8, 13), strict=True)):
+        seats = _seats(top, ("Kind", "rows", 1000), **how)
+        if state is not None:
+            seats.load(state)
+        seats.take(segment, Books())
+        before = seats.state()
+        seats.take(age, Books())
+        state = seats.state()
+        for other in {top, tops[(segment + 1) % 3]}:
+            here, there = (_seats(other, ("Kind", "rows", 1000), **how) for _ in range(2))
+            num = age * top.w * top.b
+            here.all(lambda seat, num=num, state=before: seat.loader.load_state_dict(state, num))
+            there.load(state)
+            assert not difference(here.state(), there.state())
+            found, expected = Books(), Books()
+            here.take(4, found)
+            there.take(4, expected)
+            assert found.delivered == expected.delivered
+
+
+@pytest.mark.parametrize("shard", [0, 11])
+def test_a_failed_proof_of_one_rank_is_an_error_of_all_before_the_same_batch(shard: int) -> None:
+    """Of a shard that ends first, in the main phase, and of one that ends last, in a round of the remainder."""
+
+    def error_of(seat: Any) -> tuple[int, str]:
+        batches = list[Any]()
+        with pytest.raises(rd.DataStateError) as raised:
+            deque(map(batches.append, seat.loader))
+        return len(batches), str(raised.value)
+
+    seats = _seats(Top(4, 1, 12), ("Kind", "skewed", 300), num_logical_shards=12, tail="drop", prefetch=2)
+    seats.take(3, Books())
+    state = seats.state()
+    columns = opened(state)["shards"]
+    columns[next(name for name in columns if name.endswith("row"))][shard] += 1
+    seats.load(state)
+    for again in range(2):
+        found = seats.all(error_of)
+        assert len({num for num, _ in found}) == 1
+        assert (found[0][0] == 0) == bool(again), "each time that it is asked for"
+        assert ["lost or repeated" in said for _, said in found] == [rank == shard * 4 // 12 for rank in range(4)]
 
 
 @pytest.mark.parametrize("delivered", [0, 8])

@@ -19,8 +19,7 @@ import rescale_data as rd
 from rescale_data.engine.states.codec import has_remainder
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.pipelines import Rows, data_for, pipeline_of, rows, tagged
-from tests.simulate import same_state
-from tests.states import opened
+from tests.states import opened, same_state
 
 ROWS = Rows(100)
 

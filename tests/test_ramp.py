@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 import rescale_data as rd
-from tests.promises import Case, check_epochs, check_exactly_once, run_of
-from tests.simulate import Topology
 
 
 def loader_of(**others: Any) -> rd.DataLoader:
@@ -62,21 +60,6 @@ def test_off_a_boundary_it_names_the_next_one() -> None:
     assert loader.step == 2
     loader.reopen(global_batch_size=12)
     next(batches)
-
-
-@pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_a_larger_batch_before_any_batch_of_an_epoch_that_must_be_read(tail: str) -> None:
-    """Also before the first of a round, which may hold less than the new batch though more is left."""
-    case = Case("skewed", 90, 5, False, tail)
-    for num_before in range(50):
-        run = run_of(case)
-        run.resume(Topology(1, 1, 1))
-        run.take(num_before)
-        run.resume(Topology(1, 6, 6), run.save())
-        run.take_epoch()
-        run.iterate()
-        check_exactly_once(case, run)
-        check_epochs(case, run)
 
 
 def test_a_tokenizer_is_never_called_by_two_threads() -> None:

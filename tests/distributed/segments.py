@@ -3,11 +3,11 @@
 import logging
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import rescale_data as rd
 from tests.pipelines import as_samples, data_for, pipeline_of, plain
-from tests.promises import endless, epoch_of
 
 SEED = 7
 
@@ -44,12 +44,16 @@ class Data:
 
     def stream(self, shard: int, epoch: int, count: int) -> list[Any]:
         """The first samples of a shard (of an epoch, where the stream has any) if nothing interrupts it."""
-        which = self.kind, self.num_rows, self.n, shard
-        return endless(*which, count) if self.repeat else epoch_of(*which, epoch)[:count]
-
-    def num_samples(self, epoch: int) -> int:
-        """Of all shards in an epoch."""
-        return sum(len(epoch_of(self.kind, self.num_rows, self.n, shard, epoch)) for shard in range(self.n))
+        pipeline = pipeline_of(self.kind, data_for(self.kind, self.num_rows))
+        node: Any = pipeline(rd.Shard(shard, self.n, seed=SEED, repeat=self.repeat))
+        for _ in range(0 if self.repeat else epoch):
+            list(node)
+            node.reset(None)
+        found = list(islice(node, count))
+        while self.repeat and len(found) < count:  # into its next epoch
+            node.reset(None)
+            found += islice(node, count - len(found))
+        return [plain(sample) for sample in found]
 
 
 class Taken(NamedTuple):
@@ -110,11 +114,6 @@ def check_exactly_once(data: Data, *segments: ByRank) -> None:
     assert delivered
     for (epoch, shard), samples in delivered.items():
         assert samples == data.stream(shard, epoch, len(samples)), f"shard {shard} in epoch {epoch}"
-
-
-def num_real(*segments: ByRank, epoch: int) -> int:
-    """Real samples that were delivered in an epoch."""
-    return sum(taken.num_real for ranks in segments for rank in ranks for taken in rank if taken.epoch == epoch)
 
 
 class Logged(logging.Handler):

@@ -20,7 +20,7 @@ import rescale_data as rd
 from rescale_data.engine.ranks import communicator, meeting
 from tests.distributed.ranks import run_ranks
 from tests.distributed.segments import Data, Logged, take
-from tests.simulate import same_state
+from tests.states import same_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -35,8 +35,7 @@ from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.workers import BeginCommand, Worker
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
-from tests.simulate import same_state
-from tests.states import opened
+from tests.states import opened, same_state
 
 make = functools.partial(rd.DataLoader, global_batch_size=12, micro_batch_size=4, num_logical_shards=24)
 """A = 3; with N = 24, K = 1, 2, 3 are aligned."""

@@ -9,7 +9,7 @@ from typing import Any
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.schema import adopt_histories
 from tests.nodes.resume import plain
-from tests.simulate import difference as difference_of_states
+from tests.states import difference as difference_of_states
 
 difference = partial(difference_of_states, unbatched=False)
 

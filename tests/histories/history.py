@@ -25,6 +25,7 @@ EMPTY = ("no sample in two whole epochs", "no token in 2 whole", "no sample in 2
 REFUSED = (
     "An epoch has", "steps_per_epoch=", "hold less than one global batch", "Two epochs in a row",
     "are not those of one reader", "No node below reads a logical shard", "Files were added to the source",
+    "has fewer rows than there are logical shards",
 )  # fmt: skip
 
 
@@ -226,13 +227,15 @@ class History:
         was, now = tuple(saved[key] for key in TOPOLOGY), (top.o, top.w, top.b)
         at_step = (saved["samples"] - saved["origin"]) % was[0] == 0 and top.o == was[0]
         besides = (*TOPOLOGY, "sources", *(("pipeline",) if self.grown else ()))  # folded where it can be
-        if at_step or now == was or saved["samples"] == saved["origin"]:
+        counted = saved["shards"]["remainder"]
+        joined = self.grown and bool((counted >= 0).any() and (loaded["shards"]["remainder"] < 0).all())
+        if not joined and (at_step or now == was or saved["samples"] == saved["origin"]):
             found = difference(saved, loaded, besides)
-        else:
+        else:  # what is left of an epoch is counted anew
             require(loaded["origin"] == loaded["samples"] == saved["samples"], "origin after a load")
             self.books.open = []
-            if not (saved["shards"]["remainder"] == EPOCH_ENDED).all():
-                saved["shards"]["remainder"].fill_(NO_REMAINDER)
+            if not (counted == EPOCH_ENDED).all():
+                counted.fill_(NO_REMAINDER)
             found = difference(saved, loaded, (*besides, "origin", "in_step"))
         require(not found, f"a load changed {found}")
         if loaded["origin"] != saved["origin"] or self.grown or was[0] != top.o:

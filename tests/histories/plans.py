@@ -16,9 +16,9 @@ from torchdata import nodes
 import rescale_data as rd
 from rescale_data.sources.source import FiledSource, Tokens
 from rescale_data.state import Ints
-from tests.nodes import nested
+from tests.nodes import nested, zoo
 from tests.nodes.resume import plain
-from tests.pipelines import data_for, pipeline_of
+from tests.pipelines import PIPELINES, data_for, pipeline_of
 
 Plan = tuple[Any, ...]
 FRAGMENT_ROWS = 7
@@ -140,7 +140,7 @@ class Pipeline:
     def build(self, plan: Plan, shard: rd.Shard, exclude: Any = None) -> rd.BaseNode[Any]:
         kind = plan[0]
         if kind == "Kind":
-            return pipeline_of(plan[1], data_for(*plan[1:]))(shard)
+            return _of_kind(plan[1], plan[2])(shard)
         if kind == "Files":
             return rd.Reader(self.source, shard, shuffle=plan[1], exclude=exclude)
         if kind == "Parquet":
@@ -197,6 +197,11 @@ def _rows_with(ids: Any, documents: Any) -> list[int]:
     return [row for row, document in enumerate(documents) if document["id"] in ids]
 
 
+@functools.cache
+def _of_kind(name: str, num_rows: int) -> Any:
+    return pipeline_of(name, data_for(name, num_rows))
+
+
 _PACKED = ("seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last")
 
 
@@ -239,10 +244,13 @@ def plan_of(r: random.Random) -> tuple[Plan, bool]:
     plan: Plan
     x = r.random()
     if x < 0.15:
+        name = r.choice([*PIPELINES, *(name for name in zoo.PIPELINES if name not in zoo.STOCK)])
+        return ("Kind", name, r.choice([40, 113]), "never" if name in zoo.ENDLESS else ""), False
+    if x < 0.25:
         return r.choice(
             [("Reader", r.randrange(4), r.choice([False, True, 4])), ("Files", r.choice([False, 4, 12]))]
         ), False
-    if x < 0.4:
+    if x < 0.45:
         return _documents_of(r, r.randint(0, 3), False), False
     tokens_only = r.random() < 0.5
     below = _documents_of(r, r.randint(0, 2), tokens_only)

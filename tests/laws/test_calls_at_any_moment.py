@@ -21,7 +21,7 @@ import torch.distributed as dist
 import rescale_data as rd
 from tests.distributed.ranks import run_ranks
 from tests.laws.pairs import Case, cases, name_of
-from tests.simulate import where
+from tests.states import where
 
 ROWS, AHEAD, HOLD_SECONDS = 124, 4, 0.2
 """A batch that is `AHEAD` of those taken has the row that is held. It is held so long while calls are made, many looks."""

@@ -23,7 +23,7 @@ from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import CORPORA, MIXTURES, ROWS, SOURCES, TOPS, mixture, with_length
 from tests.nodes.listed import listed
 from tests.nodes.resume import plain
-from tests.simulate import where
+from tests.states import where
 
 ON_ERROR: dict[str, Any] = {
     "raise": "raise",

@@ -138,7 +138,7 @@ def test_under_loader_of_torchdata(name: str) -> None:
 def test_stock_nodes_rescale_over_any_chain_of_topologies(
     name: str, chain: list[tuple[int, int, int]], num_shards: int, steps: int
 ) -> None:
-    """Of N = 6, 8 and 12 shards and O = 12 samples some are aligned and some are not. Our nodes: `tests.test_chains`."""
+    """Of N = 6, 8 and 12 shards and O = 12 samples some are aligned and some are not. Our nodes: `tests.test_histories`."""
 
     def make_loader(dp_rank: int, dp_world_size: int, micro_batch_size: int, num_workers: int) -> rd.DataLoader:
         return rd.DataLoader(
