@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
 
@@ -223,16 +223,6 @@ class TestBetweenTheLastBatchAndTheEnd:
         loader.skip(4)
         assert (loader.epoch, loader.batches_left, loader.step) == (1, 22, 13)
 
-    def test_the_iterator_ends_for_good_and_moves_the_epoch(self) -> None:
-        loader = loader_of()
-        batches = iter(loader)
-        assert len(list(batches)) == 24
-        assert loader.epoch == 1
-        assert [next(batches, None), next(batches, None), loader.epoch] == [None, None, 1]
-        again = iter(loader)
-        assert next(batches, "old") != "old" if batches is again else True
-        assert len(list(again)) == 24
-
     @pytest.mark.parametrize("tail", ["drop", "pad"])
     def test_less_than_another_global_batch_is_the_end_of_the_same_epoch_with_one_warning(
         self, tail: str, caplog: pytest.LogCaptureFixture
@@ -252,23 +242,11 @@ class TestBetweenTheLastBatchAndTheEnd:
         assert (loader.epoch, len(list(loader))) == (1, 6 if tail == "drop" else 7)
 
 
-class Broken(list[int]):
-    """Of the rows one cannot be read."""
-
-    def __getitem__(self, row: Any) -> Any:
-        if row == 3:
-            raise OSError("row 3")
-        return super().__getitem__(row)
-
-
 def pipeline_over(kind: str, num_rows: int) -> Callable[[rd.Shard], rd.BaseNode[Any]]:
     """Of two sources, or one."""
     rows, few = rd.DatasetSource(range(num_rows), name="rows"), rd.DatasetSource(range(9), name="few")
-    broken = rd.DatasetSource(Broken(range(num_rows)), name="rows")
 
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        if kind == "broken":
-            return rd.Reader(broken, shard, on_error="skip")
         if kind in ("never", "all"):
             both = {"rows": rd.Reader(rows, shard), "few": rd.Map(rd.Reader(few, shard), int)}
             return rd.WeightedSampler(both, {"rows": 2, "few": 1}, stop=kind)  # type: ignore[arg-type]
@@ -296,36 +274,23 @@ class TestSkipOfWholeEpochs:
 
     @settings(max_examples=40, deadline=None)
     @given(
-        kind=st.sampled_from(["rows", "all", "never", "shuffle", "broken"]),
-        num_rows=st.integers(5, 24),
-        n=st.sampled_from([3, 4, 8]),
-        o=st.sampled_from([3, 4]),
-        tail=st.sampled_from(["drop", "pad"]),
-        first=st.integers(0, 20),
-        epochs=st.integers(3, 6),
-        more=st.integers(0, 3),
-        repeat=st.booleans(),
-    )
+        st.sampled_from(["rows", "all", "never", "shuffle"]), st.integers(5, 24), st.sampled_from([3, 4, 8]),
+        st.sampled_from([3, 4]), st.sampled_from(["drop", "pad"]), st.integers(0, 20), st.integers(6, 60), st.booleans(),
+    )  # fmt: skip
     def test_are_as_if_they_had_been_taken(
-        self, kind: str, num_rows: int, n: int, o: int, tail: Any, first: int, epochs: int, more: int, repeat: bool
+        self, kind: str, num_rows: int, n: int, o: int, tail: Any, first: int, num: int, repeat: bool
     ) -> None:
-        assume(kind != "broken" or num_rows >= 2 * n)  # a shard with nothing else is an error
-        size = num_rows + 9 * (kind == "all") - (kind == "broken")
-        steps = -(-size // o) if tail == "pad" else size // o
-        num = epochs * steps - first % steps + more
-        pipeline, repeat = pipeline_over(kind, num_rows), repeat or kind == "never"
-
-        def make() -> rd.DataLoader:
-            return rd.DataLoader(pipeline, global_batch_size=o, num_logical_shards=n, tail=tail, repeat=repeat)
-
-        skipped, taken = make(), make()
+        skipped, taken = (
+            rd.DataLoader(pipeline_over(kind, num_rows), global_batch_size=o, num_logical_shards=n, tail=tail,
+                          repeat=repeat or kind == "never")
+            for _ in range(2)
+        )  # fmt: skip
         for loader in (skipped, taken):
             loader.skip(o * first)
         skipped.skip(o * num)
         for _ in range(num):
             taken.skip(o)
         assert same_state(skipped.state_dict(), taken.state_dict())
-        assert _counted(skipped) == _counted(taken)
 
     @pytest.mark.parametrize(("kind", "repeat"), [("rows", False), ("all", False), ("all", True), ("never", True)])
     def test_cost_nothing(self, kind: str, repeat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,11 +439,6 @@ def test_a_state_says_again_that_it_was_saved_within_a_step() -> None:
     assert opened(again)["in_step"]
     third.load_state_dict(again)
     assert opened(third.state_dict())["in_step"]
-
-
-def _counted(loader: rd.DataLoader) -> dict[str, float]:
-    """All that is no time: what making took is counted when it is asked for."""
-    return {name: value for name, value in loader.progress().items() if not name.endswith("_seconds")}
 
 
 def test_an_endless_stream_whose_shards_are_in_several_epochs_warns_where_the_loader_has_epochs(

@@ -6,19 +6,16 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher, Unbatcher
+from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
-from rescale_data.engine.states.codec import has_remainder
 from rescale_data.testing import assert_rescalable, full_state_dict
-from tests.pipelines import Rows, data_for, pipeline_of, rows, tagged
+from tests.pipelines import Rows, rows, tagged
 from tests.states import opened, same_state
 
 ROWS = Rows(100)
@@ -28,10 +25,6 @@ def loader_of(data: Any = ROWS, **kwargs: Any) -> rd.DataLoader:
     """O = 12, b = 4, so A = 3; N = 24."""
     given = {"global_batch_size": 12, "micro_batch_size": 4, "num_logical_shards": 24, "seed": 5}
     return rd.DataLoader(data, **{**given, **kwargs})
-
-
-def packed_loader(**kwargs: Any) -> rd.DataLoader:
-    return loader_of(pipeline_of("packed", data_for("packed", 100)), **kwargs)
 
 
 def rows_pipeline(shard: rd.Shard) -> rd.BaseNode:
@@ -323,22 +316,6 @@ def test_progress() -> None:
     assert all(progress["wait_seconds"] > 0 for progress in found)
 
 
-@pytest.mark.parametrize("make", [loader_of, packed_loader])
-def test_peek_shows_the_next_batch_and_changes_nothing(make: Callable[..., rd.DataLoader]) -> None:
-    loader, other = make(), make()
-    batches = iter(loader)
-    for _ in range(2):
-        for expected in other:
-            before = loader.state_dict()
-            shown = [loader.peek(), loader.peek()]
-            assert same_state(before, loader.state_dict())
-            for batch in (*shown, next(batches)):
-                assert all(torch.equal(batch[key], expected[key]) for key in expected)
-        assert next(batches, None) is None  # a peek that follows shows the next epoch
-        shown, batches = loader.peek(), iter(loader)
-        assert all(torch.equal(shown[key], value) for key, value in loader.peek().items())
-
-
 def test_start_makes_the_first_batch_and_changes_nothing() -> None:
     data = Rows(100)
     loader = loader_of(data)
@@ -378,51 +355,6 @@ def test_a_state_is_copied_out_and_in() -> None:
     assert rows_of(loader) == EPOCH[1:]
 
 
-@pytest.mark.parametrize(("n", "o", "b"), [(8, 4, 2), (4, 8, 1), (4, 8, 4), (6, 4, 2)])
-def test_a_state_is_the_same_where_samples_are_written_in_place(n: int, o: int, b: int) -> None:
-    """Rows of turns that come again are counted and written when somebody looks; those of collated samples at once."""
-    sizes = {"global_batch_size": o, "micro_batch_size": b, "num_logical_shards": n}
-    source = rd.SyntheticSource(100, length=9)
-
-    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        return rd.TokenPacker(rd.Reader(source, shard), column="tokens", seq_len=8, eos_id=2)
-
-    in_place, collated = (rd.DataLoader(pipeline, **sizes, repeat=True, **how) for how in ({}, {"collate_fn": list}))
-    for number, *_ in zip(range(24), in_place, collated, strict=False):
-        if number % 7 < 3:
-            assert same_state(in_place.state_dict(), collated.state_dict())
-
-
-def test_an_endless_run_goes_on_from_the_remainder_of_an_epoch() -> None:
-    """Saved before the first batch of the remainder, where the clock alone does not show that there is one."""
-    data = Rows(115)
-
-    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        return tagged(rd.Reader(data, shard, shuffle=False), shard)  # a shard has the same rows in each epoch
-
-    loader, drawn = loader_of(pipeline), Counter[tuple[int, int]]()
-
-    def draw(batch: Any) -> None:
-        drawn.update(zip(batch["shard"].tolist(), batch["row"].tolist(), strict=True))
-
-    for batch in loader:
-        draw(batch)
-        if has_remainder(loader._stream.table):
-            break
-    state = loader.state_dict()
-    assert (opened(state)["shards"]["remainder"] >= 0).all()
-    assert opened(state)["origin"] == opened(state)["samples"] == drawn.total()
-    endless = loader_of(pipeline, repeat=True)
-    endless.load_state_dict(state)
-    assert (opened(endless.state_dict())["shards"]["remainder"] == -1).all()
-    for batch in itertools.islice(endless, 60):
-        draw(batch)
-    assert len(drawn) == 115
-    for shard in range(24):
-        counts = [count for (of, _), count in drawn.items() if of == shard]
-        assert max(counts) - min(counts) <= 1
-
-
 # Nodes of torchdata, below and above
 
 
@@ -441,21 +373,6 @@ def test_a_node_that_shows_its_shard() -> None:
     for loader in ranks:
         next(iter(loader))
     make(0, 1).load_state_dict(full_state_dict(ranks))
-
-
-def test_logical_shards_under_a_prefetcher_go_on_with_another_micro_batch() -> None:
-    def make(b: int) -> Loader[Any]:
-        shards = rd.LogicalShards(
-            rows_pipeline, num_logical_shards=24, global_batch_size=12, micro_batch_size=b, repeat=False
-        )
-        return Loader(Prefetcher(shards, prefetch_factor=4))
-
-    loader, resumed = make(4), make(12)
-    batches = iter(loader)
-    assert len(list(itertools.islice(batches, 3))) == 3
-    resumed.load_state_dict(loader.state_dict())
-    rest, others = ([sample["row"] for batch in part for sample in batch] for part in (batches, resumed))
-    assert rest == others
 
 
 def test_logical_shards_of_simulated_ranks() -> None:

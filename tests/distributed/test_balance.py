@@ -128,24 +128,6 @@ WORKERS = ("all", "workers", {"repeat": True})
 """Of two ranks."""
 
 
-def resumed_anywhere() -> None:
-    """From a state of any micro batch, by `reset` and by `close`: the batches of a run that nothing interrupts."""
-    balance = rd.Balance(cost=COST, over="all")
-    whole, _ = played(opened(balance, repeat=True), 12)
-    for feed in ("", "thread"):
-        with opened(balance, repeat=True, **FEEDS[feed]) as loader:
-            for taken in range(1, 6):
-                loader.reset()
-                batches = first(loader, taken)
-                if taken % 2:
-                    loader.close()
-                batches += first(loader, 3)
-                assert batches == whole[: taken + 3]
-                loader.load_state_dict(loader.state_dict())
-                begun = (taken + 3) // 2 * 2
-                assert first(loader, 2) == whole[begun : begun + 2]
-
-
 def skipped_and_refused() -> None:
     with opened(rd.Balance(cost=COST, over="all"), repeat=True) as loader, opened(None, repeat=True) as plain:
         plain.skip(3 * GLOBAL)
@@ -242,19 +224,6 @@ def unsendable() -> str:
     return str(raised.value)
 
 
-def leaves() -> list[str]:
-    """Stop in every way while other ranks may be a step ahead, and return the threads that are left."""
-    loader = opened(rd.Balance(cost=COST, over="all"), repeat=True, prefetch=2)
-    state = loader.state_dict()
-    for leave in (loader.reset, lambda: loader.load_state_dict(state), loader.close, loader.reopen) * 3:
-        first(loader, 6)
-        leave()
-        first(loader, 2)
-    loader.close()
-    ours = ("rescale_data-balance", "rescale_data-ahead")
-    return [thread.name for thread in threading.enumerate() if thread.name in ours]
-
-
 TRAINER = """
 import sys
 import torch.distributed as dist
@@ -345,14 +314,13 @@ def trained(how: str) -> list[float]:
 
 def on_2_ranks() -> dict[str, Any]:
     found: dict[str, Any] = {"compared": [compare(*case) for case in [*CASES, WORKERS]]}
-    resumed_anywhere()
     skipped_and_refused()
     found |= {f"weighed {over}": weighed(over) for over in ("rank", "all")}
     return {**found, "failing": failing(), "apart": apart(), "unsendable": unsendable()}
 
 
 def on_3_ranks() -> dict[str, Any]:
-    found = {"compared": [compare(*case) for case in CASES], "threads": leaves()}
+    found = {"compared": [compare(*case) for case in CASES]}
     found |= {"plain": plain_batches(), "on two hosts": uneven_hosts()}
     return {**found, **{how: trained(how) for how in ("", "ddp", "fsdp")}}
 
@@ -399,10 +367,6 @@ def test_samples_of_one_rank_that_cannot_be_sent_are_an_error_on_all(two: Any) -
     one, other = (rank["unsendable"] for rank in two)
     assert "could not make its samples" in one
     assert "cannot pickle" in other
-
-
-def test_ranks_that_stop_leave_no_thread(three: Any) -> None:
-    assert [rank["threads"] for rank in three] == [[], [], []]
 
 
 def test_samples_stay_on_their_host(three: Any) -> None:

@@ -31,13 +31,6 @@ def on_4_ranks() -> dict[str, Any]:
         UNEVEN.loader(12, 1)._stream.ranks.communicator is loader._stream.ranks.communicator
     )
 
-    if me == 0:  # what `if rank == 0: torch.save(loader.state_dict())` comes to
-        with pytest.raises(RuntimeError) as error:
-            loader.state_dict()
-        found["alone"] = str(error.value)
-    dist.barrier()
-    found["together"] = opened(loader.state_dict())["shards"]["samples"].tolist()  # being left alone has broken nothing
-
     communicator, sent = loader._stream.ranks.communicator, []
     gather = communicator.gather  # type: ignore[union-attr]
     communicator.gather = lambda call, tensor: (sent.append(len(tensor)), gather(call, tensor))[1]  # type: ignore[union-attr, method-assign]
@@ -101,15 +94,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_groups_of_others_do_not_disturb_and_loaders_share_one(found: list[dict[str, Any]]) -> None:
     assert all(rank["communicator is shared"] for rank in found)
-
-
-def test_a_rank_that_saves_alone_is_told_so_and_may_save_with_the_others_afterwards(
-    found: list[dict[str, Any]],
-) -> None:
-    assert "the ranks [1, 2, 3] did not come" in found[0]["alone"]
-    assert "call it on every rank, before `if rank == 0`" in found[0]["alone"]
-    assert "at most 10 s" in found[0]["alone"]
-    assert all(sum(rank["together"]) == 8 and rank["together"] == found[0]["together"] for rank in found)
 
 
 def test_a_state_takes_the_rows_of_each_rank_once(found: list[dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
 from tests.laws.pairs import Case, cases, name_of
-from tests.laws.tables import ENDLESS, LENGTHS, MIXTURES, ROWS, SOURCES, TOPS, WEIGHTS, Row, packer, rows_of
+from tests.laws.tables import ENDLESS, LENGTHS, MIXTURES, ROWS, SOURCES, TOPS, WEIGHTS, Row, packer, rows_of, whole
 from tests.nodes.listed import listed as excluded
 
 N = 2
@@ -73,14 +73,20 @@ RANDOM = {
     "Tokenize": lambda node: rd.Tokenize(node, numbers, "text", batch_size=3),
 }
 """In place of those of the tables, whose tokens do not say which document they are of."""
-TOPS_WITHOUT_REST = {**TOPS, "TokenPacker": partial(packer, last="pad")}
+TOPS_WITHOUT_REST = {
+    **TOPS,
+    "TokenPacker": partial(packer, last="pad"),
+    "TokenPacker-TokenPacker": lambda node: packer(packer(node, seq_len=4, last="pad"), last="pad"),
+    "TokenPacker-WholeDocumentPacker": lambda node: whole(packer(node, seq_len=4, last="pad")),
+    "WholeDocumentPacker-TokenPacker": lambda node: packer(whole(node), last="pad"),
+}
 DIMENSIONS: Mapping[str, Any] = {
     "change": [*CHANGES],
     "source": ["code", "books"],
     "rows": [*ROWS],
     "mixture": [name for name in MIXTURES if name != "samples-first"] + ["nested-tokens-all"],
     "over": [*OVER, *RANDOM],
-    "top": [*TOPS],
+    "top": [*TOPS_WITHOUT_REST],
     "then": [*TOPOLOGIES],
 }
 MIXED: dict[str, Callable[..., rd.Node[Any]]] = {

@@ -6,7 +6,6 @@ are those of the new weights at once: `tests.nodes.mixture.test_mixtures`.
 
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
 from rescale_data import checkpoint
-from rescale_data.nodes.mixture.rules import make_rule
 from rescale_data.testing import full_state_dict
 from tests.nodes.zoo import BOOKS, CODE, WEB, mixture, read, without_arrays
 from tests.states import closed, opened
@@ -187,47 +185,6 @@ def test_weights_below_a_mapper_of_torchdata_may_change() -> None:
 
 def cut(rows: Any, seq_len: int) -> rd.BaseNode[Any]:
     return rd.TokenPacker(rows, column="tokens", seq_len=seq_len, eos_id=None, labels=True)
-
-
-def whole(rows: Any, seq_len: int) -> rd.BaseNode[Any]:
-    return rd.WholeDocumentPacker(rows, column="tokens", seq_len=seq_len, window=5, pad_id=0)
-
-
-def drawn_before(state: State, source: str) -> Counter[int]:
-    """Return the tokens of the rows that lie before the position of a source."""
-    at = {key.rpartition(".")[2]: int(v[0]) for key, v in opened(state)["shards"].items() if f"{source}.source." in key}
-    reader = read(SOURCES[source], rd.Shard(0, 1, repeat=True))
-    counts: Counter[int] = Counter()
-    for epoch in range(at["epoch"] + 1):
-        rows = [row["tokens"].tolist() for row in reader]
-        reader.reset(reader.get_state())
-        counts.update(token for row in (rows[: at["row"]] if epoch == at["epoch"] else rows) for token in row)
-    return counts
-
-
-@pytest.mark.parametrize(("outer", "inner"), [(whole, cut), (cut, cut), (cut, whole)])
-@pytest.mark.parametrize("at", [1, 4, 9, 14])
-def test_a_packer_over_a_packer_goes_on_within_what_it_has_begun(outer: Any, inner: Any, at: int) -> None:
-    """New weights and an added source wait for the end of a document or window: no token is lost, none comes twice."""
-
-    def pipeline(weights: dict[str, float], shard: rd.Shard) -> rd.BaseNode[Any]:
-        sources = {name: rd.Filter(read(SOURCES[name], shard), lambda row: len(row["tokens"]) > 0) for name in weights}
-        return outer(inner(rd.WeightedSampler(sources, weights), 4), 16)
-
-    delivered: Counter[int] = Counter()
-    state: State | None = None
-    segments = ({"web": 0.8, "code": 0.2}, {"web": 0.1, "code": 0.9}, ALL, {"web": 0.0, "code": 0.5, "books": 1.5})
-    for number, weights in enumerate(segments):
-        loader = open_loader(partial(pipeline, weights), state=state)
-        for count, (tokens, state) in enumerate(served(loader), 1):
-            delivered.update(tokens)
-            if count >= at + number and (number < len(segments) - 1 or (count > 100 and is_between_documents(state))):
-                break
-    assert state is not None
-    shards, rule = opened(state)["shards"], make_rule(segments[-1], {})
-    assert shards[next(key for key in shards if key.endswith(".rule"))].item() == rule.digest
-    del delivered[0]
-    assert delivered == drawn_before(state, "web") + drawn_before(state, "code") + drawn_before(state, "books")
 
 
 @pytest.mark.parametrize("at", [1, 4, 7])
