@@ -26,6 +26,7 @@ from rescale_data.errors import require_callable, to_picklable
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NO_COUNTS = (0, 0, 0, 0)
 
 
 class BatchCounts(NamedTuple):
@@ -96,14 +97,16 @@ class SharedCalls:
             packed_bytes = to_bytes(value if message_kind != RESULT else (BatchCounts.from_loader(loader), value, None))
         except Exception as error:
             packed_bytes = to_bytes((BatchCounts.from_loader(loader), None, to_picklable(error)))
-            self._peers.send(RESULT, [call_digest, 0, 0, 0], packed_bytes)
+            self._peers.send(RESULT, [call_digest, *_NO_COUNTS], packed_bytes)
             raise
-        batch_counts = (loader.step, loader.epoch, loader.last_batch_samples) if message_kind != RESULT else (0, 0, 0)
+        batch_counts = _NO_COUNTS
+        if message_kind != RESULT:
+            batch_counts = loader.step, loader.epoch, loader.last_batch_samples, loader._epoch_ended
         self._peers.send(message_kind, [call_digest, *batch_counts], packed_bytes)
         return value
 
     def _receive(self, name: str) -> Any:
-        message_kind, (call_digest, step, epoch, num_real), value = self._peers.receive(self._pins_batches)
+        message_kind, (call_digest, step, epoch, num_real, has_ended), value = self._peers.receive(self._pins_batches)
         if call_digest != self._peers.digest_of(name):
             raise RuntimeError(
                 f"This rank calls {name:.200} of a loader with peers=, the one that reads for it another method, with other "
@@ -113,6 +116,7 @@ class SharedCalls:
             numbers = self.numbers or BatchCounts()
             num_left = numbers.batches_left
             num_left = num_left - 1 if message_kind == BATCH_MESSAGE and isinstance(num_left, int) else num_left
+            num_left = 0 if has_ended else num_left
             self.numbers = numbers._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=num_left)
             return value
         self.numbers, call_result, error = value

@@ -6,16 +6,17 @@ this is needed: ``accelerator.register_for_checkpointing(loader)``.
 
 from __future__ import annotations
 
-import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, has_length
 
 from rescale_data.engine.reading import call_with_stream
+from rescale_data.engine.states.codec import at_next_epoch
 from rescale_data.engine.stream import Stream
 from rescale_data.integrations.dp_ranks import require_ranks
 from rescale_data.loader import DataLoader
@@ -57,16 +58,26 @@ class DataStateMixin(Trainer):
         self.add_callback(_SaveDataState(train_loader))
 
     def get_train_dataloader(self) -> Any:
-        return self._train_loader
+        return self._train_loader if has_length(self._train_loader) else _Batches(self._train_loader)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = resume_from_checkpoint
         if checkpoint is True:
             checkpoint = get_last_checkpoint(str(self.args.output_dir))
         if checkpoint:
-            self._train_loader.load_state_dict(_load_data_state(Path(checkpoint)))
+            self._train_loader.load_state_dict(at_next_epoch(_load_data_state(Path(checkpoint))))
         # transformers refuses True without a checkpoint
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
+
+
+class _Batches:
+    """Batches of a loader without ``len``. After a resume the trainer counts epochs from 0, so this has no ``set_epoch``."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
 
 
 class _SaveDataState(TrainerCallback):
@@ -74,9 +85,10 @@ class _SaveDataState(TrainerCallback):
         self._loader = loader
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Correct the logged epoch: after a resume within an epoch the trainer counts the epoch's steps from 0."""
-        with contextlib.suppress(TypeError):  # a loader without ``len`` has no epochs
-            state.epoch = state.global_step * self._loader.gradient_accumulation_steps / len(self._loader)
+        """Correct the logged epoch, which the trainer counts anew after a resume; without ``len`` it is ``max_steps`` long."""
+        loader = self._loader
+        micro_batches = state.global_step * loader.gradient_accumulation_steps
+        state.epoch = micro_batches / len(loader) if has_length(loader) else state.global_step / state.max_steps
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         data_state = self._loader.state_dict()  # collective: this hook runs on all ranks

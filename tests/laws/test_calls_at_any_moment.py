@@ -120,7 +120,7 @@ class Run:
         return [self.loader.step, self.loader.epoch, self.loader.last_batch_samples]
 
     def left(self) -> Any:
-        return [self.loader.batches_left, len(self.loader)]
+        return [outcome(lambda: self.loader.batches_left), outcome(lambda: len(self.loader))]
 
 
 def refused(run: Run) -> None:

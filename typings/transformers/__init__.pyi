@@ -12,6 +12,7 @@ class TrainingArguments:
 
 class TrainerState:
     global_step: int
+    max_steps: int
     epoch: float | None
 
 class TrainerControl: ...

@@ -22,7 +22,7 @@ from rescale_data.engine.ranks.meeting import digest, gloo, make_once, meet_in_j
 
 _counter = itertools.count()
 BATCH_MESSAGE, PEEKED_MESSAGE, RESULT = range(3)
-NUM_COUNTS = 4
+NUM_COUNTS = 5
 """The number of counts in a message header, besides the kind and the size of the body."""
 
 
