@@ -11,12 +11,10 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
+from tests.formats import write_jsonl, write_table
 from tests.rank_functions import fail_on_rank_1
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -103,37 +101,19 @@ def test_arguments_that_cannot_be_meant(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_own_text_parquet_and_arrow(tmp_path):
-    documents = [np.arange(3 + i, dtype=np.uint16) for i in range(9)]
-    table = pa.table(
-        {"id": pa.array(range(9)), "tokens": pa.array([d.tolist() for d in documents], pa.list_(pa.uint16()))}
-    )
-    for kind in ("text", "parquet", "arrow"):
-        (tmp_path / kind).mkdir()
-    for i, document in enumerate(documents):
-        (tmp_path / "text" / f"{i}.txt").write_bytes(bytes((document + 1).tolist()))
-    pq.write_table(table, tmp_path / "parquet" / "a.parquet")
-    with pa.ipc.new_file(tmp_path / "arrow" / "a.arrow", table.schema) as writer:
-        writer.write_table(table)
-    expected = [document.astype(np.int32).tobytes() for document in documents]
-    for kind in ("parquet", "arrow"):
-        assert read_rows(build_corpus(tmp_path / kind, tmp_path / f"{kind}-corpus", 9)) == expected
-    assert len(read_rows(build_corpus(tmp_path / "text", tmp_path / "text-corpus", 9))) == 9
-
-
 def test_a_mixed_folder_gives_what_it_can_and_says_what_it_left_out(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     with pytest.raises(ValueError, match="holds 0 different documents, and the demo needs at least 96"):
         build_corpus(data, tmp_path / "corpus", 96)
-    pq.write_table(pa.table({"text": [f"row {i} of parquet" for i in range(5)]}), data / "a.parquet")
-    lines = [json.dumps({"id": i, "text": f"line {i}"}) for i in range(5)] + [json.dumps({"tokens": [1, 2, 3]})]
-    (data / "b.jsonl").write_text("\n".join(lines))
+    write_table(data / "a.parquet", {"text": [f"row {i} of parquet" for i in range(5)]})
+    write_table(data / "a.arrow", {"tokens": [[10 * i, 1, 2] for i in range(4)]})
+    write_jsonl(data / "b.jsonl", [*({"id": i, "text": f"line {i}"} for i in range(5)), {"tokens": [1, 2, 3]}])
     (data / "c.md").write_text("some text")
     (data / "d.parquet").write_bytes(b"cut short")
     (data / "e.png").write_bytes(b"\0\1")
     corpus = build_corpus(data, tmp_path / "corpus", 12)
-    assert len(read_rows(corpus)) == 12
+    assert len(read_rows(corpus)) == 16
     assert corpus.description.endswith("Left out, without text or tokens: 1 .parquet, 1 .png.")
 
 

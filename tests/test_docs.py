@@ -89,30 +89,6 @@ def check_world_sizes(names: dict[str, Any], shown: str) -> None:
     assert "ranks W" in shown
 
 
-def check_steps(names: dict[str, Any], shown: str) -> None:
-    """What is told of step 7 is what a run trains on in it."""
-    assert shown.count("sample ") == 8
-    lines = re.findall(r"\n  (.*)", shown)
-    assert lines
-    assert all(re.fullmatch(r"(web: web|code: code)\[\d+\]", line) for line in lines)
-    loader = names["rd"].DataLoader(names["pipeline"], global_batch_size=8, num_logical_shards=8, repeat=True)
-    batch = [batch for _, batch in zip(range(8), loader, strict=False)][7]
-    told = [int(re.search(r"\d+", line)[0]) for line in rd_lines(shown)]
-    first = batch["tokens"][0].tolist()
-    assert sorted(told) == sorted(first[end - 1] for end in _ends(batch))
-
-
-def rd_lines(shown: str) -> list[str]:
-    """The documents of the first sample."""
-    return re.findall(r"\n  (.*)", shown.partition("sample 1:")[0])
-
-
-def _ends(batch: dict[str, Any]) -> list[int]:
-    """The last token of each document, before its EOS, in the first sample."""
-    ids = batch["doc_ids"][0].tolist()
-    return [len(ids) - ids[::-1].index(doc) - 1 for doc in range(max(ids) + 1)]
-
-
 ROOT = DOCS.parent
 PAGES = sorted(
     path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.parts[len(ROOT.parts) :])

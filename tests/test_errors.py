@@ -554,9 +554,18 @@ def test_no_run_goes_further_than_a_state_can_tell() -> None:
         ),
     ],
 )
-def test_a_state_of_another_run(saved: dict[str, Any], words: str) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_of_another_run(saved: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """In hand, and in a checkpoint, where DCP says that shapes differ, before it asks us."""
+    other, loader = loader_of(**saved), loader_of()
     with pytest.raises(rd.DataStateError, match=words):
-        loader_of().load_state_dict(loader_of(**saved).state_dict())
+        loader.load_state_dict(other.state_dict())
+    dcp.save({"loader": other}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(rd.DataStateError, match=words):
+        rd.checkpoint.check_checkpoint(tmp_path, loader)
+    with pytest.raises((dcp.CheckpointException, rd.DataStateError), match=f"Size mismatch|{words}"):
+        dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
+    assert loader.step == 0
 
 
 def even(row: Any, _: Any = None) -> bool:

@@ -1,4 +1,4 @@
-"""The examples of sources, small."""
+"""The examples, small: those of sources, and the mixture."""
 
 import sys
 from pathlib import Path
@@ -55,3 +55,17 @@ def test_fine_tuning_on_conversations(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().out
     assert "each with its mask: True" in shown
     assert "all of it holds" in shown
+
+
+def test_a_mixture(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every batch is the same on 4, 3 and 8 ranks as on one."""
+    import mixture
+    from mixture_parts import corpora
+
+    monkeypatch.setattr(corpora, "MAX_FILES", 20)
+    monkeypatch.setattr(mixture, "STEPS", 3)
+    assert mixture.main() == 0
+    shown = capsys.readouterr().out
+    assert shown.count("same\n") == 9
+    assert "every global batch is the same" in shown
+    assert "step 9, sample 0:" in shown

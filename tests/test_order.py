@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.order import ShardOrder, encipher, random_words
+from rescale_data.order import encipher, random_words
 from rescale_data.rounds import shard_sizes, shard_starts
-from tests.corpus import fragment_order
 
 
 def test_the_cipher_of_ten_billion_rows_stays() -> None:
@@ -60,30 +59,3 @@ def test_shards_partition_the_rows(num_rows: int, num_shards: int) -> None:
 
 def test_shard_starts_do_not_overflow() -> None:
     assert shard_starts(np.array([2**20]), 2**61, 2**20 + 1).tolist() == [2**20 * 2**61 // (2**20 + 1)]
-
-
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=12),
-    st.integers(1, 7),
-    st.sampled_from([0, 1, 3, 8, 1000]),
-    st.integers(0, 3),
-)
-def test_every_row_once_an_epoch(lengths: list[int], num_shards: int, window: int, epoch: int) -> None:
-    fragments = np.concatenate([[0], np.cumsum(lengths)])
-    num_rows = int(fragments[-1])
-    orders = [
-        ShardOrder(num_rows=num_rows, range_index=i, num_logical_shards=num_shards, seed=5, window=window)
-        for i in range(num_shards)
-    ]
-    permuted = fragment_order(fragments, 5, epoch) if window else None
-    rows = [row for order in orders for row in _read(order, epoch, permuted)]
-    assert sorted(rows) == list(range(num_rows))
-    if not window:
-        assert rows == list(range(num_rows))
-
-
-def _read(order: ShardOrder, epoch: int, fragments) -> list[int]:
-    rows: list[int] = []
-    while len(rows) < order.num_shard_rows:
-        rows += order.rows(epoch, len(rows), fragments).tolist()
-    return rows

@@ -1,7 +1,6 @@
 """Two ranks that differ: in arguments, in where they stand, in errors. All are told, at once, and may go on together."""
 
 import functools
-import itertools
 import logging
 import pickle
 import signal
@@ -17,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rescale_data as rd
-from rescale_data.engine.ranks import communicator, meeting
 from tests.distributed.ranks import run_ranks
 from tests.distributed.segments import Data, Logged, take
 from tests.states import same_state
@@ -57,7 +55,7 @@ def error_of(call: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def on_2_ranks(folder: Path) -> dict[str, Any]:
-    found = {**at_different_batches(folder), **late_at_a_save(), "refused": refused()}
+    found = {**at_different_batches(folder), "refused": refused()}
     return {**found, **with_errors_of_one()}  # the signal in the last of these leaves an exchange half begun
 
 
@@ -93,10 +91,6 @@ def with_errors_of_one() -> dict[str, Any]:
     loader = make()
     state = loader.state_dict()
     found["another number"] = error_of(loader.load_state_dict, state, delivered=8 * (me + 1))
-    if me:
-        error_of(loader.load_state_dict, {})
-    loader.load_state_dict(state, delivered=8)
-    found["after a load that failed on one rank"] = loader.step
     for repeat in (False, True):
         for num_rows in (0, 20, 60):
             loader, FAULT[:] = make(fragile, repeat=repeat), []
@@ -122,22 +116,6 @@ def with_errors_of_one() -> dict[str, Any]:
 
 def stop_it(*_: Any) -> None:
     raise InterruptedError("preempted")
-
-
-def late_at_a_save() -> dict[str, Any]:
-    """What rank 0 is told, whose clock runs a minute ahead whenever it looks, and whether two saves after it are whole."""
-    loader, said = UNEVEN.loader(12, 2, timeout=60.0), ""
-    take(loader, 1)
-    before = loader.state_dict()
-    if dist.get_rank() == 0:
-        with pytest.MonkeyPatch.context() as patch:
-            ahead = itertools.count(0, 61)
-            patch.setattr(meeting, "_CHECK_SECONDS", 0.1)
-            for each in (communicator, meeting):
-                patch.setattr(each, "monotonic", lambda: next(ahead))
-            said = error_of(loader.state_dict)
-    dist.barrier()
-    return {"late": said, "saves after it": [same_state(loader.state_dict(), before) for _ in range(2)]}
 
 
 def refused() -> list[str]:
@@ -188,17 +166,11 @@ def test_trouble_on_one_rank_is_an_error_on_all_at_once(ranks: Any) -> None:
     assert one["a signal while it waits"].endswith("preempted")
     assert one["in time"]
     for found, words in ((one, "the disk is gone"), (other, "Another dp rank")):
-        assert found["after a load that failed on one rank"] == 2
         assert "different delivered" in found["another number"]
         assert "not left out the same" in found["left out on one rank"]
         failed = [said for name, said in found.items() if name.startswith("a read that fails")]
         assert len(failed) == 12
         assert all(words in said for said in failed)
-
-
-def test_a_rank_that_is_late_at_a_save_is_named_and_the_next_save_is_whole(ranks: Any) -> None:
-    assert "failed on rank 0 after at most 60 s, because the ranks [1] did not come to it" in ranks[0]["late"]
-    assert [found["saves after it"] for found in ranks] == [[True, True]] * 2
 
 
 def test_meshes_and_arguments_that_are_refused_and_what_is_said_without_a_mesh(ranks: Any) -> None:

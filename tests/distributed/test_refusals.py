@@ -1,7 +1,6 @@
-"""Checkpoints that do not fit: what `dcp.load` says by itself, what we say, and that nothing is silent."""
+"""Checkpoints that do not fit: what `dcp.load` says by itself, and what we say. Of another run: `tests.test_errors`."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -27,37 +26,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dcp.save({"train": loader, "validation": other}, checkpoint_id=path.with_name("two"))
     dcp.save({"step": 3}, checkpoint_id=path.with_name("none"))
     return path
-
-
-@pytest.mark.parametrize(
-    ("data", "arguments", "message", "of_dcp"),
-    [
-        (
-            Data("rows", 200, 48),
-            {},
-            "saved with num_logical_shards=24, the loader has num_logical_shards=48. It is fixed for a whole run",
-            r"Size mismatch between saved torch.Size\(\[24, 6\]\) and current: torch.Size\(\[48, 6\]\)",
-        ),
-        (
-            FILTERED,
-            {},
-            r"The fields differ from those of the checkpoint: .*source.kept is new.*or begin a new run",
-            r"Size mismatch between saved torch.Size\(\[24, 6\]\) and current: torch.Size\(\[24, 8\]\)",
-        ),
-        (ROWS, {"seed": 8}, "saved with seed=7, the loader has seed=8. Another seed is another order", ""),
-        (Data("rows", 201, 24), {}, "The sources differ from those of the checkpoint: .*200.*201.*restore", ""),
-    ],
-    ids=["N", "fields", "seed", "dataset"],
-)
-def test_check_checkpoint_explains(
-    whole: Path, data: Data, arguments: dict[str, Any], message: str, of_dcp: str
-) -> None:
-    loader = data.loader(O, **arguments)
-    with pytest.raises(rd.DataStateError, match=message):
-        rd.checkpoint.check_checkpoint(whole, loader)
-    with pytest.raises(CheckpointException if of_dcp else rd.DataStateError, match=of_dcp or "differ|Another seed"):
-        dcp.load({"loader": loader}, checkpoint_id=whole)
-    assert loader.step == 0
 
 
 def test_a_field_too_many(whole: Path) -> None:

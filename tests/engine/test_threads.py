@@ -13,19 +13,7 @@ import pytest
 import torch
 
 from rescale_data.engine.exchanges import STATUS_STOPPED, Exchanges, RankGroup
-from rescale_data.engine.threads import TaskThread
 from tests.test_interrupt import CtrlC
-
-
-def test_tasks_run_in_order_and_end_waits_for_them() -> None:
-    done: list[int] = []
-    thread = TaskThread("test")
-    for number in range(100):
-        thread.put(lambda number=number: done.append(number))
-    thread.end()
-    assert done == list(range(100))
-    thread.end()  # once more
-
 
 HANGS = """
 import threading

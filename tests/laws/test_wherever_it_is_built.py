@@ -363,16 +363,6 @@ def test_a_group_that_is_destroyed_ends(found: Any) -> None:
         assert num_threads == 0
 
 
-@pytest.mark.parametrize("ahead", AHEAD)
-def test_a_fork_goes_on_by_itself_or_is_told_to_build_a_loader(ahead: str) -> None:
-    with loader_of("rows", micro_batch_size=4, **AHEAD[ahead]) as loader:
-        batches = iter(loader)
-        next(batches)
-        (said,) = in_a_fork(lambda: list(batches))
-        rest = list(batches)
-        assert said == rest or (ahead != "nothing" and "Make another loader here" in said)
-
-
 def test_a_loader_says_where_to_build_it_for_a_process_that_is_spawned() -> None:
     loader = loader_of("rows")
     with pytest.raises(TypeError, match="Build it in the function that is spawned, after init_process_group"):

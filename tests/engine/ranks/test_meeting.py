@@ -76,18 +76,6 @@ def test_a_member_waits_for_few_answers_of_the_store(monkeypatch: pytest.MonkeyP
         assert sum(number for name, number in store.asked.items() if name.split()[0] != "append") <= 4, store.asked
 
 
-@pytest.mark.parametrize("attempts", [0, 1, 3])
-def test_whoever_was_left_alone_meets_the_others_in_the_next_attempt(attempts: int) -> None:
-    store, names = dist.HashStore(), [3, 5, 9]
-    for turn in range(attempts):
-        assert told(meet_at_barrier, store, turn % 2, names, 0.01) == [
-            rank for rank in names if rank != names[turn % 2]
-        ]
-    for number in range(2):
-        found = in_threads(3, lambda me: meet_at_barrier(store, me, names, 60.0, f"rank {me}"))
-        assert found == {me: (["rank 0", "rank 1", "rank 2"], attempts + number) for me in range(3)}
-
-
 def test_a_store_that_does_not_answer_or_fails_keeps_nobody_for_long() -> None:
     """Errors of its connection are those of a store that is gone; others are raised."""
 
