@@ -317,7 +317,7 @@ class Reader(Node[Any]):
 
     def advances_by_one(self, epoch: int) -> bool:
         """True if reading any row of an epoch only adds 1 to the row number in the position."""
-        return self._row_checker is None and not self._leaves_out_rows and not self.rows.continues_round(epoch)
+        return self._only_row_advances and not self.rows.continues_round(epoch)
 
     def moves(self, position: View, start: View, num_rows: int) -> tuple[Ints | None, PositionUpdates]:
         """Return the indices of the next rows that are not blocked, and the position update of each of these rows.
@@ -331,42 +331,34 @@ class Reader(Node[Any]):
             ``int64[k]`` indices among the rows, `None` for all of them; the updates of ``position``.
         """
         if self.rows.continues_round(start[0]):  # the shard has no other row in this epoch
-            position_after = copy_of(start)
-            self.advance(position_after, num_rows)
-            self.pass_blocked(position_after)
-            return None, PositionUpdates.between(position, position_after)
-        ends = np.arange(1, num_rows + 1)
+            next_position = copy_of(start)
+            self.advance(next_position, num_rows)
+            self.pass_blocked(next_position)
+            return None, PositionUpdates.between(position, next_position)
         if self._only_row_advances and start == position:
-            return None, PositionUpdates(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends + start[1])
+            ends = np.arange(start[1] + 1, start[1] + num_rows + 1)
+            return None, PositionUpdates(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends)
         plan = self.plan(start[0], start[1])
         first_index = start[1] - plan.first_row
-        next_unblocked = (
-            np.arange(first_index, first_index + num_rows + 1)
-            if plan.next_unblocked is None
-            else np.asarray(plan.next_unblocked)[first_index:][: num_rows + 1]
-        )
-        unblocked = np.flatnonzero(next_unblocked[:-1] == np.arange(first_index, first_index + num_rows))
-        ends = np.append(unblocked[1:], num_rows)  # behind each sample and the rows left out after it
-        values_by_slot = {1: start[1] + ends}
+        unblocked = plan.unblocked_indices(first_index, first_index + num_rows) - first_index
+        num_passed = np.append(
+            unblocked[1:], num_rows
+        )  # rows up to the end of those that are left out after each sample
+        positions = np.repeat(np.asarray(start)[None], len(unblocked), axis=0)
+        positions[:, 1] += num_passed
         if self._row_checker is not None:
-            values_by_slot[3] = self._row_checker.digests_after_each(start[3], start[0], start[1], num_rows)[ends - 1]
+            digests = self._row_checker.digests_after_each(start[3], start[0], start[1], num_rows)
+            positions[:, 3] = digests[num_passed - 1]
         if self._blocklist is not None:
-            values_by_slot[len(start) + _BLOCKED] = start[_BLOCKED] + ends - np.arange(1, len(unblocked) + 1)
-        moves = PositionUpdates.of([*values_by_slot], np.stack([*values_by_slot.values()], axis=1))
-        last_position = copy_of(start)
-        moves.apply(last_position, len(unblocked))
-        next_position = copy_of(last_position)
-        self.to_next_row(next_position)
-        moves = PositionUpdates.join(
-            [PositionUpdates.between(position, start), moves, PositionUpdates.between(last_position, next_position)]
-        )
-        return unblocked, moves.merge_groups(np.array([*range(2, len(unblocked) + 1), len(unblocked) + 2]))
+            positions[:, _BLOCKED] += num_passed - np.arange(1, len(unblocked) + 1)
+        self.pass_blocked(positions[-1].data)
+        slots = np.array([1, *range(len(self.ROW), len(start))])
+        return unblocked, PositionUpdates.of(slots, positions[:, slots])
 
     def _num_blocked(self, position: View) -> int:
         """Return the number of blocked rows between a position and the next sample of its window."""
         plan = self.plan(position[0], position[1])
-        plan_index = position[1] - plan.first_row
-        return 0 if plan.next_unblocked is None else plan.next_unblocked[plan_index] - plan_index
+        return plan.num_blocked(position[1] - plan.first_row)
 
     def settle(self, position: View) -> None:
         """Do nothing: `pass_blocked` writes the digest of the present blocklist."""

@@ -45,17 +45,10 @@ class Blocklist:
         self.digest = _digest(_rows_by_file(source, self.rows))
         """Positive hash of the files and rows. It does not depend on the form of the list, or on files added later."""
 
-    def next_unblocked_index(self, rows: Ints) -> memoryview | None:
-        """Return, for each index of ``rows`` and for their end, the first index from there on whose row is not blocked.
-
-        `None` if no row is listed.
-        """
-        is_blocked = np.isin(rows, self.rows)
-        if not is_blocked.any():
-            return None
-        next_index = np.arange(len(rows) + 1)
-        next_index[:-1][is_blocked] = len(rows)
-        return np.minimum.accumulate(next_index[::-1])[::-1].copy().data
+    def unblocked_indices(self, rows: Ints) -> memoryview | None:
+        """Return the indices of ``rows`` that are not blocked, as int64; `None` for all."""
+        unblocked = np.flatnonzero(~np.isin(rows, self.rows))
+        return None if len(unblocked) == len(rows) else unblocked.data
 
     def parameters(self) -> dict[str, Any]:
         return {"rows": len(self.rows), "digest": f"{self.digest:x}"}

@@ -33,7 +33,8 @@ class ChunkFetcher:
         row = int(plan.rows[index])
         chunk: Chunk | None = cache().get(self._cache_key)
         if chunk is None or (row not in chunk.samples and row not in chunk.errors):
-            chunk = self._fetch(plan.unblocked_rows(index, self._num_rows()))
+            indices = plan.unblocked_indices(index, len(plan.rows))[: self._num_rows()]
+            chunk = self._fetch(plan.rows[indices].tolist())
             cache().register(self._source)
             cache().put(self._cache_key, chunk)
         if (error := chunk.errors.pop(row, None)) is not None:

@@ -54,8 +54,8 @@ class TextReader:
         if not self._reader.to_next_row(next_position):
             return [], NO_UPDATES
         rows = self._reader.rows_from(next_position[0], next_position[1])[:max_texts]
-        unblocked_indices, moves = self._reader.moves(position, next_position, len(rows))
-        return self._source.texts(self._column, rows if unblocked_indices is None else rows[unblocked_indices]), moves
+        unblocked, moves = self._reader.moves(position, next_position, len(rows))
+        return self._source.texts(self._column, rows if unblocked is None else rows[unblocked]), moves
 
     def begin_next_epoch(self, position: memoryview) -> None:
         self._reader.begin_unblocked_epoch(position)

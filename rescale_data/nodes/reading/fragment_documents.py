@@ -89,8 +89,8 @@ class FragmentDocuments:
             return EMPTY_SPANS
         epoch, row = next_position[0], next_position[1]
         spans = self._read_block(epoch, row, max_documents) or self._read_fragments(epoch, row, max_documents)
-        unblocked_indices, updates = self._reader.moves(position, next_position, len(spans))
-        return spans.with_moves(updates) if unblocked_indices is None else spans.take(unblocked_indices, updates)
+        unblocked, moves = self._reader.moves(position, next_position, len(spans))
+        return spans.with_moves(moves) if unblocked is None else spans.take(unblocked, moves)
 
     def _read_fragments(self, epoch: int, row: int, max_documents: int) -> Spans:
         self._share = self._reader.share(epoch)

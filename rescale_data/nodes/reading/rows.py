@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,7 +49,7 @@ class WindowPlan(OnEvict):
         first_row: The shard's row at which the plan begins.
         rows: ``int64[n]``, rows of the source.
         hash_sums: `running_hash_sums` of the rows, if `Shard.verify` is set; else empty.
-        next_unblocked: `Blocklist.next_unblocked_index` of the rows, if some of them are left out.
+        unblocked: ``int64[k]``, the indices of the rows that are not left out, ascending; `None` for all rows.
         reader: The reader, if it still exists: its `drop_order` is called when the cache drops the plan. The cache keeps
             neither the reader nor its source alive.
     """
@@ -57,7 +58,7 @@ class WindowPlan(OnEvict):
     first_row: int
     rows: Ints
     hash_sums: memoryview
-    next_unblocked: memoryview | None
+    unblocked: memoryview | None
     reader: ref[Reader] | None
 
     @property
@@ -65,19 +66,22 @@ class WindowPlan(OnEvict):
         return (
             self.rows.nbytes
             + self.hash_sums.nbytes
-            + (0 if self.next_unblocked is None else self.next_unblocked.nbytes)
+            + (0 if self.unblocked is None else self.unblocked.nbytes)
             + _PLAN_OVERHEAD_BYTES
         )
 
-    def unblocked_rows(self, index: int, num_rows: int) -> list[int]:
-        """Return up to ``num_rows`` row numbers from an index on, without blocked rows."""
-        if self.next_unblocked is None:
-            return self.rows[index : index + num_rows].tolist()
-        rows: list[int] = []
-        while len(rows) < num_rows and (index := self.next_unblocked[index]) < len(self.rows):
-            rows.append(int(self.rows[index]))
-            index += 1
-        return rows
+    def unblocked_indices(self, first: int, stop: int) -> Ints:
+        """Return the indices from ``first`` to ``stop - 1`` whose rows are not left out."""
+        if self.unblocked is None:
+            return np.arange(first, stop)
+        return np.asarray(self.unblocked[bisect_left(self.unblocked, first) : bisect_left(self.unblocked, stop)])
+
+    def num_blocked(self, index: int) -> int:
+        """Return the number of rows that are left out from an index on, before the next row that is not."""
+        if self.unblocked is None:
+            return 0
+        place = bisect_left(self.unblocked, index)
+        return (self.unblocked[place] if place < len(self.unblocked) else len(self.rows)) - index
 
     def handle_eviction(self) -> None:
         reader = None if self.reader is None else self.reader()
@@ -149,8 +153,8 @@ class ShardRows(ShardEpochs):
             return plan, False
         rows = self.window_rows(epoch, row)
         sums = running_hash_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_SUMS
-        next_unblocked = None if self._blocklist is None else self._blocklist.next_unblocked_index(rows)
-        plan = WindowPlan(epoch, self.order(epoch).window_bounds(row)[0], rows, sums, next_unblocked, self._reader)
+        unblocked = None if self._blocklist is None else self._blocklist.unblocked_indices(rows)
+        plan = WindowPlan(epoch, self.order(epoch).window_bounds(row)[0], rows, sums, unblocked, self._reader)
         cache().put(self._plan_key, plan)
         self._plan = plan  # until the cache drops it: then the reader drops this object too
         return plan, True
