@@ -127,18 +127,14 @@ class Runner:
             node = self._active_nodes[shard]
             if node is None:
                 node = self._activate(shard)
-            end_of_epoch = epoch_end(node, self._slots(shard)[None], np.array([shard]))
-            if end_of_epoch is None:
+            if epoch_end(node, self._slots(shard)[None], np.array([shard])) is None:
                 num_samples -= skip_ahead(node, num_samples)
                 if num_samples:
                     self._draw(shard)
                     num_samples -= 1
                 continue
-            num_skipped = min(num_samples, int(end_of_epoch[0][0]))
-            skip(node, num_skipped)
-            num_samples -= num_skipped
+            num_samples -= skip(node, num_samples)
             if num_samples:
-                self._slots(shard)[:] = end_of_epoch[1][0]
                 self._active_nodes[shard] = None
                 num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
@@ -163,12 +159,8 @@ class Runner:
         """
         node = self._build(shard)
         node.bind(self._slots(shard).copy().data)
-        difference = ""
-        try:
-            skip(node, samples_left)
-        except StopIteration:
-            difference = "fewer"
-        else:
+        difference = "fewer"
+        if skip(node, samples_left) == samples_left:
             difference = "" if next(node, self) is self else "more"
         if difference:
             raise DataStateError(

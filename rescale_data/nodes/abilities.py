@@ -57,8 +57,11 @@ class Skips(Ability):
     """A node that can skip samples without drawing each of them."""
 
     @abstractmethod
-    def skip(self, num_samples: int) -> None:
-        """Leave out the next ``num_samples`` samples, as if they had been drawn."""
+    def skip(self, num_samples: int) -> int:
+        """Leave out the next ``num_samples`` samples, as if they had been drawn; return their number.
+
+        It is less if the epoch ended before, and the position is then the beginning of the next one, as after `StopIteration`.
+        """
 
 
 class SkipsAhead(Ability):

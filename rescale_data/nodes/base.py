@@ -14,7 +14,7 @@ torchdata: the other modules import torchdata's names from here.
 # The functions of this module use private parts of its class, which no other module does.
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, singledispatch
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -61,6 +61,7 @@ __all__ = [
     "bind_once",
     "changing_children",
     "copy_of",
+    "count_until_end",
     "draw_and_drop",
     "go_to",
     "initial",
@@ -318,10 +319,19 @@ def record_epoch_end(node: Node[Any]) -> None:
     node._epoch_ended = True
 
 
-def draw_and_drop(node: Node[Any], num_samples: int) -> None:
-    """Skip ``num_samples`` samples by drawing and dropping them."""
-    for _ in range(num_samples):
-        next(node)
+def draw_and_drop(node: Node[Any], num_samples: int) -> int:
+    """Skip samples by drawing and dropping them; return their number, which is less if the epoch ends."""
+    return count_until_end(node.__next__, num_samples)
+
+
+def count_until_end(draw: Callable[[], object], num_samples: int) -> int:
+    """Call ``draw`` for each of ``num_samples`` samples; return how many there were before it raised `StopIteration`."""
+    for number in range(num_samples):
+        try:
+            draw()
+        except StopIteration:
+            return number
+    return num_samples
 
 
 @singledispatch

@@ -133,34 +133,35 @@ def has_equal_epochs(node: Node[Any]) -> bool:
     return node.one_for_one or getattr(node, "repeats_itself", False)
 
 
-def skip(node: Node[Any], num_samples: int) -> None:
+def skip(node: Node[Any], num_samples: int) -> int:
     """Leave out the next samples of any node, as if they had been drawn; without drawing them if the node can do that.
 
     Args:
         node: Any node, for example the child of your own.
-        num_samples: Number of samples, at most what is left in the epoch.
+        num_samples: Number of samples.
 
-    Raises:
-        StopIteration: The epoch ended before, as in `Node.next`.
+    Returns:
+        The number of samples that were left out. It is less if the epoch ended before; the node is then as after the
+        `StopIteration` of `Node.next`.
 
     Example:
         >>> import rescale_data as rd
         >>> reader = rd.Reader(range(8), rd.Shard(), shuffle=False)
         >>> rd.nodes.skip(reader, 5)
+        5
         >>> list(reader)
         [5, 6, 7]
     """
     bind_once(node)
-    try:
-        if isinstance(node, Skips):
-            node.skip(num_samples)
-        elif node.one_for_one:
-            skip(node.children["source"], num_samples)
-        else:
-            draw_and_drop(node, num_samples)
-    except StopIteration:
+    if isinstance(node, Skips):
+        num_skipped = node.skip(num_samples)
+    elif node.one_for_one:
+        num_skipped = skip(node.children["source"], num_samples)
+    else:
+        num_skipped = draw_and_drop(node, num_samples)
+    if num_skipped < num_samples:
         record_epoch_end(node)
-        raise
+    return num_skipped
 
 
 def skip_ahead(node: Node[Any], num_samples: int) -> int:

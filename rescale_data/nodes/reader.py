@@ -231,6 +231,7 @@ class Reader(Node[Any]):
         while True:
             if self._is_epoch_over or not self.to_next_row(position):
                 self._end_epoch()
+                raise StopIteration
             epoch, row = position[0], position[1]
             plan = self.rows.cached_plan(epoch, row) or self.plan(epoch, row)
             plan_index = row - plan.first_row
@@ -250,29 +251,29 @@ class Reader(Node[Any]):
             has_provenance = self.provenance and (self._adds_provenance or isinstance(sample, Mapping))
             return with_provenance(sample, self.locate()) if has_provenance else sample
 
-    def skip(self, num_samples: int) -> None:
+    def skip(self, num_samples: int) -> int:
         if self._guard.skips:  # only reading shows which rows are samples
             return draw_and_drop(self, num_samples)
-        if self._leaves_out_rows:
-            for _ in range(num_samples):
-                if self._is_epoch_over or not self.to_next_row(self.position):
-                    self._end_epoch()
-                self.advance(self.position, 1)
-            return None
-        if not num_samples:
-            return None
-        if self._is_epoch_over or not self.to_next_row(self.position):
+        num_left = num_samples
+        while num_left and not self._is_epoch_over and self.to_next_row(self.position):
+            num_left -= self._skip_rows(1 if self._leaves_out_rows else num_left)
+        if num_left:
             self._end_epoch()
+        return num_samples - num_left
+
+    def _skip_rows(self, num_rows: int) -> int:
+        """Advance the position by up to ``num_rows`` rows, none of which is blocked; return how many the epoch has."""
         epoch, row = self.position[0], self.position[1]
-        stop_row = row + num_samples
-        if stop_row > self.rows.num_epoch_rows(epoch) and stop_row > self.rows.epoch_end(epoch, self.shard.index)[0]:
-            self._end_epoch()
+        if row + num_rows > self.rows.num_epoch_rows(epoch):
+            num_rows = min(num_rows, self.rows.epoch_end(epoch, self.shard.index)[0] - row)
+        stop_row, num_behind = row + num_rows, num_rows
         if stop_row > self.rows.num_epoch_rows(epoch):  # it goes on at once to other epochs
             self.position[0], num_before = self.rows.epoch_after_rows(epoch, stop_row, self.shard.index)
-            self.position[1], num_samples = 0, stop_row - num_before
+            self.position[1], num_behind = 0, stop_row - num_before
             if self._row_checker is not None:
                 self.position[3] = 0
-        return self.advance(self.position, num_samples)
+        self.advance(self.position, num_behind)
+        return num_rows
 
     # Moves of a position: to the next row that is not left out, past rows, to the next epoch
 
@@ -510,7 +511,7 @@ class Reader(Node[Any]):
         return self.source.row(self._drawn_row) if share is None else self.source.row_of(self._drawn_row, share)
 
     def _end_epoch(self) -> None:
+        """Move to the beginning of the next epoch; there are no samples until the reader is bound again."""
         if not self._is_epoch_over:
             self._is_epoch_over = True
             self.begin_next_epoch(self.position)
-        raise StopIteration

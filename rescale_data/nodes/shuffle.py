@@ -9,7 +9,7 @@ import numpy as np
 
 from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.nodes.abilities import Writes
-from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, go_to
+from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, count_until_end, go_to
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import columns_of, epoch_end, num_nodes_below, place, shard_of, skip
 from rescale_data.nodes.changing import apply_changes, is_pending
@@ -112,25 +112,27 @@ class Shuffle(Node[Any]):
             sample_bytes = sum(length * dtype.itemsize for length, dtype in self.writes.values())
             self._cache_room_warner.warn_if_full(self.window * sample_bytes, self.window, is_made_again=False)
 
-    def skip(self, num_samples: int) -> None:
+    def skip(self, num_samples: int) -> int:
         """Skip samples: whole windows by `skip` of the source if it knows how many are left, the others by drawing them."""
         bind_once(self)
-        while num_samples:
+        num_left = num_samples
+        while num_left:
             num_windows = (
                 0
                 if self.position[_EMITTED_SLOT] or self._is_epoch_over
-                else min(num_samples, self._num_samples_left()) // self.window
+                else min(num_left, self._num_samples_left()) // self.window
             )
             if num_windows and not self._is_change_pending():
                 apply_changes(self)
                 self._seek_source(unpermuted=False)
-                skip(self._source, num_windows * self.window)
+                num_left -= skip(self._source, num_windows * self.window)
                 self._bookmark[:] = self._source.position
                 self._is_window_cached = False
-                num_samples -= num_windows * self.window
+            elif count_until_end(self._draw_sample, 1):
+                num_left -= 1
             else:
-                self._draw_sample()
-                num_samples -= 1
+                break
+        return num_samples - num_left
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         source_end = epoch_end(self._source, rows[:, 1:], shards)

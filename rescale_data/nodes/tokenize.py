@@ -142,22 +142,18 @@ class Tokenize(Node[dict[str, Any]]):
                 return sample
         raise StopIteration
 
-    def skip(self, num_samples: int) -> None:
+    def skip(self, num_samples: int) -> int:
         if self._guard.skips:
             return draw_and_drop(self, num_samples)
         bind_once(self)
         if self._is_epoch_over:  # a new bind would let the source go on with its next epoch
-            raise StopIteration
+            return 0
         go_to(self._source, self._bookmark)
         self._index = -1
-        try:
-            skip(self._source, num_samples)
-        except StopIteration:
-            self._is_epoch_over = True
-            raise
-        finally:
-            self._bookmark[:] = self._source.position
-        return None
+        num_skipped = skip(self._source, num_samples)
+        self._is_epoch_over = num_skipped < num_samples
+        self._bookmark[:] = self._source.position
+        return num_skipped
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         return None if self._guard.skips else epoch_end_of_source(self, rows, shards)

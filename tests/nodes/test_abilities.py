@@ -35,8 +35,8 @@ class Known(Plain):
     def epoch_end(self, rows: Any, shards: Any) -> Any:
         return below.epoch_end_of_source(self, rows, shards)
 
-    def skip(self, num_samples: int) -> None:
-        below.skip(self.children["source"], num_samples)
+    def skip(self, num_samples: int) -> int:
+        return below.skip(self.children["source"], num_samples)
 
 
 def test_who_writes_a_node_sees_fifteen_names() -> None:
@@ -52,7 +52,7 @@ def test_what_a_node_cannot_do_is_done_by_drawing() -> None:
     assert below.epoch_end(known, row, shards)[0].tolist() == [8]
     for node in (rows, known):
         next(node)
-        below.skip(node, 3)
+        assert below.skip(node, 3) == 3
         assert list(node) == [4, 5, 6, 7]
 
 
@@ -169,8 +169,8 @@ class Fewer(rd.Shuffle):
             raise StopIteration
         return super().next()
 
-    def skip(self, num_samples: int) -> None:
-        draw_and_drop(self, num_samples)
+    def skip(self, num_samples: int) -> int:
+        return draw_and_drop(self, num_samples)
 
     def epoch_end(self, rows: Any, shards: Any) -> Any:
         end = rows.copy()

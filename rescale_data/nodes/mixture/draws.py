@@ -21,13 +21,7 @@ from rescale_data.nodes.mixture.circle import (
     nested_arc,
     scale_to_circle,
 )
-from rescale_data.nodes.mixture.ends import (
-    first_end,
-    refuse_silent_source,
-    refuse_stream_end,
-    samples_left,
-    skip_within_epoch,
-)
+from rescale_data.nodes.mixture.ends import first_end, refuse_silent_source, refuse_stream_end, samples_left
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.row import NUM_DRAWS, MixtureRow
 from rescale_data.nodes.mixture.sources import MixtureSources
@@ -165,17 +159,15 @@ class MixtureDraws:
 
     # Leaving out
 
-    def skip(self, num_samples: int) -> None:
-        """Skip samples without yielding them (`rescale_data.nodes.below.skip`); only for the unit "samples"."""
-        if self.skip_ahead(num_samples) < num_samples:
-            raise StopIteration
-
-    def skip_ahead(self, num_samples: int, *, across_epochs: bool = False) -> int:
-        """Skip samples without yielding them (`rescale_data.nodes.below.skip_ahead`); only for the unit "samples".
+    def skip(self, num_samples: int, *, across_epochs: bool = False) -> int:
+        """Skip samples without yielding them (`rescale_data.nodes.below.skip`); only for the unit "samples".
 
         Args:
             num_samples: Number of samples.
             across_epochs: True in an endless stream: go on over ends of epochs that make no difference there.
+
+        Returns:
+            The number of samples that were skipped; less if the epoch ended before.
         """
         first_draw = self._position[NUM_DRAWS]
         stop_draw = (self.skip_across_epochs if across_epochs else self.skip_draws)(
@@ -244,7 +236,8 @@ class MixtureDraws:
         """Skip a sample of the chosen source; an inner mixture that yields this sample uses the point of `choose_source`."""
         inner = self._inner_draws.get(self.last_source)
         if inner is None or inner.by_tokens:
-            skip(node, 1)
+            if not skip(node, 1):
+                raise StopIteration
         else:
             inner.draw(inner._skip_sample)
 
@@ -267,7 +260,7 @@ class MixtureDraws:
                 first_draw = skip_inner(circle, first_draw, stop, source_arc)
                 num_left = circle.count(first_draw, stop, source_arc)
             else:
-                num_left -= skip_within_epoch(node, shard_index, num_left)
+                num_left -= skip(node, num_left)
             if num_left < num_before:
                 self._silent_epochs.pop(source, None)
             if num_left:
@@ -280,9 +273,7 @@ class MixtureDraws:
         self._position[self.row.drawn_slots.start + source] += num_draws
 
     def _pass_source_end(self, source: int) -> None:
-        try:
-            skip(self._bound_node(source), 1)
-        except StopIteration:
+        if not skip(self._bound_node(source), 1):
             self._handle_source_end(source)
 
     # Ends

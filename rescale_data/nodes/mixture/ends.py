@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.below import epoch_end, readers_of, skip
+from rescale_data.nodes.below import epoch_end, readers_of
 from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.mixture.circle import Arc, Circle
 from rescale_data.nodes.mixture.row import NUM_DRAWS, MixtureRow
@@ -87,21 +86,6 @@ def first_end(circle: Circle, first_draw: int, stop_draw: int, arcs: list[Arc], 
         if circle.count(first_draw, stop_draw, arc) > limit:
             stop_draw, ended_source = circle.find_draw(first_draw, arc, limit), source
     return stop_draw, ended_source
-
-
-def skip_within_epoch(node: Node[Any], shard: int, max_samples: int) -> int:
-    """Skip up to ``max_samples`` samples of a source, and return how many: fewer if its epoch ends."""
-    num_skipped = 0
-    source_end = epoch_end(node, np.array(node.position)[None], np.array([shard]))
-    if source_end is not None:
-        num_skipped = min(max_samples, int(source_end[0][0]))
-        skip(node, num_skipped)
-    else:
-        with suppress(StopIteration):
-            while num_skipped < max_samples:
-                skip(node, 1)
-                num_skipped += 1
-    return num_skipped
 
 
 def refuse_silent_source(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:

@@ -146,7 +146,7 @@ class WeightedSampler(Node[Any]):
     def next(self) -> Any:
         return self._draws.draw(next)
 
-    def skip(self, num_samples: int) -> None:
+    def skip(self, num_samples: int) -> int:
         """Skip the next samples without yielding them (`rescale_data.nodes.below.skip`).
 
         By samples this reads nothing if the sources know how many samples they have. It then takes time in proportion to the
@@ -157,7 +157,7 @@ class WeightedSampler(Node[Any]):
         return self._draws.skip(num_samples)
 
     def skip_ahead(self, num_samples: int) -> int:
-        return 0 if self.unit == "tokens" else self._draws.skip_ahead(num_samples, across_epochs=is_endless(self))
+        return 0 if self.unit == "tokens" else self._draws.skip(num_samples, across_epochs=is_endless(self))
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Return the end of an epoch, by samples, if each source is read to its end with constant weights; else `None`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rescale_data.errors import checks_argument_types
-from rescale_data.nodes.base import Node, bind_once, changing_children
+from rescale_data.nodes.base import Node, changing_children
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import has_provenance, is_endless, open_documents, source_names
 from rescale_data.nodes.bound import SILENT_EPOCHS, EmptyDrawLimit
@@ -162,12 +162,6 @@ class TokenPacker(Node[dict[str, Tensor]]):
             for node in nodes:
                 node.stream.read_ahead()
         return first
-
-    def skip(self, num_samples: int) -> None:
-        bind_once(self)
-        buffer = BatchBuffer(self.writes, 1)
-        for _ in range(num_samples):
-            self._write_next_sample(buffer, 0)
 
     def read_begun(self) -> None:
         source, num_epochs = self.children["source"], 0

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rescale_data.errors import DataStateError, checks_argument_types
-from rescale_data.nodes.base import Node, View, bind_once, copy_of
+from rescale_data.nodes.base import Node, View, bind_once, copy_of, count_until_end
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import is_endless, open_documents, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
@@ -171,10 +171,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._to_next_sample(window)
         write_row(buffer, place, window, sample_number, pad_id=self.pad_id, multiple=self.pad_documents_to)
 
-    def skip(self, num_samples: int) -> None:
+    def skip(self, num_samples: int) -> int:
         bind_once(self)
-        for _ in range(num_samples):
-            self._to_next_sample(self._current_window())
+        return count_until_end(lambda: self._to_next_sample(self._current_window()), num_samples)
 
     def parameters(self) -> dict[str, Any]:
         arguments = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")

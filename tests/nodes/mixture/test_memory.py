@@ -63,8 +63,8 @@ class OneMore(rd.Reader):
     def texts(self, column: str) -> None:
         return None
 
-    def skip(self, num_samples: int) -> None:
-        super().skip(num_samples)
+    def skip(self, num_samples: int) -> int:
+        return super().skip(num_samples)
 
     def epoch_end(self, rows: Any, shards: Any) -> Any:
         return super().epoch_end(rows, shards)
