@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,7 +23,7 @@ ValueExtractor: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]
 
 
 class DocumentValues(dict[str, Any]):
-    """Values of one document other than its tokens, by column name; `Spans` keep them with the document."""
+    """The tokens of one document and its further values, by column name; `Spans` keep them with the document."""
 
     @property
     def nbytes(self) -> int:
@@ -62,10 +61,11 @@ class ColumnDocuments:
         except StopIteration:
             self._epoch_ended = True
             return EMPTY_SPANS
-        provenance = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
-        document_values = DocumentValues()
         try:
-            tokens = _convert_to_tokens(sample, self._column, self._reader_name)
+            tokens = _convert_to_tokens(sample, self._column, self._reader_name).copy()
+            document_values = DocumentValues({self._column: tokens})
+            if PROVENANCE in sample:
+                document_values[PROVENANCE] = sample[PROVENANCE]
             for extract in self._extractors:
                 document_values.update(extract(sample, len(tokens)))
         except (TypeError, ValueError) as error:
@@ -74,8 +74,8 @@ class ColumnDocuments:
         next_position = copy_of(self._node.position)
         if self._has_changeable_node:
             pass_blocked(self._node, next_position)
-        spans = Spans.of_one_document(tokens.copy(), PositionUpdates.between(position, next_position), provenance)
-        return replace(spans, keeps=(document_values,)) if self._extractors else spans
+        owner = document_values if len(document_values) > 1 else None
+        return Spans.of_one_document(tokens, PositionUpdates.between(position, next_position), owner)
 
     def begin_next_epoch(self, position: memoryview) -> None:
         position[:] = self._node.position

@@ -28,6 +28,12 @@ def copy_provenance(sample: Any, result: Any) -> Any:
     return {PROVENANCE: sample[PROVENANCE], **result}
 
 
+def provenance_of(document_values: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the provenance of each document, given by `Spans.document_values`; an empty list if none has any."""
+    lines = [values.get(PROVENANCE, "") for values in document_values]
+    return lines if any(lines) else []
+
+
 def join_provenance(lines: Iterable[str]) -> str:
     """Return the provenance of a sample that is made of several documents: one line for each document."""
     return "\n".join(lines)

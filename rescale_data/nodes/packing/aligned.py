@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -89,13 +88,13 @@ class AlignedColumns:
 
         The bos and eos tokens around a document have the value 0. An eos is learned if the last token of its document is.
         """
-        columns = [self._add_special_tokens(values, special_tokens) for values in self._values_of(spans)]
+        columns = [self._add_special_tokens(values, special_tokens) for values in spans.document_values()]
         return {name: np.concatenate([values[name] for values in columns]) for name in self.dtypes} if columns else {}
 
     def num_untrained(self, spans: Spans, special_tokens: SpecialTokens) -> int:
         """Return the number of documents that have tokens, but no learned token in their loss mask."""
-        has_tokens = special_tokens.lengths(spans) > 0
-        return sum(not values[MASK].any() for values in self._values_of(replace(spans, array=spans.array[has_tokens])))
+        documents = special_tokens.documents_with_tokens(spans)
+        return sum(not values[MASK].any() for values in documents.document_values())
 
     def values_in_range(self, spans: Spans, offset: int, num: int, special_tokens: SpecialTokens) -> ColumnArrays:
         """Return the columns for ``num`` successive tokens of documents, from ``offset`` in the first document on."""
@@ -103,11 +102,7 @@ class AlignedColumns:
         values = self.concatenate(spans[: int(document_ends.searchsorted(offset + num)) + 1], special_tokens)
         return {name: array[offset : offset + num] for name, array in values.items()}
 
-    @staticmethod
-    def _values_of(spans: Spans) -> list[ColumnArrays]:
-        return [spans.keeps[array] for array in spans.array.tolist() if array >= 0]  # pyright: ignore[reportReturnType]
-
-    def _add_special_tokens(self, values: ColumnArrays, special_tokens: SpecialTokens) -> ColumnArrays:
+    def _add_special_tokens(self, values: Mapping[str, Any], special_tokens: SpecialTokens) -> ColumnArrays:
         num_before, num_after = int(special_tokens.bos_id is not None), int(special_tokens.eos_id is not None)
         padded_values = {name: np.pad(values[name], (num_before, num_after)) for name in self.dtypes}
         if num_after and MASK in padded_values and len(values[MASK]):

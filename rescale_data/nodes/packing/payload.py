@@ -66,8 +66,7 @@ class Payload:
 
     def collect_payload(self, spans: Spans) -> dict[str, list[Any]]:
         """Return the payload of several documents: for each column, a list with one value per document."""
-        payloads: list[Any] = [spans.keeps[array_index] for array_index in spans.array.tolist()] if self.columns else []
-        return {name: [document_values[name] for document_values in payloads] for name in self.columns}
+        return {name: [values[name] for values in spans.document_values()] for name in self.columns}
 
     def _check_sample(self, sample: Mapping[str, Any]) -> None:
         for name in self.columns:

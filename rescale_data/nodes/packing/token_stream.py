@@ -11,6 +11,7 @@ from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
 from rescale_data.nodes.changing import is_blocked, is_pending, pass_blocked, settle
 from rescale_data.nodes.packing.aligned import AlignedColumns, ColumnArrays
+from rescale_data.nodes.provenance import provenance_of
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, IntRows, SpecialTokens, TokenQueue, fill, token_queue
 from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans
@@ -54,7 +55,8 @@ class TokenStream:
         aligned: AlignedColumns,
         has_provenance: bool,
     ) -> None:
-        self._aligned, self.draws_one_by_one = aligned, bool(aligned) or has_provenance
+        self._aligned, self._has_provenance = aligned, has_provenance
+        self.draws_one_by_one = bool(aligned) or has_provenance
         self.column_values: ColumnArrays = {}
         """Values of the columns alongside the tokens, for the last drawn sample and the tokens it looked ahead at."""
         self.untrained_docs, self.cuts_document = 0, False
@@ -113,8 +115,9 @@ class TokenStream:
         if self._aligned.has_mask:
             self.untrained_docs = self._aligned.num_untrained(remaining_documents[:num_passed], self._special_tokens)
             self.cuts_document = is_within and (num_passed > 0 or begins_document)
-        if remaining_documents.provenance is not None:
-            self._set_provenance(remaining_documents[: num_passed + is_within])
+        if self._has_provenance:
+            documents = self._special_tokens.documents_with_tokens(remaining_documents[: num_passed + is_within])
+            self.provenance = provenance_of(documents.document_values())
 
     def begin_next_epoch(self) -> None:
         """Move to the beginning of the next epoch, after `draw_sample` has reached the end of the present one."""
@@ -215,10 +218,6 @@ class TokenStream:
         next_position = copy_of(position)
         self._documents.begin_next_epoch(next_position)
         return Spans.position_mark(position, next_position)
-
-    def _set_provenance(self, spans: Spans) -> None:
-        used = self._special_tokens.lengths(spans) > 0
-        self.provenance = [name for name, is_used in zip(spans.provenance or (), used.tolist(), strict=True) if is_used]
 
 
 def _forget_stream_queue(stream_ref: ref[TokenStream]) -> None:

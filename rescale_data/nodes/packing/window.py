@@ -16,8 +16,7 @@ from rescale_data.nodes.packing.aligned import MASK, AlignedColumns, ColumnArray
 from rescale_data.nodes.packing.fit import Fit, LongDocumentRule, Piece, num_untrained, pack_documents, padded_length
 from rescale_data.nodes.packing.packer import IGNORED_LABEL
 from rescale_data.nodes.packing.payload import Payload, PerDocument, payload_size
-from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.nodes.provenance import join_provenance as joined_provenance
+from rescale_data.nodes.provenance import PROVENANCE, join_provenance, provenance_of
 from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
 from rescale_data.nodes.reading.spans import Spans, TokenArray
 from rescale_data.sources.decoded.cache import DerivedValue
@@ -102,7 +101,8 @@ class WindowPacker:
         values = self.aligned.concatenate(spans, self.special_tokens) if self.aligned else {}
         mask = values.get(MASK)
         untrained = 0 if mask is None else num_untrained(documents, fitted, forms[-1].seq_len, self.long, mask)
-        return Window(tokens, starts, fitted, end_position, list(spans.provenance or ()), values, untrained, payload)
+        provenance = provenance_of(spans.document_values())
+        return Window(tokens, starts, fitted, end_position, provenance, values, untrained, payload)
 
 
 def write_row(buffer: BatchBuffer, row: int, window: Window, sample_number: int, *, pad_id: int, multiple: int) -> None:
@@ -137,7 +137,7 @@ def write_row(buffer: BatchBuffer, row: int, window: Window, sample_number: int,
     if "cost" in buffer.arrays:
         buffer.write_row("cost", row, np.array([np.square(piece_lengths).sum()]), 0)
     if window.provenance:
-        buffer.add(PROVENANCE, joined_provenance(window.provenance[document] for _, _, document in pieces))
+        buffer.add(PROVENANCE, join_provenance(window.provenance[document] for _, _, document in pieces))
     for name, values in window.payload.items():
         buffer.add(name, PerDocument(values[d] if start == window.token_starts[d] else None for start, _, d in pieces))
 

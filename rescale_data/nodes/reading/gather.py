@@ -83,6 +83,10 @@ class SpecialTokens:
         """Return ``int64[D]``, the length of each document including its bos and eos tokens; 0 for a mark."""
         return np.where(spans.array < 0, 0, spans.length + len(self.tokens))
 
+    def documents_with_tokens(self, spans: Spans) -> Spans:
+        """Return the documents that have tokens, bos and eos counted."""
+        return spans.take(np.flatnonzero(self.lengths(spans)))
+
 
 class TokenQueue(Protocol):
     """Concatenated documents from which samples are drawn. A draw advances the position that the queue was made with."""

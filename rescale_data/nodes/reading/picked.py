@@ -101,7 +101,6 @@ class PickedDocuments:
             piece_ends - piece_begins,
             source_updates.combined_with(self._node_updates(values)),
             spans.keeps,
-            None if spans.provenance is None else tuple(spans.provenance[number] for number in documents),
         )
         return picked, len(all_pieces)
 

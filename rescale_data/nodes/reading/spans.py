@@ -9,7 +9,7 @@ and joined as arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -138,8 +138,8 @@ class Spans:
             long as the spans.
         array, start, length: ``int64[D]``.
         moves: The moves by each document of the position from which they were read.
-        keeps: For each array, the object that owns its memory, and that has to stay; `None` if the array owns it itself.
-        provenance: Provenance of each document, if requested (`Reader(provenance=True)`).
+        keeps: For each array, the object that owns its memory, and that has to stay; `None` if the array owns it itself. Of a
+            document with further values, a mapping with these values and the array, by name (`document_values`).
     """
 
     arrays: tuple[TokenArray, ...]
@@ -148,14 +148,12 @@ class Spans:
     length: Ints
     moves: PositionUpdates
     keeps: tuple[MemoryOwner | None, ...]
-    provenance: tuple[str, ...] | None = None
 
     @staticmethod
-    def of_one_document(array: TokenArray, moves: PositionUpdates, provenance: str | None = None) -> Spans:
+    def of_one_document(array: TokenArray, moves: PositionUpdates, owner: MemoryOwner | None = None) -> Spans:
         """Return a `Spans` that holds a single document, whose tokens are the whole of ``array``."""
         zero = np.zeros(1, dtype=np.int64)
-        provenances = None if provenance is None else (provenance,)
-        return Spans((as_native_array(array),), zero, zero, np.array([len(array)]), moves, (None,), provenances)
+        return Spans((as_native_array(array),), zero, zero, np.array([len(array)]), moves, (owner,))
 
     @staticmethod
     def position_mark(earlier: memoryview, later: memoryview) -> Spans:
@@ -181,23 +179,18 @@ class Spans:
             np.concatenate([spans.length for spans in all_spans]),
             PositionUpdates.join([spans.moves for spans in all_spans], first_slots),
             tuple([owner for spans in all_spans for owner in spans.keeps]),
-            tuple(name for spans in all_spans for name in spans.provenance or ("",) * len(spans))
-            if any(spans.provenance for spans in all_spans)
-            else None,
         )
 
     def __len__(self) -> int:
         return len(self.length)
 
     def __getitem__(self, items: slice) -> Spans:
-        lines = None if self.provenance is None else self.provenance[items]
         return Spans(
-            self.arrays, self.array[items], self.start[items], self.length[items], self.moves[items], self.keeps, lines
+            self.arrays, self.array[items], self.start[items], self.length[items], self.moves[items], self.keeps
         )
 
     def take(self, index: Ints, moves: PositionUpdates | None = None) -> Spans:
         """Return some of the documents in a new order, with their position updates or with given ones."""
-        provenance = None if self.provenance is None else tuple(self.provenance[i] for i in index.tolist())
         return Spans(
             self.arrays,
             self.array[index],
@@ -205,12 +198,16 @@ class Spans:
             self.length[index],
             self.moves.take(index) if moves is None else moves,
             self.keeps,
-            provenance,
         )
 
     def with_moves(self, moves: PositionUpdates) -> Spans:
         """Return the same documents with other position updates, as for the position of another node."""
-        return Spans(self.arrays, self.array, self.start, self.length, moves, self.keeps, self.provenance)
+        return Spans(self.arrays, self.array, self.start, self.length, moves, self.keeps)
+
+    def document_values(self) -> list[Mapping[str, Any]]:
+        """Return the further values of each document, by name, without the marks; empty for a document that has none."""
+        owners = [self.keeps[array] for array in self.array.tolist() if array >= 0]
+        return [owner if isinstance(owner, Mapping) else {} for owner in owners]
 
     def move(self, position: memoryview, num_documents: int) -> None:
         """Advance the position from which the documents were read past the first ``num_documents`` documents."""
