@@ -121,12 +121,6 @@ class FragmentOrder:
         fragment = np.searchsorted(self.virtual_starts, virtual_rows, side="right") - 1
         return self.first[fragment] + (virtual_rows - self.virtual_starts[fragment])
 
-    def starts_between(self, first: int, stop: int) -> Ints:
-        """Return the first row, in the source, of each fragment that has one of the virtual rows ``first .. stop - 1``."""
-        first_fragment, last_fragment = np.searchsorted(self.virtual_starts, [first, stop - 1], side="right").tolist()
-        has_rows = np.diff(self.virtual_starts[first_fragment - 1 : last_fragment + 1]) > 0
-        return self.first[first_fragment - 1 : last_fragment][has_rows]
-
 
 def permuted_fragments(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
     """Return fragments, given by their first rows and numbers of rows, in the random order of an epoch."""
@@ -224,14 +218,6 @@ class ShardOrder:
         """Return the range of the shard's rows that contains ``row`` and whose order is computed together."""
         first_row = row - row % self.rows_per_window
         return first_row, min(first_row + self.rows_per_window, self.num_shard_rows)
-
-    def window_end_rows(self, row: int, fragments: FragmentOrder | None) -> list[int]:
-        """Return the source's rows at both ends of the range around ``row`` (`span`); none at the end of the shard."""
-        if row >= self.num_shard_rows:
-            return []
-        first_row, stop_row = self.window_bounds(row)
-        virtual = self.to_virtual(first_row, stop_row)[[0, -1]]
-        return (virtual if fragments is None else fragments.rows(virtual)).tolist()
 
     def unshuffled_rows(self, epoch: int, first_row: int, stop_row: int, fragments: FragmentOrder | None) -> Ints:
         """Return the source's rows for the shard's rows ``first_row .. stop_row - 1``, before windows are permuted."""

@@ -173,7 +173,7 @@ def _mixture_shares(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, A
             if key.startswith(f"{prefix}{name}.") and key.endswith("epoch")
         }
         weight_rule = from_json(node)
-        weights = weights_at(weight_rule, int(num_drawn), epoch_by_source).values
+        weights = weights_at(weight_rule, weight_rule.sources, int(num_drawn), 1, epoch_by_source).source_weights
         drawn_totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in drawn.items()}
         for name, weight in zip(weight_rule.sources, weights, strict=True):
             share = drawn_totals[name] / max(1, sum(drawn_totals.values()))

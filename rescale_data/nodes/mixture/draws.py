@@ -24,8 +24,9 @@ from rescale_data.nodes.mixture.circle import (
 from rescale_data.nodes.mixture.ends import first_end, refuse_silent_source, refuse_stream_end, samples_left
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.row import NUM_DRAWS, MixtureRow
+from rescale_data.nodes.mixture.rules import CurrentWeights
 from rescale_data.nodes.mixture.sources import MixtureSources
-from rescale_data.nodes.mixture.weights import CurrentWeights, MixtureWeights
+from rescale_data.nodes.mixture.weights import MixtureWeights
 
 StopRule: TypeAlias = Literal["never", "first", "all"]
 

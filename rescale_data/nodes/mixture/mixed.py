@@ -13,8 +13,8 @@ from rescale_data.nodes.mixture.circle import Arcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
 from rescale_data.nodes.mixture.interleaved import interleave_documents
 from rescale_data.nodes.mixture.lengths import TokenArcs
+from rescale_data.nodes.mixture.rules import CurrentWeights
 from rescale_data.nodes.mixture.source_buffer import KeptDocuments, SourceBuffer
-from rescale_data.nodes.mixture.weights import CurrentWeights
 from rescale_data.nodes.reading.batched_read import read_batched
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments

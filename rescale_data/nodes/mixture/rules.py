@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rescale_data.nodes.mixture.schedule import Schedule, schedule_keys_of, weight_pieces_of
 
@@ -41,37 +41,40 @@ class WeightRule:
         return int.from_bytes(hashlib.blake2b(rule_json.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-class RuleWeights(NamedTuple):
-    """The weights at one point of a run, and the progress or the ends of sources after which they may change.
+@dataclass(frozen=True)
+class CurrentWeights:
+    """The weights of sources at one point of a run, and the points at which they may change.
 
     Args:
-        values: Weights in the order of the names of the rule.
-        change_at: The progress at which other weights begin; `None` if these hold until a source of ``ending`` ends.
-        ending: The sources that may be drawn from only for some epochs more.
+        source_weights: Weight of each source.
+        change_at_amount: The number of draws or tokens of one logical shard at which other weights begin; `None` if none do.
+        end_epochs: ``{source: epoch}`` for sources at whose ends other weights may begin; the source is over before that epoch.
     """
 
-    values: tuple[float, ...]
-    change_at: int | None
-    ending: frozenset[str]
+    source_weights: tuple[float, ...]
+    change_at_amount: int | None
+    end_epochs: Mapping[int, int]
 
 
-def weights_at(rule: WeightRule, amount_drawn: int, epochs: Mapping[str, int]) -> RuleWeights:
+def weights_at(
+    rule: WeightRule, sources: Sequence[str], amount_drawn: int, num_shards: int, epochs: Mapping[str, int]
+) -> CurrentWeights:
     """Return the weights that a rule gives after the amounts and epochs drawn so far.
 
     Args:
         rule: The rule.
-        amount_drawn: Samples or tokens drawn by all logical shards, as one of them counts: its own amount times N.
+        sources: Names of the sources whose weights are returned; 0 for a source that the rule does not have.
+        amount_drawn: Samples or tokens drawn by one logical shard.
+        num_shards: Number of logical shards; each takes the others to have drawn as much.
         epochs: Number of whole epochs drawn from each source with a limit in `WeightRule.max_epochs`, by name.
     """
     begins, weights = rule.weight_pieces
-    piece_number = bisect_right(begins, amount_drawn)
-    values, change_at = weights[piece_number - 1], begins[piece_number] if piece_number < len(begins) else None
-    if not rule.max_epochs:
-        return RuleWeights(values, change_at, frozenset())
-    ending = frozenset(name for name, limit in rule.max_epochs if epochs.get(name, 0) < limit)
-    ended = {name for name, _ in rule.max_epochs} - ending
-    values = tuple(0.0 if name in ended else value for name, value in zip(rule.sources, values, strict=True))
-    return RuleWeights(values, change_at, ending)
+    piece_number, limits = bisect_right(begins, amount_drawn * num_shards), dict(rule.max_epochs)
+    ended = {name for name, limit in limits.items() if epochs.get(name, 0) >= limit}
+    known_weights = dict(zip(rule.sources, weights[piece_number - 1], strict=True)) | dict.fromkeys(ended, 0.0)
+    change_at = -(-begins[piece_number] // num_shards) if piece_number < len(begins) else None
+    end_epochs = {sources.index(name): limits[name] for name in limits.keys() - ended if name in sources}
+    return CurrentWeights(tuple(known_weights.get(name, 0.0) for name in sources), change_at, end_epochs)
 
 
 def make_rule(weights: Mapping[str, float] | Schedule, max_epochs: Mapping[str, int]) -> WeightRule:

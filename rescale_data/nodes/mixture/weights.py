@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,28 +12,13 @@ from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
 from rescale_data.nodes.form import EARLIER_KEY, ParameterHistory
 from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow
-from rescale_data.nodes.mixture.rules import WeightRule, as_json, from_json, weights_at
+from rescale_data.nodes.mixture.rules import CurrentWeights, WeightRule, as_json, from_json, weights_at
 from rescale_data.state import Ints
 
 _log = logging.getLogger("rescale_data")
 _UNKNOWN_RULE_MESSAGE = (
     "By the state a mixture has weights that are not in it: it was changed or damaged. Load another checkpoint."
 )
-
-
-@dataclass(frozen=True)
-class CurrentWeights:
-    """The weights of all sources at a position, and the points at which they may change.
-
-    Args:
-        source_weights: Weights of the sources that the mixture has.
-        change_at_amount: The number of draws or tokens of this logical shard at which other weights begin; `None` if none do.
-        end_epochs: ``{source: epoch}`` for sources at whose ends other weights may begin; the source is over before that epoch.
-    """
-
-    source_weights: tuple[float, ...]
-    change_at_amount: int | None
-    end_epochs: Mapping[int, int]
 
 
 class MixtureWeights:
@@ -66,7 +50,7 @@ class MixtureWeights:
 
     def current(self, position: View) -> CurrentWeights:
         """Return the weights in use at a position."""
-        return self._weights_by_rule(self._rule_at(position), position)
+        return self._weights_of(self._rule_at(position), self._row_layout.sources, position)
 
     def settle(self, position: View) -> None:
         """Change a position from the weights of an earlier segment of the run to the present ones."""
@@ -110,9 +94,11 @@ class MixtureWeights:
         rule, names = self._rule_at(position), {*self._row_layout.sources}
         if names.issuperset(rule.sources):
             return False
-        values = weights_at(rule, self._progress(position), self._epochs_at(position)).values
+        weights = self._weights_of(rule, rule.sources, position).source_weights
         is_counted = self._row_layout.unit == "tokens" and rule.interpolate is not None
-        return is_counted or any(value for name, value in zip(rule.sources, values, strict=True) if name not in names)
+        return is_counted or any(
+            weight for name, weight in zip(rule.sources, weights, strict=True) if name not in names
+        )
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
         """Return ``(digest, rule)`` for each rule of an earlier segment that a position still uses (`Mixes.earlier`)."""
@@ -158,22 +144,10 @@ class MixtureWeights:
                 return rule
         raise DataStateError(_UNKNOWN_RULE_MESSAGE)
 
-    def _weights_by_rule(self, rule: WeightRule, position: View) -> CurrentWeights:
-        names = self._row_layout.sources
-        values, change_at, ending = weights_at(rule, self._progress(position), self._epochs_at(position))
-        if rule.sources != tuple(names):
-            known_weights = dict(zip(rule.sources, values, strict=True))
-            values = tuple(known_weights.get(name, 0.0) for name in names)
-        end_epochs = {names.index(name): limit for name, limit in rule.max_epochs if name in ending and name in names}
-        return CurrentWeights(values, None if change_at is None else -(-change_at // self._shard[1]), end_epochs)
-
-    def _progress(self, position: View) -> int:
-        row = self._row_layout
+    def _weights_of(self, rule: WeightRule, sources: Sequence[str], position: View) -> CurrentWeights:
+        row, epochs = self._row_layout, {name: position[slot] for name, slot in self._epoch_slots.items()}
         amount_drawn: int = sum(position[row.token_slots]) if row.unit == "tokens" else position[NUM_DRAWS]
-        return amount_drawn * self._shard[1]
-
-    def _epochs_at(self, position: View) -> dict[str, int]:
-        return {name: position[slot] for name, slot in self._epoch_slots.items()}
+        return weights_at(rule, sources, amount_drawn, self._shard[1], epochs)
 
 
 def _shares_until(rule: WeightRule, progress: int) -> list[tuple[int, dict[str, float]]]:

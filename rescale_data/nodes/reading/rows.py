@@ -197,16 +197,10 @@ class ShardRows(ShardEpochs):
 
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Return the fragments of the source that hold the rows of the window around ``row`` of a shard."""
-        fragments, order = self._source.fragments, self.order(epoch, shard)
-        virtual_rows = order.to_virtual(*order.window_bounds(row))
-        if fragments is None or not len(virtual_rows):
+        if self._source.fragments is None:
             return []
-        start, stop = int(virtual_rows[0]), int(virtual_rows[-1]) + 1
-        fragment_order = self.fragment_order(epoch)
-        if fragment_order is not None:
-            return (np.searchsorted(fragments, fragment_order.starts_between(start, stop), side="right") - 1).tolist()
-        stop_fragments = np.searchsorted(fragments, [start, stop - 1], side="right")
-        return list(range(int(stop_fragments[0]) - 1, int(stop_fragments[1])))
+        rows = self.unshuffled_rows(epoch, *self.order(epoch, shard).window_bounds(row), shard)
+        return np.unique(np.searchsorted(self._source.fragments, rows, side="right") - 1).tolist()
 
     def next_window(self, epoch: int, row: int) -> tuple[int, int]:
         """Return the epoch and row at which the window after the window of ``row`` begins."""
@@ -216,8 +210,10 @@ class ShardRows(ShardEpochs):
 
     def next_window_ends(self, epoch: int, row: int) -> list[int]:
         """Return the first and last row of the source in the window after ``row``'s window; none at the end of the epoch."""
-        order = self.order(epoch)
-        return order.window_end_rows(order.window_bounds(row)[1], self.fragment_order(epoch))
+        next_epoch, next_row = self.next_window(epoch, row)
+        if next_epoch != epoch:
+            return []
+        return self.unshuffled_rows(epoch, *self.order(epoch).window_bounds(next_row))[[0, -1]].tolist()
 
     def unshuffled_rows(self, epoch: int, first_row: int, stop: int, shard: int = -1) -> Ints:
         """Return the rows of the source for rows ``first_row .. stop - 1`` of a shard, before windows are permuted."""

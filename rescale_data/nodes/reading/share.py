@@ -42,7 +42,7 @@ class ShardShare:
         self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source_key
         self._shard_index, self._range_shift, self._fragments_hash = shard_index, range_shift, fragments_hash
         self._num_rows = int(fragments[-1] if order is None else order.virtual_starts[-1])
-        self._virtual_starts: dict[int, int] = {}
+        self._own_ranges: dict[int, RowRange] = {}
 
     @property
     def share_key(self) -> Hashable:
@@ -68,14 +68,12 @@ class ShardShare:
         return row_ranges
 
     def own_row_range(self, fragment: int) -> RowRange:
-        start = self._virtual_starts.get(fragment)
-        if start is None:
-            start = self._virtual_starts[fragment] = self._virtual_start(fragment)
-        num_shards = self._shard.num_logical_shards
-        index = (self._shard_index + self._range_shift) % num_shards
-        begin, end = index * self._num_rows // num_shards - start, (index + 1) * self._num_rows // num_shards - start
-        num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
-        return RowRange(self.share_key, max(begin, 0), min(end, num_rows))
+        own_range = self._own_ranges.get(fragment)
+        if own_range is None:
+            served = self.served_row_ranges(fragment)
+            own_range = next(row_range for row_range in served if row_range.share_key == self.share_key)
+            self._own_ranges[fragment] = own_range
+        return own_range
 
     def _virtual_start(self, fragment: int) -> int:
         """Return the index of a fragment's first row among all rows in the order of the epoch."""

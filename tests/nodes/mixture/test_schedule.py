@@ -21,8 +21,8 @@ A, B, C = (dict(zip(NAMES, w, strict=True)) for w in ((0.5, 0.3, 0.2), (0.1, 0.1
 def shares_at(weights: Any, progress: int) -> Any:
     """Return the shares of `NAMES` that count at a progress."""
     rule = make_rule(weights, {})
-    found = dict(zip(rule.sources, weights_at(rule, progress, {}).values, strict=True))
-    return np.array([found[name] for name in NAMES]) / sum(found.values())
+    found = weights_at(rule, NAMES, progress, 1, {}).source_weights
+    return np.array(found) / sum(found)
 
 
 def readers(shard: rd.Shard) -> dict[str, rd.BaseNode[Any]]:
