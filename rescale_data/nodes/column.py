@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from rescale_data.nodes.base import Node, View, copy_of, go_to
-from rescale_data.nodes.below import may_change
+from rescale_data.nodes.below import may_change, open_documents
 from rescale_data.nodes.changing import pass_blocked
 from rescale_data.nodes.guard import add_location_note, describe
 from rescale_data.nodes.provenance import PROVENANCE
@@ -28,6 +28,15 @@ class DocumentValues(dict[str, Any]):
     @property
     def nbytes(self) -> int:
         return memory_bytes_of(self)
+
+
+def documents_of(node: Node[Any], column: str, reader_name: str, *extractors: ValueExtractor) -> DocumentReader:
+    """Return a reader of a node's token column: many documents at a time, unless that is not possible or more is extracted.
+
+    The arguments are those of `ColumnDocuments`.
+    """
+    documents = None if extractors else open_documents(node, column)
+    return documents or ColumnDocuments(node, column, reader_name, *extractors)
 
 
 class ColumnDocuments:

@@ -125,9 +125,14 @@ class Reader(Node[Any]):
         super().__init__()
         self.shuffle, self.provenance, self._adds_provenance = shuffle, provenance or shard.provenance, provenance
         self._guard = guard_of(self, on_error, "while reading", self.source.faults)
-        self._on_error: OnError = on_error
         check_order(shard, shuffle, by_global_batch)
         self._by_global_batch = by_global_batch
+        self._arguments: dict[str, Any] = {
+            "shuffle": shuffle,
+            "by_global_batch": by_global_batch,
+            "provenance": provenance,
+            "on_error": on_error,
+        }
         self._reader_number = next(reader_numbers)
         self._rows: ShardRows | None = None
         self._farthest_epoch = 0
@@ -167,8 +172,9 @@ class Reader(Node[Any]):
         """True if ``other`` is a reader that differs from this one in its shard alone; false for a user's subclass."""
         return (
             type(self) is Reader
-            and isinstance(other, Reader)
-            and self._settings == other._settings
+            and type(other) is Reader
+            and self._arguments == other._arguments
+            and type(self.shuffle) is type(other.shuffle)
             and self.source is other.source
             and self._epoch_views is other._epoch_views
             and self._chunk_fetcher is None
@@ -176,27 +182,9 @@ class Reader(Node[Any]):
             and replace(other.shard, index=self.shard.index) == self.shard
         )
 
-    @property
-    def _settings(self) -> tuple[object, ...]:
-        return (
-            type(self),
-            type(self.shuffle),
-            self.shuffle,
-            self._by_global_batch,
-            self._adds_provenance,
-            self._on_error,
-        )
-
     def for_shard(self, shard: Shard, on_evict: Callable[[], None]) -> Reader:
         """Return a reader of another shard with the same arguments and a callback for when its row order leaves the cache."""
-        reader = Reader(
-            self.source,
-            shard,
-            shuffle=self.shuffle,
-            by_global_batch=self._by_global_batch,
-            provenance=self._adds_provenance,
-            on_error=self._on_error,
-        )
+        reader = Reader(self.source, shard, **self._arguments)
         reader._epoch_views, reader._reader_number, reader._on_evict = self._epoch_views, self._reader_number, on_evict
         return reader
 

@@ -96,7 +96,6 @@ class WeightedSampler(Node[Any]):
         self._row = MixtureRow(self.names, unit)
         self.FIELDS = self._row.fields()
         rule = make_rule(weights, {name: int(num) for name, num in (max_epochs or {}).items()})
-        self._weights = MixtureWeights(self._row, rule, (0, 1), {})
         super().__init__(**{name: nodes[name] for name in self.names})
         shard = find_shard(self)
         self._shard = (shard.index, shard.num_logical_shards) if shard else (0, 1)

@@ -7,8 +7,7 @@ from typing import Any
 from weakref import ref
 
 from rescale_data.nodes.base import Node, View, is_bound, unbind
-from rescale_data.nodes.below import open_documents
-from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.column import documents_of
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
@@ -78,8 +77,7 @@ class MixtureSources:
             opened = self._documents[column] = {}
         reader = opened.get(source)
         if reader is None:
-            node = self.open(source)
-            reader = opened[source] = open_documents(node, column) or ColumnDocuments(node, column, "WeightedSampler")
+            reader = opened[source] = documents_of(self.open(source), column, "WeightedSampler")
         return reader
 
     def make_byte_limit(self, num_shards: int) -> Callable[[], int]:

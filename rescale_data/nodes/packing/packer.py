@@ -13,9 +13,9 @@ from torch import Tensor
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import Node, changing_children
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
-from rescale_data.nodes.below import has_provenance, is_endless, open_documents, source_names
+from rescale_data.nodes.below import has_provenance, is_endless, source_names
 from rescale_data.nodes.bound import SILENT_EPOCHS, EmptyDrawLimit
-from rescale_data.nodes.column import ColumnDocuments, num_tokens_of
+from rescale_data.nodes.column import documents_of, num_tokens_of
 from rescale_data.nodes.form import ParameterHistory, num_tokens
 from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
 from rescale_data.nodes.packing.token_stream import TokenStream
@@ -125,10 +125,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self._history: ParameterHistory = ()
         self.stream = TokenStream(
             child,
-            (None if self._aligned else open_documents(child, column))
-            or ColumnDocuments(
-                child, column, type(self).__name__, *[self._aligned.extract_columns] * bool(self._aligned)
-            ),
+            documents_of(child, column, type(self).__name__, *[self._aligned.extract_columns] * bool(self._aligned)),
             SpecialTokens(eos_id, bos_id, DTYPES[dtype]),
             tokens_per_sample=seq_len,
             num_tokens_ahead=int(self.tells_next),

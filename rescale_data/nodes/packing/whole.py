@@ -12,10 +12,10 @@ import torch
 from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.nodes.base import Node, View, bind_once, copy_of, count_until_end
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
-from rescale_data.nodes.below import is_endless, open_documents, source_names
+from rescale_data.nodes.below import is_endless, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
 from rescale_data.nodes.changing import apply_changes
-from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.column import documents_of
 from rescale_data.nodes.form import BAD_STATE_MESSAGE, MOST, ParameterHistory, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
 from rescale_data.nodes.packing.fit import LONG_COUNTERS, LongDocumentRule
@@ -148,8 +148,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         }
         child = self.children["source"]
         extractors = [column_group.extract_columns for column_group in (self._aligned, self._payload) if column_group]
-        documents = None if extractors else open_documents(child, column)
-        self._documents = documents or ColumnDocuments(child, column, name, *extractors)
+        self._documents = documents_of(child, column, name, *extractors)
         special_tokens = SpecialTokens(eos_id, bos_id, self._numpy_dtype)
         self._packing = WindowPacker(special_tokens, long, pad_documents_to, self._aligned, self._payload)
         self._history: ParameterHistory = ()
