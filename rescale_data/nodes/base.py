@@ -19,57 +19,20 @@ from functools import cached_property, singledispatch
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
-from torchdata.nodes import (
-    BaseNode,
-    IterableWrapper,
-    MultiNodeWeightedSampler,
-    ParallelMapper,
-    PinMemory,
-    Prefetcher,
-    SamplerWrapper,
-    Stateful,
-    Unbatcher,
-)
+from torchdata.nodes import BaseNode
+from torchdata.nodes import IterableWrapper as IterableWrapper
+from torchdata.nodes import MultiNodeWeightedSampler as MultiNodeWeightedSampler
+from torchdata.nodes import ParallelMapper as ParallelMapper
+from torchdata.nodes import PinMemory as PinMemory
+from torchdata.nodes import Prefetcher as Prefetcher
+from torchdata.nodes import SamplerWrapper as SamplerWrapper
+from torchdata.nodes import Stateful as Stateful
+from torchdata.nodes import Unbatcher as Unbatcher
 
 from rescale_data.nodes.abilities import MayChange
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
-from rescale_data.state import (
-    Field,
-    copy_of,
-    join_fields,
-    position_slots,
-    require_limits,
-    row_of,
-    slot_offsets,
-    state_of,
-)
-
-__all__ = [
-    "BaseNode",
-    "IterableWrapper",
-    "MultiNodeWeightedSampler",
-    "Node",
-    "ParallelMapper",
-    "PinMemory",
-    "Prefetcher",
-    "SamplerWrapper",
-    "Stateful",
-    "Unbatcher",
-    "View",
-    "as_node",
-    "bind_once",
-    "changing_children",
-    "copy_of",
-    "count_until_end",
-    "draw_and_drop",
-    "go_to",
-    "initial",
-    "is_bound",
-    "record_epoch_end",
-    "slots_of",
-    "unbind",
-]
+from rescale_data.state import Field, join_fields, position_slots, require_limits, row_of, slot_offsets, state_of
 
 T = TypeVar("T")
 View: TypeAlias = memoryview  # of int64, always over a NumPy row, so that one slice can be copied into another

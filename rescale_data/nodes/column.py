@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rescale_data.nodes.base import Node, View, copy_of, go_to
+from rescale_data.nodes.base import Node, View, go_to
 from rescale_data.nodes.below import may_change, open_documents
 from rescale_data.nodes.changing import pass_blocked
 from rescale_data.nodes.guard import add_location_note, describe
@@ -17,6 +17,7 @@ from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
 from rescale_data.sources.decoded.sizes import memory_bytes_of
+from rescale_data.state import copy_of
 
 ValueExtractor: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
 """Function of a sample and its number of tokens, which returns the values to keep alongside the tokens, by name."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import checks_argument_types
-from rescale_data.nodes.base import Node, View, copy_of, draw_and_drop
+from rescale_data.nodes.base import Node, View, draw_and_drop
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.blocklist import Blocklist, ExcludedRows, blocklist_of
@@ -28,7 +28,7 @@ from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import cache_share, owner_of
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import FiledSource, Source, TokenSource
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
 
 __all__ = ["DEFAULT_WINDOW_ROWS", "Reader"]
 

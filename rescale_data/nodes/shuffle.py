@@ -9,7 +9,7 @@ import numpy as np
 
 from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.nodes.abilities import Writes
-from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, count_until_end, go_to
+from rescale_data.nodes.base import BaseNode, Node, View, bind_once, count_until_end, go_to
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import columns_of, epoch_end, num_nodes_below, place, shard_of, skip
 from rescale_data.nodes.changing import apply_changes, is_pending
@@ -19,7 +19,7 @@ from rescale_data.order import permutation
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_of
 from rescale_data.sources.decoded.sizes import memory_bytes_of
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
 
 _EMITTED_SLOT = 0
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import checks_argument_types
-from rescale_data.nodes.base import BaseNode, Node, View, bind_once, copy_of, draw_and_drop, go_to
+from rescale_data.nodes.base import BaseNode, Node, View, bind_once, draw_and_drop, go_to
 from rescale_data.nodes.below import epoch_end_of_source, has_provenance, may_change, skip, texts_of
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import DocumentsUntilError
@@ -26,7 +26,7 @@ from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.room import CacheRoom
 from rescale_data.nodes.tokenized import NUM_FIRST_TEXTS, TokenizedDocuments, TokenizedSamples
 from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_of
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]

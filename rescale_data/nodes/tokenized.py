@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rescale_data.nodes.base import View, copy_of, go_to
+from rescale_data.nodes.base import View, go_to
 from rescale_data.nodes.reading.documents import TextReader
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans, TokenArray, as_native_array
 from rescale_data.sources.source import Tokens
-from rescale_data.state import Ints
+from rescale_data.state import Ints, copy_of
 
 if TYPE_CHECKING:
     from rescale_data.nodes.tokenize import Tokenize

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.base import View
 from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.mixture.circle import Arcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
@@ -20,7 +20,7 @@ from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, UNLIMITED_DOCUMENTS, PositionUpdates, Spans
 from rescale_data.order import Words
-from rescale_data.state import Ints
+from rescale_data.state import Ints, copy_of
 
 # Draws in the first read and in the second; then so many times more each
 _FIRST_READ_DRAWS, _SECOND_READ_DRAWS, _READ_GROWTH_FACTOR = (16, 256, 4)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rescale_data.errors import checks_argument_types
-from rescale_data.nodes.base import BaseNode, Node, View, changing_children, copy_of, draw_and_drop
+from rescale_data.nodes.base import BaseNode, Node, View, changing_children, draw_and_drop
 from rescale_data.nodes.below import dtype_of, find_shard, is_endless
 from rescale_data.nodes.changing import is_blocked, is_lost, is_stale
 from rescale_data.nodes.form import ParameterHistory
@@ -24,7 +24,7 @@ from rescale_data.nodes.mixture.schedule import Schedule
 from rescale_data.nodes.mixture.sources import MixtureSources
 from rescale_data.nodes.mixture.weights import MixtureWeights
 from rescale_data.nodes.reading.documents import DocumentReader
-from rescale_data.state import Ints, slot_offsets
+from rescale_data.state import Ints, copy_of, slot_offsets
 
 
 class WeightedSampler(Node[Any]):

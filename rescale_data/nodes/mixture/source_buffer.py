@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.base import View
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, NO_UPDATES, PositionUpdates, Spans
-from rescale_data.state import Ints
+from rescale_data.state import Ints, copy_of
 
 
 class KeptDocuments:

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import ref
 
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.base import Node, View, copy_of
+from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
 from rescale_data.nodes.changing import is_blocked, is_pending, pass_blocked, settle
 from rescale_data.nodes.packing.aligned import AlignedColumns, ColumnArrays
@@ -16,6 +16,7 @@ from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, IntRows, SpecialTokens, TokenQueue, fill, token_queue
 from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.state import copy_of
 
 _REFILL_PART = 4  # few tokens are left: a quarter of those there were after the last read
 _READ_AHEAD_PART = 8  # costly documents are read ahead by an eighth of the number read so far

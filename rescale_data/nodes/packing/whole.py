@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rescale_data.errors import DataStateError, checks_argument_types
-from rescale_data.nodes.base import Node, View, bind_once, copy_of, count_until_end
+from rescale_data.nodes.base import Node, View, bind_once, count_until_end
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import is_endless, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
@@ -26,7 +26,7 @@ from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
 
 _EMITTED_SLOT, _PADDING, _LONG_SLOT, _UNTRAINED_SLOT = 0, 1, 2, 3
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache as once
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -88,44 +88,17 @@ class SpecialTokens:
         return spans.take(np.flatnonzero(self.lengths(spans)))
 
 
-class TokenQueue(Protocol):
-    """Concatenated documents from which samples are drawn. A draw advances the position that the queue was made with."""
-
-    nbytes: int
-    """Bytes that it keeps alive, set by the caller of `append`."""
-    reach: memoryview
-    """The position behind all of its documents, without the offset."""
-
-    @property
-    def left(self) -> int:
-        """Number of tokens not drawn yet; negative if the position is within a document that has not been appended yet."""
-        ...
-
-    def append(self, spans: Spans) -> None:
-        """Append documents to the queue.
-
-        Raises:
-            IndexError: A document is not within its array.
-            ValueError: The offset is behind the end of the first document.
-        """
-        ...
-
-    def rest(self) -> Spans:
-        """Return the documents that still have tokens to draw."""
-        ...
-
-
 def token_queue(
     special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None] = lambda: None
 ) -> TokenQueue:
-    """Return an empty token queue, implemented in C if the extension is available.
+    """Return an empty token queue, of the C class if the extension is available.
 
     Args:
         special_tokens: The tokens around each document.
         position: int64 slots: an offset in the first document, and the position from which documents are read.
         on_drop: Called when the cache drops the token queue.
     """
-    return (_NumpyQueue if kernel is None else _native_queue_type(kernel.TokenQueue))(special_tokens, position, on_drop)
+    return (TokenQueue if kernel is None else _native_queue_type(kernel.TokenQueue))(special_tokens, position, on_drop)
 
 
 def fill(queues: list[Any], first_row: int, tokens: IntRows, labels: IntRows | None, doc_ids: IntRows | None) -> int:
@@ -273,8 +246,15 @@ def _native_queue_type(base: Any) -> Any:
     return Native
 
 
-class _NumpyQueue(UserHeldValue):
-    """Token queue implemented in NumPy, with the same results as the C class `kernel.TokenQueue`."""
+class TokenQueue(UserHeldValue):
+    """Concatenated documents from which samples are drawn. A draw advances the position that the queue was made with.
+
+    This class does it in NumPy. The C class `kernel.TokenQueue` has the same methods and results.
+
+    Attributes:
+        nbytes: Bytes that the queue keeps alive, set by the caller of `append`.
+        reach: The position behind all of its documents, without the offset.
+    """
 
     def __init__(self, special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None]) -> None:
         self.nbytes, self.on_dropped = 0, on_drop
@@ -286,9 +266,16 @@ class _NumpyQueue(UserHeldValue):
 
     @property
     def left(self) -> int:
+        """Number of tokens not drawn yet; negative if the position is within a document that has not been appended yet."""
         return len(self.tokens) - self._offset
 
     def append(self, spans: Spans) -> None:
+        """Append documents to the queue.
+
+        Raises:
+            IndexError: A document is not within its array.
+            ValueError: The offset is behind the end of the first document.
+        """
         begin = int(self._starts[self._document])
         tokens, starts = join_documents(spans, self._special_tokens)
         self._spans = Spans.join([self.rest(), spans])
@@ -300,6 +287,7 @@ class _NumpyQueue(UserHeldValue):
             raise DataStateError(BEYOND_END_MESSAGE)
 
     def rest(self) -> Spans:
+        """Return the documents that still have tokens to draw."""
         return self._spans[self._document :]
 
     def was_used(self) -> bool:
@@ -320,7 +308,7 @@ class _NumpyQueue(UserHeldValue):
 
 def _draw_sample(queue: Any, row: int, tokens: IntRows, labels: IntRows | None, doc_ids: IntRows | None) -> bool:
     sample_length = tokens.shape[1]
-    if not isinstance(queue, _NumpyQueue) or queue.left < sample_length + (labels is not None) or not sample_length:
+    if not isinstance(queue, TokenQueue) or queue.left < sample_length + (labels is not None) or not sample_length:
         return False
     first_token = len(queue.tokens) - queue.left
     tokens[row], ends = queue.next(sample_length)
