@@ -60,16 +60,14 @@ def meet_at_barrier(
 def arrive(store: Any, my_index: int, member_ranks: Sequence[int], seconds: float, own_text: str = "") -> list[str]:
     """Wait until all members have arrived at the one barrier in this part of a store, and return the texts that they sent.
 
-    The last member that comes writes the texts of all as the verdict. The first member whose time is over finds the missing
+    A member that finds the texts of all writes them as the verdict. The first member whose time is over finds the missing
     members, and writes these as the verdict. The first verdict holds, also for a member that comes later.
 
     Raises:
         Missing: As in `meet_at_barrier`.
     """
     store.append("came", f"{my_index} {own_text}\n")
-    verdict, deadline, is_over = "", monotonic() + seconds, False
-    if store.add("count", 1) >= len(member_ranks):
-        verdict = _write_verdict(store, len(member_ranks), is_over=False)
+    verdict, deadline, is_over = _write_verdict(store, len(member_ranks), is_over=False), monotonic() + seconds, False
     while not verdict:
         if _appears(store, "verdict", min(_CHECK_SECONDS, seconds / 4)):
             verdict = _read(store, "verdict")

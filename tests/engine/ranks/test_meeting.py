@@ -63,17 +63,18 @@ def test_one_rank_looks_who_is_missing_and_all_are_told(num_ranks: int, monkeypa
     stores, lost = counted_stores(num_ranks), num_ranks - 2
     found = in_threads(num_ranks, lambda me: arrive(stores[me], me, range(num_ranks), 2.0), lost)
     assert found == {me: [lost] for me in set(range(num_ranks)) - {lost}}
-    assert sum(store.asked["compare_set came"] for store in stores) == 1
+    assert sum(store.asked["compare_set came"] for store in stores) == num_ranks - 1 + 1  # as they come, and the one
     assert told(arrive, stores[lost], lost, range(num_ranks), 60.0) == [lost]  # at once: the verdict holds
 
 
 def test_a_member_waits_for_few_answers_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer is a trip to the host of the store: a meeting takes at most four."""
+    """Each answer is a trip to the host of the store: a meeting takes at most four, and three for the last that comes."""
     monkeypatch.setattr(meeting, "_CHECK_SECONDS", 60.0)
     stores = counted_stores(6)
     assert len(in_threads(6, lambda me: meet_at_barrier(stores[me], me, range(6), 240.0))) == 6
-    for store in stores:
-        assert sum(number for name, number in store.asked.items() if name.split()[0] != "append") <= 4, store.asked
+    trips = [sum(number for name, number in store.asked.items() if name.split()[0] != "append") for store in stores]
+    assert max(trips) <= 4
+    assert min(trips) == 3
 
 
 def test_a_store_that_does_not_answer_or_fails_keeps_nobody_for_long() -> None:
