@@ -124,14 +124,8 @@ def encode(field: Field, value: Any) -> list[int]:
 
 def decode(field: Field, slots: Sequence[int]) -> Any:
     """Return the value that `encode` turned into the given int64 numbers."""
-    if field.shape is not None:
-        raw = np.array(list(slots), dtype=np.int64).view(np.uint8)[: field.num_bytes]
-        value = torch.empty(field.shape, dtype=field.dtype, device="cpu")
-        value.view(-1).view(torch.uint8).copy_(torch.from_numpy(raw))
-        return value
-    if field.dtype is torch.float64:
-        return struct.unpack("<d", struct.pack("<q", slots[0]))[0]
-    return bool(slots[0]) if field.dtype is torch.bool else int(slots[0])
+    value = _to_tensor(field, np.array([slots], dtype=np.int64))[0]
+    return value.item() if field.shape is None else value
 
 
 def require_limits(fields: Sequence[Field], rows: Ints, label: str) -> None:

@@ -18,6 +18,7 @@ from rescale_data.nodes.abilities import Proves, WritesMany
 from rescale_data.nodes.base import Node, initial
 from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.below import borrow, columns_of, epoch_end, pass_epochs, skip, skip_ahead
+from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.sources.decoded.interest import record_served_shards
 from rescale_data.state import Ints
@@ -189,39 +190,26 @@ class Runner:
 
     def _draw(self, shard: int, buffer: BatchBuffer | None = None, row: int = 0) -> Any:
         """Return the next sample of a shard; with a buffer, write the sample into the buffer and return nothing."""
-        node: Any = self._active_nodes[shard]
-        if node is None:
-            node = self._activate(shard)
-        try:
-            return node.next() if buffer is None else node.write(buffer, row)
-        except StopIteration:
-            if not self._recipe.repeat:
-                raise Exhausted from None
-        except Exception as error:
-            self._drop_pipeline(shard, error)
-            raise
-        return self._draw_from_next_epoch(shard, buffer, row)
-
-    def _draw_from_next_epoch(self, shard: int, buffer: BatchBuffer | None, row: int) -> Any:
-        for _ in range(2):
-            node: Any = self._activate(shard)
+        num_ends = 0  # of epochs
+        while num_ends <= SILENT_EPOCHS:
+            node: Any = self._active_nodes[shard]
+            if node is None:
+                node = self._activate(shard)
             try:
                 return node.next() if buffer is None else node.write(buffer, row)
             except StopIteration:
-                continue
+                if not self._recipe.repeat:
+                    raise Exhausted from None
+                self._active_nodes[shard], num_ends = None, num_ends + 1  # its row begins the next epoch
             except Exception as error:
-                self._drop_pipeline(shard, error)
+                self._built_nodes.pop(shard, None)  # a torchdata node may stay broken
+                error.add_note(f"in the pipeline of logical shard {shard}")
                 raise
         raise DataStateError(
             f"Logical shard {shard} of {self._recipe.num_logical_shards} yielded no sample in two whole epochs: all of its "
             f"rows were filtered out, it has none, or a node that is not of rescale_data does not start again at reset(None). "
             f"Use fewer logical shards, more data, a filter that keeps some of it, or an rd.Reader in place of that node."
         )
-
-    def _drop_pipeline(self, shard: int, error: Exception) -> None:
-        """Drop the pipeline of a shard after an error, to which the shard is added: a torchdata node may stay broken."""
-        self._built_nodes.pop(shard, None)
-        error.add_note(f"in the pipeline of logical shard {shard}")
 
     def _sample_at(self, shard: int, number: int, is_real: bool) -> Any:
         """Return sample ``number`` of a shard whose table row may be outdated, because other processes served the shard."""

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rescale_data.layout.balance import water_fill
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import Turn
 from rescale_data.state import Ints
@@ -96,14 +97,9 @@ class Remainder:
 
     def _num_served(self, num_samples: int) -> Ints:
         """Return how many of the first ``num_samples`` samples of the remainder each shard serves: ``int64[N]``."""
-        low, high = 0, int(self.samples_left.max(initial=0))
-        while low < high:  # the lowest level down to which all shards can be cut
-            mid = (low + high) // 2
-            low, high = (low, mid) if np.maximum(self.samples_left - mid, 0).sum() <= num_samples else (mid + 1, high)
-        num_served = np.maximum(self.samples_left - low, 0)
-        if low:
-            num_served[np.flatnonzero(self.samples_left >= low)[: num_samples - int(num_served.sum())]] += 1
-        return num_served
+        num_picks = min(num_samples, self.num_samples)  # padding is not served from what is left
+        # The most left first: the fewest first of the negative numbers
+        return water_fill(-self.samples_left, np.array([num_picks]), np.array([0, len(self.samples_left)]))
 
     @cached_property
     def _micro_batch_of_row(self) -> Ints:
@@ -120,7 +116,7 @@ class Remainder:
 
     def _make_step(self, t: int) -> _Rows:
         o = self.layout.global_batch_size
-        served_before, served_after = self._num_served(t * o), self._num_served(min((t + 1) * o, self.num_samples))
+        served_before, served_after = self._num_served(t * o), self._num_served((t + 1) * o)
         picked_shards = np.repeat(np.arange(len(self.samples_left)), served_after - served_before)
         time_order = np.lexsort((self._micro_batch_of_row[: len(picked_shards)], picked_shards))
         sample_numbers = np.empty(len(picked_shards), dtype=np.int64)
