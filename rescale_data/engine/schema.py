@@ -21,10 +21,9 @@ from rescale_data.engine.recipe import (
 )
 from rescale_data.nodes.abilities import Adopts, Mixes, Prepares, ReadsBegun, Reports
 from rescale_data.nodes.base import Node, initial, slots_of
-from rescale_data.nodes.below import epoch_end, has_equal_epochs, has_provenance, is_endless, readers_of
+from rescale_data.nodes.below import epoch_end, has_provenance, is_endless, readers_of
 from rescale_data.nodes.foreign import Foreign
 from rescale_data.nodes.form import EARLIER_KEY
-from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import Described
 from rescale_data.state import Ints, encode, field_of, flatten, position_slots, state_of
 
@@ -121,17 +120,6 @@ class Schema:
         beginning_table[:, columns] = self.fresh_table(len(table))[:, columns]
         end_of_epoch = self.epoch_end(beginning_table)
         return None if end_of_epoch is None else int(end_of_epoch[0].sum())
-
-    def epochs_are_alike(self, table: Ints) -> bool:
-        """True if every epoch advances each position by the same amount: a row is a sample, and shards keep their rows."""
-        if self.epoch_end(table) is None:
-            return False
-        nodes = [node for _, node in self.root.walk()]
-        return (
-            all(map(has_equal_epochs, nodes))
-            and all(node.source.num_rows >= len(table) for node in nodes if isinstance(node, Reader))
-            and all(len(history) <= 1 for history in self.histories.values())
-        )
 
     def sources(self) -> dict[str, Described]:
         """Return the sources of the pipeline, by the path of the node that reads each."""

@@ -6,7 +6,7 @@ rank serves what. Each rank reads its own block of logical shards, so the ranks 
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,13 +17,10 @@ from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.next_segment import next_segment
 from rescale_data.engine.recipe import SAMPLES, STAMP_LIMIT
 from rescale_data.engine.segment import Segment
-from rescale_data.layout.clock import Clock
-from rescale_data.state import Ints
 
 _NOT_ENDED = 1 << 40  # samples: more than a shard has left of any epoch
 _STEPS_PER_CHECK = 16
 """The number of steps that ranks read between checks for the end of the epoch, if only reading can find it."""
-_COUNT_NAMES = [field.name for field in fields(Clock) if field.name != "skipped"]
 
 
 def require_countable(call: str, num_samples: int, num_logical_shards: int) -> None:
@@ -42,17 +39,11 @@ def skip(cursor: Cursor, ends: EpochEnds, num_micro_batches: int) -> Cursor:
     Args:
         cursor: A cursor whose `last_rows` is `None`.
     """
-    epoch_starts: list[tuple[int, Ints]] = []  # of epochs: the micro batches left to skip, and the numbers of the run
     verify = ends.setup.recipe.verify
     while num_micro_batches:
-        if cursor.epoch_ended:
-            cursor = next_segment(cursor, ends)
-            epoch_starts = [*epoch_starts[-2:], (num_micro_batches, _to_run_array(cursor, ends))]
-            if not verify:
-                cursor, num_micro_batches = _skip_epochs(cursor, ends, epoch_starts)
-        cursor = _enter_segment(next_segment(cursor, ends) if cursor.segment is None else cursor, ends)
         segment, u = cursor.segment, cursor.u
         if segment is None:
+            cursor = _enter_segment(next_segment(cursor, ends), ends)
             continue
         num_to_skip = num_micro_batches if segment.stop is None else min(num_micro_batches, segment.stop - u)
         if segment.stop is None and not ends.setup.recipe.repeat:
@@ -108,35 +99,3 @@ def _read_until(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cu
         table[ends.owned, SAMPLES] = until_u[ends.owned]
         return cursor._replace(table=table, u=u)
     return _move_cursor(cursor, segment, ends, stop_u)._replace(segment=replace(segment, stop=stop_u))
-
-
-def _skip_epochs(cursor: Cursor, ends: EpochEnds, epoch_starts: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
-    """Skip whole epochs by arithmetic, if the last two epochs advanced the run by the same amount.
-
-    Returns:
-        The cursor, and the number of micro batches that are then left to skip, at least 1.
-    """
-    num_micro_batches, current = epoch_starts[-1]
-    whole_steps = ends.layout.aligned or ends.setup.tail == "pad"  # else the dropped samples depend on earlier epochs
-    if len(epoch_starts) < 3 or not whole_steps or not ends.schema.epochs_are_alike(cursor.table):
-        return cursor, num_micro_batches
-    (_, oldest_counts), (batches_left_before, previous), _ = epoch_starts
-    if (current - previous != previous - oldest_counts).any():
-        return cursor, num_micro_batches
-    epoch_size = batches_left_before - num_micro_batches
-    epochs = (num_micro_batches - 1) // epoch_size  # at least one micro batch is left: an epoch ends with its last one
-    return _from_run_array(
-        cursor, ends, current + epochs * (current - previous)
-    ), num_micro_batches - epochs * epoch_size
-
-
-def _to_run_array(cursor: Cursor, end_finder: EpochEnds) -> Ints:
-    """Return the table and the counts of a run at the start of an epoch as one array, ``int64[any]``."""
-    run_counts = [getattr(cursor.clock_now(end_finder.layout), name) for name in _COUNT_NAMES]
-    return np.concatenate([cursor.table.flatten(), np.array(run_counts, dtype=np.int64)])
-
-
-def _from_run_array(cursor: Cursor, end_finder: EpochEnds, numbers: Ints) -> Cursor:
-    table, run_counts = numbers[: cursor.table.size].reshape(cursor.table.shape), numbers[cursor.table.size :].tolist()
-    clock = replace(cursor.clock, **dict(zip(_COUNT_NAMES, run_counts, strict=True)))
-    return cursor._replace(clock=clock, table=table, u=clock.micro_batch(end_finder.layout))
