@@ -76,7 +76,7 @@ class Cursor(NamedTuple):
     def advanced(self, micro_batch: MicroBatch) -> Cursor:
         """Return the cursor after `micro_batch`, the next one, was consumed."""
         last_rows = self.last_rows
-        if last_rows is not None and last_rows.slots is None and isinstance(last_rows.visited_shards, slice):
+        if last_rows is not None and isinstance(last_rows.visited_shards, slice):
             self.unwritten_rows[last_rows.visited_shards.start] = last_rows
         elif last_rows is not None:
             last_rows.write(self.table)

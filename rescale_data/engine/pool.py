@@ -49,7 +49,7 @@ class Pool(Feed):
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self._num_begins += 1
-        begin = BeginCommand.from_table(self._num_begins, segment, table, first_u, self._num_slabs)
+        begin = BeginCommand(self._num_begins, segment, first_u, self._num_slabs, table)
         work, self._num_taken_batches = Work(begin, self._num_workers), 0
         self._num_micro_batches = None if segment.stop is None else segment.stop - first_u
         self._inboxes = [Inbox(self._pin) for _ in range(self._num_workers)]

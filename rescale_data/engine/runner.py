@@ -85,7 +85,7 @@ class Runner:
         if repeated_turn is not None and collate is None:
             batch = self._write(repeated_turn.nodes, turn.shards)
             repeated_turn.uncounted_samples += repeated_turn.samples_per_row
-            rows = TableRows(turn.index, repeated_turn.table_rows.copy(), None, repeated_turn.uncounted_samples)
+            rows = TableRows(turn.index, repeated_turn.table_rows.copy(), repeated_turn.uncounted_samples)
             return MicroBatch(batch, rows, turn.shards, len(repeated_turn.nodes))
         if turn.sample_numbers is not None:  # `_sample_at` counts each sample
             samples = [

@@ -19,7 +19,7 @@ from rescale_data.engine.recipe import (
     Histories,
     path_name,
 )
-from rescale_data.nodes.abilities import Adopts, Mixes, Prepares, ReadsBegun, Reports
+from rescale_data.nodes.abilities import Adopts, Prepares, ReadsBegun, Reports
 from rescale_data.nodes.base import Node, initial, slots_of
 from rescale_data.nodes.below import epoch_end, has_provenance, is_endless, readers_of
 from rescale_data.nodes.foreign import Foreign
@@ -52,7 +52,6 @@ class Schema:
     def __init__(self, root: Node[Any]) -> None:
         _require_same_provenance(root)
         self.root, self._seeds = root, _seeds(root)
-        self.is_mixture = any(isinstance(node, Mixes) or len(node.children) > 1 for _, node in root.walk())
         self.histories: Histories = {}
         self._sources_json: str | None = None
         self._pipeline_json: str | None = None

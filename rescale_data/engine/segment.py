@@ -76,12 +76,6 @@ class Segment:
         """Return the first micro batch that a state does not include if it is saved before micro batch ``u``."""
         return self.step_start_u(u) if self.saves_whole_steps else u
 
-    def for_a_worker(self) -> Segment:
-        """Return a copy of the segment with only the fields that a worker needs to make micro batches."""
-        return Segment(
-            self.layout, self.rank, self.stop, remainder=self.remainder, histories=self.histories, pads=self.pads
-        )
-
     @property
     def is_last(self) -> bool:
         """True if the epoch ends with this segment: it is a remainder, and no other round follows."""

@@ -1,8 +1,7 @@
 """The work of a worker process: makes every K-th micro batch of a segment, and packs several into each message.
 
-With each micro batch, a message carries the rows of the table that it advanced; in a mixture, whose rows are long, only the
-slots that changed. So the trainer's process knows the exact position of every shard after the batches that it has received.
-Workers are never asked for their state.
+With each micro batch, a message carries the rows of the table that it advanced. So the trainer's process knows the exact
+position of every shard after the batches that it has received. Workers are never asked for their state.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-
-import numpy as np
 
 from rescale_data.engine.board import Board
 from rescale_data.engine.feed import InProcessFeed
@@ -41,33 +38,14 @@ class BeginCommand:
         command_id: The number of the command, counted by the pool; a segment may be begun several times.
         first_u: The first micro batch; worker i makes ``first_u + i``, ``first_u + i + K``, ...
         num_slabs: The number of slabs that a worker uses in turn.
-        shards: The shards that the rank may serve in this segment.
-        table_rows: The rows of these shards in the table.
-        num_logical_shards: N.
+        table: ``int64[N, columns]``, the positions of all logical shards at the first micro batch.
     """
 
     command_id: int
     segment: Segment
     first_u: int
     num_slabs: int
-    shards: slice
-    table_rows: Ints
-    num_logical_shards: int
-
-    @classmethod
-    def from_table(
-        cls, command_number: int, segment: Segment, table: Ints, first_u: int, num_slabs: int
-    ) -> BeginCommand:
-        owned_shards = segment.layout.owned_shards(segment.rank) if segment.remainder is None else range(len(table))
-        shards = slice(owned_shards.start, owned_shards.stop)
-        return cls(command_number, segment.for_a_worker(), first_u, num_slabs, shards, table[shards].copy(), len(table))
-
-    @property
-    def table(self) -> Ints:
-        """The table with the rows of the shards that the rank may serve; the rows of all other shards are zeros."""
-        table = np.zeros((self.num_logical_shards, self.table_rows.shape[1]), dtype=np.int64)
-        table[self.shards] = self.table_rows
-        return table
+    table: Ints
 
 
 class Worker:
@@ -76,7 +54,6 @@ class Worker:
     def __init__(self, recipe: Recipe, collate: Collate | None, slow_after_seconds: float) -> None:
         self.recipe, self._collate, self._slow_after_seconds = recipe, collate, slow_after_seconds
         self._feed: InProcessFeed | None = None
-        self._sent_table: Ints | None = None  # in a mixture, whose rows are long: the table of the trainer's process
 
     def attach(self, worker_number: int, board: Board) -> None:
         """Set the number of this worker, and the shared-memory board on which it reports work that takes long."""
@@ -140,9 +117,6 @@ class Worker:
             schema = Schema(self.recipe.build(0))  # as in the trainer's process
             feed = self._feed = InProcessFeed(Runner(self.recipe, schema), self._collate)
         feed.begin(begin.segment, begin.table, 0)
-        # In a remainder, another worker may have changed a slot that this worker changes back.
-        sends_slots = begin.segment.remainder is None and feed.runner.schema.is_mixture
-        self._sent_table = begin.table if sends_slots else None
         return feed
 
     def _make(self, feed: InProcessFeed, u: int) -> MicroBatch:
@@ -155,4 +129,4 @@ class Worker:
         if watch.report_made:
             watch.report_made = False
             self._board.write_activity(self._worker_number, "")
-        return micro_batch if self._sent_table is None else micro_batch.with_changes(self._sent_table)
+        return micro_batch

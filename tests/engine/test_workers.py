@@ -27,13 +27,10 @@ from torch.utils.data import get_worker_info
 from torchdata.nodes import Mapper
 
 import rescale_data as rd
-from rescale_data.engine.board import Board
-from rescale_data.engine.message import MAX_MESSAGE_VALUES, Inbox, PackedValue, Slabs
+from rescale_data.engine.message import MAX_MESSAGE_VALUES, PackedValue, Slabs
 from rescale_data.engine.processes import Work
-from rescale_data.engine.recipe import SAMPLES, Recipe
-from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.workers import BeginCommand, Worker
+from rescale_data.engine.workers import BeginCommand
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
 from tests.states import opened, same_state
 
@@ -91,40 +88,10 @@ class TestSameAsWithout:
 class TestMessages:
     """What goes between the loader and its workers does not grow with what need not be told."""
 
-    def test_of_a_mixture_a_message_holds_what_changed(self) -> None:
-        """However many sources there are."""
-
-        def num_slots(num_sources: int) -> int:
-            def pipeline(shard: rd.Shard) -> Any:
-                nodes = {f"s{i}": rd.Reader(Rows(130), shard) for i in range(num_sources)}
-                return rd.WeightedSampler(nodes, dict.fromkeys(nodes, 1.0))
-
-            worker = Worker(Recipe(pipeline, 24, 0, True), as_samples, 10.0)
-            worker.attach(0, Board(1))
-            table, inbox = Schema(pipeline(rd.Shard(0, 24))).fresh_table(24), Inbox(False)
-            segment = Segment(loader_of(repeat=True)._stream.layout, 0, None)
-            messages = worker.messages(BeginCommand.from_table(0, segment, table, 0, 2), lambda: None)
-            parts = (part for message in messages for part in inbox.open(message))
-            changes = [inbox.unpack(*part).rows for part in itertools.islice(parts, 9)]
-            for rows in changes:
-                rows.write(table)
-            assert table[:, SAMPLES].sum() == 9 * 4
-            return sum(rows.values.size + rows.slots.size for rows in changes)
-
-        assert num_slots(3) == num_slots(60) == 2 * 9 * 4 * 4  # of each sample: samples, draws, drawn, row
-
-    def test_a_worker_is_told_the_rows_of_its_rank_alone(self) -> None:
-        layout = loader_of(repeat=True, dp_rank=1, dp_world_size=3)._stream.layout
-        table = np.arange(48).reshape(24, 2)
-        assert (
-            BeginCommand.from_table(0, Segment(layout, 1, None), table, 0, 2).table_rows.tolist()
-            == table[8:16].tolist()
-        )
-
     def test_a_pipe_carries_less_than_4_kb_each_way(self) -> None:
         """However much there is to say: else the sender of one side waits for the other, which waits for it."""
         segment = Segment(loader_of()._stream.layout, 0, None)
-        begin = BeginCommand.from_table(2**40, segment, np.zeros((24, 20_000), dtype=np.int64), 2**40, 3)
+        begin = BeginCommand(2**40, segment, 2**40, 3, np.zeros((24, 20_000), dtype=np.int64))
         message = Slabs().pack(3, [PackedValue((torch.zeros(10_000), "x" * 100_000))] * MAX_MESSAGE_VALUES)
         assert len(ForkingPickler.dumps(Work(begin, 2).packed_command)) < 4096
         assert len(ForkingPickler.dumps((2**40, message))) < 4096
