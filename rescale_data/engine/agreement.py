@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.errors import DataStateError
+from rescale_data.state import Ints
 
 T = TypeVar("T")
 _READ_FAILED, _WRONG_ROWS = -1, -2
@@ -38,7 +39,7 @@ def call_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     is_wrong = isinstance(failure, DataStateError)
-    worst = ranks.min_and_max(is_wrong + (failure is not None))[1]
+    worst = int(ranks.gather_ints([is_wrong + (failure is not None)]).max())
     if worst:
         raise failure if failure is not None and (is_wrong or worst < 2) else failure_elsewhere(wrong_rows=worst == 2)
     return results[0]
@@ -55,7 +56,7 @@ class Agreement:
     def __init__(self, ranks: Ranks, first_u: int, micro_batches_per_step: int) -> None:
         self._ranks, self._micro_batches_per_step = ranks, micro_batches_per_step
         self._num_steps_ahead = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
-        self._wait_for_minimum: Callable[[], int] | None = None
+        self._pending: Callable[[], Ints] | None = None  # waits for the exchange that has begun
         self._agreed_end = first_u
         self._last_u, self._is_over = -1, False  # the micro batch of the last call of `ends_before`, and its result
         self._failure: Exception | None = None
@@ -73,8 +74,8 @@ class Agreement:
 
     def _end(self, u: int, make_until: Callable[[int], int]) -> bool:
         if u == self._agreed_end:
-            self._begin_exchange(u, make_until)
-            made_until = self._take_minimum()
+            wait_for_ends, self._pending = self._begin_exchange(u, make_until), None
+            made_until = int(wait_for_ends().min())
             if made_until < 0:
                 failure, self._failure = self._failure, None
                 raise failure or failure_elsewhere(wrong_rows=made_until == _WRONG_ROWS)
@@ -85,14 +86,11 @@ class Agreement:
             self._begin_exchange(u, make_until)
         return False
 
-    def _begin_exchange(self, u: int, make_until: Callable[[int], int]) -> None:
-        if self._wait_for_minimum is None:
+    def _begin_exchange(self, u: int, make_until: Callable[[int], int]) -> Callable[[], Ints]:
+        if self._pending is None:
             try:
                 made_until = make_until(u + self._num_steps_ahead * self._micro_batches_per_step)
             except Exception as error:
                 self._failure, made_until = error, _WRONG_ROWS if isinstance(error, DataStateError) else _READ_FAILED
-            self._wait_for_minimum = self._ranks.at_position(u).begin_min(made_until)
-
-    def _take_minimum(self) -> int:
-        pending_minimum, self._wait_for_minimum = self._wait_for_minimum, None
-        return pending_minimum() if pending_minimum is not None else 0
+            self._pending = self._ranks.at_position(u).begin_gather_ints([made_until])
+        return self._pending

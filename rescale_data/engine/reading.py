@@ -20,7 +20,7 @@ from rescale_data.engine.reopening import require_reopenable
 from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
 from rescale_data.engine.setup import Setup
 from rescale_data.engine.shared import BatchCounts, SharedCalls, on_first_peer, require_number
-from rescale_data.engine.skip import require_countable
+from rescale_data.engine.skip import require_micro_batches
 from rescale_data.engine.states.load import load_state_dict as load
 from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
 from rescale_data.engine.states.statedict import state_dict as state_of
@@ -205,28 +205,16 @@ class Reading:
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.
         """
-        micro_step_samples = self._layout.micro_step_samples
-        if num_samples < 0 or num_samples % micro_step_samples:
+        call, whole_steps = f"skip(num_samples={num_samples})", self._setup.balance is not None
+        clock, cursor = self._stream.clock, self._cursor
+        num_micro_batches = require_micro_batches(call, num_samples, self._layout, clock, whole_steps=whole_steps)
+        if num_micro_batches and cursor.first_unsaved_u != cursor.u:
             raise ValueError(
-                f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = "
-                f"{micro_step_samples}, counted over all ranks."
+                f"{call} with balance= begins within a step: {self._stream.num_in_step} of its "
+                f"{self.gradient_accumulation_steps} micro batches have been taken. Take the others first."
             )
-        n, end_sample = self._layout.num_logical_shards, self._stream.clock.samples + num_samples
-        require_countable(f"skip(num_samples={num_samples})", end_sample, n)
-        self._require_whole_steps(num_samples // micro_step_samples)
-        if num_samples:
-            self._stream.skip(num_samples // micro_step_samples)
-
-    def _require_whole_steps(self, num_micro_batches: int) -> None:
-        """Raise ``ValueError`` if steps are balanced and a skip would begin or end within a step."""
-        cursor, per_step = self._cursor, self._layout.gradient_accumulation_steps
-        if self._setup.balance is None or not num_micro_batches:
-            return
-        if cursor.first_unsaved_u != cursor.u or (cursor.u + num_micro_batches) % per_step:
-            raise ValueError(
-                f"skip() with balance= begins and ends with a step: {self._stream.num_in_step} of its {per_step} micro "
-                f"batches have been taken, and {num_micro_batches} are to be left out."
-            )
+        if num_micro_batches:
+            self._stream.skip(num_micro_batches)
 
     @on_first_peer(RESULT)
     @checks_argument_types

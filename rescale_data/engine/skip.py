@@ -17,20 +17,39 @@ from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.next_segment import next_segment
 from rescale_data.engine.recipe import SAMPLES, STAMP_LIMIT
 from rescale_data.engine.segment import Segment
+from rescale_data.layout.clock import Clock
+from rescale_data.layout.layout import Layout
 
 _NOT_ENDED = 1 << 40  # samples: more than a shard has left of any epoch
 _STEPS_PER_CHECK = 16
 """The number of steps that ranks read between checks for the end of the epoch, if only reading can find it."""
 
 
-def require_countable(call: str, num_samples: int, num_logical_shards: int) -> None:
-    """Raise ``ValueError`` if a run would deliver more samples than the stamps in a state can represent (`STAMP`)."""
-    max_samples = STAMP_LIMIT // num_logical_shards - 1
-    if num_samples > max_samples:
+def require_micro_batches(call: str, num_samples: int, layout: Layout, clock: Clock, *, whole_steps: bool) -> int:
+    """Return the number of micro batches that some samples after `clock` make, or raise ``ValueError``.
+
+    Args:
+        call: The call of the user, for messages.
+        num_samples: A number of samples over all ranks; a state can count no more than the stamps of rows (`STAMP`).
+        whole_steps: True if steps are balanced: samples of a step change places within it.
+    """
+    unit, max_samples = layout.micro_step_samples, STAMP_LIMIT // layout.num_logical_shards - 1
+    if num_samples < 0 or num_samples % unit:
         raise ValueError(
-            f"{call}: it would end at sample {num_samples}, and a state with num_logical_shards={num_logical_shards} counts up "
-            f"to {max_samples}. Give less."
+            f"{call}: give a multiple of dp_world_size * micro_batch_size = {layout.dp_world_size} * {layout.micro_batch_size} "
+            f"= {unit}, counted over all ranks."
         )
+    if clock.samples + num_samples > max_samples:
+        raise ValueError(
+            f"{call}: it would end at sample {clock.samples + num_samples}, and a state with num_logical_shards="
+            f"{layout.num_logical_shards} counts up to {max_samples}. Give less."
+        )
+    if whole_steps and num_samples and (clock.samples + num_samples - clock.origin) % layout.global_batch_size:
+        raise ValueError(
+            f"{call} with balance= ends within a step, whose samples change places: give whole steps, of "
+            f"global_batch_size={layout.global_batch_size} samples."
+        )
+    return num_samples // unit
 
 
 def skip(cursor: Cursor, ends: EpochEnds, num_micro_batches: int) -> Cursor:
@@ -94,7 +113,7 @@ def _read_until(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cu
                 samples_left[shard] = num_drawn
         return max(cursor.u, layout.main_phase_end(samples, samples_left, cursor.u))
 
-    stop_u = ends.ranks.min_and_max(call_on_all_ranks(ends.ranks, find))[0]
+    stop_u = int(ends.ranks.gather_ints([call_on_all_ranks(ends.ranks, find)]).min())
     if stop_u > u:
         table[ends.owned, SAMPLES] = until_u[ends.owned]
         return cursor._replace(table=table, u=u)

@@ -73,7 +73,7 @@ def _in_threads() -> bool:
     def exchange(which: int) -> None:
         for turn in range(10):
             if (turn + which + ranks[0].rank) % 3 == 0:
-                ranks[which].begin_min(0)  # and nobody waits for it
+                ranks[which].begin_gather_ints([0])  # and nobody waits for it
             table = np.full((4, 2), 100 * turn + which)
             table[:, 1] = ranks[0].rank
             merged[which].append(ranks[which].merge(table, owner))

@@ -108,6 +108,7 @@ def _pid(_: int) -> int:
 class TestProcesses:
     def test_the_fork_server_starts_early_and_imports_what_pipelines_are_made_of(self, monkeypatch: Any) -> None:
         """While a model is built, and once for all workers: each would else import pyarrow to unpickle its source."""
+        of_sources = {rd.ParquetSource.__module__, rd.TokenPacker.__module__}
         started: list[bool] = []
         preloaded: list[str] = []
         monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", lambda: started.append(True))
@@ -116,7 +117,6 @@ class TestProcesses:
         assert not started
         loader_of(k=1).close()
         assert started == [True]
-        of_sources = {rd.ParquetSource.__module__, rd.TokenPacker.__module__}
         assert {*of_sources, "rescale_data.engine.processes", "__main__"} <= set(preloaded)
         assert not [name for name in preloaded if name.startswith("rescale_data.integrations")]
 

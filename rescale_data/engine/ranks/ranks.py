@@ -121,25 +121,21 @@ class Ranks:
 
     def gather_ints(self, values: Sequence[int]) -> Ints:
         """Gather a few integers from every rank: ``int64[W, len(values)]`` (collective)."""
-        return self._begin_gather_ints("each", values)()
+        return self.begin_gather_ints(values)()
+
+    def begin_gather_ints(self, values: Sequence[int], content: str = "ints") -> Callable[[], Ints]:
+        """Send a few integers to all ranks; return a function that waits for the integers of every rank (collective)."""
+        if self.communicator is None:
+            return lambda: np.array([values], dtype=np.int64)
+        return self.communicator.agree(self._call(content), values)
 
     def gather_floats(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Gather floating-point numbers from every rank: ``float64[W, len(values)]`` (collective)."""
         return self._gather(torch.tensor(values, dtype=torch.float64, device="cpu"), "numbers").numpy()
 
-    def begin_min(self, value: int) -> Callable[[], int]:
-        """Send a value to all ranks; return a function that waits for, and returns, the smallest value of all (collective)."""
-        wait = self._begin_gather_ints("sure", [value])
-        return lambda: int(wait().min())
-
-    def min_and_max(self, value: int) -> tuple[int, int]:
-        """Return the smallest and the largest value of all ranks (collective)."""
-        all_values = self._begin_gather_ints("extremes", [value])()
-        return int(all_values.min()), int(all_values.max())
-
     def require_same(self, content: dict[str, Any], action: str = "built their loaders") -> None:
         """Raise ``ValueError`` on every rank if some value differs between ranks; the message names the value (collective)."""
-        self._require(content, self._begin_gather_ints("same", [digest(value) for value in content.values()])(), action)
+        self._require(content, self.begin_gather_ints([*map(digest, content.values())], "same")(), action)
 
     def with_new_loader(self, content: dict[str, Any]) -> Ranks:
         """Return the same ranks, with the number of the loader that all of them are building (collective).
@@ -170,11 +166,6 @@ class Ranks:
 
     def _gather(self, tensor: torch.Tensor, content: str = "rows") -> torch.Tensor:
         return tensor[None] if self.communicator is None else self.communicator.gather(self._call(content), tensor)
-
-    def _begin_gather_ints(self, content: str, values: Sequence[int]) -> Callable[[], Ints]:
-        if self.communicator is None:
-            return lambda: np.array([values], dtype=np.int64)
-        return self.communicator.agree(self._call(content), values)
 
     def _call(self, content: str) -> Call:
         if self._is_save:

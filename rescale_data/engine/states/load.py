@@ -24,7 +24,7 @@ from rescale_data.engine.recipe import (
     path_name,
 )
 from rescale_data.engine.schema import NodeParameters, Schema, adopt_histories
-from rescale_data.engine.skip import require_countable, skip
+from rescale_data.engine.skip import require_micro_batches, skip
 from rescale_data.engine.states.change import TranslatedHeader, apply_changes, check_changes, earlier_parameters, reform
 from rescale_data.engine.states.check import require_fit
 from rescale_data.engine.states.codec import SavedState, decode, has_remainder, table_of
@@ -56,11 +56,6 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     had_remainder = has_remainder(table)
     _require_one_end(table)
     _require_rows(stream.schema, table)
-    if stream.setup.balance is not None and delivered % saved.sizes[0]:
-        raise ValueError(
-            f"delivered={delivered} with balance=: samples of a step change places within it, so give whole steps, a multiple "
-            f"of global_batch_size={saved.sizes[0]}."
-        )
     if delivered:
         _refuse_changes(stream.schema, translated, delivered)
         histories_then = needed_manifests(without_added_files(translated.growth, stream.schema), stream.schema, table)
@@ -127,13 +122,8 @@ def _skip_delivered(
     setup, schema, n = stream.setup, stream.schema, len(table)
     (o, w, b), k = saved.sizes, saved.header["num_workers"]
     layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
-    micro_step_samples = layout.micro_step_samples
-    if num_samples < 0 or num_samples % micro_step_samples:
-        raise ValueError(
-            f"load_state_dict(state, delivered={num_samples}): give a multiple of {micro_step_samples}, dp_world_size={w} "
-            f"times micro_batch_size={b} of the state: samples over all ranks that served."
-        )
-    require_countable(f"load_state_dict(state, delivered={num_samples})", clock.samples + num_samples, n)
+    call, whole_steps = f"load_state_dict(state, delivered={num_samples})", setup.balance is not None
+    num_micro_batches = require_micro_batches(call, num_samples, layout, clock, whole_steps=whole_steps)
     clock = _clock_after_load(stream, layout, clock, table, (o, w, b), had_remainder=has_remainder(table))
     ranks = setup.ranks.loading
     saved_counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
@@ -143,7 +133,7 @@ def _skip_delivered(
     histories_before = schema.histories
     schema.adopt(histories)
     try:
-        cursor = skip(Cursor.from_clock(clock, table, ends.owners, layout), ends, num_samples // micro_step_samples)
+        cursor = skip(Cursor.from_clock(clock, table, ends.owners, layout), ends, num_micro_batches)
         return cursor.clock_now(layout), ranks.merge(cursor.table, cursor.owners)
     finally:
         schema.adopt(histories_before)
