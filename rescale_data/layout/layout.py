@@ -116,32 +116,16 @@ class Layout:
 
     @cached_property
     def misfit_reason(self) -> str | None:
-        """A text that says why the layout is not aligned, with the nearest aligned sizes; `None` if it is aligned."""
-        n, o, w, k = self.num_logical_shards, self.global_batch_size, self.dp_world_size, self.num_workers
-        b, c = self.micro_batch_size, self.samples_per_visit
+        """A text that says that the layout is not aligned, with the nearest aligned sizes; `None` if it is aligned."""
         if self.aligned:
             return None
-        if n % o == 0:
-            return f"num_workers={k} does not divide (N/O) * A = {self.period}; {self._advice('num_workers')}"
-        if o % n:
-            reason = f"num_logical_shards={n} and global_batch_size={o}: neither is a multiple of the other"
-            return f"{reason}; {self._advice('global_batch_size')}"
-        if n % w:
-            return f"num_logical_shards={n} is not a multiple of dp_world_size={w}; W that keep the order divide {n}"
-        if b % c == 0:
-            return (
-                f"num_workers={k} does not divide A = {self.gradient_accumulation_steps}; {self._advice('num_workers')}"
-            )
-        if c % b:
-            reason = f"micro_batch_size={b} and the {c} samples of a shard a step: neither is a multiple of the other"
-            return f"{reason}; {self._advice('micro_batch_size')}"
-        return f"num_workers={k}: with micro_batch_size={b} < {c} samples of a shard a step, 0 or 1 fit"
-
-    def _advice(self, name: str) -> str:
-        own_sizes = self._sizes()
-        fits = _nearest_sizes(own_sizes[name], lambda size: is_aligned(*{**own_sizes, name: size}.values()))
+        sizes, cures = self._sizes(), list[str]()
+        for name in ("global_batch_size", "dp_world_size", "micro_batch_size", "num_workers"):
+            fits = _nearest_sizes(sizes[name], lambda size, name=name: is_aligned(*{**sizes, name: size}.values()))
+            cures += [f"{name}={' or '.join(map(str, fits))}"] if fits else []
         return (
-            f"the nearest {name} that keep the order are {fits}" if fits else f"no other {name} alone keeps the order"
+            f"{', '.join(f'{name}={size}' for name, size in sizes.items())} do not divide so that each logical shard has one "
+            f"worker for good. One of these alone keeps the order: {', '.join(cures) or 'none'}; rd.plan lists all that fit"
         )
 
     def _sizes(self) -> dict[str, int]:

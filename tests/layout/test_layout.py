@@ -108,9 +108,9 @@ def layouts(draw: st.DrawFn, max_ranks: int = 6) -> Layout:
 def test_a_misfit_names_values_that_keep_the_order(layout: Layout) -> None:
     """The cure that a warning names works: nothing else has to change with it."""
     assert layout.aligned == (layout.misfit_reason is None)
-    found = re.search(r"the nearest (\w+) that keep the order are \[(.*)\]", layout.misfit_reason or "")
-    if found is not None:
-        name, values = found[1], [int(value) for value in found[2].split(",")]
+    cures = (layout.misfit_reason or "").partition("keeps the order: ")[2]
+    for name, texts in re.findall(r"(\w+)=(\d+(?: or \d+)?)", cures):
+        values = [int(value) for value in texts.split(" or ")]
         assert 1 <= len(values) <= 2
         assert all(dataclasses.replace(layout, **{name: value}).aligned for value in values)
         between = range(min(values) + 1, max(values)) if len(values) == 2 else []
