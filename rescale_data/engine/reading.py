@@ -18,7 +18,6 @@ from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ranks.peers import BATCH_MESSAGE, PEEKED_MESSAGE, RESULT
 from rescale_data.engine.reopening import require_reopenable
 from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
-from rescale_data.engine.setup import Setup
 from rescale_data.engine.shared import BatchCounts, SharedCalls, on_first_peer, require_number
 from rescale_data.engine.skip import require_micro_batches
 from rescale_data.engine.states.load import load_state_dict as load
@@ -27,7 +26,6 @@ from rescale_data.engine.states.statedict import state_dict as state_of
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits_for_batches
 from rescale_data.errors import checks_argument_types
-from rescale_data.layout.layout import Layout
 
 R = TypeVar("R")
 _logger = logging.getLogger("rescale_data")
@@ -86,20 +84,12 @@ class Reading:
         return None if self._shared is None else self._shared.numbers
 
     @property
-    def _setup(self) -> Setup:
-        return self._stream.setup
-
-    @property
-    def _layout(self) -> Layout:
-        return self._stream.layout
-
-    @property
     def _cursor(self) -> Cursor:
         return self._stream.cursor
 
     @property
     def _steps_per_epoch(self) -> int | None:
-        return self._setup.steps_per_epoch
+        return self._stream.setup.steps_per_epoch
 
     @on_first_peer(RESULT)
     def _call_on_first_peer(self, function: Callable[[Stream], R]) -> R:
@@ -130,7 +120,7 @@ class Reading:
             return require_number(self._sent_numbers.num_batches)
         if self._steps_per_epoch is not None:
             return self._steps_per_epoch * self.gradient_accumulation_steps
-        return self._require_number(self._stream.num_micro_batches() if not self._setup.recipe.repeat else None)
+        return self._require_number(self._stream.num_micro_batches() if not self._stream.setup.recipe.repeat else None)
 
     @property
     def batches_left(self) -> int:
@@ -143,13 +133,15 @@ class Reading:
             return (
                 self._steps_per_epoch - self.step % self._steps_per_epoch
             ) * self.gradient_accumulation_steps - self._stream.num_in_step
-        return self._require_number(self._stream.num_micro_batches_left() if self._setup.epoch_size_is_known else None)
+        return self._require_number(
+            self._stream.num_micro_batches_left() if self._stream.setup.epoch_size_is_known else None
+        )
 
     def _require_number(self, num_batches: int | None) -> int:
         if num_batches is None:
             reason = "repeat=True has no end"
-            if not self._setup.recipe.repeat:
-                unsized_nodes = self._setup.schema.unsized_nodes(self._stream.table)
+            if not self._stream.setup.recipe.repeat:
+                unsized_nodes = self._stream.setup.schema.unsized_nodes(self._stream.table)
                 reason = f"only reading tells how many samples come out of {' and '.join(unsized_nodes)}"
             raise TypeError(
                 f"The loader has no number of batches: {reason}. Give it steps_per_epoch=, or iterate without len(). A torch "
@@ -160,7 +152,7 @@ class Reading:
     @property
     def gradient_accumulation_steps(self) -> int:
         """A, the number of batches of this rank in one optimizer step."""
-        layout_or_numbers = self._layout if self._sent_numbers is None else self._sent_numbers
+        layout_or_numbers = self._stream.layout if self._sent_numbers is None else self._sent_numbers
         return layout_or_numbers.gradient_accumulation_steps
 
     @property
@@ -205,16 +197,17 @@ class Reading:
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.
         """
-        call, whole_steps = f"skip(num_samples={num_samples})", self._setup.balance is not None
-        clock, cursor = self._stream.clock, self._cursor
-        num_micro_batches = require_micro_batches(call, num_samples, self._layout, clock, whole_steps=whole_steps)
+        call, stream, cursor = f"skip(num_samples={num_samples})", self._stream, self._cursor
+        num_micro_batches = require_micro_batches(
+            call, num_samples, stream.layout, stream.clock, whole_steps=stream.setup.balance is not None
+        )
         if num_micro_batches and cursor.first_unsaved_u != cursor.u:
             raise ValueError(
-                f"{call} with balance= begins within a step: {self._stream.num_in_step} of its "
+                f"{call} with balance= begins within a step: {stream.num_in_step} of its "
                 f"{self.gradient_accumulation_steps} micro batches have been taken. Take the others first."
             )
         if num_micro_batches:
-            self._stream.skip(num_micro_batches)
+            stream.skip(num_micro_batches)
 
     @on_first_peer(RESULT)
     @checks_argument_types
@@ -338,9 +331,10 @@ class Reading:
             TypeError: The loader has ``peers=`` and several dp ranks: the first peer alone has the rows.
         """
         self._warn_of_threads()
-        if self._shared is not None and self._layout.dp_world_size > 1:
+        num_dp_ranks = self._stream.layout.dp_world_size
+        if self._shared is not None and num_dp_ranks > 1:
             raise TypeError(
-                f"local_state_dict() of a loader with peers= and {self._layout.dp_world_size} dp ranks: the rows of a dp rank "
+                f"local_state_dict() of a loader with peers= and {num_dp_ranks} dp ranks: the rows of a dp rank "
                 f"stay on the first of its peers. Call loader.state_dict() on all ranks, which returns the whole state."
             )
         return local_state_dict(self._cursor, self._stream.ends)
