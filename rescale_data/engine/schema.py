@@ -19,9 +19,9 @@ from rescale_data.engine.recipe import (
     Histories,
     path_name,
 )
-from rescale_data.nodes.abilities import Adopts, Prepares, ReadsBegun, Reports
+from rescale_data.nodes.abilities import Adopts, Prepares, Reports
 from rescale_data.nodes.base import Node, initial, slots_of
-from rescale_data.nodes.below import epoch_end, has_provenance, is_endless, readers_of
+from rescale_data.nodes.below import epoch_end, has_provenance
 from rescale_data.nodes.foreign import Foreign
 from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.sources.source import Described
@@ -155,24 +155,6 @@ class Schema:
         """Return the position columns of the node at ``path``, a view of the table; `None` for a node inside a foreign node."""
         node_slots = slots_of(self.root, path)
         return None if node_slots is None else table[:, FIRST_SLOT_COLUMN:][:, node_slots]
-
-    def partly_read_masks(self, table: Ints) -> dict[tuple[str, ...], Ints]:
-        """Return, for each node that reads ahead, a mask ``bool[N]`` of shards within a partly delivered document or window.
-
-        For a node that `tells_next`, also true for shards that have moved in their epoch: a sample says something of the next.
-        """
-        masks: dict[tuple[str, ...], Ints] = {}
-        initial_table = self.fresh_table(len(table))
-        for path, node in self.root.walk():
-            positions = self.slots_at(table, path)
-            if node.READS_AHEAD and positions is not None:
-                masks[path] = (positions[:, position_slots(node.FIELDS)] != 0).any(axis=1)
-                if isinstance(node, ReadsBegun) and node.tells_next:
-                    has_moved = (positions != self.slots_at(initial_table, path)).any(axis=1)
-                    if not is_endless(node):  # the last sample of an epoch says nothing of the next epoch
-                        has_moved &= np.any([positions[:, slot + 1] for _, slot in readers_of(node, 0)], axis=0)
-                    masks[path] |= has_moved
-        return masks
 
     def prefetch_shards(self, table: Ints, shards: Ints) -> None:
         """Begin to fetch the data that the given shards need first."""

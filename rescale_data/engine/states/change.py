@@ -94,12 +94,6 @@ def fixed_parameters(schema: Schema, pipeline: NodeParameters) -> NodeParameters
     return without_parameters(pipeline, changeable)
 
 
-def fixed_by_parents(schema: Schema) -> list[str]:
-    """Return the parameters that may not change only because of a node above, as ``"path: parameter"``."""
-    unsettled = [(path, node) for path, node in schema.root.walk() if not _change_takes_effect(schema.root, path)]
-    return [f"{path_name(path)}: {parameter}" for path, node in unsettled for parameter in sorted(may_change(node))]
-
-
 def check_changes(schema: Schema, saved_parameters: NodeParameters, table: Ints) -> None:
     """Raise ``DataStateError`` if a changed parameter of a node does not fit the samples drawn so far."""
     for _, node, old_parameters, positions in _saved_nodes(schema, saved_parameters, table):

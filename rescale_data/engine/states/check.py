@@ -6,11 +6,11 @@ current ..."). It does so before our code runs, and does not say what to do. So 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rescale_data.engine.states.change import TranslatedHeader, fixed_by_parents, fixed_parameters, translate_header
+from rescale_data.engine.states.change import TranslatedHeader, fixed_parameters, translate_header
 from rescale_data.engine.states.codec import fields_in
 from rescale_data.engine.states.differences import differences, without_functions
 from rescale_data.engine.states.growth import compare_sources
@@ -50,28 +50,16 @@ def require_fit(stream: Stream, header: Mapping[str, Any]) -> TranslatedHeader:
     _require_same("fields", translated.columns, schema.columns)
     growth = compare_sources(schema, translated.sources)
     pipelines = without_functions(translated.pipeline, schema.pipeline)
-    _require_same(
-        "parameters of the pipeline",
-        *(fixed_parameters(schema, nodes) for nodes in pipelines),
-        fixed_names=fixed_by_parents(schema),
-    )
+    _require_same("parameters of the pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines))
     return replace(translated, growth=growth)
 
 
-def _require_same(name: str, saved: Any, current: Any, fixed_names: Sequence[str] = ()) -> None:
+def _require_same(name: str, saved: Any, current: Any) -> None:
     different = differences(saved, current)
-    if not different:
-        return
-    message = f"The {name} differ from those of the checkpoint: {'; '.join(different)}. {_DIFFERENCE_ADVICE[name]}"
-    blocked = [
-        parameter for parameter in fixed_names if any(difference.startswith(parameter) for difference in different)
-    ]
-    if blocked:
-        message += (
-            f" {blocked} could change if all nodes above were of rescale_data, or a Mapper of torchdata: others keep what is "
-            f"below them as it was saved."
+    if different:
+        raise DataStateError(
+            f"The {name} differ from those of the checkpoint: {'; '.join(different)}. {_DIFFERENCE_ADVICE[name]}"
         )
-    raise DataStateError(message)
 
 
 _FIXED_VALUE_ADVICE = {
@@ -82,5 +70,6 @@ _FIXED_VALUE_ADVICE = {
 _DIFFERENCE_ADVICE = {
     "fields": "The pipeline keeps other state than the one that was saved. Build the pipeline that was saved, with the saved "
     "verify= (True keeps a digest a reader), or begin a new run.",
-    "parameters of the pipeline": "They change the order or the content of samples: use the saved ones, or begin a new run.",
+    "parameters of the pipeline": "They change the order or the content of samples: use the saved ones, or begin a new run. "
+    "What may change between segments may not below other nodes of torchdata than Mapper: these keep what they have read.",
 }

@@ -37,10 +37,11 @@ from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
 from rescale_data.nodes import changing
 from rescale_data.nodes.abilities import ReadsBegun
-from rescale_data.nodes.below import readers_of
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.below import is_endless, readers_of
 from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.nodes.reader import Reader
-from rescale_data.state import Ints, require_limits
+from rescale_data.state import Ints, position_slots, require_limits
 
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0) -> None:
@@ -219,18 +220,13 @@ def _last_epochs_read(
 
     Shards read again to go on within windows and documents that were delivered in part.
     """
-    begun_masks, ranks = stream.schema.partly_read_masks(table), stream.ranks.loading
+    ranks = stream.ranks.loading
+    shards = range(len(table)) if ranks.simulated else stream.ends.owned.tolist()
 
     def on_this_rank() -> list[int]:
-        epochs_read = [[-1] * len(paths)]
-        for shard in range(len(table)) if ranks.simulated else stream.ends.owned.tolist():
-            if any(begun_mask[shard] for begun_mask in begun_masks.values()):
-                last_epochs = _last_epochs_of(stream, shard, table[[shard]], {**histories, **form_histories})
-                epochs_read.append([last_epochs.get(path, -1) for path in paths])
-        return np.max(epochs_read, axis=0).tolist()
+        by_shard = [_last_epochs_of(stream, shard, table[[shard]], {**histories, **form_histories}) for shard in shards]
+        return [max((epochs.get(path, -1) for epochs in by_shard), default=-1) for path in paths]
 
-    if not any(begun_mask.any() for begun_mask in begun_masks.values()):
-        return on_this_rank()
     return ranks.gather_ints(call_on_all_ranks(ranks, on_this_rank)).max(axis=0).tolist()
 
 
@@ -241,21 +237,40 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories)
         row: ``int64[1, columns]``, a copy of the shard's row in the table that is loaded.
         histories: The data of each source, for that table.
     """
-    root, schema = stream.setup.recipe.build(shard), stream.schema
+    root = stream.setup.recipe.build(shard)
+    if not _begun_nodes(stream.schema, root, row):
+        return {}
     adopt_histories(root, histories)
     changing.settle(root, row[0, FIRST_SLOT_COLUMN:].data)  # what needs an old list begins again, and is not read
-    nodes = dict(root.walk())
-    for path, begun_mask in schema.partly_read_masks(row).items():
-        positions = schema.slots_at(row, path)
-        if begun_mask[0] and positions is not None:
-            node = nodes[path]
-            node.bind(positions[0].copy().data)
-            with suppress(StopIteration):
-                if isinstance(node, ReadsBegun):
-                    node.read_begun()
-                else:
-                    next(node)
-    return {path_name(path): node.farthest for path, node in nodes.items() if isinstance(node, Reader)}
+    for node, position in _begun_nodes(stream.schema, root, row):
+        node.bind(position.copy().data)
+        with suppress(StopIteration):
+            if isinstance(node, ReadsBegun):
+                node.read_begun()
+            else:
+                next(node)
+    return {path_name(path): node.farthest for path, node in root.walk() if isinstance(node, Reader)}
+
+
+def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[Any], Ints]]:
+    """Return the nodes of a shard that stand within a partly delivered document or window, and their positions.
+
+    A node that `tells_next` does as soon as it has moved in its epoch: a sample says something of the next one.
+    """
+    begun: list[tuple[Node[Any], Ints]] = []
+    fresh_row = schema.fresh_table(1)
+    for path, node in root.walk():
+        positions, fresh_positions = schema.slots_at(row, path), schema.slots_at(fresh_row, path)
+        if not node.READS_AHEAD or positions is None:
+            continue
+        is_begun = bool(positions[:, position_slots(node.FIELDS)].any())
+        if isinstance(node, ReadsBegun) and node.tells_next:
+            # The last sample of an epoch says nothing of the next epoch
+            in_epoch = is_endless(node) or any(positions[0, slot + 1] for _, slot in readers_of(node, 0))
+            is_begun |= in_epoch and bool((positions != fresh_positions).any())
+        if is_begun:
+            begun.append((node, positions[0]))
+    return begun
 
 
 def _warn_of_changes(stream: Stream, translated: TranslatedHeader, shards_begun_again: int) -> None:
