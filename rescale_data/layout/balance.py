@@ -6,30 +6,9 @@ follow in closed form.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-
 import numpy as np
 
 from rescale_data.state import Ints
-
-
-class FewestFirst:
-    """Picks the next shard to serve: the one with the fewest delivered samples, the lowest index first among equals.
-
-    Args:
-        sample_counts: The number of samples that each shard has delivered.
-        first_shard: The index of the first of these shards.
-    """
-
-    def __init__(self, sample_counts: Sequence[int], first_shard: int) -> None:
-        self._heap = [(num_samples, first_shard + i) for i, num_samples in enumerate(sample_counts)]
-        heapq.heapify(self._heap)
-
-    def pick_shard(self) -> int:
-        num_samples, shard = self._heap[0]
-        heapq.heapreplace(self._heap, (num_samples + 1, shard))
-        return shard
 
 
 def water_fill(delivered: Ints, num_picks: Ints, starts: Ints) -> Ints:

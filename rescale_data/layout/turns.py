@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
-from rescale_data.layout.balance import FewestFirst
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
@@ -81,10 +81,15 @@ class BalancedTurns:
     def __init__(self, layout: Layout, rank: int, samples: Ints) -> None:
         self._layout = layout
         blocks = [layout.owned_shards(rank, worker) for worker in range(layout.workers_per_rank)]
-        self._shard_pickers = [FewestFirst(samples[block.start : block.stop].tolist(), block.start) for block in blocks]
+        self._heaps = [
+            sorted(zip(samples[b.start : b.stop].tolist(), b, strict=True)) for b in blocks
+        ]  # of each worker
 
     def turn(self, u: int) -> Turn:
-        fewest_first = self._shard_pickers[u % len(self._shard_pickers)]
-        shards = [fewest_first.pick_shard() for _ in range(self._layout.micro_batch_size)]
+        heap, shards = self._heaps[u % len(self._heaps)], list[int]()
+        for _ in range(self._layout.micro_batch_size):
+            num_samples, shard = heap[0]
+            heapq.heapreplace(heap, (num_samples + 1, shard))
+            shards.append(shard)
         index, counts = np.unique(np.array(shards, dtype=np.int64), return_counts=True)
         return Turn(shards, index, counts)

@@ -146,21 +146,10 @@ def _finish_epoch(node: Node[Any]) -> None:
 
 
 def _compare_batches(actual: Any, expected: Any, location: str) -> None:
-    if isinstance(expected, dict):
-        if not isinstance(actual, dict) or actual.keys() != expected.keys():
-            raise AssertionError(f"{location}: the batch is {_describe(actual)}, expected {_describe(expected)}")
+    if isinstance(actual, dict) and isinstance(expected, dict) and actual.keys() == expected.keys():
         for key, value in expected.items():
             _compare_batches(actual[key], value, f"{location}, {key!r}")
-    elif isinstance(expected, list | tuple):
-        if len(actual) != len(expected):
-            raise AssertionError(f"{location}: {len(actual)} values, expected {len(expected)}")
-        for i, value in enumerate(expected):
-            _compare_batches(actual[i], value, f"{location}[{i}]")
     elif not rows_equal(actual, expected):
         raise AssertionError(
             f"{location}: the batch is not the one of an uninterrupted run: got {actual}, expected {expected}"
         )
-
-
-def _describe(value: Any) -> str:
-    return f"a dict of {sorted(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"
