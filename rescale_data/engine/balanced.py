@@ -20,7 +20,7 @@ import numpy as np
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.collate import collate as stack
 from rescale_data.engine.collate import with_valid
-from rescale_data.engine.exchanges import COST, IS_REAL, SHARD, TOKENS, Exchanges, RankGroup
+from rescale_data.engine.exchanges import COST, IS_REAL, SHARD, TOKENS, Exchanges
 from rescale_data.engine.feed import Feed, WrappedFeed
 from rescale_data.engine.micro_batch import MicroBatch, TableRows, merge_rows
 from rescale_data.engine.ranks.meeting import digest
@@ -90,10 +90,9 @@ class BalancedFeed(WrappedFeed):
     def __init__(self, feed: Feed, setup: Setup, balance: Balance, collate: Collate | None) -> None:
         super().__init__(feed)
         self._setup, self._balance, self._collate = setup, balance, collate or stack
-        sample_ranks, all_ranks = _members(balance, setup.ranks), list(range(setup.ranks.world_size))
-        self._sample_group = RankGroup.from_members(sample_ranks, setup.ranks)
-        is_known = balance.weight is None or sample_ranks == all_ranks
-        self._weight_group = self._sample_group if is_known else RankGroup.from_members(all_ranks, setup.ranks)
+        self._sample_group = setup.ranks.subset(_members(balance, setup.ranks))
+        is_known = balance.weight is None or self._sample_group.world_size == setup.ranks.world_size
+        self._weight_group = self._sample_group if is_known else setup.ranks.subset(range(setup.ranks.world_size))
         self._exchanges: Exchanges | None = None  # since the last `begin`
         self._u = self._batches_to_skip = 0
         self._segment: Segment | None = None
@@ -170,10 +169,10 @@ class BalancedFeed(WrappedFeed):
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
         samples_before, is_last = int(step.segment.samples_before(step.first_u).sum()), step.stop_u == step.segment.stop
         sample_measures, weight = exchanges.agree(step.failure, samples_before, step.own_measures, is_last=is_last)
-        owners = np.repeat(np.arange(len(self._sample_group.members)), len(step.own_measures))
+        owners = np.repeat(np.arange(self._sample_group.world_size), len(step.own_measures))
         target_ranks, micro_batch = self._plan(step, sample_measures, owners)
         samples = self._move(step, exchanges, owners, target_ranks)
-        is_own = target_ranks == self._sample_group.me
+        is_own = target_ranks == self._sample_group.rank
         batch_indices = [
             np.flatnonzero(is_own & (micro_batch == number)) for number in range(step.stop_u - step.first_u)
         ]
@@ -187,7 +186,7 @@ class BalancedFeed(WrappedFeed):
             costs=sample_measures[:, COST],
             tokens=tokens,
             owner_ranks=owners,
-            num_ranks=len(self._sample_group.members),
+            num_ranks=self._sample_group.world_size,
             num_batches=step.stop_u - step.first_u,
             max_tokens=max_tokens,
             sync_interval=balance.sync,
@@ -213,7 +212,7 @@ class BalancedFeed(WrappedFeed):
 
     def _move(self, step: _Step, exchanges: Exchanges, owners: Ints, target_ranks: Ints) -> dict[int, Any]:
         """Send samples to the ranks that compute them; return the samples read here and received, by index (collective)."""
-        my_index, indices = self._sample_group.me, np.arange(len(target_ranks))
+        my_index, indices = self._sample_group.rank, np.arange(len(target_ranks))
         is_own = owners == my_index
         samples = dict(zip(indices[is_own].tolist(), (s for mb in step.micro_batches for s in mb.batch), strict=True))
         to_send = _group_by_rank(target_ranks[is_own], indices[is_own], my_index)

@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from queue import Empty
 from typing import Any, TypeVar
 
@@ -51,26 +50,6 @@ _RESTART_REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class RankGroup:
-    """The dp ranks that take part in one exchange.
-
-    Args:
-        members: The dp ranks of the group.
-        me: The index of this rank in ``members``.
-        communicator: The processes of these ranks; `None` if there is only one.
-    """
-
-    members: list[int]
-    me: int
-    communicator: Communicator | None
-
-    @classmethod
-    def from_members(cls, members: list[int], ranks: Ranks) -> RankGroup:
-        communicator = None if len(members) == 1 or ranks.communicator is None else ranks.communicator.subgroup(members)
-        return cls(members, members.index(ranks.rank), communicator)
-
-
 class Exchanges:
     """Exchanges costs and samples with other ranks after one `begin` of a feed; the exchanges of the `begin` before stop first.
 
@@ -83,7 +62,7 @@ class Exchanges:
     """
 
     def __init__(
-        self, ranks: Ranks, sample_group: RankGroup, weight_group: RankGroup, step_size: int, previous: Exchanges | None
+        self, ranks: Ranks, sample_group: Ranks, weight_group: Ranks, step_size: int, previous: Exchanges | None
     ) -> None:
         self._ranks, self._sample_group, self._weight_group, self._size = ranks, sample_group, weight_group, step_size
         is_alone = sample_group.communicator is None and weight_group.communicator is None
@@ -116,9 +95,9 @@ class Exchanges:
             return answer.get(self._ranks.timeout)
         except Empty:
             raise RuntimeError(
-                f"Dp rank {self._ranks.rank} waited timeout={self._ranks.timeout:g} s for samples of the dp ranks "
-                f"{self._sample_group.members}: one of them reads slowly, makes no batches, or made other calls of the loader "
-                f"before. {_RESTART_REMEDY}"
+                f"Dp rank {self._ranks.rank} waited timeout={self._ranks.timeout:g} s for samples of the other "
+                f"{self._sample_group.world_size - 1} of its group: one of them reads slowly, makes no batches, or made other "
+                f"calls of the loader before. {_RESTART_REMEDY}"
             ) from None
 
     def stop(self) -> None:
@@ -206,7 +185,7 @@ class Exchanges:
             summaries = self._gather(self._weight_group, "weights", own_numbers[0, :3].copy())
         return gathered_numbers[:, 1:], summaries
 
-    def _gather(self, group: RankGroup, name: str, numbers: Ints) -> Ints:
+    def _gather(self, group: Ranks, name: str, numbers: Ints) -> Ints:
         if group.communicator is None:
             return numbers[None]
         with self._mark_over_on_error():

@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rescale_data.engine.exchanges import STATUS_STOPPED, Exchanges, RankGroup
+from rescale_data.engine.exchanges import STATUS_STOPPED, Exchanges
+from rescale_data.engine.ranks.ranks import Ranks
 from tests.test_interrupt import CtrlC
 
 HANGS = """
@@ -59,7 +60,7 @@ class OneOfTwo:
 def test_ctrl_c_within_stop_leaves_the_other_ranks_informed(moment: int) -> None:
     """The rank informs them once, now or when it is closed, wherever in `Exchanges.stop` Ctrl-C has come."""
     others = OneOfTwo()
-    group = RankGroup([0, 1], 0, cast(Any, others))
+    group = Ranks(0, 2, cast(Any, others))
     ranks = cast(Any, SimpleNamespace(rank=0, timeout=60.0, loader=1))
     exchanges = Exchanges(ranks, group, group, 1, None)
     with suppress(KeyboardInterrupt), CtrlC(moment).pressed():

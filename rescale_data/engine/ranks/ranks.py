@@ -90,6 +90,12 @@ class Ranks:
         """The same ranks after a load or a reset, whose exchanges do not mix with earlier ones."""
         return replace(self, num_loads=max(self.num_loads, *self._agreed_loads, 0) + 1, _agreed_loads=[])
 
+    def subset(self, members: Sequence[int]) -> Ranks:
+        """Return some of these ranks, ascending and with this one, as ranks that exchange over a group of their own."""
+        communicator = self.communicator if len(members) > 1 else None
+        communicator = None if communicator is None else communicator.subgroup(members)
+        return replace(self, rank=members.index(self.rank), world_size=len(members), communicator=communicator)
+
     def warn(self, message: str, *values: object) -> None:
         """Log a warning on dp rank 0 alone."""
         if self.rank == 0:
