@@ -115,35 +115,30 @@ def _moved_cursor(cursor: Cursor, clock: Clock, table: Ints, ends: EpochEnds) ->
     return cursor._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout), last_rows=None)
 
 
-def _segment(ends: EpochEnds, u: int, stop: int | None, samples: Ints, samples_left: Ints | None) -> Segment:
-    """Return the segment of the main phase of an epoch, from micro batch ``u`` on."""
-    pads_tail, recipe = ends.setup.tail == "pad", ends.setup.recipe
-    endless_checks_from, whole_steps = sys.maxsize if recipe.repeat else 0, ends.setup.balance is not None
-    checks_from = 0 if recipe.verify else endless_checks_from if stop is None else stop  # a failed proof stays failed
-    return Segment(
-        ends.layout,
-        ends.ranks.rank,
-        stop,
-        u,
-        samples,
-        samples_left,
-        None,
-        ends.schema.histories,
-        pads_tail,
-        checks_from,
-        whole_steps,
-    )
-
-
 def _remainder_segment(ends: EpochEnds, u: int, samples_left: Ints, samples: Ints, *, is_known: bool) -> Segment:
     """Return the segment of a remainder from micro batch ``u`` on; it has no micro batches if nothing is left."""
-    remainder = Remainder(ends.layout, samples_left, samples, pads_last_batch=False)
-    segment = _segment(ends, u, max(remainder.num_micro_batches, u), samples, samples_left if is_known else None)
-    segment = replace(segment, remainder=remainder, checks_from_u=0)
-    if segment.pads and segment.is_last:
-        remainder = replace(remainder, pads_last_batch=True)
-        segment = replace(segment, remainder=remainder, stop=max(remainder.num_micro_batches, u))
-    return segment
+    is_last = is_known or samples_left.sum() < ends.layout.global_batch_size
+    remainder = Remainder(ends.layout, samples_left, samples, ends.setup.tail == "pad" and is_last)
+    stop = max(remainder.num_micro_batches, u)
+    return _segment(ends, u, stop, samples, samples_left if is_known else None, remainder)
+
+
+def _segment(
+    ends: EpochEnds,
+    u: int,
+    stop: int | None,
+    samples: Ints,
+    samples_left: Ints | None,
+    remainder: Remainder | None = None,
+) -> Segment:
+    """Return the segment from micro batch ``u`` on: of the main phase of an epoch, or of a remainder."""
+    setup, pads = ends.setup, ends.setup.tail == "pad"
+    checks_from = stop if stop is not None else sys.maxsize if setup.recipe.repeat else 0
+    checks_from = 0 if setup.recipe.verify or remainder is not None else checks_from  # a failed proof stays failed
+    balanced, histories = setup.balance is not None, ends.schema.histories
+    return Segment(
+        ends.layout, ends.ranks.rank, stop, u, samples, samples_left, remainder, histories, pads, checks_from, balanced
+    )
 
 
 def _log_tail(cursor: Cursor, ends: EpochEnds, num_dropped: int, num_padded: int) -> None:
