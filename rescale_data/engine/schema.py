@@ -53,8 +53,6 @@ class Schema:
         _require_same_provenance(root)
         self.root, self._seeds = root, _seeds(root)
         self.histories: Histories = {}
-        self._sources_json: str | None = None
-        self._pipeline_json: str | None = None
         self.fields = (*LOADER_FIELDS, *root.fields)
         field_keys = [field.key for field in (*self.fields, STAMP)]
         duplicates = sorted({key for key in field_keys if field_keys.count(key) > 1})
@@ -147,7 +145,8 @@ class Schema:
     def adopt(self, histories: Histories) -> None:
         """Set the manifests of the sources, and the earlier forms of samples, that hold from now on."""
         if histories != self.histories:
-            self._sources_json = self._pipeline_json = None
+            for name in ("sources_json", "pipeline_json"):
+                vars(self).pop(name, None)  # they are made anew
         self.histories = histories
         adopt_histories(self.root, histories)
 
@@ -168,23 +167,19 @@ class Schema:
         """The current manifest (description of the data) of each source, by the path of its reader; computed once."""
         return {path: dict(source.manifest()) for path, source in self.sources().items()}
 
-    @property
+    @cached_property
     def sources_json(self) -> str:
-        if self._sources_json is None:
-            histories = {path: self.histories.get(path, ()) for path in self.manifests}
-            by_epoch = {path: {"by_epoch": history} for path, history in histories.items() if len(history) > 1}
-            self._sources_json = to_json({**self.manifests, **by_epoch})
-        return self._sources_json
+        histories = {path: self.histories.get(path, ()) for path in self.manifests}
+        by_epoch = {path: {"by_epoch": history} for path, history in histories.items() if len(history) > 1}
+        return to_json({**self.manifests, **by_epoch})
 
-    @property
+    @cached_property
     def pipeline_json(self) -> str:
-        if self._pipeline_json is None:
-            parameters_by_path = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
-            for path, node in self.root.walk():
-                if node.reads is None and (earlier_forms := self.histories.get(path_name(path))):
-                    parameters_by_path[path_name(path)][EARLIER_KEY] = earlier_forms
-            self._pipeline_json = to_json(parameters_by_path)
-        return self._pipeline_json
+        parameters_by_path = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
+        for path, node in self.root.walk():
+            if node.reads is None and (earlier_forms := self.histories.get(path_name(path))):
+                parameters_by_path[path_name(path)][EARLIER_KEY] = earlier_forms
+        return to_json(parameters_by_path)
 
     @property
     def pipeline(self) -> NodeParameters:
