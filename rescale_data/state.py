@@ -7,7 +7,6 @@ and a table of N rows becomes one tensor a field without a Python object a shard
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -56,8 +55,8 @@ class Field:
     path: tuple[str, ...]
     dtype: torch.dtype = torch.int64
     shape: tuple[int, ...] | None = None
-    counts: bool = dataclasses.field(default=False, compare=False)
-    limits: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
+    counts: bool = False
+    limits: tuple[int, int] | None = None
 
     @property
     def key(self) -> str:
@@ -111,7 +110,7 @@ def encode(field: Field, value: Any) -> list[int]:
     actual = field_of(field.path, value)
     if field.dtype is torch.float64 and field.shape is None and actual.dtype is torch.int64 and actual.shape is None:
         actual, value = field, float(value)
-    if actual != field:
+    if (actual.dtype, actual.shape) != (field.dtype, field.shape):
         raise TypeError(
             f"The state {field.key!r} was {field.describe()} when the pipeline was built and is {actual.describe()} now. "
             f"The dtype and the shape of a node's state never change."
@@ -195,20 +194,11 @@ def slot_offsets(fields: Sequence[Field]) -> list[int]:
     return field_starts
 
 
+@lru_cache(maxsize=64)
 def join_fields(
-    own_fields: tuple[Field, ...], children: tuple[tuple[str, tuple[Field, ...]], ...]
+    own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...]
 ) -> tuple[tuple[Field, ...], dict[str, slice]]:
     """Return the fields of a node and of its children, and the slice of each child, as the same objects for every shard."""
-    return _join_fields(
-        own_fields, children, tuple(f.counts for fields in (own_fields, *(fs for _, fs in children)) for f in fields)
-    )
-
-
-@lru_cache(maxsize=64)
-def _join_fields(
-    own_fields: tuple[Field, ...], child_fields: tuple[tuple[str, tuple[Field, ...]], ...], is_counter: tuple[bool, ...]
-) -> tuple[tuple[Field, ...], dict[str, slice]]:
-    del is_counter  # which are not compared with the fields
     slot_counts = [slot_offsets(fields)[-1] for fields in (own_fields, *(fields for _, fields in child_fields))]
     child_slices = zip(child_fields, pairwise(accumulate(slot_counts)), strict=True)
     fields = own_fields + tuple(field.with_parents(name) for name, fields in child_fields for field in fields)
