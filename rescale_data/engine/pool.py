@@ -35,11 +35,11 @@ class Pool(Feed):
     is_ahead = True
 
     def __init__(self, recipe: Recipe, options: Options, slow_after: float, *, pin_memory: bool) -> None:
-        worker, init_fn = Worker(recipe, options.collate_fn, slow_after), options.worker_init_fn
-        require_pickle(worker, pipeline=recipe.pipeline, collate_fn=options.collate_fn, worker_init_fn=init_fn)
+        self._worker = Worker(recipe, options, slow_after)
+        functions = {name: getattr(options, name) for name in ("collate_fn", "worker_init_fn")}
+        require_pickle(self._worker, pipeline=recipe.pipeline, **functions)
         self._context = context_of(options.multiprocessing_context)
         self.uses_fork = self._context.get_start_method() == "fork"
-        self._worker, self._init_fn = worker, init_fn
         self._num_workers, self._num_slabs = options.num_workers, options.ahead + 1
         self._pin, self._timeout = pin_memory, options.timeout
         self._crew: Crew | None = None
@@ -59,7 +59,7 @@ class Pool(Feed):
         if self._crew is None:
             self._num_crews += 1
             seed = [torch.initial_seed(), self._num_crews]
-            crew = Crew(self._context, self._worker, self._num_workers, seed, self._init_fn)
+            crew = Crew(self._context, self._worker, self._num_workers, seed)
             self._crew, self._finalizer = crew, weakref.finalize(self, crew.end)
         self._crew.begin(work)
         self._work = work

@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
@@ -69,21 +68,13 @@ class Crew:
 
     Args:
         seed: The seed of random numbers that the user's functions draw in workers.
-        init_fn: Called in each worker when it starts, with the number of the worker.
 
     Attributes:
         free_slabs: A semaphore for each worker, released when one of its slabs may be written again.
         failure: The error after a worker has died; `None` before.
     """
 
-    def __init__(
-        self,
-        context: BaseContext,
-        worker: Worker,
-        num_workers: int,
-        seed: list[int],
-        init_fn: Callable[[int], object] | None,
-    ) -> None:
+    def __init__(self, context: BaseContext, worker: Worker, num_workers: int, seed: list[int]) -> None:
         self.board = Board(num_workers)
         self.failure: RuntimeError | None = None
         self._num_workers, self._trainer_pid = num_workers, os.getpid()
@@ -94,7 +85,7 @@ class Crew:
         self._processes: list[Any] = []
         for index in range(num_workers):
             trainer_end, worker_end = context.Pipe()
-            args = (index, num_workers, worker_end, self.free_slabs[index], self.board, worker, [*seed, index], init_fn)
+            args = (index, num_workers, worker_end, self.free_slabs[index], self.board, worker, [*seed, index])
             process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
                 target=_run_worker, args=args, daemon=True, name=f"rescale_data-worker-{index}"
             )
@@ -205,24 +196,19 @@ def _run_worker(
     board: Board,
     worker: Worker,
     seed: list[int],
-    init_fn: Callable[[int], object] | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides whether to end its workers, or to go on
     threading.Thread(target=_exit_after_parent, args=(multiprocessing.parent_process(),), daemon=True).start()
     set_worker_info(worker_index, num_workers, _seed_generators(seed), worker.recipe.pipeline)
     torch.set_num_threads(1)
     share_budget_with(os.getppid(), num_workers)  # the trainer's process and the other workers
-    is_attached = False
     with suppress(EOFError, ConnectionError):  # the trainer is gone
         while (command := pipe.recv()) is not None:
             begin: BeginCommand = from_bytes(*command)
             try:
-                if not is_attached:
-                    if init_fn is not None:
-                        init_fn(worker_index)
-                    is_attached = True
-                    read_counters().move_values_to(board.counters(worker_index))
+                if not worker.is_attached:
                     worker.attach(worker_index, board)
+                    read_counters().move_values_to(board.counters(worker_index))
                     worker.watch.start()
                 _reset_semaphore(slab_semaphore, begin.num_slabs)
                 for message in worker.messages(begin, slab_semaphore.acquire):

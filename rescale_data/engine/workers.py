@@ -17,8 +17,9 @@ from rescale_data.engine.board import Board
 from rescale_data.engine.feed import InProcessFeed
 from rescale_data.engine.message import MAX_MESSAGE_VALUES, Message, PackedValue, Slabs
 from rescale_data.engine.micro_batch import MicroBatch
+from rescale_data.engine.options import Options
 from rescale_data.engine.recipe import Recipe
-from rescale_data.engine.runner import Collate, Exhausted, Runner
+from rescale_data.engine.runner import Exhausted, Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.watch import Watch, describe
@@ -51,12 +52,16 @@ class BeginCommand:
 class Worker:
     """Makes micro batches in a worker process, in the same way as the trainer's process makes them without workers."""
 
-    def __init__(self, recipe: Recipe, collate: Collate | None, slow_after_seconds: float) -> None:
-        self.recipe, self._collate, self._slow_after_seconds = recipe, collate, slow_after_seconds
+    def __init__(self, recipe: Recipe, options: Options, slow_after_seconds: float) -> None:
+        self.recipe, self._collate, self._init_fn = recipe, options.collate_fn, options.worker_init_fn
+        self._slow_after_seconds, self.is_attached = slow_after_seconds, False
         self._feed: InProcessFeed | None = None
 
     def attach(self, worker_number: int, board: Board) -> None:
         """Set the number of this worker, and the shared-memory board on which it reports work that takes long."""
+        if self._init_fn is not None:
+            self._init_fn(worker_number)
+        self.is_attached = True
         self._worker_number, self._board = worker_number, board
         self.watch = Watch(
             self._slow_after_seconds / 2, lambda _, frame: board.write_activity(worker_number, describe(frame))
