@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any, NoReturn, Self
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.as_pipeline import as_pipeline, refuse_arguments
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.opening import open_stream
-from rescale_data.engine.options import Options, Tail
+from rescale_data.engine.options import OPTION_NAMES, Options, Tail
 from rescale_data.engine.ranks.peers import RESULT
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.recipe import Pipeline
@@ -30,7 +30,6 @@ SLOW_SECONDS = 10.0
 
 _RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")
 _PEER_ARGS = ("peers", "receives")
-_OPTION_NAMES = frozenset(field.name for field in fields(Options))
 
 
 class DataLoader(Reading):
@@ -139,7 +138,7 @@ class DataLoader(Reading):
         steps_per_epoch: int | None = None,
         balance: Balance | None = None,
     ) -> None:
-        self.options = Options(**{name: value for name, value in locals().items() if name in _OPTION_NAMES})
+        self.options = Options(**{name: value for name, value in locals().items() if name in OPTION_NAMES})
         self._pipeline = pipeline
         super().__init__(shared=None if peers is None else SharedCalls(pipeline, self.options), slow_after=SLOW_SECONDS)
         self._begin_stream()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypeAlias
 
@@ -52,10 +52,6 @@ class Options:
         require_type((Balance, type(None)), "rd.Balance(cost=...), or leave it out", balance=self.balance)
         if self.tail not in ("drop", "pad"):
             raise ValueError(f"tail={self.tail!r}: give 'drop' or 'pad'.")
-        if self.global_batch_size < 1:
-            raise ValueError(
-                f"global_batch_size={self.global_batch_size}: it is at least 1, the samples of one optimizer step."
-            )
         if self.ahead < (self.num_workers > 0):
             raise ValueError(
                 f"prefetch={self.prefetch}, num_workers={self.num_workers}: give the batches that a thread is to be ahead, 0 "
@@ -70,6 +66,9 @@ class Options:
         if self.prefetch is not None:
             return self.prefetch
         return 2 if self.num_workers or self.transfer is not None else 0
+
+
+OPTION_NAMES = frozenset(field.name for field in fields(Options))
 
 
 def require_seconds(**arguments: float) -> None:

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.feed import InProcessFeed
-from rescale_data.engine.options import Options
+from rescale_data.engine.options import OPTION_NAMES, Options
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import make_setup
@@ -76,17 +76,8 @@ class LogicalShards(BaseNode[list[Any]]):
     ) -> None:
         super().__init__()
         require_function(pipeline, "a logical shard")
-        options = Options(
-            num_logical_shards=num_logical_shards,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            mesh=mesh,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            seed=seed,
-            repeat=repeat,
-        )
-        setup = make_setup(pipeline, options)
+        options = {name: value for name, value in locals().items() if name in OPTION_NAMES}
+        setup = make_setup(pipeline, Options(**options))
         runner = Runner(setup.recipe, setup.schema)
         self._stream = Stream(setup, runner, InProcessFeed(runner, list))
         self._state_requested: bool | None = None  # True if a state was asked for since a reset to an epoch's end

@@ -109,10 +109,12 @@ class Stream:
         """The number of micro batches consumed in the current step, which is not complete."""
         return self.cursor.u % self.layout.gradient_accumulation_steps
 
-    def counters(self) -> dict[str, float]:
-        """Return numbers about the run, and about the rows that the shards of this rank have drawn, by name, for a logger."""
-        clock = self.clock
+    def progress(self) -> dict[str, float]:
+        """Return numbers for a logger, by name: of the feed, of the run, and of rows drawn by the shards of this rank."""
+        clock, feed_counters = self.clock, self.feed.progress()
+        num_queued = sum(u >= self.cursor.u for u in self._queue.micro_batches)
         run_counters = {
+            "batches_ready": feed_counters.get("batches_ready", 0.0) + num_queued,
             "global_samples": float(clock.samples),
             "global_step": float(clock.global_step(self.layout.global_batch_size)),
             "filtered_rows": 0.0,
@@ -120,13 +122,8 @@ class Stream:
             "dropped_samples": float(clock.dropped_samples),
             "padded_samples": float(clock.padded_samples),
         }
-        return {**run_counters, **self.schema.progress(self.cursor.copy().table, self.ends.owned)}  # for any thread
-
-    def progress(self) -> dict[str, float]:
-        """Return numbers for a logger, by name: the counters of the feed and of the run."""
-        feed_counts = self.feed.progress()
-        num_ready = feed_counts.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.micro_batches)
-        return {**feed_counts, "batches_ready": num_ready, **self.counters()}
+        drawn_counters = self.schema.progress(self.cursor.copy().table, self.ends.owned)  # a copy, for any thread
+        return {**feed_counters, **run_counters, **drawn_counters}
 
     def has_short_tail(self) -> bool:
         """True if the epoch is known to have less than one global batch left, which will be dropped."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rescale_data.engine.reading import call_with_stream
-from rescale_data.engine.stream import Stream
 from rescale_data.loader import DataLoader
 
 
@@ -13,13 +12,9 @@ def require_ranks(loader: DataLoader, num_ranks: int, build_location: str) -> No
     Args:
         build_location: The place where a loader for all of these ranks is built, for the message.
     """
-    num_loader_ranks = call_with_stream(loader, _dp_world_size)
+    num_loader_ranks = call_with_stream(loader, lambda stream: stream.layout.dp_world_size)
     if num_ranks != num_loader_ranks:
         raise ValueError(
             f"The trainer has {num_ranks} data-parallel ranks, but the loader serves its rows to {num_loader_ranks}. Build it "
             f"{build_location} without dp_world_size=, or with mesh= of the data-parallel ranks."
         )
-
-
-def _dp_world_size(stream: Stream) -> int:
-    return stream.layout.dp_world_size

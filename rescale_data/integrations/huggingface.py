@@ -105,8 +105,9 @@ def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int
             f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}), but the loader makes a global "
             f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that, or another micro_batch_size."
         )
+    micro_batch_size = call_with_stream(loader, lambda stream: stream.layout.micro_batch_size)
     allowed_values: dict[str, tuple[tuple[Any, ...], str]] = {  # values, and the argument of the loader that says it
-        "per_device_train_batch_size": ((call_with_stream(loader, _micro_batch_size),), "micro_batch_size"),
+        "per_device_train_batch_size": ((micro_batch_size,), "micro_batch_size"),
         "dataloader_num_workers": ((0, loader.options.num_workers), "num_workers"),
         "data_seed": ((None, loader.options.seed), "seed"),
         "train_sampling_strategy": (("random",), "shuffle"),
@@ -125,10 +126,6 @@ def _check_arguments(args: TrainingArguments, loader: DataLoader, num_ranks: int
                 f"accelerator_config has {name}=True: accelerate would deal the batches of one rank to all. Each rank has "
                 f"its own from rd.DataLoader; leave {name} out."
             )
-
-
-def _micro_batch_size(stream: Stream) -> int:
-    return stream.layout.micro_batch_size
 
 
 def _has_shifted_labels(stream: Stream) -> bool:

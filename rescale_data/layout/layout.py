@@ -51,7 +51,7 @@ class Layout:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_logical_shards", "global_batch_size", "dp_world_size", "micro_batch_size"):
+        for name in ("global_batch_size", "num_logical_shards", "dp_world_size", "micro_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it is at least 1.")
         if self.num_workers < 0:
