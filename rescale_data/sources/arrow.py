@@ -118,14 +118,9 @@ class ArrowSource(TableSource):
 
         Arrow itself does not check that offsets lie within their buffers, and would read beyond them.
         """
-        table, validated_keys = (
-            self._columns_of(fragment, columns),
-            self._file_handle(self._index.file_of(fragment)).validated_columns,
-        )
-        if (fragment, *columns) not in validated_keys:
-            for column in table.columns:
-                _as_bytes(column).validate(full=True)
-            validated_keys.add((fragment, *columns))
+        table = self._columns_of(fragment, columns)
+        for column in table.columns:
+            _as_bytes(column).validate(full=True)
         return table
 
     def _columns_of(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
@@ -134,7 +129,7 @@ class ArrowSource(TableSource):
             return self._read_columns(file, self._batches(fragment), columns)
         offset, length = self._byte_range(fragment)
         data = self._read_raw_bytes(fragment, (offset, length))
-        return _read_messages(data, self._file_schema(file), ipc.read_messages(data)).select(list(columns))
+        return _read_messages(data, self._file_schema(file)).select(list(columns))
 
     def _batches(self, fragment: int) -> range:
         first_batch = self._index.location("batch", fragment)
@@ -163,23 +158,20 @@ class ArrowSource(TableSource):
 
 @dataclass(frozen=True)
 class _OpenArrowFile:
-    """An open Arrow file, with cached facts about the columns of its fragments.
+    """An open Arrow file, with the places of columns in its fragments.
 
     Args:
         ranges: Byte ranges of the file.
         column_places: Places of token columns in fragments, by column and fragment; `None` if pyarrow must read the column.
-        validated_columns: Fragments whose columns were checked: the fragment and the names of the columns.
     """
 
     ranges: RangeReader
     column_places: dict[tuple[str, int], Place | None] = field(default_factory=dict[tuple[str, int], Place | None])
-    validated_columns: set[tuple[int | str, ...]] = field(default_factory=set[tuple[int | str, ...]])
 
 
-def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.RecordBatchBlocks) -> ArrowTable:
+def _read_messages(data: ArrowBuffer, schema: ArrowSchema) -> ArrowTable:
     """Return a table of record batches, decoded from their messages without the footer of the file."""
-    message_extents = zip(blocks.offset.tolist(), (blocks.metadata_size + blocks.body_size).tolist(), strict=True)
-    messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in message_extents]
+    messages = [message for message in pa.ipc.MessageReader.open_stream(data) if message.type == "record batch"]
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 
 

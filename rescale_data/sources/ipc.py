@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema
+from rescale_data.sources.arrow_types import ArrowSchema
 from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.state import Ints
 
@@ -28,7 +28,6 @@ _MESSAGE_TYPE, _MESSAGE_HEADER_FIELD, _MESSAGE_BODY_FIELD = 1, 2, 3
 _BATCH_ROWS_FIELD, _BATCH_COMPRESSION = 0, 3
 _RECORD_BATCH = 3
 _BLOCK_DTYPE = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
-_INT32, _TWO_INT32, _INT64, _VTABLE_ENTRIES = (struct.Struct(code) for code in ("<i", "<ii", "<q", "<6H"))
 
 
 @dataclass(frozen=True)
@@ -107,48 +106,28 @@ def _footer_blocks(file: RangeReader) -> RecordBatchBlocks:
     return RecordBatchBlocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
 
 
-def read_messages(data: ArrowBuffer) -> RecordBatchBlocks:
-    """Return offsets and sizes of the record batches in a buffer that begins with a message."""
-    view, offset = memoryview(data), 0
-    blocks: list[tuple[int, int, int]] = []
-    while offset < len(view):
-        prefix_length, metadata_length = _message_lengths(*_TWO_INT32.unpack_from(view, offset))
-        message_type, body_length = _read_type_and_body(view, offset + prefix_length)
-        if message_type == _RECORD_BATCH:
-            blocks.append((offset, prefix_length + metadata_length, body_length))
-        offset += prefix_length + metadata_length + body_length
-    return RecordBatchBlocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
-
-
 def _stream_blocks(file: RangeReader) -> RecordBatchBlocks:
+    """Return the record batches of a file in the stream format, which has a message after the other."""
     offset, file_size = 0, file.size
     blocks: list[tuple[int, int, int]] = []
     while offset + 8 <= file_size:
-        prefix_length, metadata_length = _message_lengths(*_TWO_INT32.unpack(file.read(offset, 8)))
+        mark, length = struct.unpack("<ii", file.read(offset, 8))
+        prefix_length, metadata_length = (8, length) if mark == -1 else (4, mark)
         if metadata_length == 0:
             break
-        metadata = memoryview(file.read(offset + prefix_length, max(0, metadata_length)))
+        metadata = np.frombuffer(file.read(offset + prefix_length, max(0, metadata_length)), dtype=np.uint8)
         if not 0 < metadata_length <= len(metadata):
             raise ValueError(f"it ends in the middle of a message, or is no Arrow IPC stream, at byte {offset}")
-        message_type, body_length = _read_type_and_body(metadata, 0)
+        message_position = _dereference(metadata, np.zeros(1, np.int64))
+        message_type = _read_fields(metadata, _field_positions(metadata, message_position, _MESSAGE_TYPE), "<u1")
+        body_field = _field_positions(metadata, message_position, _MESSAGE_BODY_FIELD)
+        body_length = int(_read_fields(metadata, body_field, "<i8")[0])
+        if body_length < 0:
+            raise ValueError(f"it has a message of {body_length} bytes, at byte {offset}")
         if message_type == _RECORD_BATCH:
             blocks.append((offset, prefix_length + metadata_length, body_length))
         offset += prefix_length + metadata_length + body_length
     return RecordBatchBlocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
-
-
-def _message_lengths(mark_or_length: int, length: int) -> tuple[int, int]:
-    """Return the bytes of a message's prefix and of its metadata, given the first two numbers of the message."""
-    return (8, length) if mark_or_length == -1 else (4, mark_or_length)
-
-
-def _read_type_and_body(view: memoryview, position: int) -> tuple[int, int]:
-    """Return the type of a message and the bytes of its body; its metadata begins at ``position``."""
-    table = position + _INT32.unpack_from(view, position)[0]
-    vtable_position = table - _INT32.unpack_from(view, table)[0]
-    size, *slots = _VTABLE_ENTRIES.unpack_from(view, vtable_position)
-    type_at, body_at = (slots[1 + slot] if 4 + 2 * slot < size else 0 for slot in (_MESSAGE_TYPE, _MESSAGE_BODY_FIELD))
-    return view[table + type_at] if type_at else 0, _INT64.unpack_from(view, table + body_at)[0] if body_at else 0
 
 
 def _read_numbers(data: Bytes, position: Ints, dtype_name: str) -> Ints:

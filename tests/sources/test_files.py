@@ -316,6 +316,19 @@ class TestFilesThatChange:
         with pytest.raises(OSError, match=r"a\.arrow was cut off while it was read"):
             list(Reader(source, Shard(), shuffle=False, on_error="skip"))
 
+    def test_a_message_that_ends_before_it_begins_is_an_error(self, tmp_path: Path) -> None:
+        """A body of so many bytes below 0 would lead back to the message itself, for ever."""
+        path = tmp_path / "a.arrow"
+        with pa.ipc.new_stream(path, pa.schema({"n": pa.int64()})) as writer:
+            writer.write_batch(pa.record_batch({"n": pa.array([1, 2, 3, 4])}))
+        stream = path.read_bytes()
+        start = len(pa.ipc.open_stream(stream).schema.serialize())
+        body_length = stream.index((32).to_bytes(8, "little"), start)
+        back = -(len(stream) - 8 - 32 - start)
+        path.write_bytes(stream[:body_length] + back.to_bytes(8, "little", signed=True) + stream[body_length + 8 :])
+        with pytest.raises(ValueError, match=f"a.arrow.* a message of {back} bytes"):
+            ArrowSource(path)
+
     def test_one_that_is_replaced_while_it_is_read_is_read_to_its_end(self, tmp_path: Path) -> None:
         write_table(tmp_path / "a.arrow", {"row": list(range(9000))})
         source = ArrowSource(tmp_path)
