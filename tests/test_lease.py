@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,20 +52,41 @@ def test_a_holder_of_this_host_is_seen_at_once(place: tuple[AbstractFileSystem, 
     assert LeaseObserver(files).observe_holder(path) == ("gone", {})
 
 
+HOLDER = """
+import sys; from fsspec.implementations.local import LocalFileSystem; from rescale_data.lease import Lease
+lease = Lease(LocalFileSystem(), sys.argv[1]); print("held", flush=True); sys.stdin.read()
+"""
+CONTAINER = ["unshare", "-Ur", "--pid", "--fork", "--kill-child"]
+
+
+def held_by(path: str, *command: str) -> subprocess.Popen[bytes]:
+    """Start a process that holds a lease."""
+    command = (*command, sys.executable, "-c", HOLDER, path)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    return process
+
+
 def test_a_killed_process_and_one_that_has_its_number(tmp_path: Path) -> None:
-    code = (
-        "import sys; from fsspec.implementations.local import LocalFileSystem; from rescale_data.lease import Lease\n"
-        "lease = Lease(LocalFileSystem(), sys.argv[1]); print('held', flush=True); sys.stdin.read()"
-    )
     path, watch = str(tmp_path / "a.lease"), LeaseObserver(LocalFileSystem())
-    with subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    with held_by(path) as process:
         assert watch.observe_holder(path)[0] == "alive"
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert watch.observe_holder(path)[0] == "gone", "although nobody has waited for it"
     assert is_running(this_process() | {"start": "1"}) is False
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*CONTAINER, "true"], check=False).returncode != 0,
+    reason="namespaces cannot be made here without rights",
+)
+def test_a_holder_in_a_container_with_process_numbers_of_its_own(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.lease")
+    with held_by(path, *CONTAINER) as process:
+        assert LeaseObserver(LocalFileSystem()).observe_holder(path)[0] == "undecided"
+        process.communicate()
 
 
 def test_a_holder_elsewhere_is_judged_by_two_looks(place: tuple[AbstractFileSystem, str], clock: list[float]) -> None:

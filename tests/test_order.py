@@ -31,7 +31,7 @@ def test_cipher_stays_inside_whatever_the_size(size: int, data: st.DataObject) -
     assert out.max() < size
 
 
-@pytest.mark.parametrize("size", [3, 4, 5])
+@pytest.mark.parametrize("size", [3, 4])
 def test_cipher_reaches_every_permutation_about_equally(size: int) -> None:
     draws = 400 * int(np.prod(np.arange(1, size + 1)))
     counts = Counter(tuple(encipher(np.arange(size), size, "x", seed).tolist()) for seed in range(draws // 4))
