@@ -142,9 +142,6 @@ PIPELINES = {
     "mixed": mixed,
     "skewed": skewed,
 }
-KNOWN = {"rows", "mixed"}
-"""Pipelines that know how many samples an epoch has."""
-
 ZOO = {name: functools.partial(of_zoo, name) for name in zoo.PIPELINES}
 """Those of `tests.nodes.zoo`, which have data of their own."""
 

@@ -79,37 +79,11 @@ def test_rows_are_in_the_order_of_the_dataset(run: dict[str, Any], data: st.Data
 def test_workers(num_workers: int) -> None:
     """Without an N given it fits the workers."""
     kwargs = {"global_batch_size": 4, "num_workers": num_workers, "multiprocessing_context": "fork"}
-    with rd.DataLoader(range(30), shuffle=False, tail="pad", worker_init_fn=_seed, **kwargs) as loader:
+    with rd.DataLoader(range(30), shuffle=False, tail="pad", **kwargs) as loader:
         assert loader._stream.layout.num_logical_shards == 4 * num_workers
         assert [batch.tolist()[: loader.last_batch_samples] for batch in loader] == [
             list(range(i, min(i + 4, 30))) for i in range(0, 30, 4)
         ]
-
-
-def _seed(worker: int) -> None:
-    torch.manual_seed(worker)
-    _started.append(worker)
-
-
-_started: list[int] = []
-
-
-class Started:
-    """Rows that say in which workers `_seed` was called."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return _started[0] if len(_started) == 1 else -1
-
-
-def test_a_function_that_is_called_in_each_worker() -> None:
-    kwargs = {"global_batch_size": 1, "num_workers": 2, "multiprocessing_context": "fork"}
-    with rd.DataLoader(Started(), shuffle=False, worker_init_fn=_seed, **kwargs) as loader:
-        assert [int(batch) for batch in loader] == [0, 1] * 4
-    with pytest.raises(TypeError, match="pipeline, collate_fn, worker_init_fn must pickle"):
-        rd.DataLoader(Started(), global_batch_size=1, num_workers=1, worker_init_fn=lambda _: None)
 
 
 @pytest.fixture

@@ -26,12 +26,17 @@ def torchrun(script: str, folder: Path, ranks: int, steps: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_script_trains_saves_and_goes_on_with_fewer_ranks(tmp_path):
-    (tmp_path / "corpus").mkdir()
+def small_script(folder: Path) -> str:
+    """README's script with small numbers, in a folder with documents."""
+    (folder / "corpus").mkdir()
     documents = pa.array([[i % 90 + 3] * (i % 50 + 20) for i in range(500)], pa.list_(pa.int32()))
-    pq.write_table(pa.table({"tokens": documents}), tmp_path / "corpus" / "a.parquet", row_group_size=50)
+    pq.write_table(pa.table({"tokens": documents}), folder / "corpus" / "a.parquet", row_group_size=50)
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    script = example.replace("768", "24").replace("4096", "64").replace("32_000", "128").replace("% 100", "% 2")
+    return example.replace("768", "24").replace("4096", "64").replace("32_000", "128").replace("% 100", "% 2")
+
+
+def test_the_script_trains_saves_and_goes_on_with_fewer_ranks(tmp_path):
+    script = small_script(tmp_path)
     torchrun(script, tmp_path, 3, 2)
     torchrun(script, tmp_path, 1, 5)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-2", "step-4"]

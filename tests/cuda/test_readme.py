@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from rescale_data import checkpoint
 from tests.states import opened
-from tests.test_readme import README, torchrun
+from tests.test_readme import small_script, torchrun
 
 TO_A_GPU = {
     'init_device_mesh("cpu"': 'init_device_mesh("cuda"',
@@ -23,11 +20,7 @@ TO_A_GPU = {
 
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
 def test_a_run_that_began_on_three_cpus_goes_on_on_a_gpu(tmp_path: Path, backend: str) -> None:
-    (tmp_path / "corpus").mkdir()
-    documents = pa.array([[i % 90 + 3] * (i % 50 + 20) for i in range(500)], pa.list_(pa.int32()))
-    pq.write_table(pa.table({"tokens": documents}), tmp_path / "corpus" / "a.parquet", row_group_size=50)
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    script = example.replace("768", "24").replace("4096", "64").replace("32_000", "128").replace("% 100", "% 2")
+    script = small_script(tmp_path)
     torchrun(script, tmp_path, 3, 2)
     for old, new in {'("gloo")': f'("{backend}")', **TO_A_GPU}.items():
         assert old in script, old

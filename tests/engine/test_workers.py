@@ -313,8 +313,9 @@ def with_a_lock() -> Rows:
         (lambda shard: local(shard), {}, "lambda"),
         (with_a_lock(), {}, "lock"),
         (Rows(8), {"collate_fn": lambda samples: samples}, "lambda"),
+        (Rows(8), {"worker_init_fn": lambda worker: None}, "lambda"),
     ],
-    ids=["pipeline", "dataset", "collate_fn"],
+    ids=["pipeline", "dataset", "collate_fn", "worker_init_fn"],
 )
 def test_what_does_not_pickle_is_refused_when_the_loader_is_built(data: Any, kwargs: Any, named: str) -> None:
     """With the cure; without workers it is not asked for."""
@@ -333,20 +334,29 @@ class Within(Rows):
         assert info.seed == torch.initial_seed()
         drawn = random.random(), float(np.random.random()), float(torch.rand(()))
         ignores = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        return {"id": info.id, "seen": (info.num_workers, torch.get_num_threads(), ignores), "drawn": drawn}
+        seen = info.num_workers, torch.get_num_threads(), ignores, _begun == [info.id]
+        return {"id": info.id, "seen": seen, "drawn": drawn}
+
+
+_begun: list[int] = []
+"""The workers for which `begin` was called in this process."""
+
+
+def begin(worker: int) -> None:
+    _begun.append(worker)
 
 
 def test_within_a_worker() -> None:
-    """One thread, a number and a seed for each worker, and Ctrl-C left to the trainer, as in workers of torch."""
+    """One thread, a number and a seed for each worker, a call of its own, and Ctrl-C left to the trainer, as in torch's."""
     rows, sizes = [], {"global_batch_size": 1, "num_logical_shards": 2, "num_workers": 2}
     before = torch.get_rng_state()
     for _ in range(2):
-        with rd.DataLoader(Within(8), collate_fn=as_samples, **sizes) as loader:
+        with rd.DataLoader(Within(8), collate_fn=as_samples, worker_init_fn=begin, **sizes) as loader:
             for _ in range(2):
                 rows += [batch["samples"][0] for batch in itertools.islice(loader, 2)]
                 loader.close()
     assert [row["id"] for row in rows] == [0, 1, 0, 1] * 2
-    assert {row["seen"] for row in rows} == {(2, 1, True)}
+    assert {row["seen"] for row in rows} == {(2, 1, True, True)}
     drawn = [row["drawn"] for row in rows]
     assert len({number for numbers in drawn[:4] for number in numbers}) == 12, "each worker that is started has its own"
     assert drawn[:4] == drawn[4:], "which follow from the trainer's seed"
