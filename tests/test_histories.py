@@ -145,6 +145,34 @@ def test_others_go_on_behind_what_was_delivered(sizes: str, repeat: bool) -> Non
             assert found.delivered == expected.delivered
 
 
+@pytest.mark.parametrize("num_delivered", [1, 4, 11, 40])
+@pytest.mark.parametrize("change", ["files", "weights", "seq_len", "nothing"])
+@pytest.mark.parametrize("top", ["Pack", "Whole", "Shuffle"])
+def test_what_changed_before_or_since_it_was_delivered(top: str, change: str, num_delivered: int) -> None:
+    """Files that came later were not read for it; windows of earlier weights or lengths end as they began."""
+
+    def seats_of(files: Any, seq_len: int, weight: int) -> Seats:
+        rows = ("Mix", "samples", "never", (1, weight), None, None, [("Files", True), ("Files", True)])
+        plan = ("Shuffle", rows, 5) if top == "Shuffle" else (top, (("seq_len", seq_len), ("eos_id", None)), rows)
+        return _seats(Top(1, 4, 4), plan, files, **{**_ENDLESS, "num_logical_shards": 4, "verify": True})
+
+    changed = 9 if change == "seq_len" else 12, 3 if change == "weights" else 1
+    first, then = seats_of(_FEW, 12, 1), seats_of(_FEW, *changed)
+    first.take(3, Books())
+    then.load(first.state())
+    then.take(1, Books())
+    state = then.state()
+    then.take(num_delivered, Books())
+    here, there = (seats_of(_MORE if change == "files" else _FEW, *changed) for _ in range(2))
+    here.all(lambda seat: seat.loader.load_state_dict(state, 4 * num_delivered))
+    there.load(then.state())
+    assert not difference(here.state(), there.state())
+    found, expected = Books(), Books()
+    here.take(20, found)
+    there.take(20, expected)
+    assert found.delivered == expected.delivered
+
+
 @pytest.mark.parametrize("shard", [0, 11])
 def test_a_failed_proof_of_one_rank_is_an_error_of_all_before_the_same_batch(shard: int) -> None:
     """Of a shard that ends first, in the main phase, and of one that ends last, in a round of the remainder."""
