@@ -9,7 +9,7 @@ import numpy as np
 
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node, View, changing_children, draw_and_drop
-from rescale_data.nodes.below import dtype_of, find_shard, is_endless
+from rescale_data.nodes.below import dtype_of, find_shard, is_endless, readers_of
 from rescale_data.nodes.changing import is_blocked, is_lost, is_stale
 from rescale_data.nodes.form import ParameterHistory
 from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
@@ -17,7 +17,6 @@ from rescale_data.nodes.mixture.circle import circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, StopRule
 from rescale_data.nodes.mixture.ends import mixture_epoch_end
 from rescale_data.nodes.mixture.mixed import MixedDocuments
-from rescale_data.nodes.mixture.progress import mixture_progress
 from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow, Unit
 from rescale_data.nodes.mixture.rules import WeightRule, as_json, from_json, make_rule
 from rescale_data.nodes.mixture.schedule import Schedule
@@ -241,7 +240,21 @@ class WeightedSampler(Node[Any]):
         ``share/...`` is in the mixture's unit. ``epochs/...`` is the mean over the readers below a source and over logical
         shards. ``ended_shards/...`` is the number of logical shards in which the source has reached its `max_epochs`.
         """
-        return mixture_progress(self._row, self._sources, self._weights.num_ended_shards(rows), rows, shards)
+        drawn_counts = rows[:, self._row.drawn_slots]
+        counts = {"samples": np.maximum(drawn_counts, ~drawn_counts).sum(axis=0)}
+        if self.unit == "tokens":
+            counts["tokens"] = rows[:, self._row.token_slots].sum(axis=0)
+        shown = {f"drawn_{unit}": count for unit, count in counts.items()}
+        shown["share"] = counts[self.unit] / max(1, counts[self.unit].sum())
+        counters = {
+            f"{key}/{name}": float(value[i]) for key, value in shown.items() for i, name in enumerate(self.names)
+        }
+        for name, (node, slots) in self._sources.items():
+            if readers := readers_of(node, slots.start):
+                epochs = [reader.epochs_at(rows[:, slot:], shards) for reader, slot in readers]
+                counters[f"epochs/{name}"] = float(np.mean(epochs))
+        num_ended = self._weights.num_ended_shards(rows)
+        return {**counters, **{f"ended_shards/{name}": float(num) for name, num in num_ended.items()}}
 
     # In blocks
 

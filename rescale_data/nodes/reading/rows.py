@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW_ROWS = 1024
 _NO_SUMS = memoryview(b"")
+_shard_order = lru_cache(maxsize=1024)(ShardOrder)
 _PLAN_OVERHEAD_BYTES = 900  # bytes of a cached plan beside its arrays, and of the objects that its reader keeps as long
 reader_numbers = itertools.count()
 """Numbers for readers; readers of several shards that differ in the shard alone share one."""
@@ -136,8 +137,15 @@ class ShardRows(ShardEpochs):
         return self.order(0).rows_per_window
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
-        range_index = self.shard_range_index(epoch, self.shard.index if shard < 0 else shard)
-        return _shard_order(*self.round_args(self.view(epoch)), range_index, self.window, self.is_full, self.step_order)
+        return _shard_order(
+            num_rows=self.view(epoch).num_rows,
+            range_index=self.shard_range_index(epoch, self.shard.index if shard < 0 else shard),
+            num_logical_shards=self.shard.num_logical_shards,
+            seed=self.shard.seed,
+            window=self.window,
+            permutes_all_rows=self.is_full,
+            step_order=self.step_order,
+        )
 
     def num_epoch_rows(self, epoch: int) -> int:
         """Return the number of rows of the shard in an epoch."""
@@ -268,27 +276,6 @@ class ShardRows(ShardEpochs):
         if not self.window:
             return unpermuted_fragments(fragment_starts, fragment_lengths)
         return permuted_fragments(fragment_starts, fragment_lengths, self.shard.seed, epoch)
-
-
-@lru_cache(maxsize=1024)
-def _shard_order(
-    num_rows: int,
-    num_logical_shards: int,
-    seed: int,
-    range_index: int,
-    window: int,
-    permutes_all_rows: bool,
-    steps: GlobalBatchOrder | None,
-) -> ShardOrder:
-    return ShardOrder(
-        num_rows=num_rows,
-        range_index=range_index,
-        num_logical_shards=num_logical_shards,
-        seed=seed,
-        window=window,
-        permutes_all_rows=permutes_all_rows,
-        step_order=steps,
-    )
 
 
 def check_order(shard: Shard, shuffle: bool | int, by_global_batch: bool) -> None:
