@@ -73,12 +73,12 @@ class Guard:
 
 def guard_of(node: Node[Any], on_error: OnError, note: str = "", faults: tuple[type[Exception], ...] = ()) -> Guard:
     """Return the `Guard` for errors of a node's samples. Nodes of a class that raise all errors, with one note, share it."""
-    return _raising_guard(type(node), note) if on_error == "raise" else Guard(type(node), on_error, note, faults)
+    return (
+        _shared_guard(type(node), "raise", note) if on_error == "raise" else Guard(type(node), on_error, note, faults)
+    )
 
 
-@lru_cache(maxsize=64)
-def _raising_guard(node_class: type[Node[Any]], note: str) -> Guard:
-    return Guard(node_class, "raise", note)
+_shared_guard = lru_cache(maxsize=64)(Guard)
 
 
 def describe(sample: object) -> str:

@@ -28,7 +28,12 @@ class PerSample(Node[Any]):
     """Makes the second argument of ``fn``, in a class whose ``fn`` has one; called before the sample is drawn."""
 
     def __init__(
-        self, source: BaseNode[Any], fn: Callable[..., Any], on_error: OnError, version: str | int | None
+        self,
+        source: BaseNode[Any],
+        fn: Callable[..., Any],
+        *,
+        on_error: OnError = "raise",
+        version: str | int | None = None,
     ) -> None:
         super().__init__(source=source)
         self._fn_identity = function_identity(fn, version)
@@ -76,16 +81,6 @@ class Map(PerSample):
         [0, 10, 20]
     """
 
-    def __init__(
-        self,
-        source: BaseNode[Any],
-        fn: Callable[[Any], Any],
-        *,
-        on_error: OnError = "raise",
-        version: str | int | None = None,
-    ) -> None:
-        super().__init__(source, fn, on_error, version)
-
 
 class RandomMap(PerSample):
     """Applies ``fn(sample, rng)`` to each sample; the random numbers depend neither on the topology nor on resumes.
@@ -125,7 +120,7 @@ class RandomMap(PerSample):
         on_error: OnError = "raise",
         version: str | int | None = None,
     ) -> None:
-        super().__init__(source, fn, on_error, version)
+        super().__init__(source, fn, on_error=on_error, version=version)
         self.label = label
         shard = shard_of(self, shard)
         self._random_key = (shard.seed, shard.index, num_nodes_below(self, RandomMap))

@@ -81,14 +81,10 @@ def make_rule(weights: Mapping[str, float] | Schedule, max_epochs: Mapping[str, 
     """Return the rule for given weights and limits on epochs; all logical shards share one object."""
     names = tuple(sorted(weights.keys[0][1] if isinstance(weights, Schedule) else weights))
     interpolate = weights.interpolate if isinstance(weights, Schedule) else None
-    return _intern_rule(
-        WeightRule(names, schedule_keys_of(names, weights), interpolate, tuple(sorted(max_epochs.items())))
-    )
+    return _shared_rule(names, schedule_keys_of(names, weights), interpolate, tuple(sorted(max_epochs.items())))
 
 
-@lru_cache(maxsize=64)
-def _intern_rule(rule: WeightRule) -> WeightRule:
-    return rule
+_shared_rule = lru_cache(maxsize=64)(WeightRule)
 
 
 def as_json(rule: WeightRule) -> dict[str, Any]:

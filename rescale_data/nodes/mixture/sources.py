@@ -72,9 +72,7 @@ class MixtureSources:
 
     def documents(self, source: int, column: str) -> DocumentReader:
         """Return the reader of documents in one column of a source, created on first use."""
-        opened = self._documents.get(column)
-        if opened is None:
-            opened = self._documents[column] = {}
+        opened = self._documents.setdefault(column, {})
         reader = opened.get(source)
         if reader is None:
             reader = opened[source] = documents_of(self.open(source), column, "WeightedSampler")

@@ -45,7 +45,7 @@ class PickedDocuments:
     def read(self, position: memoryview, max_documents: int) -> Spans:
         self._source_position = np.array(position[_NUM_OWN_SLOTS:]).data
         # Dropped before the documents that are returned
-        first_piece, self._num_dropped = (self._first_piece(position), 0)
+        first_piece, self._num_dropped = 0 if self._piece_slot is None else position[self._piece_slot], 0
         num_empty_draws = 0
         while len(spans := self._documents.read(self._source_position, max_documents)):
             picked, num_read = self._cut_documents(spans, position, first_piece)
@@ -63,9 +63,6 @@ class PickedDocuments:
         if self._piece_slot is not None:
             position[self._piece_slot] = 0
         position[self._dropped_slot] += self._num_dropped
-
-    def _first_piece(self, position: memoryview) -> int:
-        return 0 if self._piece_slot is None else position[self._piece_slot]
 
     def _cut_documents(self, spans: Spans, position: memoryview, first_piece: int) -> tuple[Spans, int]:
         """Return the pieces to keep of some documents, and the number of documents that were examined.
