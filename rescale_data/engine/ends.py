@@ -77,10 +77,6 @@ class EpochEnds:
             self._agreement = segment, agreement
         return agreement.ends_before(cursor.u, make_until)
 
-    def whole_table(self, cursor: Cursor) -> Ints:
-        """Return the table with each row taken from the rank that owns it (collective, as part of saving a state)."""
-        return self.ranks.saving.merge(cursor.positions, cursor.owners)
-
     def move(self, cursor: Cursor, num_delivered: Ints) -> Ints:
         """Return the table after this rank has skipped its shards ahead to `num_delivered` delivered samples each."""
         table = cursor.positions.copy()

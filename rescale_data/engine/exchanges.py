@@ -16,8 +16,8 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ import torch
 from rescale_data.engine.agreement import failure_elsewhere
 from rescale_data.engine.message import PackedBytes, from_bytes, to_bytes
 from rescale_data.engine.options import MAX_TIMEOUT_SECONDS
-from rescale_data.engine.ranks.communicator import Call, Communicator
+from rescale_data.engine.ranks.communicator import Call
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Exhausted
 from rescale_data.engine.threads import TaskThread, WorkResult
@@ -163,13 +163,14 @@ class Exchanges:
         sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in payloads.items()}
         sizes |= {index: torch.tensor([-1, 0], device="cpu") for index in outgoing if index not in payloads}
         incoming_sizes = {index: torch.empty(2, dtype=torch.int64, device="cpu") for index in incoming}
-        self._exchange(communicator, "sizes", sizes, incoming_sizes)
+        self._communicate("sizes", lambda call: communicator.exchange(call, sizes, incoming_sizes))
         received_bytes = {
             index: torch.empty(int(size[0]), dtype=torch.uint8, device="cpu")
             for index, size in incoming_sizes.items()
             if size[0] >= 0
         }
-        self._exchange(communicator, "samples", {index: body for index, (body, _) in payloads.items()}, received_bytes)
+        bodies = {index: body for index, (body, _) in payloads.items()}
+        self._communicate("samples", lambda call: communicator.exchange(call, bodies, received_bytes))
         if failure is not None or len(received_bytes) < len(incoming_sizes):
             raise failure or failure_elsewhere(wrong_rows=False)
         return {index: from_bytes(body, int(incoming_sizes[index][1])) for index, body in received_bytes.items()}
@@ -186,25 +187,15 @@ class Exchanges:
         return gathered_numbers[:, 1:], summaries
 
     def _gather(self, group: Ranks, name: str, numbers: Ints) -> Ints:
-        if group.communicator is None:
+        communicator = group.communicator
+        if communicator is None:
             return numbers[None]
-        with self._mark_over_on_error():
-            return group.communicator.gather(self._call(name), torch.from_numpy(numbers)).numpy()
+        return self._communicate(name, lambda call: communicator.gather(call, torch.from_numpy(numbers)).numpy())
 
-    def _exchange(
-        self, communicator: Communicator, name: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]
-    ) -> None:
-        with self._mark_over_on_error():
-            communicator.exchange(self._call(name), sends, receives)
-
-    def _call(self, name: str) -> Call:
-        return Call(f"balance/{name}/{self._ranks.loader}", MAX_TIMEOUT_SECONDS, _RESTART_REMEDY)
-
-    @contextmanager
-    def _mark_over_on_error(self) -> Generator[None, None, None]:
-        """Mark the exchanges as over if the network fails in the ``with`` block: a broken connection ends them on all ranks."""
+    def _communicate(self, name: str, work: Callable[[Call], T]) -> T:
+        """Return ``work(call)``, an exchange of this name; a broken connection ends all exchanges, on all ranks."""
         try:
-            yield
+            return work(Call(f"balance/{name}/{self._ranks.loader}", MAX_TIMEOUT_SECONDS, _RESTART_REMEDY))
         except BaseException:
             self._is_over = True
             raise

@@ -406,10 +406,6 @@ class Reading:
                 "num_workers= or prefetch=, and transfer= to devices."
             )
 
-    @on_first_peer(BATCH_MESSAGE)
-    def _take_shared_batch(self, batches: BatchIterator) -> Any:
-        return self._take_batch(batches)
-
     def _take_batch(self, batches: BatchIterator) -> Any:
         if batches.number != self._num_iterators:
             raise RuntimeError(
@@ -446,6 +442,8 @@ class Reading:
             waited = time.perf_counter() - started
             self._wait_seconds += waited
             self._recent_wait_seconds.append(waited)
+
+    _take_shared_batch = on_first_peer(BATCH_MESSAGE)(_take_batch)
 
     def _is_epoch_over(self) -> bool:
         """True if no batch is left in the epoch; plans the segment of the next batch if there is no plan."""

@@ -128,10 +128,7 @@ class Communicator:
             missing = self._find_missing(group.meeting_number, call)
             if missing is None or self._ranks[self._me] not in missing:
                 raise self._failure(call, missing, reason)
-            repeat()
-
-        def repeat() -> None:
-            """Repeat the exchange, because the other processes gave up its gloo group before this process came."""
+            # The other processes gave up the gloo group of this exchange before this process came: once more
             self._begin_call(call, sends, receives)()
 
         return result

@@ -46,8 +46,9 @@ def find_ranks(
     if len(members) == 1:
         return Ranks()
     group = None if isinstance(mesh, DeviceMesh) else mesh
-    communicator = make_once(group, ("communicator", *members), lambda: _new_communicator(members, group))
-    return Ranks(members.index(dist.get_rank()), len(members), communicator, timeout)
+    me, store = members.index(dist.get_rank()), part_of_store(f"communicator/{digest(members)}", group)
+    communicator = make_once(group, ("communicator", *members), lambda: Communicator(store, me, members))
+    return Ranks(me, len(members), communicator, timeout)
 
 
 def _require_one_process(mesh: object) -> None:
@@ -116,8 +117,3 @@ def _ranks_in_mesh(mesh: DeviceMesh) -> list[int]:
             f"parallel dims alone, for example mesh=world_mesh['dp']."
         )
     return mesh.mesh.flatten().tolist()
-
-
-def _new_communicator(members: list[int], group: dist.ProcessGroup | None) -> Communicator:
-    me = members.index(dist.get_rank())
-    return Communicator(part_of_store(f"communicator/{digest(members)}", group), me, members)

@@ -38,7 +38,7 @@ def state_and_reason(cursor: Cursor, end_finder: EpochEnds) -> tuple[dict[str, A
     """Return the state with all N rows, and the reason why it cannot be kept, which is empty if it can be (collective)."""
     reason = _why_unsavable(cursor, end_finder)
     state = encode_state(
-        cursor.positions if reason else end_finder.whole_table(cursor),
+        cursor.positions if reason else end_finder.ranks.saving.merge(cursor.positions, cursor.owners),
         cursor.clock_now(end_finder.layout).samples,
         header_of(cursor, end_finder),
     )
