@@ -12,10 +12,8 @@ own, after the exchange before. A caller that stops, or has waited too long, lea
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty
@@ -30,7 +28,7 @@ from rescale_data.engine.options import MAX_TIMEOUT_SECONDS
 from rescale_data.engine.ranks.communicator import Call
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Exhausted
-from rescale_data.engine.threads import TaskThread, WorkResult
+from rescale_data.engine.threads import TaskThread, WorkResult, call_at_exit
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 
@@ -72,7 +70,7 @@ class Exchanges:
         self._answer = WorkResult[Any]()
         self._lock, self._process_id = threading.Lock(), os.getpid()
         self.is_stopped = self._is_over = False
-        _open_exchanges.add(self)
+        call_at_exit(self, Exchanges.stop)  # which informs the other ranks
 
     # In the thread of the caller
 
@@ -227,13 +225,3 @@ def _failure_elsewhere(status: int) -> Exception:
             "make the same calls."
         )
     return failure_elsewhere(wrong_rows=status == STATUS_FAILED)
-
-
-_open_exchanges: weakref.WeakSet[Exchanges] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Stop all exchanges and inform the other ranks before the interpreter exits; their threads end after that."""
-    for exchanges in list(_open_exchanges):
-        exchanges.stop()

@@ -9,11 +9,9 @@ no state. Other modules have more feeds: worker processes (`rescale_data.engine.
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
 from math import inf
@@ -24,7 +22,7 @@ from rescale_data.engine.collate import with_valid
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.threads import TaskThread
+from rescale_data.engine.threads import TaskThread, call_at_exit
 from rescale_data.engine.watch import describe, frames
 from rescale_data.layout.turns import Turn, TurnFunction
 from rescale_data.sources.counts import MAKE_SECONDS, by_name, read_counters
@@ -191,7 +189,7 @@ class InThreadFeed(WrappedFeed):
         self.feed.begin(segment, table, first_u)
         self._is_making, self._finished_batches = False, SimpleQueue()
         self._thread = TaskThread("ahead")
-        _threaded_feeds.add(self)
+        call_at_exit(self, lambda feed: feed.stop(wait=False))
         self._batches_to_make = self._batches_to_take = inf if segment.stop is None else segment.stop - first_u
         self._request_one()
 
@@ -254,15 +252,6 @@ class InThreadFeed(WrappedFeed):
             return
         self._is_making = False
         self._request_one()
-
-
-_threaded_feeds: weakref.WeakSet[InThreadFeed] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_threads() -> None:
-    for feed in list(_threaded_feeds):
-        feed.stop(wait=False)
 
 
 class TracedFeed(InProcessFeed):

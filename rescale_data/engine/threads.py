@@ -14,7 +14,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeAlias, TypeVar
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 T = TypeVar("T")
 _SECONDS_AT_EXIT = 5.0
@@ -108,6 +108,12 @@ class TaskThread:
 
 _Tasks: TypeAlias = SimpleQueue[Callable[[], Any] | None]
 _task_threads: WeakSet[TaskThread] = WeakSet()
+_calls_at_exit: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()
+
+
+def call_at_exit(owner: T, function: Callable[[T], object]) -> None:
+    """Call ``function(owner)`` when the interpreter exits, before the threads of this module end, if the owner still lives."""
+    _calls_at_exit[owner] = function
 
 
 def _run_tasks(tasks: _Tasks, ended_flag: Flag, owner: ref[TaskThread]) -> None:
@@ -120,6 +126,8 @@ def _run_tasks(tasks: _Tasks, ended_flag: Flag, owner: ref[TaskThread]) -> None:
 @atexit.register
 def _end_all() -> None:
     """End all threads before the interpreter exits; a thread that waits in C code at that time would end it by a signal."""
+    for owner, function in list(_calls_at_exit.items()):
+        function(owner)
     deadline = monotonic() + _SECONDS_AT_EXIT
     for thread in list(_task_threads):
         thread.end(max(0.0, deadline - monotonic()))

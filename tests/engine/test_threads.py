@@ -44,6 +44,25 @@ def test_a_read_that_hangs_does_not_keep_the_process_alive() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
 
 
+ENDS = """
+from rescale_data.engine.threads import TaskThread, call_at_exit
+
+class Owner:
+    def __init__(self, name):
+        self.name, self.thread = name, TaskThread("test")
+        call_at_exit(self, lambda owner: owner.thread.put(lambda: print(owner.name)))
+
+lives = Owner("lives")
+Owner("is gone")
+"""
+
+
+def test_a_call_at_exit_comes_before_its_threads_end() -> None:
+    """As balanced steps need it, which then tell the other ranks."""
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "lives\n", "")
+
+
 class OneOfTwo:
     """The processes of two ranks, of which the other one sends what this one does."""
 

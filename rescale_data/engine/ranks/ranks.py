@@ -53,8 +53,7 @@ class Ranks:
     loader: int = 0
     num_loads: int = 0
     found_alone: bool = False
-    _is_save: bool = False
-    _is_load: bool = False
+    _purpose: str = "read"
     _position: tuple[int, ...] = ()
     _agreed_loads: list[int] = field(default_factory=list[int])
 
@@ -74,12 +73,12 @@ class Ranks:
     @property
     def saving(self) -> Ranks:
         """The same ranks, with collectives named for a save: a rank that saves alone gets an error that names the remedy."""
-        return replace(self, _is_save=True)
+        return replace(self, _purpose="save")
 
     @property
     def loading(self) -> Ranks:
         """The same ranks, with collectives named for a load: ranks may have made different numbers of loads."""
-        return replace(self, _is_load=True)
+        return replace(self, _purpose="load")
 
     def at_position(self, *numbers: int) -> Ranks:
         """Return the same ranks, with collectives named by a position in the run, so that different positions never mix."""
@@ -174,11 +173,10 @@ class Ranks:
         return tensor[None] if self.communicator is None else self.communicator.gather(self._call(content), tensor)
 
     def _call(self, content: str) -> Call:
-        if self._is_save:
-            return Call(f"save/{content}/{self.loader}", self.timeout, _CALL_ON_ALL)
-        if self._is_load:
-            return Call(f"load/{content}/{self.loader}", self.timeout, _RESTART)
-        return Call(f"read/{content}/{self.loader}/{self._position}", self.timeout, _RESTART, self._agreed_num_loads())
+        name, remedy = f"{self._purpose}/{content}/{self.loader}", _CALL_ON_ALL if self._purpose == "save" else _RESTART
+        if self._purpose != "read":
+            return Call(name, self.timeout, remedy)
+        return Call(f"{name}/{self._position}", self.timeout, remedy, self._agreed_num_loads())
 
     def _agreed_num_loads(self) -> int:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""
