@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from rescale_data.errors import DataStateError, checks_argument_types
-from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable, ArrowType
+from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import RowFilter, filtered_footer
 from rescale_data.sources.counts import READ_BYTES, read_counters
@@ -157,12 +157,13 @@ class TableSource(FileSource, TokenSource):
         read_counters().add(READ_BYTES, table.nbytes)
         cache().register(self)
         own_piece: FragmentPiece | None = None
-        base_key = self._cache_key(fragment, column)
+        base_key, store = self._cache_key(fragment, column), self._local_store(fragment)
         for row_range in share.served_row_ranges(fragment):
             key = (*base_key, "piece", row_range.share_key)
-            on_evict = partial(self._store_piece, fragment, self._piece_name(fragment, column, row_range))
-            piece = FragmentPiece(copy_as_stream(table, row_range.start, row_range.stop), row_range.start, on_evict)
+            piece = FragmentPiece(copy_as_stream(table, row_range.start, row_range.stop), row_range.start)
             own_piece = piece if row_range.share_key == share.share_key else own_piece
+            if store is not None:
+                store.put(self._piece_name(fragment, column, row_range), piece.stream_bytes)
             if cache().get(key) is None:
                 cache().put(key, piece)
         if own_piece is None:
@@ -173,16 +174,12 @@ class TableSource(FileSource, TokenSource):
         """Return the local store for pieces of a fragment; `None` if there is none, or if nothing shows changes of the file."""
         return self._files.store if self._files.stamps[self._index.file_of(fragment)] else None
 
-    def _store_piece(self, fragment: int, name: str, data: ArrowBuffer) -> None:
-        if (store := self._local_store(fragment)) is not None:
-            store.put(name, data)
-
     def _read_stored(self, fragment: int, share: Share, column: str | None) -> FragmentPiece | None:
         if (store := self._local_store(fragment)) is None:
             return None
         row_range = share.own_row_range(fragment)
         data = store.get(self._piece_name(fragment, column, row_range))
-        return None if data is None else FragmentPiece(data, row_range.start, _ignore_eviction)
+        return None if data is None else FragmentPiece(data, row_range.start)
 
     def _piece_name(self, fragment: int, column: str | None, rows: RowRange) -> str:
         """Return the name of a piece in the local store, the same in all processes that read these rows and columns."""
@@ -295,7 +292,3 @@ def _differing_column(expected: ArrowSchema, other: ArrowSchema, columns: Sequen
 
 def _column_type(schema: ArrowSchema, name: str) -> str:
     return " and ".join(str(schema.field(i).type) for i in schema.get_all_field_indices(name)) or "missing"
-
-
-def _ignore_eviction(data: ArrowBuffer) -> None:
-    del data  # the piece is on disk

@@ -1,19 +1,18 @@
 """`Piece`: the rows of one fragment that one logical shard reads, kept so that all shards use one decoding of a fragment.
 
 fragment, decoded      | rows of shard 7 | rows of shard 8 | rows of shard 9 |
-cut, by copy           [ piece           ] [ piece         ] [ piece         ]   in the cache; beyond it on disk
+cut, by copy           [ piece           ] [ piece         ] [ piece         ]   in the cache, and on disk
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowTable
-from rescale_data.sources.decoded.cache import OnEvict
 from rescale_data.sources.decoded.columns import Fragment, token_lists
 from rescale_data.sources.source import Tokens
 
@@ -41,17 +40,16 @@ class Share(Protocol):
         ...
 
 
-class FragmentPiece(OnEvict):
+class FragmentPiece:
     """Some rows of a fragment as an Arrow IPC stream, the same bytes in memory and on disk.
 
     Args:
         stream_bytes: The stream.
         first_row: Row of the fragment at which the piece begins.
-        on_evict: Called with the stream when the cache evicts the piece.
     """
 
-    def __init__(self, stream_bytes: ArrowBuffer, first_row: int, on_evict: Callable[[ArrowBuffer], None]) -> None:
-        self._stream_bytes, self.start, self._on_evict = stream_bytes, first_row, on_evict
+    def __init__(self, stream_bytes: ArrowBuffer, first_row: int) -> None:
+        self.stream_bytes, self.start = stream_bytes, first_row
         self.nbytes: int = stream_bytes.size
 
     @cached_property
@@ -64,11 +62,8 @@ class FragmentPiece(OnEvict):
         lists = token_lists(self._table().column(0))
         return Tokens(lists.values, lists.offsets, self.start)
 
-    def handle_eviction(self) -> None:
-        self._on_evict(self._stream_bytes)
-
     def _table(self) -> ArrowTable:
-        return pa.ipc.open_stream(self._stream_bytes).read_all()
+        return pa.ipc.open_stream(self.stream_bytes).read_all()
 
 
 def copy_as_stream(table: ArrowTable, start: int, stop: int) -> ArrowBuffer:
