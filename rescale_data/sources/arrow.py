@@ -89,18 +89,16 @@ class ArrowSource(TableSource):
     def _open(self, file: int) -> _OpenArrowFile:
         return _OpenArrowFile(self._files.reader_of(file))
 
-    def _raw_byte_range(self, fragment: int) -> tuple[int, int] | None:
+    def _needs_decoding(self, fragment: int) -> bool:
         file = self._index.file_of(fragment)
-        if self._index.facts_of(file)["is_compressed"] or self._needs_reader(file, self._schema.names):
-            return None
-        return self._byte_range(fragment)
+        return self._index.facts_of(file)["is_compressed"] or self._needs_reader(file, self._schema.names)
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
         file = self._index.file_of(fragment)
         if self._files.filesystem is not None or self._index.facts_of(file)["is_compressed"]:
             return super()._load_tokens(column, fragment)
         open_file: _OpenArrowFile = self._file_handle(file)
-        data = open_file.ranges.read(*self._byte_range(fragment))
+        data = self._bytes_in_file(fragment)
         if (column, fragment) not in open_file.column_places:
             # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
             names = self._file_schema(file).names
@@ -127,9 +125,7 @@ class ArrowSource(TableSource):
         file = self._index.file_of(fragment)
         if self._needs_reader(file, columns):
             return self._read_columns(file, self._batches(fragment), columns)
-        offset, length = self._byte_range(fragment)
-        data = self._read_raw_bytes(fragment, (offset, length))
-        return _read_messages(data, self._file_schema(file)).select(list(columns))
+        return _read_messages(self._read_raw_bytes(fragment), self._file_schema(file)).select(list(columns))
 
     def _batches(self, fragment: int) -> range:
         first_batch = self._index.location("batch", fragment)
@@ -138,8 +134,7 @@ class ArrowSource(TableSource):
     def _free_with_holder(self, decoded: object, fragment: int) -> None:
         if self._files.filesystem is not None:
             return  # the fetched bytes are a copy, freed with the decoded columns
-        ranges = self._range_reader(self._index.file_of(fragment))
-        ranges.release_with(decoded, ranges.read(*self._byte_range(fragment)))
+        self._range_reader(self._index.file_of(fragment)).release_with(decoded, self._bytes_in_file(fragment))
 
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
         """True if columns must be read through the file's footer: to decompress only some of them, or to find dictionaries."""

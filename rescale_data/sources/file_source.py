@@ -64,17 +64,17 @@ class FileSource(FragmentedSource):
     def _load(self, fragment: int) -> FragmentRows:
         """Return the rows of a fragment, read from its file."""
 
-    def _raw_byte_range(self, fragment: int) -> tuple[int, int] | None:
-        """Return ``(offset, length)`` of a fragment in its file if its rows need no decoding; else `None`.
+    def _needs_decoding(self, fragment: int) -> bool:
+        """True if a background thread that fetches a fragment also decodes it; else it fetches the bytes alone.
 
-        Of such a fragment only the bytes are fetched ahead. A background thread that also made the rows would interrupt the
-        trainer's thread at each step, and that costs more than it saves.
+        If only the bytes are fetched, the thread does not interrupt the trainer's thread at each step to make the rows, which
+        costs more than it saves.
         """
         del fragment
-        return None
+        return False
 
     def _range_reader(self, file: int) -> RangeReader:
-        """Return an object that reads byte ranges of an open file. Called only if `_raw_byte_range` is not `None`."""
+        """Return an object that reads byte ranges of an open file. Called for formats whose index has byte ranges."""
         return self._file_handle(file).ranges
 
     def row(self, index: int) -> dict[str, Any]:
@@ -93,28 +93,27 @@ class FileSource(FragmentedSource):
         key = self._cache_key(fragment, column, share)
         if not self.reads_ahead or cache().get(key) is not None:
             return
-        byte_range = self._raw_byte_range(fragment) if share is None else None
-        if byte_range is None:
+        if share is not None or self._needs_decoding(fragment):
             fetch_runner().begin(key, partial(self._fill_cache, column, fragment, share))
         elif cache().get(key := self._bytes_key(fragment)) is None:
-            fetch_runner().begin(key, partial(self._fetch_bytes, key, self._index.file_of(fragment), byte_range))
+            fetch_runner().begin(key, partial(self._fetch_bytes, fragment))
 
     def _fill_cache(self, column: str | None, fragment: int, share: Share | None) -> None:
         """Put a fragment into the cache before it is needed. Runs in a background thread, once at a time for a key."""
         del column, share  # a format with token columns or pieces overrides this
         self._get_or_make(self._cache_key(fragment), partial(self._load, fragment))
 
-    def _fetch_bytes(self, cache_key: tuple[Any, ...], file: int, byte_range: tuple[int, int]) -> None:
-        self._get_or_make(cache_key, lambda: FetchedBytes(self._range_reader(file).read(*byte_range)))
+    def _fetch_bytes(self, fragment: int) -> None:
+        self._get_or_make(self._bytes_key(fragment), lambda: FetchedBytes(self._bytes_in_file(fragment)))
 
-    def _read_raw_bytes(self, fragment: int, byte_range: tuple[int, int]) -> ArrowBuffer:
+    def _read_raw_bytes(self, fragment: int) -> ArrowBuffer:
         """Return the bytes of a fragment; they were fetched ahead, or are read now."""
         key = self._bytes_key(fragment)
         if self.reads_ahead:
             fetch_runner().wait(key)
         fetched: FetchedBytes | None = cache().get(key)
         if fetched is None:
-            return self._range_reader(self._index.file_of(fragment)).read(*byte_range)
+            return self._bytes_in_file(fragment)
         cache().forget(key)
         return fetched.data
 
@@ -144,9 +143,10 @@ class FileSource(FragmentedSource):
     def _bytes_key(self, fragment: int) -> tuple[Any, ...]:
         return (owner_of(self), "bytes", fragment)
 
-    def _byte_range(self, fragment: int) -> tuple[int, int]:
-        """Return ``(offset, length)`` of a fragment in its file, as the index holds them for most formats."""
-        return self._index.location("offset", fragment), self._index.location("length", fragment)
+    def _bytes_in_file(self, fragment: int) -> ArrowBuffer:
+        """Read the bytes of a fragment from its file. Called for formats whose index has byte ranges."""
+        offset, length = self._index.location("offset", fragment), self._index.location("length", fragment)
+        return self._range_reader(self._index.file_of(fragment)).read(offset, length)
 
     def _rows(self, fragment: int) -> FragmentRows:
         key = self._cache_key(fragment)

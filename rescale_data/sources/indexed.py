@@ -119,9 +119,6 @@ class IndexedSource(FileSource):
         index_part = make_part(path, [file], self._read_footers)  # again, if it was deleted or damaged
         return OpenIndexedFile(self._open_range_reader(file, path), cast(Bundle, index_part))
 
-    def _raw_byte_range(self, fragment: int) -> tuple[int, int]:
-        return self._byte_range(fragment)
-
     def _fragment_file_and_rows(self, fragment: int) -> tuple[OpenIndexedFile, slice, Ints]:
         """Return the open file of a fragment, its rows in the file, and the offsets at which these rows begin and end."""
         file = self._index.file_of(fragment)

@@ -82,7 +82,7 @@ class JsonlSource(IndexedSource):
         return make_footer(starts, {"empty": empty_line_positions})
 
     def _load(self, fragment: int) -> FragmentRows:
-        data = self._read_raw_bytes(fragment, self._raw_byte_range(fragment))
+        data = self._read_raw_bytes(fragment)
         open_file, _, starts = self._fragment_file_and_rows(fragment)
         lines = _Lines(data, starts - starts[0], self.columns)
         open_file.ranges.release_with(lines, data)

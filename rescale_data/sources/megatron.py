@@ -107,12 +107,9 @@ class MegatronSource(FileSource, TokenSource):
         index = self._footer_bytes("index", file, lambda: open_index(self._files, file))
         return _OpenFile(self._files.reader_of(file), _DocumentIndex(index))
 
-    def _raw_byte_range(self, fragment: int) -> tuple[int, int]:
-        return self._byte_range(fragment)
-
     def _load(self, fragment: int) -> _Documents:
         file = self._index.file_of(fragment)
-        data = self._read_raw_bytes(fragment, self._raw_byte_range(fragment))
+        data = self._read_raw_bytes(fragment)
         open_file: _OpenFile = self._file_handle(file)
         start, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         starts, dtype = open_file.index.document_offsets(start, stop), open_file.index.dtype

@@ -90,6 +90,9 @@ class ParquetSource(TableSource):
         group_ids = {group.id for fragment in row_groups for group in fragment.row_groups}
         return [i for i, group_id in enumerate(footer.locations["number"].tolist()) if group_id in group_ids]
 
+    def _needs_decoding(self, fragment: int) -> bool:
+        return True
+
     def _open(self, file: int) -> Any:
         if self._files.filesystem is not None:
             return pq.read_metadata(pa.BufferReader(self._footer_of(file)))

@@ -96,7 +96,7 @@ class WebDatasetSource(IndexedSource):
         return _group_members(read_tar_members(range_reader))
 
     def _load(self, fragment: int) -> FragmentRows:
-        data = self._read_raw_bytes(fragment, self._raw_byte_range(fragment))
+        data = self._read_raw_bytes(fragment)
         opened, row_slice, starts = self._fragment_file_and_rows(fragment)
         names = list(self._index.facts_of(self._index.file_of(fragment))["counts"])
         bounds = np.array(opened.array("first")[row_slice.start : row_slice.stop + 1])

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rescale_data.nodes.below import skip
 from rescale_data.nodes.map import Map
 from rescale_data.nodes.packing.packer import TokenPacker
 from rescale_data.nodes.reader import Reader
@@ -267,8 +268,8 @@ class TestMemory:
         packer = TokenPacker(Reader(source, Shard(repeat=True), shuffle=64), column="tokens", seq_len=5000, eos_id=None)
         an_epoch = 24 * 64 * 800 // 5000
         next(packer)
-        packer.skip(an_epoch)
-        of_epoch = [(read.clear(), packer.skip(an_epoch), len(set(read)))[-1] for _ in range(4)]
+        skip(packer, an_epoch)
+        of_epoch = [(read.clear(), skip(packer, an_epoch), len(set(read)))[-1] for _ in range(4)]
         assert len(source.fragments) == 25
         assert max(of_epoch) <= 15  # of 24: there is room for 12 beside those that are read; by age 20 and more
         assert min(of_epoch) >= 9
