@@ -107,6 +107,19 @@ def test_added_files_join_at_the_next_epoch(
         assert third == Counter([*range(60), *range(100, 112), *range(200, 212), *range(300, 312)])
 
 
+@pytest.mark.parametrize("given", ["", "/*/*.{}", "/**/*.{}", "://"])
+def test_a_folder_joins_where_there_was_one(kind: str, given: str, tmp_path: Path) -> None:
+    """Names are below what was given, so those of files in the first folder stay."""
+    below = f"local://{tmp_path}/data" if given == "://" else f"{tmp_path}/data{given.format(kind)}"
+    make = partial(rd.JsonlSource if kind == "jsonl" else rd.ParquetSource, below, index_dir=tmp_path / "index")
+    write(tmp_path / "data" / "2025", kind, "a", range(30))
+    first, state = segment(make(), None, 4)
+    write(tmp_path / "data" / "2026", kind, "a", range(30, 60))
+    rest, state = segment(make(), state, 1)
+    second, _ = segment(make(), state, 10)
+    assert (first + rest, second) == (Counter(range(30)), Counter(range(60)))
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_two_runs_that_began_with_other_files_go_on_over_one_source(kind: str, tmp_path: Path, shuffle: bool) -> None:
     open_source = rd.JsonlSource if kind == "jsonl" else rd.ParquetSource

@@ -68,7 +68,7 @@ class TestLinks:
     def test_to_a_folder_are_followed(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "part").symlink_to(folder / "b")
-        assert names(tmp_path / "run") == ["10.parquet", "2.parquet"]
+        assert names(tmp_path / "run") == ["part/10.parquet", "part/2.parquet"]
 
     @pytest.mark.parametrize(("link", "to"), [("b/up", ".."), ("b/itself", "itself"), ("b/out", "../../outside")])
     def test_that_lead_in_a_circle_are_named(self, link: str, to: str, folder: Path) -> None:

@@ -177,14 +177,16 @@ def find_matching_files(
         raise FileNotFoundError(f"No paths were given, {items}: give a glob, a folder or a list of files.")
     urls = [path for path in items if "://" in path]
     if not urls:
-        return _build_files({path: info for item in items for path, info in _find_local_files(item, suffixes)})
+        found = [_find_local_files(item, suffixes) for item in items]
+        return _build_files([folder for folder, _ in found], {path: info for _, files in found for path, info in files})
     if len(urls) != len(items):
         raise ValueError(f"Local paths and URLs in one list, {items}: give a source for each.")
     return _remote(items, suffixes, storage_options or {}, remote or Remote())
 
 
-def _build_files(size_stamp_by_path: Mapping[str, tuple[int, str]]) -> Files:
-    folders = [path.split("/")[:-1] for path in size_stamp_by_path]
+def _build_files(given_folders: Iterable[str], size_stamp_by_path: Mapping[str, tuple[int, str]]) -> Files:
+    """Return files below the folder that all ``given_folders`` share, so that names stay if files in other folders join."""
+    folders = [path.split("/") for path in given_folders] + [path.split("/")[:-1] for path in size_stamp_by_path]
     shared = [
         name for name, _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(folders), max(folders), strict=False))
     ]
@@ -195,25 +197,34 @@ def _build_files(size_stamp_by_path: Mapping[str, tuple[int, str]]) -> Files:
     return Files(root, names, sizes, stamps=version_stamps)
 
 
+def _folder_of(pattern: str) -> str:
+    """Return the folder that a glob names before its first wildcard; ``[*]`` is a star, as `glob.escape` writes it."""
+    fixed_part = re.match(r"([^*?[]|\[[*?[]\])*", pattern)[0]  # pyright: ignore[reportOptionalSubscript]
+    return posixpath.dirname(re.sub(r"\[(.)\]", r"\1", fixed_part))
+
+
 def _prefix(root: str) -> str:
     """Return what stands before the name of a file in its path, given the folder above all files."""
     return root if root in ("", "/") else f"{root}/"
 
 
-def _find_local_files(user_input: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
+def _find_local_files(user_input: str, suffixes: Sequence[str]) -> tuple[str, list[tuple[str, tuple[int, str]]]]:
     pattern = os.path.expanduser(user_input)
     path = os.path.abspath(pattern)
+    folder = os.path.dirname(path)
     if os.path.isdir(path):
+        folder = path
         with _explain_link_circle():
             matches = _filter_names(_walk_local(path), path, suffixes)
     elif os.path.exists(path):
         matches = [path]
     else:
+        folder = os.path.abspath(_folder_of(pattern))
         matches = [
             match for match in map(os.path.abspath, glob.glob(pattern, recursive=True)) if not os.path.isdir(match)
         ]
     _require_matches(matches, user_input, suffixes, os.path.isdir(path))
-    return [(Path(match).as_posix(), _size_and_stamp(os.stat(match))) for match in matches]
+    return Path(folder).as_posix(), [(Path(match).as_posix(), _size_and_stamp(os.stat(match))) for match in matches]
 
 
 @contextmanager
@@ -259,6 +270,7 @@ def read_if_exists(path: str, options: Mapping[str, Any] | None, remote: Remote 
 def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
     wait_random_time("listing")
     infos_by_path: dict[str, Any] = {}
+    folders: list[str] = []
     filesystem: Any = None
     for url in user_input:
         previous_filesystem = filesystem
@@ -271,11 +283,14 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
         if is_folder:
             matches = {match: matches[match] for match in _filter_names(matches, path, suffixes)}
         _require_matches(matches, url, suffixes, is_folder)
+        if path not in matches:  # else it is a file, whose name may have a star
+            folders.append(path.rstrip("/") if is_folder else _folder_of(path))
         infos_by_path.update(matches)
     for path, info in infos_by_path.items():
         if info["size"] is None:  # a web page that lists files has no sizes
             infos_by_path[path] = attempt(remote, path, partial(_info_with_size, filesystem, path))
-    files = _build_files({path: (int(info["size"]), _version_stamp(info)) for path, info in infos_by_path.items()})
+    stamps = {path: (int(info["size"]), _version_stamp(info)) for path, info in infos_by_path.items()}
+    files = _build_files(folders, stamps)
     return replace(files, filesystem=filesystem, remote=remote)
 
 
