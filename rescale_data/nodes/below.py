@@ -155,6 +155,10 @@ def skip(node: Node[Any], num_samples: int) -> int:
     bind_once(node)
     if isinstance(node, Skips):
         num_skipped = node.skip(num_samples)
+        if num_skipped is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise TypeError(
+                f"skip() of {type(node).__name__} returned None: return the number of samples that it left out."
+            )
     elif node.one_for_one:
         num_skipped = skip(node.children["source"], num_samples)
     else:

@@ -152,6 +152,16 @@ def test_a_subclass_with_a_next_of_its_own_is_not_one_for_one(kind: type[rd.Map]
         len(loader)
 
 
+def test_a_skip_that_returns_nothing_is_an_error() -> None:
+    class Silent(Plain):
+        def skip(self, num_samples: int) -> Any:
+            for _ in range(num_samples):
+                self.next()
+
+    with pytest.raises(TypeError, match="of Silent returned None: return the number"):
+        rd.nodes.skip(Silent(source=rd.Reader(range(4), rd.Shard())), 2)
+
+
 def test_a_subclass_that_says_so_is_one_for_one() -> None:
     loader = rd.DataLoader(lambda shard: Logged(rd.Reader(SOURCE, shard), int), global_batch_size=4)
     assert len(loader) == 8
