@@ -341,7 +341,7 @@ class Reader(Node[Any]):
         if self._blocklist is not None:
             positions[:, _BLOCKED] += num_passed - np.arange(1, len(unblocked) + 1)
         self.pass_blocked(positions[-1].data)
-        slots = np.array([1, *range(len(self.ROW), len(start))])
+        slots = np.flatnonzero((positions != np.asarray(position)).any(axis=0))
         return unblocked, PositionUpdates.of(slots, positions[:, slots])
 
     def _num_blocked(self, position: View) -> int:
