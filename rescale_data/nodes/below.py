@@ -154,10 +154,14 @@ def skip(node: Node[Any], num_samples: int) -> int:
     """
     bind_once(node)
     if isinstance(node, Skips):
-        num_skipped = node.skip(num_samples)
-        if num_skipped is None:  # pyright: ignore[reportUnnecessaryComparison]
+        try:
+            num_skipped = node.skip(num_samples)
+        except StopIteration:
+            num_skipped = None
+        if num_skipped is None or not 0 <= num_skipped <= num_samples:
             raise TypeError(
-                f"skip() of {type(node).__name__} returned None: return the number of samples that it left out."
+                f"skip({num_samples}) of {type(node).__name__} returned {num_skipped}, or raised StopIteration: return the "
+                f"number of samples that it left out, which is less if the epoch ended."
             )
     elif node.one_for_one:
         num_skipped = skip(node.children["source"], num_samples)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import rescale_data as rd
-from rescale_data.engine.ends import EpochEnds
+from rescale_data.engine.ranks.ranks import Ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Kept = runpy.run_path(str(EXAMPLES / "trainers" / "parts" / "kept.py"))["Kept"]
@@ -117,7 +117,7 @@ def rank(me: int, port: int, folder: Path, kind: str) -> None:
         dies = me == KILLED and step == DIES[kind]
         for i, (name, kept) in enumerate(run.kept.items()):
             if dies and kind == "state" and i == 2:
-                EpochEnds.whole_table = lambda self, cursor: die()  # type: ignore[method-assign, assignment, return-value]
+                Ranks.merge = lambda self, table, owner: die()  # type: ignore[method-assign, assignment, return-value]
             kept.keep(run.loaders[name])
         run.take(step, die if dies and kind == "step" else None)
         if dies and kind == "commit":

@@ -152,14 +152,16 @@ def test_a_subclass_with_a_next_of_its_own_is_not_one_for_one(kind: type[rd.Map]
         len(loader)
 
 
-def test_a_skip_that_returns_nothing_is_an_error() -> None:
+@pytest.mark.parametrize(("num_samples", "returned"), [(2, None), (2, 3), (2, -1), (5, 5)])
+def test_a_skip_that_does_not_say_how_many_it_left_out_is_an_error(num_samples: int, returned: int | None) -> None:
     class Silent(Plain):
         def skip(self, num_samples: int) -> Any:
             for _ in range(num_samples):
                 self.next()
+            return returned
 
-    with pytest.raises(TypeError, match="of Silent returned None: return the number"):
-        rd.nodes.skip(Silent(source=rd.Reader(range(4), rd.Shard())), 2)
+    with pytest.raises(TypeError, match=rf"skip\({num_samples}\) of Silent returned .*: return the number"):
+        rd.nodes.skip(Silent(source=rd.Reader(range(4), rd.Shard())), num_samples)
 
 
 def test_a_subclass_that_says_so_is_one_for_one() -> None:
