@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.audit.replay import Interval, Served, State, pipeline_differences, skipped_in
+from rescale_data.audit.replay import ReplayInterval, Served, State, pipeline_differences, skipped_in
 from rescale_data.audit.rows import SourcePositions, find_rows
 from rescale_data.checkpoint.data_state import read_data_state
 from rescale_data.checkpoint.storage.claims import find as find_save
@@ -168,16 +168,16 @@ class Audit:
         matching_samples = [sample for sample in trimmed if sample.documents]
         return Found(len(rows), num_drawn if windows_known else len(matching_samples), matching_samples, self.steps)
 
-    def _intervals(self) -> list[Interval]:
+    def _intervals(self) -> list[ReplayInterval]:
         start_states = [None, *self._states[:-1]]
         return [self._interval(start, end) for start, end in zip(start_states, self._states, strict=True)]
 
-    def _interval(self, start: State | None, end: State) -> Interval:
+    def _interval(self, start: State | None, end: State) -> ReplayInterval:
         differences = [pipeline_differences(pipeline, end) for pipeline in self._pipelines]
         for pipeline, own_differences in zip(self._pipelines, differences, strict=True):
             if not own_differences:
                 skipped_ranges = skipped_in(self._states[-1])
-                return Interval(start, end, pipeline, skipped_ranges, self._repeat, self._tail, self._num_workers)
+                return ReplayInterval(start, end, pipeline, skipped_ranges, self._repeat, self._tail, self._num_workers)
         raise DataStateError(
             f"Up to its checkpoint of step {end.header['step']} the run had another pipeline: "
             f"{'; '.join(min(differences, key=len))}. "

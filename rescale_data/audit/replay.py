@@ -46,7 +46,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Interval:
+class ReplayInterval:
     """A part of a run between two checkpoints, whose samples `replay` reads again.
 
     Args:

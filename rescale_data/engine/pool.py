@@ -43,13 +43,13 @@ class Pool(Feed):
         self._num_workers, self._num_slabs = options.num_workers, options.ahead + 1
         self._pin, self._timeout = pin_memory, options.timeout
         self._crew: Crew | None = None
-        self._num_crews = self._num_begins = self._num_taken_batches = 0
+        self._num_crews = self._num_begin_commands = self._num_taken_batches = 0
         self._work: Work | None = None
         self._num_micro_batches: int | None = 0
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
-        self._num_begins += 1
-        begin = BeginCommand(self._num_begins, segment, first_u, self._num_slabs, table)
+        self._num_begin_commands += 1
+        begin = BeginCommand(self._num_begin_commands, segment, first_u, self._num_slabs, table)
         work, self._num_taken_batches = Work(begin, self._num_workers), 0
         self._num_micro_batches = None if segment.stop is None else segment.stop - first_u
         self._inboxes = [Inbox(self._pin) for _ in range(self._num_workers)]

@@ -107,8 +107,10 @@ def _read_until(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cu
             num_drawn, next_slots = ends.runner.look_ahead(shard, int(until_u[shard] - samples[shard]))
             table[shard] = ends.runner.table[shard]
             if next_slots is None:  # it does not end before u; does it end within the next step?
-                num_more, next_slots = ends.runner.look_ahead(shard, int(delivered_at_step_end[shard] - until_u[shard]))
-                num_drawn += num_more
+                num_more_samples, next_slots = ends.runner.look_ahead(
+                    shard, int(delivered_at_step_end[shard] - until_u[shard])
+                )
+                num_drawn += num_more_samples
             if next_slots is not None:
                 samples_left[shard] = num_drawn
         return max(cursor.u, layout.main_phase_end(samples, samples_left, cursor.u))

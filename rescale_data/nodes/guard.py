@@ -72,7 +72,10 @@ class Guard:
 
 
 def guard_of(node: Node[Any], on_error: OnError, note: str = "", faults: tuple[type[Exception], ...] = ()) -> Guard:
-    """Return the `Guard` for errors of a node's samples. Nodes of a class that raise all errors, with one note, share it."""
+    """Return the `Guard` that raises or skips the errors of a node's samples.
+
+    Nodes of one class that raise all errors, and add the same note to them, share a guard.
+    """
     return (
         _shared_guard(type(node), "raise", note) if on_error == "raise" else Guard(type(node), on_error, note, faults)
     )

@@ -30,7 +30,7 @@ class CacheRoom:
         self._is_size_checked, self._num_evictions = False, 0
 
     def warn_if_full(self, nbytes: int, num_samples: int, *, is_made_again: bool) -> None:
-        """Warn once if as many samples as the argument says do not fit for all shards, or if the cache evicts samples.
+        """Warn once if the cache is too small for a full window of samples in each shard, or evicts samples.
 
         The size is checked when the full number of samples has been made for the first time.
 

@@ -99,8 +99,8 @@ def _footer_blocks(file: RangeReader) -> RecordBatchBlocks:
     if magic != MAGIC or not 0 < footer_length < file_size:
         raise ValueError("it has no footer at its end")
     footer_bytes = np.frombuffer(file.read(file_size - 10 - footer_length, footer_length), dtype=np.uint8)
-    footer_position = _read_numbers(footer_bytes, np.zeros(1, np.int64), "<i4")
-    blocks_vector = _dereference(footer_bytes, _field_positions(footer_bytes, footer_position, _FOOTER_BATCHES_FIELD))
+    table_position = _read_numbers(footer_bytes, np.zeros(1, np.int64), "<i4")
+    blocks_vector = _dereference(footer_bytes, _field_positions(footer_bytes, table_position, _FOOTER_BATCHES_FIELD))
     blocks_offset, num_blocks = int(blocks_vector[0]) + 4, int(_read_numbers(footer_bytes, blocks_vector, "<i4")[0])
     table = np.frombuffer(footer_bytes, dtype=_BLOCK_DTYPE, count=num_blocks, offset=blocks_offset)
     return RecordBatchBlocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))

@@ -110,7 +110,7 @@ class Ownership:
         self.saves = {
             name: save
             for name, folder_names in names.items()
-            if (save := self._valid_save(name, folder_names) or self._find_deletion(folder_names))
+            if (save := self._valid_save(name, folder_names) or self._find_begun_deletion(folder_names))
         }
         """The valid save or deletion of each step, by the step's name."""
         self._steps_to_sweep = {
@@ -283,7 +283,7 @@ class Ownership:
         # Nobody's but where its owner was told of it: then somebody has taken the step away and put it back.
         return other_save.manifest not in names or other_save.save_number > claim["saved"]
 
-    def _find_deletion(self, names: list[str]) -> Save | None:
+    def _find_begun_deletion(self, names: list[str]) -> Save | None:
         """Return the deletion that an earlier owner began in a step's folder without a valid checkpoint, or None."""
         for save in map(Save.from_manifest, names):
             if save and save.is_deletion and self._claim_of(save.owner).get("url") == self.path:

@@ -178,7 +178,7 @@ class MixedDocuments:
             self._num_reads += len(requests)
         return self._batched_ranges[1]
 
-    def _batch_slice(self, source: int) -> Spans:
+    def _spans_in_batch(self, source: int) -> Spans:
         """Return the documents of a source that the last batched read has read."""
         first_document, num_documents = self._batched_ranges[:, source].tolist()
         return self._batched_spans[first_document : first_document + num_documents]
@@ -190,7 +190,7 @@ class MixedDocuments:
         counts = counters[4]
         expected = [int(num_more + num_more**0.5) for num_more in (len(points) * fraction for fraction in fractions)]
         num_read = self._read_sources_together([num_more if num_more >= _MIN_BATCHED else 0 for num_more in expected])
-        lengths = [self._batch_slice(source).length if num else None for source, num in enumerate(num_read.tolist())]
+        lengths = [self._spans_in_batch(source).length if num else None for source, num in enumerate(num_read.tolist())]
         num, missing_source = 0, -1
         change_at = -1 if self._change_at_amount is None else self._change_at_amount
         while True:
@@ -234,10 +234,10 @@ class MixedDocuments:
         buffer = self._buffers.get(source)
         if buffer is None:
             slots = self._slots[source]
-            batch_slice = self._batch_slice(source)
-            batch_slice = batch_slice.with_moves(batch_slice.moves.shifted(-slots.start))
+            spans_in_batch = self._spans_in_batch(source)
+            spans_in_batch = spans_in_batch.with_moves(spans_in_batch.moves.shifted(-slots.start))
             buffer = SourceBuffer(
-                documents or self._documents_of(source), self._start_position[slots], self._by_tokens, batch_slice
+                documents or self._documents_of(source), self._start_position[slots], self._by_tokens, spans_in_batch
             )
             self._buffers[source] = buffer
         while buffer.num_documents < num:

@@ -253,7 +253,7 @@ def _first_answer(answers: list[Future[T]], wait_seconds: float) -> T:
 
 
 class _NoAnswerError(TimeoutError):
-    """No attempt of a request was answered in the time of its last attempt."""
+    """No attempt of a request was answered before the last one timed out."""
 
 
 class RequestTimes:
