@@ -219,21 +219,21 @@ class Fragments(Source):
 @pytest.mark.parametrize(
     ("num_sources", "most_shards", "words"),
     [
-        (1, 99, ("web", "100 logical shards", "1000 bytes", "are 999", "up to 10 times", "cache_bytes=1000")),
+        (1, 99, ("web", "100 logical shards", "1000 bytes", "is 999", "up to 10 times", "cache_bytes=1000")),
         (
             20,
             4,
-            ("20 sources, web among them", "take 1000 bytes", "are 999", "cache_bytes=1000"),
+            ("20 sources, web among them", "take 1000 bytes", "is 999", "cache_bytes=1000"),
         ),  # 40 bytes a shard each
     ],
 )
 def test_warns_once_where_the_shards_of_all_sources_exceed_the_cache(
     num_sources: int, most_shards: int, words: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    sources = [Fragments(10, 999) for _ in range(num_sources)]
+    sources = [Fragments(10, 999, 998) for _ in range(num_sources)]  # what is on disk is in the cache, too
     with caplog.at_level(logging.WARNING, "rescale_data"):
         warn_if_thrashing(sources, most_shards)
-        warn_if_thrashing([Fragments(10, 999, 1)], 5000)
+        warn_if_thrashing([Fragments(10, 999, 1000)], 5000)
         assert not caplog.records
         warn_if_thrashing(sources, most_shards + 1)
         warn_if_thrashing(sources, most_shards + 2)

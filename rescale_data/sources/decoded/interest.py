@@ -135,7 +135,8 @@ def warn_if_thrashing(
     num_bytes = (1 + num_workers) * (
         sum(_bytes_needed_by(src, num_shards) for src in fragmented) + num_shards * extra_bytes
     )
-    room_bytes = max((source.cache_bytes + source.cache_dir_bytes for source in fragmented), default=0)
+    # A piece is kept in both
+    room_bytes = max((max(source.cache_bytes, source.cache_dir_bytes) for source in fragmented), default=0)
     owners = {owner_of(source) for source in fragmented}
     if num_bytes <= room_bytes or decodes_per_epoch < 2 or owners <= _warned_owners.keys():
         return
@@ -144,9 +145,9 @@ def warn_if_thrashing(
     median_bytes = sorted(source.fragment_bytes for source in fragmented)[len(fragmented) // 2]
     _log.warning(
         "%s: this rank visits %d logical shards in turn, whose fragments of about %d bytes (of Parquet: all columns), and "
-        "the order in which they read, take %d bytes, and cache_bytes and cache_dir_bytes, which all sources share, and all "
-        "processes in equal parts, are %d. Fragments are then decoded again at each visit, up to %d times an epoch (their "
-        "rows; less under a TokenPacker, which takes many at a visit). "
+        "the order in which they read, take %d bytes. The larger of cache_bytes and cache_dir_bytes, which all sources share, "
+        "and all processes in equal parts, is %d. Fragments are then decoded again at each visit, up to %d times an "
+        "epoch (their rows; less under a TokenPacker, which takes many at a visit). "
         "Give cache_bytes=%d, or cache_dir=, a local folder with as much room, run fewer shards in a rank (a smaller "
         "num_logical_shards, more ranks), or write smaller row groups or record batches.",
         name, num_owned_shards, median_bytes, num_bytes, room_bytes, decodes_per_epoch, num_bytes,
