@@ -93,9 +93,9 @@ class Exchanges:
             return answer.get(self._ranks.timeout)
         except Empty:
             raise RuntimeError(
-                f"Dp rank {self._ranks.rank} waited timeout={self._ranks.timeout:g} s for samples of the other "
-                f"{self._sample_group.world_size - 1} of its group: one of them reads slowly, makes no batches, or made other "
-                f"calls of the loader before. {_RESTART_REMEDY}"
+                f"Dp rank {self._ranks.rank} waited timeout={self._ranks.timeout:g} s for the samples of the step of other "
+                f"ranks: one of them reads slowly, makes no batches, or made other calls of the loader before. "
+                f"{_RESTART_REMEDY}"
             ) from None
 
     def stop(self) -> None:

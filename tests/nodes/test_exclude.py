@@ -269,6 +269,7 @@ class TestFiles:
         ("exclude", "message"),
         [
             ([3], "{file: rows in it}"),
+            ({0: [1], "m.parquet": [3]}, "the key 0: give the names of files"),
             ({"q.parquet": [0]}, "0 of the files .* are named 'q.parquet'"),
             ({"m.parquet": [8]}, "m.parquet of .* has the rows 0 to 7: there are none from 8 to 8"),
             ({"m.parquet": [-1]}, "from -1 to -1"),

@@ -189,6 +189,9 @@ def _excluded_by_file(source: Source, excluded: ExcludedRows) -> list[tuple[str,
             f"Give {{file: rows in it}}, as rd.find_rows returns it."
         )
     rows_by_file = cast("Mapping[str, Collection[int]]", excluded)
+    for name in rows_by_file:
+        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"exclude= has the key {name!r}: give the names of files, {{file: rows in it}}.")
     return [(file, _to_row_numbers(file, rows_by_file[file])) for file in sorted(rows_by_file)]
 
 
