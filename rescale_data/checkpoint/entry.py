@@ -109,22 +109,25 @@ def find_misfits(entries: list[Entry], wanted_values: dict[str, Any], saved: Con
 
 def skipped_entries(entries: list[Entry], misfits: Misfits) -> list[Entry]:
     """Return the entries that do not fit the checkpoint and cannot be loaded in part, so they are left out."""
-    misfit_names = [name for kind_names in misfits.values() for name in kind_names]
-    return [
-        entry
-        for entry in entries
-        if entry.all_or_nothing and any(entry.name in _with_parents(name) for name in misfit_names)
-    ]
+    owners = _owners(entries, [name for kind_names in misfits.values() for name in kind_names])
+    return [entry for entry in entries if entry.all_or_nothing and entry in owners.values()]
 
 
-def values_to_load(wanted_values: dict[str, Any], misfits: Misfits, skipped_entries: list[Entry]) -> dict[str, Any]:
+def values_to_load(wanted_values: dict[str, Any], misfits: Misfits, entries: list[Entry]) -> dict[str, Any]:
     """Return the values to load: all wanted values except misfits and the values of skipped entries."""
+    skipped = skipped_entries(entries, misfits)
+    owners = _owners(entries, wanted_values if skipped else ())
     return {
         name: value
         for name, value in wanted_values.items()
-        if not (name in misfits["missing"] or name in misfits["mismatched"])
-        and not any(entry.name in _with_parents(name) for entry in skipped_entries)
+        if not (name in misfits["missing"] or name in misfits["mismatched"]) and owners.get(name) not in skipped
     }
+
+
+def _owners(entries: list[Entry], names: Iterable[str]) -> dict[str, Entry | None]:
+    """Return the entry of each flattened name, or None; where the names of several entries begin it, that of the longest."""
+    by_name = {entry.name: entry for entry in entries}
+    return {name: by_name.get(max(by_name.keys() & _with_parents(name), key=len, default="")) for name in names}
 
 
 def _merge_texts(texts_per_rank: list[dict[str, str]]) -> dict[str, str]:

@@ -120,7 +120,7 @@ def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> L
     """Load a state through a reader; return the names that were not loaded."""
     # Twice: sharded modules have collectives in their get_value(), which all ranks must reach or none.
     entries = ranks.on_all(lambda: entries_of(state, ranks.rank, reader.contents))
-    live_values, wanted_values = ranks.on_all(lambda: _placeholders(entries, reader))
+    live_values, wanted_values, paths = ranks.on_all(lambda: _placeholders(entries, reader))
     own_misfits = find_misfits(entries, wanted_values, reader.contents)
     differences = merge_misfits(ranks.on_each(lambda: own_misfits))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
@@ -131,13 +131,14 @@ def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> L
     unloaded_entries = skipped_entries(entries, own_misfits)
     try:
         loaded_values = ranks.on_all(
-            lambda: reader.load(adapt_tensors(values_to_load(wanted_values, own_misfits, unloaded_entries), "to_load"))
+            lambda: reader.load(adapt_tensors(values_to_load(wanted_values, own_misfits, entries), "to_load"))
         )
+        by_path = {paths[name]: value for name, value in loaded_values.items()}
         new_values = [
             (entry, value) for entry, value in zip(entries, live_values, strict=True) if entry not in unloaded_entries
         ]
         ranks.on_all(
-            lambda: for_each(new_values, lambda pair: pair[0].assign(with_loaded(pair[1], loaded_values, pair[0].name)))
+            lambda: for_each(new_values, lambda pair: pair[0].assign(with_loaded(pair[1], by_path, pair[0].path)))
         )
     except DamagedCheckpointError as error:
         raise damaged_error(reader.name, error.problems, _HALF_LOADED) from error
@@ -151,12 +152,12 @@ def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> L
 _HALF_LOADED = "The state is half loaded: load another checkpoint, over all of it, before you go on."
 
 
-def _placeholders(entries: list[Entry], reader: StateReader) -> tuple[list[Any], dict[str, Any]]:
-    """Return the values that DCP loads into, twice: one for each entry, and all of them by flattened name."""
+def _placeholders(entries: list[Entry], reader: StateReader) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+    """Return the values that DCP loads into, twice: one for each entry, and all by flattened name; and paths of the names."""
     live_values = for_each(entries, lambda entry: entry.placeholder(reader))
     state_dict = nest([(entry.path, value) for entry, value in zip(entries, live_values, strict=True)])
     refuse_unsavable(state_dict)
-    return live_values, flatten(state_dict)[0]
+    return live_values, *flatten(state_dict)
 
 
 def _misfit_message(path: str, misfits: Misfits, saved: Contents) -> str:

@@ -75,17 +75,17 @@ def iterate_leaves(
         yield from iterate_leaves(inner, is_leaf_list, (*path, str(key)))
 
 
-def with_loaded(live: Any, loaded: Mapping[str, Any], name: str) -> Any:
-    """Return ``live`` with its plain values replaced by the loaded ones; tensors were loaded in place."""
-    if name in loaded:
-        return live if isinstance(loaded[name], torch.Tensor) else loaded[name]
+def with_loaded(live: Any, loaded: Mapping[tuple[str | int, ...], Any], path: tuple[str | int, ...]) -> Any:
+    """Return ``live`` with its plain values replaced by the loaded ones, given by path; tensors were loaded in place."""
+    if path in loaded:
+        return live if isinstance(loaded[path], torch.Tensor) else loaded[path]
     if isinstance(live, Mapping):
         items = cast(Mapping[Any, Any], live).items()
         return _of_same_type(
-            cast(Mapping[Any, Any], live), {key: with_loaded(value, loaded, f"{name}.{key}") for key, value in items}
+            cast(Mapping[Any, Any], live), {key: with_loaded(value, loaded, (*path, str(key))) for key, value in items}
         )
     if type(live) is list:
-        return [with_loaded(inner, loaded, f"{name}.{index}") for index, inner in enumerate(cast("list[Any]", live))]
+        return [with_loaded(inner, loaded, (*path, index)) for index, inner in enumerate(cast("list[Any]", live))]
     return live
 
 

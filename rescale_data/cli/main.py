@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
+from typing import cast
 
 
 def main() -> None:
@@ -12,6 +14,9 @@ def main() -> None:
     except ImportError as error:
         print(f"rescale-data needs its extra ({error}): pip install 'rescale_data[cli]'", file=sys.stderr)
         raise SystemExit(2) from error
+    cast(TextIOWrapper, sys.stdout).reconfigure(
+        errors="backslashreplace"
+    )  # a name need not fit the terminal's encoding
     app()
 
 

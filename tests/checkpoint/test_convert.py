@@ -113,6 +113,22 @@ def test_what_torch_save_wrote_loads(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "bare.pt", {"model": build(0)["model"]})
 
 
+def test_a_negated_view_in_a_file_loads(tmp_path: Path) -> None:
+    """torch makes one of the imaginary part of a conjugate, and writes the bytes as they are, and that they are negated."""
+    imaginary = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    torch.save({"a": imaginary, "b": (imaginary,)}, tmp_path / "f.pt")
+    checkpoint.load(tmp_path / "f.pt", state := {"a": torch.zeros(2), "b": ()})
+    assert str(state) == "{'a': tensor([-2.,  4.]), 'b': (tensor([-2.,  4.]),)}"
+
+
+def test_a_pipe_or_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"a": 1})
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="a folder or a device; give the path of a file"):
+        checkpoint.to_torch_save(tmp_path / "c", tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path, is_empty: bool) -> None:
     """DCP's names know neither: the optimizer of an ordinary file would come back for other parameters."""
@@ -320,6 +336,7 @@ to_st, of_st = checkpoint.to_safetensors, checkpoint.from_safetensors
 to_pt, of_pt = checkpoint.to_torch_save, checkpoint.from_torch_save
 WRONG: list[tuple[Callable[..., Any], str, str, dict[str, Any], type[Exception], str]] = [
     (to_st, "c", "out", {}, ValueError, r"a is torch.complex128.*to_torch_save"),
+    (to_st, "f4", "out", {}, ValueError, r"a is torch.float4_e2m1fn_x2.*to_torch_save"),
     (to_st, "m", "out", {}, ValueError, "keeps the name __metadata__ for itself"),
     (to_st, "c", "out", {"max_shard_size": 0}, ValueError, "max_shard_size=0: give a number of bytes"),
     (to_st, "c", "model.safetensors", {}, ValueError, r"the name of a file\. Give a folder"),
@@ -352,6 +369,7 @@ WRONG: list[tuple[Callable[..., Any], str, str, dict[str, Any], type[Exception],
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     checkpoint.save(folder / "c", {"a": torch.zeros(2, dtype=torch.complex128), "b": 1})
+    checkpoint.save(folder / "f4", {"a": torch.zeros(2, 3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
     checkpoint.save(folder / "m", {"__metadata__": torch.zeros(2)})
     (folder / "junk.pt").write_bytes(b"junk")
     torch.save([1], folder / "list.pt")

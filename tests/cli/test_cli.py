@@ -239,6 +239,16 @@ def test_without_the_extra() -> None:
     assert "pip install 'rescale_data[cli]'" in done.stderr
 
 
+def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"lö": 1})
+    done = python(
+        f"import sys; sys.argv = ['rescale-data', 'show', {str(tmp_path / 'c')!r}]; sys.stdout.reconfigure(encoding='ascii')",
+        "from rescale_data.cli.main import main; main()",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"l\xf6" in done.stdout
+
+
 def test_picture_and_size() -> None:
     assert progress_bar([0, 4, 8], 10) == " ▄█"
     assert progress_bar(list(range(100)), 10)[-1] == "█"

@@ -7,6 +7,7 @@ would want a file's tensors at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -267,10 +268,11 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
 
 def _dtype_name(key: str, dtype: torch.dtype) -> str:
     """Return the name of a dtype in the safetensors format, such as ``"F32"``."""
-    try:
-        return json.loads(_safetensors().torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})[8:])["x"]["dtype"]
-    except (_safetensors().SafetensorError, KeyError) as error:
-        raise ValueError(f"{key} is {dtype}, which safetensors does not know. Use to_torch_save.") from error
+    with contextlib.suppress(_safetensors().SafetensorError, KeyError):
+        entry = json.loads(_safetensors().torch.save({"x": torch.empty(0, 1, dtype=dtype, device="cpu")})[8:])["x"]
+        if entry["shape"] == [0, 1]:  # numbers of 4 bits have another shape there
+            return entry["dtype"]
+    raise ValueError(f"{key} is {dtype}, which safetensors does not know. Use to_torch_save.")
 
 
 def _write_tensors(header: bytes, tensors: Iterable[torch.Tensor], stream: BinaryIO) -> None:

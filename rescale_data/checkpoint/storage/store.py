@@ -287,8 +287,8 @@ class DiskStore(Store):
         os.makedirs(path, exist_ok=True)
 
     def put(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, "It is a folder; give the path of a file", path)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError(errno.EISDIR, "It is a folder or a device; give the path of a file", path)
         temporary_path = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
         super().put(temporary_path, content)
         try:

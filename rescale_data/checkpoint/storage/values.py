@@ -249,7 +249,7 @@ def _tensor(build: _Builder, record: Record) -> torch.Tensor:
     if metadata and metadata.get("conj"):
         tensor = tensor.conj()
     if metadata and metadata.get("neg"):
-        raise ValueError("a negated view")
+        tensor = -tensor  # of its bytes, a copy
     return tensor.requires_grad_() if grad is True else tensor
 
 
