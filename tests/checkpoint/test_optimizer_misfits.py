@@ -188,6 +188,28 @@ def test_an_optimizer_of_ones_own_comes_back_in_its_shapes_dtypes_and_lists(tmp_
         assert [len(entries["past"]) for entries in by_name(other).values()] == [4, 4]
 
 
+@pytest.mark.parametrize("build", [NAdam, torch.optim.ASGD])
+def test_numbers_without_dimensions_keep_their_dtype(tmp_path: Path, build: Any) -> None:
+    """torch would load the product of all momenta in the parameters' dtype, which bfloat16 rounds."""
+
+    def state(steps: int) -> dict[str, Any]:
+        model = net(4, 2).to(torch.bfloat16)
+        state = {"m": model, "opt": build(model.parameters())}
+        for _ in range(steps):
+            model(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum().backward()
+            state["opt"].step()
+        return state
+
+    given, fresh, stepped = state(3), state(0), state(1)
+    checkpoint.save(tmp_path / "c", given)
+    for other in (fresh, stepped):
+        checkpoint.load(tmp_path / "c", other)
+        for entries, expected in zip(by_name(other).values(), by_name(given).values(), strict=True):
+            assert {key: (value.dtype, value.tolist()) for key, value in entries.items()} == {
+                key: (value.dtype, value.tolist()) for key, value in expected.items()
+            }
+
+
 def test_lbfgs_goes_on(tmp_path: Path) -> None:
     def run(state: dict[str, Any], steps: int) -> list[float]:
         def loss() -> torch.Tensor:

@@ -111,11 +111,14 @@ class OptimizerEntry(Entry):
             for group, number in zip(self._live_state[GROUPS], self._saved_indices, strict=True)
         ]
         self.optimizer.load_state_dict({"state": states, GROUPS: groups})
-        if has_parameter_shapes(self.optimizer):
-            return
+        is_cast = has_parameter_shapes(self.optimizer)  # what is shaped like its parameter gets the parameter's dtype
         for number, parameter in enumerate(self._parameters.values()):
             if saved := states.get(number):  # torch knows the dtype of a step
-                saved_entries = {key: value for key, value in saved.items() if key != "step"}
+                saved_entries = {
+                    key: value
+                    for key, value in saved.items()
+                    if key != "step" and not (is_cast and getattr(value, "shape", None) == parameter.shape)
+                }
                 self.optimizer.state[parameter] = as_saved(self.optimizer.state[parameter], saved_entries)
 
 
