@@ -135,3 +135,20 @@ def test_a_lasting_fault_leaves_the_checkpoint_before(server: Server, folder: st
             server.set_fault(lambda method, path: None)
             assert manager.load_latest(state()) == steps[-1]
             assert manager.steps() == steps
+
+
+@pytest.mark.parametrize(("run", "neighbour"), [("x?", "xy"), ("[x]", "x")])
+def test_a_name_is_no_pattern(server: Server, folder: str, run: str, neighbour: str) -> None:
+    """fsspec moves and removes what a name matches: no save to such a run was whole."""
+    options: dict[str, Any] = {"storage_options": server.options}
+    checkpoint.save(f"{folder}/{neighbour}/step-0", state(0), **options)
+    objects = S3FileSystem(**server.options, skip_instance_cache=True)
+    before = objects.find(f"{folder}/{neighbour}")
+    with CheckpointManager(f"{folder}/{run}", keep_latest=1, **options) as manager:
+        for step in (0, 1):
+            manager.save(step, state(step))
+    assert manager.steps() == [1]
+    assert checkpoint.verify(f"{folder}/{run}/step-1", **options) == []
+    assert not objects.exists(f"{folder}/{run}/step-0")
+    objects.invalidate_cache()
+    assert objects.find(f"{folder}/{neighbour}") == before

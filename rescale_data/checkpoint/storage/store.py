@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import io
 import os
 import shutil
@@ -134,7 +135,8 @@ class Store(FileSystemBase):
 
     def rename(self, path: str, new_path: str) -> None:  # type: ignore[override]
         """Rename a file, or a folder if ``can_rename``."""
-        self._file_system.mv(path, new_path)
+        self._file_system.cp_file(path, new_path)  # mv would take a name with brackets for a pattern
+        self.rm_file(path)
 
     def rm_file(self, path: Any) -> None:
         """Remove a file, if it exists."""
@@ -144,7 +146,7 @@ class Store(FileSystemBase):
     def remove_folder(self, path: str) -> None:
         """Remove a file, or a folder with its content, if it exists. Of a link only the link is removed."""
         with contextlib.suppress(FileNotFoundError):
-            self._file_system.rm(path, recursive=True)
+            self._file_system.rm(glob.escape(path), recursive=True)
 
     def remove_empty_folder(self, path: str) -> None:
         """Remove a folder if it is empty; do nothing in an object store."""
