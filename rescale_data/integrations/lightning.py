@@ -28,7 +28,7 @@ class DataState(pl.Callback):
     and DeepSpeed takes it too early: there, and where you give it, it is compared. A schedule that asks for
     ``trainer.estimated_stepping_batches`` needs it before this callback can know it: give it then.
 
-    Validation and test loaders may be ours, too (``shuffle=False, tail="pad"``): each evaluation begins with the first row.
+    Other loaders may be ours, too (``shuffle=False, tail="pad"``): a validation, test or prediction begins with the first row.
 
     Raises:
         ValueError: Another accumulation or another number of data-parallel ranks than the loader's; a loader without ``len``,
@@ -111,6 +111,10 @@ class DataState(pl.Callback):
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset the test loaders, so that each test begins with the first row."""
         _reset_loaders(trainer.test_dataloaders)
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Reset the loaders of a prediction, so that each prediction begins with the first row."""
+        _reset_loaders(trainer.predict_dataloaders)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -21,6 +21,11 @@ class Model(pl.LightningModule):  # type: ignore[misc,name-defined]
         self.rows.append(batch["row"].tolist())
         return self.layer(batch["x"]).pow(2).mean()
 
+    def validation_step(self, batch: dict[str, Any], index: int) -> None:
+        self.rows.append(batch["row"].tolist())
+
+    test_step = predict_step = validation_step
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
 
@@ -50,6 +55,15 @@ def test_saved_after_a_fit(epochs: int, steps: int, more: int, tmp_path: Path) -
     rest = rows_of(tmp_path / "a.ckpt", 3, resume=True)
     assert len(rest) == more
     assert [*begun, *rest] == whole[: len(begun) + more]
+
+
+@pytest.mark.parametrize(("work", "limit"), [("validate", "val"), ("test", "test"), ("predict", "predict")])
+def test_an_evaluation_begins_with_the_first_row_after_one_that_was_cut_short(work: str, limit: str) -> None:
+    model, loader = Model(), rd.DataLoader(ROWS[:24], global_batch_size=12, shuffle=False, tail="pad")
+    for batches in (1, 2):
+        model.rows.clear()
+        getattr(trainer_of(**{f"limit_{limit}_batches": batches}), work)(model, loader)
+        assert model.rows == [list(range(12)), list(range(12, 24))][:batches]
 
 
 def test_two_loaders_that_go_on_with_another_micro_batch(tmp_path: Path) -> None:
