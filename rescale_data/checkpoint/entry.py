@@ -125,7 +125,7 @@ def values_to_load(wanted_values: dict[str, Any], misfits: Misfits, entries: lis
 
 
 def _owners(entries: list[Entry], names: Iterable[str]) -> dict[str, Entry | None]:
-    """Return the entry of each flattened name, or None; where the names of several entries begin it, that of the longest."""
+    """Return the entry of each flattened name, or None: of entries whose names begin it, the one with the longest."""
     by_name = {entry.name: entry for entry in entries}
     return {name: by_name.get(max(by_name.keys() & _with_parents(name), key=len, default="")) for name in names}
 
