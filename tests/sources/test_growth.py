@@ -341,6 +341,15 @@ def test_a_file_that_is_gone_or_another_one_is_an_error(kind: str, data: Path, c
         segment(source_of(data, kind), state, 1)
 
 
+def test_a_list_whose_files_share_another_folder_names_the_cure(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        write(tmp_path / folder, "parquet", "d", range(30))
+    files = [tmp_path / folder / "d.parquet" for folder in ("a", "b")]
+    state = segment(rd.ParquetSource(files[:1]), None, 4)[1]
+    with pytest.raises(rd.DataStateError, match="now another one; a folder or a glob keeps"):
+        segment(rd.ParquetSource(files), state, 1)
+
+
 def ids(batches: Any) -> set[int]:
     return {i for batch in batches for i in batch["x"][batch["valid"]].tolist()}
 
