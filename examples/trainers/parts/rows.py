@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import rescale_data as rd
 
@@ -92,6 +93,9 @@ def main(train: Callable[..., None], script: str, *default: str) -> None:
     if "RANK" in os.environ:
         folder, resume, stop, *others = arguments
         train(Path(folder), int(resume), int(stop), *others)
+        if dist.is_initialized():
+            # A thread of gloo may still hold tensors of the last collective. If it drops them while Python exits, torch aborts.
+            dist.barrier()
         return
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         for world_size, resume, stop in SEGMENTS:
