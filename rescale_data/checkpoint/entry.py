@@ -113,9 +113,10 @@ def skipped_entries(entries: list[Entry], misfits: Misfits) -> list[Entry]:
     return [entry for entry in entries if entry.all_or_nothing and entry in owners.values()]
 
 
-def values_to_load(wanted_values: dict[str, Any], misfits: Misfits, entries: list[Entry]) -> dict[str, Any]:
+def values_to_load(
+    wanted_values: dict[str, Any], misfits: Misfits, entries: list[Entry], skipped: list[Entry]
+) -> dict[str, Any]:
     """Return the values to load: all wanted values except misfits and the values of skipped entries."""
-    skipped = skipped_entries(entries, misfits)
     owners = _owners(entries, wanted_values if skipped else ())
     return {
         name: value

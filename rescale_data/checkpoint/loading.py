@@ -129,10 +129,9 @@ def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> L
     if report.not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
     unloaded_entries = skipped_entries(entries, own_misfits)
+    values = values_to_load(wanted_values, own_misfits, entries, unloaded_entries)
     try:
-        loaded_values = ranks.on_all(
-            lambda: reader.load(adapt_tensors(values_to_load(wanted_values, own_misfits, entries), "to_load"))
-        )
+        loaded_values = ranks.on_all(lambda: reader.load(adapt_tensors(values, "to_load")))
         by_path = {paths[name]: value for name, value in loaded_values.items()}
         new_values = [
             (entry, value) for entry, value in zip(entries, live_values, strict=True) if entry not in unloaded_entries

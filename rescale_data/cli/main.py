@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from io import TextIOWrapper
-from typing import cast
 
 
 def main() -> None:
@@ -14,9 +13,8 @@ def main() -> None:
     except ImportError as error:
         print(f"rescale-data needs its extra ({error}): pip install 'rescale_data[cli]'", file=sys.stderr)
         raise SystemExit(2) from error
-    cast(TextIOWrapper, sys.stdout).reconfigure(
-        errors="backslashreplace"
-    )  # a name need not fit the terminal's encoding
+    if isinstance(sys.stdout, TextIOWrapper):  # a name need not fit the terminal's encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     app()
 
 

@@ -81,9 +81,8 @@ class BalancedTurns:
     def __init__(self, layout: Layout, rank: int, samples: Ints) -> None:
         self._layout = layout
         blocks = [layout.owned_shards(rank, worker) for worker in range(layout.workers_per_rank)]
-        self._heaps = [
-            sorted(zip(samples[b.start : b.stop].tolist(), b, strict=True)) for b in blocks
-        ]  # of each worker
+        # Of each worker
+        self._heaps = [sorted(zip(samples[b.start : b.stop].tolist(), b, strict=True)) for b in blocks]
 
     def turn(self, u: int) -> Turn:
         heap, shards = self._heaps[u % len(self._heaps)], list[int]()

@@ -330,9 +330,8 @@ class Reader(Node[Any]):
         plan = self.plan(start[0], start[1])
         first_index = start[1] - plan.first_row
         unblocked = plan.unblocked_indices(first_index, first_index + num_rows) - first_index
-        num_passed = np.append(
-            unblocked[1:], num_rows
-        )  # rows up to the end of those that are left out after each sample
+        # Rows up to the end of those that are left out after each sample
+        num_passed = np.append(unblocked[1:], num_rows)
         positions = np.repeat(np.asarray(start)[None], len(unblocked), axis=0)
         positions[:, 1] += num_passed
         if self._row_checker is not None:

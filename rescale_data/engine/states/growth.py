@@ -56,13 +56,11 @@ def compare_sources(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
     changed = differences(json_round_trip(old_manifests), json_round_trip(own_manifests))
     if any(FOLDERS in old_manifests[path] and old_manifests[path] != own_manifests.get(path) for path in old_manifests):
         changed.append("the index that lists the files of then is no longer in index_dir")
-    if any(
-        _is_below_another_root(old_manifests.get(path, {}), manifest) for path, manifest in schema.manifests.items()
-    ):
-        changed.append(
-            "files of a list are named below the folder that all share, now another one; a folder or a glob keeps its names"
-        )
     if changed:
+        if any(_is_below_another_root(old_manifests.get(path, {}), now) for path, now in schema.manifests.items()):
+            changed.append(
+                "files of a list are named below the folder that all share, now another one; a folder or a glob keeps its names"
+            )
         raise DataStateError(
             f"The sources differ from those of the checkpoint: {'; '.join(changed)}. Positions in other data mean other rows: "
             f"restore the files, or begin a new run."
@@ -73,7 +71,8 @@ def compare_sources(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
 def _is_below_another_root(old: Manifest, current: Manifest) -> bool:
     """True if no file has its old name, and one has its old name after the names of other folders."""
     old_names, names = ({name for name, *_ in manifest.get(FILES, ())} for manifest in (old, current))
-    return old_names.isdisjoint(names) and any(name.endswith(f"/{min(old_names)}") for name in names if old_names)
+    old_end = f"/{min(old_names, default='')}"
+    return old_names.isdisjoint(names) and any(name.endswith(old_end) for name in names)
 
 
 def _unfolded_manifests(source: object, old: Manifest, current: Manifest) -> tuple[Manifest, Manifest]:

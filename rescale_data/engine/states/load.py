@@ -91,9 +91,8 @@ def _translate_positions(stream: Stream, saved: NodeParameters, table: Ints) -> 
     check_changes(stream.schema, saved, table)
     form_histories = _earlier_forms(stream, saved, table)
     if _differ(saved, stream.schema.pipeline, EARLIER_KEY):
-        table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = (
-            NO_REMAINDER  # the remainder counts samples of the earlier pipeline
-        )
+        # The remainder counts samples of the earlier pipeline
+        table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
     return form_histories
 
 
@@ -237,9 +236,9 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories)
         row: ``int64[1, columns]``, a copy of the shard's row in the table that is loaded.
         histories: The data of each source, for that table.
     """
-    root = stream.setup.recipe.build(shard)
-    if not _begun_nodes(stream.schema, root, row):
+    if not _begun_nodes(stream.schema, stream.schema.root, row):
         return {}
+    root = stream.setup.recipe.build(shard)
     adopt_histories(root, histories)
     changing.settle(root, row[0, FIRST_SLOT_COLUMN:].data)  # what needs an old list begins again, and is not read
     for node, position in _begun_nodes(stream.schema, root, row):
