@@ -24,7 +24,6 @@ from rescale_data.engine.message import from_bytes
 from rescale_data.engine.processes import Work
 from rescale_data.engine.ranks.communicator import Call
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.states.codec import has_remainder
 from rescale_data.engine.stream import Stream
 
 
@@ -182,8 +181,11 @@ def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, timeout: float) -> 
 
 
 def _take(self: Stream) -> Any:
-    self.peek()
-    in_remainder = has_remainder(self.table)
+    """Take a micro batch, and look at nothing that writes rows of the table: a state is to find them unwritten."""
+    if self.cursor.segment is None:
+        self.peek()
+    segment: Any = self.cursor.segment
+    in_remainder = segment.remainder is not None
     micro_batch = _real_take(self)
     if hasattr(self, "taken"):
         self.taken.append((micro_batch, self.clock.epoch, in_remainder))
