@@ -411,7 +411,9 @@ class Reading:
             raise RuntimeError(
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
-        stream = self._stream
+        stream = self._own_stream
+        if stream is None or batches.number != self._last_taken[0]:
+            stream = self._stream  # asks torch for a process group, which for each batch would cost 2 %
         cursor, steps = stream.cursor, stream.ends.setup.steps_per_epoch
         if (cursor.clock.epoch if steps is None else self.epoch) != self._iterator_epoch:
             raise StopIteration
