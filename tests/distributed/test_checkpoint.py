@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.ranks import run_ranks
-from tests.distributed.segments import Data, Taken, global_batches, take
+from tests.distributed.segments import Data, MicroBatch, global_batches, take
 from tests.pipelines import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -37,15 +37,15 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.loader = DATA.loader(O, b, mesh=mesh)
 
-    def steps(self, count: int) -> list[Taken]:
-        found: list[Taken] = []
+    def steps(self, count: int) -> list[MicroBatch]:
+        found: list[MicroBatch] = []
         batches = iter(self.loader)
         for _ in range(count):
             for _ in range(self.loader.gradient_accumulation_steps):
                 samples = next(batches)["samples"]
                 tokens = torch.stack([sample["tokens"] for sample in samples]) / 1000
                 self.model(tokens).square().mean().backward()
-                found.append(Taken(0, [plain(sample) for sample in samples], len(samples)))
+                found.append([plain(sample) for sample in samples])
             self.optimizer.step()
             self.optimizer.zero_grad()
         return found
@@ -72,7 +72,7 @@ class Seen(NamedTuple):
     """What one rank has at a save or after a load, and what it takes from there on."""
 
     numbers: list[Tensor]
-    taken: list[Taken]
+    taken: list[MicroBatch]
 
 
 class HeldWriter(dcp.FileSystemWriter):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rescale_data.engine.ranks import communicator
 from tests.distributed.ranks import run_ranks
-from tests.distributed.segments import Data, take, take_epoch
+from tests.distributed.segments import Data, take
 
 LONG = 60.0
 UNEVEN = Data("rows", 100, 7)
@@ -23,7 +23,7 @@ def on_3_ranks() -> str:
     if dist.get_rank() == 1:
         take(loader, 2)
         os._exit(0)
-    return _failure(lambda: take_epoch(loader))
+    return _failure(lambda: list(loader))
 
 
 def _failure(call: Any) -> str:

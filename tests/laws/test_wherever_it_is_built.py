@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rescale_data as rd
 from rescale_data.engine.ranks import find_ranks
@@ -48,11 +48,19 @@ DATA = {"rows": rows, "filtered": filtered, "packed": packed}
 AHEAD = {"nothing": {}, "thread": {"prefetch": 2}, "worker": {"num_workers": 1}}
 STEP = {1: 4, 2: 4, 3: 3, 4: 4}
 """The samples of a global batch, by the number of ranks; twice as many logical shards."""
+GRIDS = {
+    "dp and tp": [[0, 1], [2, 3]],
+    "tp and dp": [[0, 2], [1, 3]],
+    "tp alone": [[0, 1, 2, 3]],
+    "dp_rank of dp and tp": [[0, 1], [2, 3]],
+    "out of order": [[2], [0], [3], [1]],
+}
+"""Ways to use four ranks: the ranks of each dp rank, which read the same rows."""
 DIMENSIONS: dict[str, list[Any]] = {
     "trouble": ["none", "build fails", "load fails", "saves alone", "built in another order", "used in another order"],
     "use": ["iterate", "state_dict", "load", "skip", "peek", "numbers"],
     "built": ["before the group", "after it", "in a group before"],
-    "ranks": ["default", "dp_rank", "mesh", "group", "one"],
+    "ranks": ["default", "dp_rank", "mesh", "group", "one", *GRIDS],
     "data": list(DATA),
     "ahead": list(AHEAD),
     "world": [2, 3, 4],
@@ -62,6 +70,8 @@ DIMENSIONS: dict[str, list[Any]] = {
 
 def allowed(case: Case) -> bool:
     """True unless there is no mesh yet, an epoch's end that simulated ranks cannot know, or no rank that has trouble."""
+    if case["ranks"] in GRIDS:
+        return case["world"] == 4 and case["trouble"] == "none" and case["built"] != "before the group"
     simulated = case["ranks"] == "dp_rank" and case["data"] != "rows"
     if case["built"] == "before the group" and (case["ranks"] in ("mesh", "group") or simulated):
         return False
@@ -110,6 +120,14 @@ def ranks_of(case: Case, rank: int) -> dict[str, Any]:
     world = case["world"]
     if case["ranks"] == "mesh":
         return {"mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))}
+    if case["ranks"] == "out of order":
+        return {"mesh": DeviceMesh("cpu", [[2, 0], [3, 1]], mesh_dim_names=("replicate", "shard"))}
+    if case["ranks"] == "dp_rank of dp and tp":
+        return {"dp_rank": rank // 2, "dp_world_size": 2}
+    if case["ranks"] in GRIDS:
+        dims = ("tp", "dp") if case["ranks"] == "tp and dp" else ("dp", "tp")
+        shape = (1, 4) if case["ranks"] == "tp alone" else (2, 2)
+        return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=dims)["dp"]}
     if case["ranks"] == "group":
         return {"mesh": dist.new_group(list(range(world)))}
     given = {"dp_rank": rank, "dp_world_size": world}
@@ -335,7 +353,8 @@ def test_the_same_rows_or_an_error_with_the_line_to_move(case: Case, found: Any)
             assert all("train_dataloader()" in each for each in said)
         return
     size, world = STEP[case["world"]], case["world"]
-    expected = [sorted(batch) for batch in alone(case["data"], world)]
+    in_order = alone(case["data"], world)
+    expected = [sorted(batch) for batch in in_order]
     assert len(ranks) == world
     for said, left_out, batches in ranks:
         assert not said
@@ -343,13 +362,18 @@ def test_the_same_rows_or_an_error_with_the_line_to_move(case: Case, found: Any)
             steps = [list(chain(*batches[i : i + size])) for i in range(0, len(batches), size)]
             assert [sorted(step) for step in steps] == expected[left_out:]
     if case["ranks"] != "one":
-        left_out, each = ranks[0][1], size // world
+        of_dp_ranks = GRIDS.get(case["ranks"], [[rank] for rank in range(world)])
+        for peers in of_dp_ranks:
+            assert all(ranks[peer] == ranks[peers[0]] for peer in peers)
+        left_out, each = ranks[0][1], size // len(of_dp_ranks)
         assert len({len(batches) for _, _, batches in ranks}) == 1
         steps = [
-            list(chain(*(chain(*batches[i : i + each]) for _, _, batches in ranks)))
+            list(chain(*(chain(*ranks[peers[0]][2][i : i + each]) for peers in of_dp_ranks)))
             for i in range(0, len(ranks[0][2]), each)
         ]
         assert [sorted(step) for step in steps] == expected[left_out:]
+        if case["data"] == "rows" and steps:  # not the remainder of an epoch: rows in the order of dp ranks
+            assert steps[0] == in_order[left_out]
 
 
 def test_a_fork_of_a_rank_is_no_rank(found: Any) -> None:
