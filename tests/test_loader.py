@@ -1,6 +1,5 @@
 """The surface of `DataLoader`, one behaviour a test. What a call does at any moment is a law: `tests.laws`."""
 
-import collections
 import gc
 import itertools
 import logging
@@ -131,23 +130,6 @@ def test_pad_collate_with_what_the_column_cannot_hold(pad: float, values: Any) -
 # Errors and iterators
 
 
-def test_an_error_of_the_pipeline_says_where_and_can_be_gone_past() -> None:
-    """Nor has a batch been delivered that cannot be handed over. What is read ahead: `tests.test_histories`."""
-    data = Fragile(48, broken={7})
-    loader, found = loader_of(data), []
-    with pytest.raises(OSError, match="cannot read row 7") as raised:
-        collections.deque(map(found.append, loader))
-    assert any("in the pipeline of logical shard" in note for note in raised.value.__notes__)
-    assert opened(loader.state_dict())["samples"] == len(found) * 4
-    data.broken = set()
-    assert rows_of(found) + rows_of(loader) == rows_of(loader_of(Fragile(48, broken=set())))
-    refused = loader_of(tail="pad", collate_fn=lambda samples: {"valid": samples})
-    for _ in range(3):
-        with pytest.raises(ValueError, match="tail='pad'"):
-            next(iter(refused))
-    assert opened(refused.state_dict())["samples"] == 0
-
-
 def test_an_error_that_passes_leaves_no_node_of_torchdata_broken() -> None:
     """An `Unbatcher` reads where it is reset, and a `Mapper` above whose reset has failed cannot be reset again."""
     data = Fragile(48, broken=set())
@@ -253,24 +235,6 @@ def test_len_is_that_of_the_epoch_and_batches_left_what_is_left_of_it(tail: str,
         assert loader
 
 
-def test_what_an_epochs_end_drops_or_fills_is_counted_and_what_fills_is_real_rows_and_marked(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO, "rescale_data")
-    dropping, padding = loader_of(), loader_of(tail="pad")
-    for epoch in range(2):
-        rows_of(dropping)
-        assert dropping.progress()["dropped_samples"] == 4.0 * (epoch + 1)
-        batches = list(padding)
-        assert {batch["valid"].dtype for batch in batches} == {torch.bool}
-        assert sorted(row for batch in batches for row in batch["row"][batch["valid"]].tolist()) == list(range(100))
-        assert all(0 <= row < 100 for row in itertools.chain(*rows_of(batches)))
-        assert (padding.progress()["padded_samples"], padding.progress()["dropped_samples"]) == (8.0 * (epoch + 1), 0.0)
-    dropping.reset()
-    assert dropping.progress()["dropped_samples"] == 0.0
-    assert "Epoch 0 ended with less than a global batch of 12 samples: 4 dropped" in caplog.text
-
-
 @pytest.mark.parametrize("num_rows", [45, 53, 22])
 @pytest.mark.parametrize(("before", "after"), [("pad", "drop"), ("drop", "pad")])
 def test_another_tail_than_was_saved(before: str, after: str, num_rows: int) -> None:
@@ -373,17 +337,6 @@ def test_a_node_that_shows_its_shard() -> None:
     for loader in ranks:
         next(iter(loader))
     make(0, 1).load_state_dict(full_state_dict(ranks))
-
-
-def test_logical_shards_of_simulated_ranks() -> None:
-    def make(rank: int, w: int) -> rd.LogicalShards:
-        sizes = {"num_logical_shards": 24, "global_batch_size": 12, "micro_batch_size": 12 // w}
-        return rd.LogicalShards(rows_pipeline, **sizes, dp_rank=rank, dp_world_size=w)
-
-    ranks, alone, resumed = [make(rank, 3) for rank in range(3)], make(0, 1), make(0, 1)
-    assert [sample["row"] for node in ranks for sample in next(node)] == [sample["row"] for sample in next(alone)]
-    resumed.reset(full_state_dict(ranks))
-    assert [sample["row"] for sample in next(resumed)] == [sample["row"] for sample in next(alone)]
 
 
 class Forgetful(rd.Node[Any]):

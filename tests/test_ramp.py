@@ -13,20 +13,6 @@ def loader_of(**others: Any) -> rd.DataLoader:
     return rd.DataLoader([{"x": i} for i in range(96)], **{"global_batch_size": 8, "micro_batch_size": 4, **others})
 
 
-def test_within_one_loop_over_the_batches() -> None:
-    loader, rows, accumulation = loader_of(num_logical_shards=24), [], []
-    for batch in loader:
-        rows += batch["x"].tolist()
-        accumulation.append(loader.gradient_accumulation_steps)
-        if len(rows) == 24:
-            loader.reopen(global_batch_size=12)
-    assert sorted(rows) == list(range(96))
-    assert accumulation == [2] * 6 + [3] * 18
-    loader.reopen(global_batch_size=24)  # after the last batch, before the next epoch
-    assert sorted(x for batch in loader for x in batch["x"].tolist()) == list(range(96))
-    assert loader.step == 3 + 6 + 4
-
-
 def test_the_order_of_the_dataset_is_that_of_one_global_batch() -> None:
     loader = loader_of(shuffle=False, num_logical_shards=24)
     with pytest.raises(rd.DataStateError, match="root: global_batch_size: saved 8, now 12"):

@@ -97,20 +97,6 @@ def test_numpy_values_and_whole_numbers_are_taken_as_what_they_are() -> None:
     assert same(decode(mean, encode(mean, 3)), 3.0)
 
 
-@pytest.mark.parametrize("value", ["text", None, [1, 2], b"bytes", object(), {1, 2}])
-def test_what_is_no_position(value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"'source\.buffer' is a {type(value).__name__}.*int, float, bool and tensors"):
-        field_of(("source", "buffer"), value)
-
-
-@pytest.mark.parametrize(
-    ("first", "later"), [(1, 1.5), (1, True), (torch.zeros(2), torch.zeros(3)), (0, torch.zeros(()))]
-)
-def test_a_state_that_changes_its_type(first: Any, later: Any) -> None:
-    with pytest.raises(TypeError, match=r"'at' was .* when the pipeline was built and is .* now"):
-        encode(field_of(("at",), first), later)
-
-
 def loader_of(kind: str, n: int = 32, num_rows: int = 300, **kwargs: Any) -> rd.DataLoader:
     given = {"global_batch_size": 8, "num_logical_shards": n, "repeat": True, "collate_fn": list}
     return rd.DataLoader(pipeline_of(kind, data_for(kind, num_rows)), **{**given, **kwargs})
