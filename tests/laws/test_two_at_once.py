@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fsspec.spec import AbstractFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from rescale_data import lease as leases
 from rescale_data.checkpoint.storage import commit
@@ -40,80 +40,35 @@ CASTS = {
 RUN = "run"
 
 
-class Bucket(AbstractFileSystem):
-    """An object store in memory: a dict, with a turn of the scheduler before each request."""
-
-    cachable = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.objects: dict[str, bytes] = {}
-
-    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        request()
-        found = dict[str, dict[str, Any]]()
-        for key, content in self.objects.items():
-            if key.startswith(f"{path}/"):
-                first, _, rest = key[len(path) + 1 :].partition("/")
-                name = f"{path}/{first}"
-                found[name] = {"name": name, "type": "directory" if rest else "file", "size": len(content)}
-        if not found:
-            raise FileNotFoundError(path)
-        return list(found.values()) if detail else list(found)
-
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
-        request()
-        if path in self.objects:
-            return {"name": path, "type": "file", "size": len(self.objects[path])}
-        if any(key.startswith(f"{path}/") for key in self.objects):
-            return {"name": path, "type": "directory", "size": 0}
-        raise FileNotFoundError(path)
-
-    def cat_file(self, path: str, *_: Any, **__: Any) -> bytes:
-        request()
-        if path not in self.objects:
-            raise FileNotFoundError(path)
-        return self.objects[path]
-
-    def pipe_file(self, path: str, value: bytes, *_: Any, **__: Any) -> None:
-        request()
-        self.objects[path] = bytes(value)
-
-    def rm_file(self, path: str) -> None:
-        request()
-        if self.objects.pop(path, None) is None:
-            raise FileNotFoundError(path)
-
-
-class BucketStore(ObjectStore):
-    def __init__(self) -> None:
-        Store.__init__(self, Bucket())
-
-    def read(self, path: str) -> bytes:
-        return self._file_system.cat_file(path)
-
-    def put(self, path: str, content: Any) -> None:
-        self._file_system.pipe_file(path, content)
-
-    def remove_folder(self, path: str) -> None:
-        for key in [key for key in self._file_system.objects if key == path or key.startswith(f"{path}/")]:
-            self.rm_file(key)
-
-
-def turns(store: type[Store]) -> type[Store]:
-    """A store of this class with a turn of the scheduler before each request."""
+def turns(kind: type[Any], *methods: str) -> type[Any]:
+    """A store or file system of this class with a turn of the scheduler before each request."""
 
     def before(name: str) -> Callable[..., Any]:
-        method = getattr(store, name)
+        method = getattr(kind, name)
 
-        def gated(self: Store, *given: Any, **named: Any) -> Any:
+        def gated(self: Any, *given: Any, **named: Any) -> Any:
             request()
             return method(self, *given, **named)
 
         return gated
 
-    names = ("names", "read", "open_write", "rename", "rm_file", "mkdir", "is_file", "remove_empty_folder")
-    return type(f"Gated{store.__name__}", (store,), {name: before(name) for name in names})
+    return type(f"Gated{kind.__name__}", (kind,), {name: before(name) for name in methods})
+
+
+Disk = turns(DiskStore, "names", "read", "open_write", "rename", "rm_file", "mkdir", "is_file", "remove_empty_folder")
+Bucket = turns(MemoryFileSystem, "ls", "info", "cat_file", "_open", "rm_file")
+
+
+class BucketStore(ObjectStore):
+    """An object store in memory."""
+
+    def __init__(self) -> None:
+        Store.__init__(self, Bucket(skip_instance_cache=True))
+        self._file_system.store, self._file_system.pseudo_dirs = {}, [""]
+
+    def remove_folder(self, path: str) -> None:
+        for key in [key for key in self._file_system.store if key == path or key.startswith(f"{path}/")]:
+            self.rm_file(key)
 
 
 class Place(NamedTuple):
@@ -285,7 +240,7 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Iterator[Pla
     def disks() -> Iterator[Place]:
         for number in range(10**9):
             (tmp_path / str(number)).mkdir()
-            yield Place(turns(DiskStore)(), str(tmp_path / str(number)))  # type: ignore[call-arg]
+            yield Place(Disk(), str(tmp_path / str(number)))
 
     return (buckets(), RUNS) if request.param == "bucket" else (disks(), RUNS // 8)
 
