@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as kinds
 
@@ -15,84 +17,44 @@ from rescale_data.sources.bad_row import NullValueError
 from rescale_data.sources.source import Tokens
 
 
-class Column(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-    def value(self, row: int) -> Any:
-        """Return a copy of the value in one row; `NullValueError` if a list of numbers contains a null."""
-        ...
-
-
-class NumberLists:
-    """Column of lists of numbers without nulls, stored as one flat array and the offset of each list."""
-
-    def __init__(self, lists: Tokens) -> None:
-        self._lists = lists
-        self.nbytes = lists.nbytes
-
-    def value(self, row: int) -> Any:
-        start, stop = self._lists.offsets[row : row + 2]
-        return self._lists.values[start:stop].copy()
-
-
-class NullableLists:
-    """Column of lists of numbers, some of which are null or contain nulls, kept as an Arrow array."""
-
-    def __init__(self, array: ArrowArray) -> None:
-        self._array = array
-        self.nbytes = array.nbytes
-
-    def value(self, row: int) -> Any:
-        scalar = self._array[row]
-        if not scalar.is_valid:
-            return None
-        if scalar.values.null_count:
-            raise NullValueError(row)
-        return np.array(scalar.values.to_numpy(zero_copy_only=False))
-
-
-class ObjectColumn:
-    """Column of any other type, kept as an Arrow array; a value is the Python object that Arrow makes."""
-
-    def __init__(self, array: ArrowArray) -> None:
-        self._array: Any = array.combine_chunks() if array.num_chunks != 1 else array.chunk(0)
-        self.nbytes = array.nbytes
-
-    def value(self, row: int) -> Any:
-        return self._array[row].as_py()
-
-
-class TensorColumn(ObjectColumn):
-    """Column of Arrow's ``fixed_shape_tensor``; a value is an array of that shape."""
-
-    def value(self, row: int) -> Any:
-        scalar = self._array[row]
-        if not scalar.is_valid:
-            return None
-        if scalar.value.values.null_count:
-            raise NullValueError(row)
-        return np.array(scalar.to_numpy())
-
-
 class Fragment:
     """The decoded columns of one fragment."""
 
     def __init__(self, table: ArrowTable) -> None:
-        self._columns = {name: decode_column(table.column(name)) for name in table.column_names}
-        self.nbytes = sum(column.nbytes for column in self._columns.values())
+        self._value_getters = {name: _value_getter(table.column(name)) for name in table.column_names}
+        self.nbytes: int = table.nbytes
 
     def row(self, index: int) -> dict[str, Any]:
-        return {name: column.value(index) for name, column in self._columns.items()}
+        return {name: get_value(index) for name, get_value in self._value_getters.items()}
 
 
-def decode_column(array: ArrowArray) -> Column:
-    if isinstance(array.type, pa.FixedShapeTensorType):
-        return TensorColumn(array)
-    if not is_number_list(array.type):
-        return ObjectColumn(array)
-    lists = flat_lists(array)
-    return NullableLists(array) if lists is None else NumberLists(lists)
+def _value_getter(column: ArrowArray) -> Callable[[int], Any]:
+    """Return a function that returns a copy of a column's value in a row, such as an array for a list of numbers."""
+    is_list, is_tensor = is_number_list(column.type), isinstance(column.type, pa.FixedShapeTensorType)
+    if is_list and (lists := flat_lists(column)) is not None:
+        return partial(_flat_value, lists)
+    array: ArrowArray = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return partial(_nullable_value, array, is_tensor) if is_list or is_tensor else partial(_object_value, array)
+
+
+def _flat_value(lists: Tokens, row: int) -> npt.NDArray[Any]:
+    start, stop = lists.offsets[row : row + 2]
+    return lists.values[start:stop].copy()
+
+
+def _nullable_value(array: ArrowArray, is_tensor: bool, row: int) -> npt.NDArray[Any] | None:
+    """Return a list or tensor of numbers as an array, or `None`; `NullValueError` if a number in it is null."""
+    scalar = array[row]
+    if not scalar.is_valid:
+        return None
+    numbers = scalar.value.values if is_tensor else scalar.values
+    if numbers.null_count:
+        raise NullValueError(row)
+    return np.array(scalar.to_numpy() if is_tensor else numbers.to_numpy(zero_copy_only=False))
+
+
+def _object_value(array: ArrowArray, row: int) -> Any:
+    return array[row].as_py()
 
 
 def token_lists(array: ArrowArray) -> Tokens:
