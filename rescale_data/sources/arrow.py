@@ -73,7 +73,7 @@ class ArrowSource(TableSource):
         blocks, has_footer = ipc.read_blocks(ranges), ipc.is_file_format(ranges)
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
-        rows = ipc.read_row_counts(ranges, blocks)
+        rows, is_compressed = ipc.read_batch_headers(ranges, blocks)
         forced_starts = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
         batch_bounds = group_pieces(
             cumulative_sums(rows), cumulative_sums(blocks.body_size), MAX_FRAGMENT_ROWS, FRAGMENT_BYTES, forced_starts
@@ -82,7 +82,6 @@ class ArrowSource(TableSource):
         locations = {"batch": starts, "batches": np.diff(batch_bounds), "offset": blocks.offset[starts]}
         locations["length"] = blocks.stop[last_batches] - locations["offset"]
         rows, nbytes = (np.add.reduceat(nums, starts) if len(nums) else nums for nums in (rows, blocks.body_size))
-        is_compressed = ipc.first_batch_compressed(ranges, blocks)
         file_kind = {**schema_to_json(schema), "has_footer": has_footer, "is_compressed": is_compressed}
         return Footer(rows, nbytes, locations, file_kind)
 

@@ -25,7 +25,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 MAGIC = b"ARROW1"
 _FOOTER_BATCHES_FIELD = 3
 _MESSAGE_TYPE, _MESSAGE_HEADER_FIELD, _MESSAGE_BODY_FIELD = 1, 2, 3
-_BATCH_ROWS_FIELD, _BATCH_COMPRESSION = 0, 3
+_BATCH_ROWS_FIELD, _BATCH_COMPRESSION_FIELD = 0, 3
 _RECORD_BATCH = 3
 _BLOCK_DTYPE = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
 
@@ -66,23 +66,17 @@ def read_schema(file: RangeReader, blocks: RecordBatchBlocks) -> ArrowSchema:
     return pa.ipc.read_schema(file.read(start, stop - start))
 
 
-def read_row_counts(file: RangeReader, blocks: RecordBatchBlocks) -> Ints:
-    """Return ``int64[B]``, the number of rows of each record batch, read from the metadata alone."""
+def read_batch_headers(file: RangeReader, blocks: RecordBatchBlocks) -> tuple[Ints, bool]:
+    """Return ``int64[B]``, the number of rows of each record batch, and True if a batch is compressed; reads no data."""
     headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata_size.tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
     starts = np.cumsum(blocks.metadata_size) - blocks.metadata_size
-    return _read_fields(data, _field_positions(data, record_batch_positions(data, starts), _BATCH_ROWS_FIELD), "<i8")
+    positions = _record_batch_positions(data, starts)
+    row_counts = _read_fields(data, _field_positions(data, positions, _BATCH_ROWS_FIELD), "<i8")
+    return row_counts, bool(_field_positions(data, positions, _BATCH_COMPRESSION_FIELD).any())
 
 
-def first_batch_compressed(file: RangeReader, blocks: RecordBatchBlocks) -> bool:
-    """True if the first record batch is compressed."""
-    if not len(blocks):
-        return False
-    data = np.frombuffer(file.read(int(blocks.offset[0]), int(blocks.metadata_size[0])), dtype=np.uint8)
-    return bool(_field_positions(data, record_batch_positions(data, np.zeros(1, np.int64)), _BATCH_COMPRESSION).any())
-
-
-def record_batch_positions(data: Bytes, starts: Ints) -> Ints:
+def _record_batch_positions(data: Bytes, starts: Ints) -> Ints:
     """Return the position of the RecordBatch table, which describes a batch, in each of the messages at ``starts``."""
     has_mark = _read_numbers(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
     root_offsets = starts + np.where(has_mark, 8, 4)
