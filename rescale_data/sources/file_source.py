@@ -117,24 +117,24 @@ class FileSource(FragmentedSource):
         cache().forget(key)
         return fetched.data
 
-    def _footer_bytes(
-        self, section_name: str, file: int, fetch: Callable[[], ArrowBuffer], *, read_soon: bool = True
-    ) -> ArrowBuffer:
+    def _read_footer_bytes(self, file: int) -> ArrowBuffer:
+        """Read the bytes of a file's footer or index. Called for formats that read more than rows from an open file."""
+        raise NotImplementedError
+
+    def _footer_bytes(self, file: int, *, read_soon: bool = True) -> ArrowBuffer:
         """Return the bytes of a file's footer or index. For a remote file, the cache keeps them after the file is closed.
 
         Args:
-            section_name: "footer" or "index", a part of the key in the cache.
             file: Number of the file.
-            fetch: Reads the bytes.
             read_soon: True if the file is about to be read. Otherwise the bytes are kept only if as many bytes for each file
                 take at most a sixteenth of the cache.
         """
         if self._files.filesystem is None:
-            return fetch()
-        key = (owner_of(self), section_name, file)
+            return self._read_footer_bytes(file)
+        key = (owner_of(self), "footer", file)
         with cache().lock_for(key):
             cached: FileIndex | None = cache().get(key)
-            file_index = FileIndex(fetch()) if cached is None else cached
+            file_index = FileIndex(self._read_footer_bytes(file)) if cached is None else cached
             if read_soon or file_index.nbytes * len(self._files.names) <= cache_share(self) // 16:
                 cache().register(self)
                 cache().put(key, file_index)

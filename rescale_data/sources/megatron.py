@@ -17,7 +17,6 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.file_source import FileSource
-from rescale_data.sources.files.paths import Files
 from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.fragments import Footer, adjacent_locations, group_pieces
 from rescale_data.sources.source import Tokens, TokenSource
@@ -90,9 +89,7 @@ class MegatronSource(FileSource, TokenSource):
         super().prepare(None, fragment, share)
 
     def _footer(self, file: int) -> Footer:
-        index = _DocumentIndex(
-            self._footer_bytes("index", file, lambda: open_index(self._files, file), read_soon=False)
-        )
+        index = _DocumentIndex(self._footer_bytes(file, read_soon=False))
         starts = index.document_offsets(0, index.num_documents)
         if int(starts[-1]) != self._files.sizes[file]:
             raise ValueError(
@@ -104,8 +101,16 @@ class MegatronSource(FileSource, TokenSource):
         return Footer(np.diff(cuts), *adjacent_locations(starts[cuts]), {"dtype": index.dtype.str})
 
     def _open(self, file: int) -> _OpenFile:
-        index = self._footer_bytes("index", file, lambda: open_index(self._files, file))
-        return _OpenFile(self._files.reader_of(file), _DocumentIndex(index))
+        return _OpenFile(self._files.reader_of(file), _DocumentIndex(self._footer_bytes(file)))
+
+    def _read_footer_bytes(self, file: int) -> ArrowBuffer:
+        """Return the content of the ``.idx`` file that belongs to a ``.bin`` file."""
+        path = self._files.path(file).removesuffix(".bin") + ".idx"
+        try:
+            ranges = self._files.other_file_reader(path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self._files.path(file)} has no index: there is no {path}.") from error
+        return ranges.read(0, ranges.size)
 
     def _load(self, fragment: int) -> _Documents:
         file = self._index.file_of(fragment)
@@ -169,13 +174,3 @@ class _DocumentIndex:
                 raise ValueError("its sequences do not lie end to end in the order of the index; write them anew")
             self._checked_ranges.add((first_document, stop_document))
         return sequence_starts[sequences - first_sequence]
-
-
-def open_index(files: Files, file: int) -> ArrowBuffer:
-    """Return the content of the ``.idx`` file that belongs to a ``.bin`` file."""
-    path = files.path(file).removesuffix(".bin") + ".idx"
-    try:
-        ranges = files.other_file_reader(path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{files.path(file)} has no index: there is no {path}.") from error
-    return ranges.read(0, ranges.size)

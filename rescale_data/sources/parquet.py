@@ -72,7 +72,8 @@ class ParquetSource(TableSource):
 
     def _footer(self, file: int) -> Footer:
         is_local = self._files.filesystem is None
-        with self._files.open(file) if is_local else pa.BufferReader(self._footer_of(file, read_soon=False)) as handle:
+        handle = self._files.open(file) if is_local else pa.BufferReader(self._footer_bytes(file, read_soon=False))
+        with handle:
             metadata = pq.read_metadata(handle)
         group_indices = np.arange(metadata.num_row_groups)
         row_counts = np.array([metadata.row_group(i).num_rows for i in group_indices.tolist()], dtype=np.int64)
@@ -95,18 +96,12 @@ class ParquetSource(TableSource):
 
     def _open(self, file: int) -> Any:
         if self._files.filesystem is not None:
-            return pq.read_metadata(pa.BufferReader(self._footer_of(file)))
+            return pq.read_metadata(pa.BufferReader(self._footer_bytes(file)))
         # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
         return _OpenFile(pq.ParquetFile(self._files.open(file), pre_buffer=False), threading.Lock())
 
-    def _footer_of(self, file: int, *, read_soon: bool = True) -> ArrowBuffer:
-        """Return the footer of a file behind a URL. The cache keeps it after the file is closed.
-
-        Args:
-            file: Number of the file.
-            read_soon: See `_footer_bytes`.
-        """
-        return self._footer_bytes("footer", file, lambda: _read_tail(self._files.reader_of(file)), read_soon=read_soon)
+    def _read_footer_bytes(self, file: int) -> ArrowBuffer:
+        return _read_tail(self._files.reader_of(file))
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         file, group_index = self._index.file_of(fragment), self._index.location("number", fragment)

@@ -203,7 +203,7 @@ class TestOnce:
         source.row(150)  # the footer is there
         share = ShardRows(source, rd.Shard(index=0, num_logical_shards=2), shuffle=64).share(0)
         works = {
-            "footer": lambda: (cache().get("nothing"), source._footer_of(0).to_pybytes())[1],
+            "footer": lambda: (cache().get("nothing"), source._footer_bytes(0).to_pybytes())[1],
             "row": lambda: source.row(3)["tokens"].tolist(),
             "tokens": lambda: source.tokens("tokens", 0).values.tolist(),
             "piece": lambda: source.tokens_of("tokens", 0, share).values.tolist(),
