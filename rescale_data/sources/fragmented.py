@@ -153,7 +153,8 @@ class FragmentedSource(FiledSource):
 
     def manifest(self) -> Mapping[str, Any]:
         """Return a manifest with the list of files; with ``index_dir=``, whose index has the list, with digests of folders."""
-        full_manifest = {"format": self.FORMAT, FILES: self._known_files.manifest_entries()}
+        files = self._known_files.manifest_entries()
+        full_manifest = {"format": self.FORMAT, FILES: files, **self._index_arguments()}
         return full_manifest if self._index_dir is None else fold(full_manifest)
 
     def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:

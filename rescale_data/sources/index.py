@@ -33,7 +33,7 @@ from rescale_data.sources.fragments import Footer, Fragments, join_footers
 
 ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
-_INDEX_FORMAT_VERSION = 4
+_INDEX_FORMAT_VERSION = 5
 _OPENING_THREADS = 16
 _INDEX_SUFFIX, _PART_SUFFIX = ".rdindex", ".rdpart"
 _PROBES, _PARTS, _PART_OF, _FORMAT_PREFIX = "probes", "parts", "part_of", "own."
@@ -77,23 +77,29 @@ class IndexFolder:
             bundle = Bundle(path)
         except (FileNotFoundError, ValueError):
             bundle = self._make_index(path, files, read_footers)
-        return self._require_own_index(bundle)
+        if misfit := self._misfit(bundle):
+            raise ValueError(f"{bundle.path} is {misfit}. Delete it.")
+        return bundle
 
-    def index_bundles(self) -> Iterator[Bundle]:
-        """Yield all indices in the folder, the newest first."""
-        for path in self._index_paths(""):
+    def index_bundles(self, prefix: str = "") -> Iterator[Bundle]:
+        """Yield the indices in the folder whose names begin with ``prefix``, the newest first, except damaged ones."""
+        write_times: dict[str, int] = {}
+        with suppress(OSError):
+            for entry in os.scandir(self.folder):
+                if entry.name.startswith(prefix) and entry.name.endswith(_INDEX_SUFFIX):
+                    with suppress(FileNotFoundError):  # deleted after it was listed
+                        write_times[entry.path] = entry.stat().st_mtime_ns
+        for path in sorted(write_times, key=write_times.__getitem__, reverse=True):
             with suppress(FileNotFoundError, ValueError):
                 yield Bundle(path)
 
-    def _require_own_index(self, bundle: Bundle) -> Bundle:
-        """Return ``bundle``; raise ``ValueError`` if it is not an index of this source."""
-        if bundle.json_metadata.get("about") != json.loads(json.dumps(self._identity)):
-            raise ValueError(
-                f"{bundle.path} is an index of {bundle.json_metadata.get('about')}, not of {self._identity}. Delete it."
-            )
-        if bundle.json_metadata.get("listing", "") not in os.path.basename(bundle.path):
-            raise ValueError(f"{bundle.path} is an index of other files, under a name that is not its own. Delete it.")
-        return bundle
+    def _misfit(self, bundle: Bundle) -> str:
+        """Return in words which other index a bundle is; empty if it is an index of this source, under its own name."""
+        about = bundle.json_metadata.get("about")
+        if about != json.loads(json.dumps(self._identity)):
+            return f"an index of {about}, not of {self._identity}"
+        is_own_name = bundle.json_metadata.get("listing", "") in os.path.basename(bundle.path)
+        return "" if is_own_name else "an index of other files, under a name that is not its own"
 
     def part_path(self, files: Files) -> str:
         """Return the path of the part of an index that describes these files."""
@@ -105,15 +111,6 @@ class IndexFolder:
 
     def _path(self, files: Files, suffix: str) -> str:
         return os.path.join(self.folder, f"{digest(self._identity)}-{_listing_digest(files)}{suffix}")
-
-    def _index_paths(self, prefix: str) -> Iterator[str]:
-        write_times: dict[str, int] = {}
-        with suppress(OSError):
-            for entry in os.scandir(self.folder):
-                if entry.name.startswith(prefix) and entry.name.endswith(_INDEX_SUFFIX):
-                    with suppress(FileNotFoundError):  # deleted after it was listed
-                        write_times[entry.path] = entry.stat().st_mtime_ns
-        yield from sorted(write_times, key=write_times.__getitem__, reverse=True)
 
     def _make_index(self, path: str, files: Files, read_footers: ReadFooters) -> Bundle:
         footers = self._unchanged_footers(files)
@@ -146,10 +143,8 @@ class IndexFolder:
         """
         footers, changed_file_names = dict[str, tuple[Footer, str]](), set[str]()
         warns_of_missing = True
-        for path in self._index_paths(f"{digest(self._identity)}-"):
-            try:
-                bundle = self._require_own_index(Bundle(path))
-            except (FileNotFoundError, ValueError):  # it was deleted meanwhile, or is damaged
+        for bundle in self.index_bundles(f"{digest(self._identity)}-"):
+            if self._misfit(bundle):
                 continue
             earlier_files, index, probes = listed_files(bundle, files), Fragments.load(bundle), Strings(bundle, _PROBES)
             ids = {name: file for file, name in enumerate(earlier_files.names)}

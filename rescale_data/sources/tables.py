@@ -188,9 +188,6 @@ class TableSource(FileSource, TokenSource):
         columns = self._schema.names if column is None else [column]
         return repr(("piece", file_key, fragment - int(self._index.files[file]), columns, rows.start, rows.stop))
 
-    def manifest(self) -> Mapping[str, Any]:
-        return {**super().manifest(), **self._index_arguments()}
-
     def _index_arguments(self) -> Mapping[str, Any]:
         return {} if self._condition is None else {"filter": self._condition.identity}
 

@@ -16,6 +16,7 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
+from rescale_data.sources.files.bundle import string_arrays
 from rescale_data.sources.files.ranges import RangeReader, RangesFile
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.indexed import IndexedSource, make_footer
@@ -97,14 +98,12 @@ class WebDatasetSource(IndexedSource):
 
     def _load(self, fragment: int) -> FragmentRows:
         data = self._read_raw_bytes(fragment)
-        opened, row_slice, starts = self._fragment_file_and_rows(fragment)
+        opened, rows, starts = self._fragment_file_and_rows(fragment)
         names = list(self._index.facts_of(self._index.file_of(fragment))["counts"])
-        bounds = np.array(opened.array("first")[row_slice.start : row_slice.stop + 1])
-        span = slice(int(bounds[0]), int(bounds[-1]))
-        key_ends = np.array(opened.array("key_ends")[max(0, row_slice.start - 1) : row_slice.stop])
-        key_ends = key_ends if row_slice.start else np.append(0, key_ends)
-        keys = opened.array("keys")[int(key_ends[0]) : int(key_ends[-1])].tobytes()
-        table = np.stack([np.array(opened.array(name)[span], dtype=np.int64) for name in ("column", "offset", "size")])
+        bounds, key_ends = (opened.array(name)[rows.start : rows.stop + 1] for name in ("first", "keys.ends"))
+        keys = opened.array("keys.text")[key_ends[0] : key_ends[-1]].tobytes()
+        members = [opened.array(name)[bounds[0] : bounds[-1]] for name in ("column", "offset", "size")]
+        table = np.stack(members, dtype=np.int64)
         table[1] -= starts[0]
         samples = _Samples(data, keys, key_ends - key_ends[0], bounds - bounds[0], table, names, self.columns or ())
         opened.ranges.release_with(samples, data)
@@ -201,14 +200,12 @@ def _group_members(tar_members: Iterator[tuple[str, str, int, int, int]]) -> Foo
         member_bounds[-1] += 1
         data_end = offset + size
     columns, offsets, sizes = np.array(table, dtype=np.int64).reshape(-1, 3).T
-    encoded_keys = [key.encode() for key in keys]
     arrays: dict[str, npt.NDArray[Any]] = {
         "first": np.array(member_bounds, dtype=np.int64),
         "column": columns.astype(np.int32),
         "offset": offsets,
         "size": sizes,
-        "keys": np.frombuffer(b"".join(encoded_keys), dtype=np.uint8),
-        "key_ends": np.cumsum([len(key) for key in encoded_keys], dtype=np.int64),
+        **string_arrays("keys", keys),
     }
     return make_footer(
         np.array([*starts, data_end], dtype=np.int64), arrays, {"counts": counts, **({"links": links} if links else {})}

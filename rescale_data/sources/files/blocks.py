@@ -42,10 +42,8 @@ class BlockRangeReader(RangeReader):
         copy_tail = self._copy.read(max(0, self._copy.size - 24), 24).to_pybytes().rjust(24, b"\0")
         num_offsets, checksum = int.from_bytes(copy_tail[:8], "little") + 1, int.from_bytes(copy_tail[8:16], "little")
         table_offset = self._copy.size - 24 * num_offsets - 16
-        if copy_tail[16:] != _MAGIC or table_offset < 0:
-            raise ValueError(f"{path} is not whole")
-        table_bytes = self._copy.read(table_offset, 24 * num_offsets)
-        if zlib.crc32(table_bytes) != checksum:
+        table_bytes = self._copy.read(max(0, table_offset), 24 * num_offsets)
+        if copy_tail[16:] != _MAGIC or table_offset < 0 or zlib.crc32(table_bytes) != checksum:
             raise ValueError(f"{path} is not whole")
         table = np.frombuffer(table_bytes, dtype=np.int64)
         self._content_offsets, self._copy_offsets = table[: 2 * num_offsets].reshape(2, -1)

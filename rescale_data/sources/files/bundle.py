@@ -9,6 +9,7 @@ changed.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -26,14 +27,11 @@ class Bundle:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        try:
-            self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        except ValueError:  # the file is empty
-            raise ValueError(f"{path} is no index") from None
-        if len(self._data) < 24 or self._data[:8].tobytes() != _MAGIC:
-            raise ValueError(f"{path} is no index")
-        if _checksum(self._data[:-8]) != self._data[-8:].tobytes():
-            raise ValueError(f"{path} is not whole")
+        if os.path.getsize(path) < 24:
+            raise ValueError(f"{path} is no index, or not whole")
+        self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        if self._data[:8].tobytes() != _MAGIC or _checksum(self._data[:-8]) != self._data[-8:].tobytes():
+            raise ValueError(f"{path} is no index, or not whole")
         header_length = int(self._data[8:16].view(np.int64)[0])
         self._header: dict[str, Any] = json.loads(self._data[16 : 16 + header_length].tobytes())
         self._arrays_begin = _aligned(16 + header_length)
