@@ -142,13 +142,8 @@ class TableSource(FileSource, TokenSource):
         cached: FragmentPiece | None = cache().get(key)
         if cached is not None:
             return cached
-        with self._record_file_reading(fragment):
-            return self._read_stored(fragment, share, column) or self._cut_under_lock(fragment, share, column)
-
-    def _cut_under_lock(self, fragment: int, share: Share, column: str | None) -> FragmentPiece:
-        with cache().lock_for((owner_of(self), "cutting", fragment)):
-            key = self._cache_key(fragment, column, share)
-            # Another thread may have cut it in the meantime
+        # While this thread waits for the lock, another one may cut the fragment
+        with self._record_file_reading(fragment), cache().lock_for((owner_of(self), "cutting", fragment)):
             piece = cache().get(key) or self._read_stored(fragment, share, column)
             return piece or self._cut_pieces(fragment, share, column)
 
