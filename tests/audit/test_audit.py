@@ -1,6 +1,7 @@
 """`Audit`: what it says of a run is what the run has seen, whatever happened between its checkpoints."""
 
 import itertools
+import json
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -186,6 +187,17 @@ def test_over_ends_of_epochs(kind: str, parts: list[Segment], tail: Any) -> None
         for segment in parts:
             run.segment(PIPELINES[kind], segment)
         check(run, rd.audit.Audit(folder, PIPELINES[kind], tail=tail), [1, 30, 70])
+
+
+def test_over_ends_of_epochs_that_several_ranks_found_by_reading(tmp_path: Path) -> None:
+    """Ranks that were aligned are read again by one, which needs no other to know what is left."""
+    run = Recorded(tmp_path, repeat=False, num_logical_shards=8)
+    run.segment(cut, Segment(1, 4, 1, 60))
+    header = json.loads(run.state["header"]) | {"dp_world_size": 2, "micro_batch_size": 2}
+    assert header["epoch"] > 0
+    shutil.rmtree(tmp_path / "step-60-1")
+    checkpoint.save(tmp_path / "step-60-1", {"loader": {**run.state, "header": json.dumps(header)}})
+    check(run, rd.audit.Audit(tmp_path, cut), [1, 30, 70])
 
 
 def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_not_served(tmp_path: Path) -> None:
