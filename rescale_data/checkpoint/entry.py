@@ -5,7 +5,7 @@ What of a state and a checkpoint does not fit is known from the metadata alone, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -107,28 +107,34 @@ def find_misfits(entries: list[Entry], wanted_values: dict[str, Any], saved: Con
     }
 
 
-def skipped_entries(entries: list[Entry], misfits: Misfits) -> list[Entry]:
-    """Return the entries that do not fit the checkpoint and cannot be loaded in part, so they are left out."""
-    owners = _owners(entries, [name for kind_names in misfits.values() for name in kind_names])
-    return [entry for entry in entries if entry.all_or_nothing and entry in owners.values()]
+def fitting_values(
+    entries: list[Entry],
+    wanted_values: dict[str, Any],
+    paths: Mapping[str, tuple[Any, ...]],
+    misfits: Misfits,
+    saved: Contents,
+) -> tuple[list[Entry], dict[str, Any]]:
+    """Return the entries that are loaded, in part or whole, and their values that fit, by flattened name.
 
+    Args:
+        paths: Path in the state of each wanted value.
+    """
 
-def values_to_load(
-    wanted_values: dict[str, Any], misfits: Misfits, entries: list[Entry], skipped: list[Entry]
-) -> dict[str, Any]:
-    """Return the values to load: all wanted values except misfits and the values of skipped entries."""
-    owners = _owners(entries, wanted_values if skipped else ())
-    return {
+    def is_part(name: str, entry: Entry) -> bool:
+        if name not in paths and name in saved.without_path:
+            return name.startswith(f"{entry.name}.")
+        return (paths.get(name) or saved.paths.get(name, ()))[: len(entry.path)] == entry.path
+
+    misfit_names = {name for kind in MISFIT_KINDS for name in misfits[kind]}
+    skipped = {
+        entry for entry in entries if entry.all_or_nothing and any(is_part(name, entry) for name in misfit_names)
+    }
+    values = {
         name: value
         for name, value in wanted_values.items()
-        if not (name in misfits["missing"] or name in misfits["mismatched"]) and owners.get(name) not in skipped
+        if name not in misfit_names and not any(is_part(name, entry) for entry in skipped)
     }
-
-
-def _owners(entries: list[Entry], names: Iterable[str]) -> dict[str, Entry | None]:
-    """Return the entry of each flattened name, or None: of entries whose names begin it, the one with the longest."""
-    by_name = {entry.name: entry for entry in entries}
-    return {name: by_name.get(max(by_name.keys() & _with_parents(name), key=len, default="")) for name in names}
+    return [entry for entry in entries if entry not in skipped], values
 
 
 def _merge_texts(texts_per_rank: list[dict[str, str]]) -> dict[str, str]:

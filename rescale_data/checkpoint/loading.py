@@ -16,10 +16,9 @@ from rescale_data.checkpoint.entry import (
     Entry,
     Misfits,
     find_misfits,
+    fitting_values,
     for_each,
     merge_misfits,
-    skipped_entries,
-    values_to_load,
 )
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, refuse_unsavable
@@ -128,17 +127,15 @@ def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> L
         raise ValueError(_misfit_message(reader.name, differences, reader.contents))
     if report.not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
-    unloaded_entries = skipped_entries(entries, own_misfits)
-    values = values_to_load(wanted_values, own_misfits, entries, unloaded_entries)
+    loaded_entries, values = fitting_values(entries, wanted_values, paths, own_misfits, reader.contents)
     try:
         loaded_values = ranks.on_all(lambda: reader.load(adapt_tensors(values, "to_load")))
         by_path = {paths[name]: value for name, value in loaded_values.items()}
-        new_values = [
-            (entry, value) for entry, value in zip(entries, live_values, strict=True) if entry not in unloaded_entries
-        ]
-        ranks.on_all(
-            lambda: for_each(new_values, lambda pair: pair[0].assign(with_loaded(pair[1], by_path, pair[0].path)))
-        )
+
+        def assign(entry: Entry) -> None:
+            entry.assign(with_loaded(live_values[entry], by_path, entry.path))
+
+        ranks.on_all(lambda: for_each(loaded_entries, assign))
     except DamagedCheckpointError as error:
         raise damaged_error(reader.name, error.problems, _HALF_LOADED) from error
     except Exception as error:
@@ -151,10 +148,12 @@ def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> L
 _HALF_LOADED = "The state is half loaded: load another checkpoint, over all of it, before you go on."
 
 
-def _placeholders(entries: list[Entry], reader: StateReader) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """Return the values that DCP loads into, twice: one for each entry, and all by flattened name; and paths of the names."""
-    live_values = for_each(entries, lambda entry: entry.placeholder(reader))
-    state_dict = nest([(entry.path, value) for entry, value in zip(entries, live_values, strict=True)])
+def _placeholders(
+    entries: list[Entry], reader: StateReader
+) -> tuple[dict[Entry, Any], dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Return the values that DCP loads into, twice: by entry, and by flattened name; and paths of the names."""
+    live_values = dict(for_each(entries, lambda entry: (entry, entry.placeholder(reader))))
+    state_dict = nest([(entry.path, value) for entry, value in live_values.items()])
     refuse_unsavable(state_dict)
     return live_values, *flatten(state_dict)
 

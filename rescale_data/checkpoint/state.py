@@ -107,11 +107,8 @@ def _make_entry(
         if not FullyShardedDataParallel.fsdp_modules(model):
             return OptimizerEntry(path, model, value)
         # FSDP1 alone knows how its flat parameters are cut: as DCP gives and takes them, all or nothing.
-        get_value, assign = (
-            partial(torch_function, model, value)
-            for torch_function in (get_optimizer_state_dict, set_optimizer_state_dict)
-        )
-        return Entry(path, get_value, assign, all_or_nothing=True)
+        get_value, assign = partial(get_optimizer_state_dict, model), partial(set_optimizer_state_dict, model)
+        return Entry(path, partial(get_value, value), partial(assign, value), all_or_nothing=True)
     if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):  # to ask a protocol takes 20 us
         return _StatefulEntry(path, value.state_dict, value.load_state_dict, all_or_nothing=True)
     _refuse_nested_stateful(path, value)

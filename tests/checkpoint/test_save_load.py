@@ -196,13 +196,14 @@ def test_not_strict_loads_what_fits_and_says_what_did_not(tmp_path: Path) -> Non
 
 def test_a_name_that_begins_with_another_name_is_its_own(tmp_path: Path) -> None:
     """DCP joins keys by dots, and a key may have one: "a.0" is a name, and the place of an item of "a"."""
-    given = {"keeper": Keeper({"a.0": 1, "a": [{"b": 2}]}), "gone.too": 3}
-    checkpoint.save(tmp_path / "c", given)
-    keeper, other = Keeper({"a.0": 0, "a": [{"b": 0}]}), Keeper({"new": 0})
-    report = checkpoint.load(tmp_path / "c", {"keeper": keeper, "keeper.other": other}, strict=False)
-    assert report == LoadReport(missing=("keeper.other.new",), not_asked=("gone.too",))
-    assert keeper.state == {"a.0": 1, "a": [{"b": 2}]}
-    assert other.state == {"new": 0}
+    saved = {"a.0": 1, "a": [{"b": 2}]}
+    checkpoint.save(tmp_path / "c", {"keeper": Keeper(saved), "keeper.more": {"c": 4, "d": 5}, "keeper.gone": 3})
+    keeper, other, more = Keeper({"a.0": 0, "a": [{"b": 0}]}), Keeper({"new": 0}), {"c": 0}
+    state = {"keeper": keeper, "keeper.other": other, "keeper.more": more}
+    report = checkpoint.load(tmp_path / "c", state, strict=False)
+    names = {"missing": ("keeper.other.new",), "unexpected": ("keeper.more.d",), "not_asked": ("keeper.gone",)}
+    assert report == LoadReport(**names)
+    assert (keeper.state, more, other.state) == (saved, {"c": 4}, {"new": 0})
 
 
 def test_another_number_of_shards_is_one_error(tmp_path: Path) -> None:
