@@ -6,9 +6,8 @@ What they do is imported when they do it: torch takes seconds, and ``--help`` ne
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -250,17 +249,9 @@ def _print_text(as_json: bool, value: Any, text: str) -> None:
 
 def _print(as_json: bool, value: Any, show_on_console: Callable[[Console], None]) -> None:
     if as_json:
-        typer.echo(json.dumps(_without_nan(value), indent=1, default=str, allow_nan=False))
+        without_nan = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+        typer.echo(json.dumps(without_nan, indent=1))
     else:
         from rich.console import Console
 
         show_on_console(Console())
-
-
-def _without_nan(value: Any) -> Any:
-    """Return a nested value with None in place of nan and infinity, which JSON cannot express."""
-    if isinstance(value, dict):
-        return {key: _without_nan(nested) for key, nested in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, list):
-        return [_without_nan(nested) for nested in cast("list[Any]", value)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

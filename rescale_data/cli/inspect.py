@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,21 +98,22 @@ def verify_checkpoint(path: StrPath) -> dict[str, Any]:
 
 
 def _entries(contents: Contents) -> dict[str, dict[str, Any]]:
-    entries_by_name: dict[str, dict[str, Any]] = {}
-    for key, entry_path in contents.paths.items():
-        entry_counts = entries_by_name.setdefault(
-            str(entry_path[0]), {"tensors": 0, "elements": 0, "bytes": 0, "plain_values": 0, "dtypes": []}
-        )
-        tensor = contents.values[key]
-        if tensor is None:
-            entry_counts["plain_values"] += 1
-            continue
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entry_counts["tensors"] += 1
-        entry_counts["elements"] += tensor.numel()
-        entry_counts["bytes"] += tensor.nbytes
-        entry_counts["dtypes"] = sorted({*entry_counts["dtypes"], dtype})
-    return entries_by_name
+    """Return what is under each top-level name of a checkpoint: counts, bytes and dtypes."""
+    values_by_name = defaultdict[str, list[torch.Tensor | None]](list)
+    for key, path in contents.paths.items():
+        values_by_name[str(path[0])].append(contents.values[key])
+    return {name: _count(values) for name, values in values_by_name.items()}
+
+
+def _count(values: list[torch.Tensor | None]) -> dict[str, Any]:
+    tensors = [value for value in values if value is not None]
+    return {
+        "tensors": len(tensors),
+        "elements": sum(tensor.numel() for tensor in tensors),
+        "bytes": sum(tensor.nbytes for tensor in tensors),
+        "plain_values": len(values) - len(tensors),
+        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}),
+    }
 
 
 def summarize_data(state: SavedState) -> dict[str, Any]:

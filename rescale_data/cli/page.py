@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
+from itertools import pairwise, starmap
 from statistics import fmean
 from typing import Any
 
-from rescale_data.cli.render import CHECKPOINT_COLUMNS, summary_row
+from rescale_data.cli.render import CHECKPOINT_COLUMNS, ENTRY_COLUMNS, entry_row, summary_row
 from rescale_data.layout.plan import format_size
 
 STYLE = """
@@ -28,12 +28,8 @@ def render_page(name: str, checkpoints: Sequence[Mapping[str, Any]], newest: Map
     summary = f"{len(checkpoints)} checkpoints, {format_size(sum(about.get('bytes', 0) for about in checkpoints))}"
     body = [f"<h1>{escape(name)}</h1>", f"<p>{summary}</p>", _table(CHECKPOINT_COLUMNS, map(summary_row, checkpoints))]
     if newest is not None:
-        rows = [
-            (key, str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"]))
-            for key, entry in newest["entries"].items()
-        ]
         body += [f"<h2>In {escape(newest['checkpoint']['name'])}</h2>"]
-        body += [_table(("part", "tensors", "elements", "size"), rows)]
+        body += [_table(ENTRY_COLUMNS, starmap(entry_row, newest["entries"].items()))]
         body += [line for loader, data in newest["data"].items() for line in _loader_section(loader, data)]
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(name)}</title><style>{STYLE}</style>'
     return "\n".join([head, *body, ""])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, starmap
 from typing import Any
 
 from rich.console import Console
@@ -16,14 +16,12 @@ from rescale_data.layout.plan import format_size
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
-def show_list(console: Console, checkpoints: Sequence[Mapping[str, Any]]) -> None:
-    table = _table(*CHECKPOINT_COLUMNS)
-    for checkpoint in checkpoints:
-        table.add_row(*map(escape, summary_row(checkpoint)))
-    console.print(table)
-
-
 CHECKPOINT_COLUMNS = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
+ENTRY_COLUMNS = ("entry", "tensors", "elements", "size", "dtypes", "plain values")
+
+
+def show_list(console: Console, checkpoints: Sequence[Mapping[str, Any]]) -> None:
+    _print_table(console, CHECKPOINT_COLUMNS, map(summary_row, checkpoints))
 
 
 def summary_row(checkpoint: Mapping[str, Any]) -> list[str]:
@@ -41,33 +39,32 @@ def summary_row(checkpoint: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def entry_row(name: str, entry: Mapping[str, Any]) -> list[str]:
+    """Return the table row of a top-level entry of a checkpoint, with the columns `ENTRY_COLUMNS`."""
+    counts = str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"])
+    return [name, *counts, " ".join(entry["dtypes"]), str(entry["plain_values"])]
+
+
 def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
     show_list(console, [summary["checkpoint"]])
-    table = _table("entry", "tensors", "elements", "size", "dtypes", "plain values")
-    for name, entry in summary["entries"].items():
-        entry_cells = [
-            str(entry["tensors"]),
-            f"{entry['elements']:,}",
-            format_size(entry["bytes"]),
-            " ".join(entry["dtypes"]),
-        ]
-        table.add_row(escape(name), *entry_cells, str(entry["plain_values"]))
-    console.print(table)
+    _print_table(console, ENTRY_COLUMNS, starmap(entry_row, summary["entries"].items()))
     for name, data in summary["data"].items():
         _show_loader_data(console, name, data)
 
 
 def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
-    table = _table("ranks", "allowed", "same global batches", "micro batches", "workers, with any of these")
+    rows: list[tuple[str, ...]] = []
     for entry in answer["ranks"]:
         b_values = entry["micro_batches"]
         shown_text = ", ".join(map(str, b_values if len(b_values) <= 8 else [*b_values[:6], "...", b_values[-1]]))
         nearest = " and ".join(map(str, entry["nearest"]))
         keeps_order = "yes" if entry["keeps_order"] else f"no; {nearest} would" if nearest else "no"
         allowed = "yes" if entry["allowed"] else "no"
-        table.add_row(str(entry["ranks"]), allowed, keeps_order, shown_text, ", ".join(map(str, entry["workers"])))
+        rows.append((str(entry["ranks"]), allowed, keeps_order, shown_text, ", ".join(map(str, entry["workers"]))))
     console.print(f"global batch {answer['global_batch_size']}, {answer['num_logical_shards']} logical shards")
-    console.print(table)
+    _print_table(
+        console, ("ranks", "allowed", "same global batches", "micro batches", "workers, with any of these"), rows
+    )
     if answer["largest"]:
         shown_text = (
             "{gpus} GPUs, {model_parallel} a data-parallel rank: at most {ranks} ranks keep the order, on {used} GPUs"
@@ -76,12 +73,13 @@ def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
 
 
 def show_audit(console: Console, answer: Mapping[str, Any], max_samples: int) -> None:
-    table, served = _table("step", "sample", "shard", "documents"), answer["served"]
-    for sample in served[:max_samples]:
-        sample_cells = (str(sample[key]) for key in ("step", "sample", "shard"))
-        table.add_row(*sample_cells, escape("\n".join(sample["documents"])))
+    served = answer["served"]
     if served:
-        console.print(table)
+        rows = [
+            (str(sample["step"]), str(sample["sample"]), str(sample["shard"]), "\n".join(sample["documents"]))
+            for sample in served[:max_samples]
+        ]
+        _print_table(console, ("step", "sample", "shard", "documents"), rows)
     num_hidden, (first_step, stop_step) = len(served) - max_samples, answer["steps"]
     summary = f"{answer['rows']} rows, drawn {answer['drawn']} times; in " if "rows" in answer else ""
     console.print(
@@ -116,8 +114,10 @@ def _show_loader_data(console: Console, loader_name: str, data: Mapping[str, Any
         console.print(f"  |{progress_bar(shards, max(10, console.width - 6))}|")
 
 
-def _table(*columns: str) -> Table:
+def _print_table(console: Console, column_titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+    for title in column_titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
