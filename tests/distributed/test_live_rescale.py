@@ -1,8 +1,14 @@
-"""Ranks that leave and ranks that go on, in live processes. Four, then three, then four: `tests.distributed.test_survivors`."""
+"""Ranks that leave, or die, and ranks that go on, in live processes. Wherever that happens in a run: histories.
 
+With trainers, killed within a step, and others that join: `tests.trainers.test_trainers` and `test_elastic_torchrun`.
+"""
+
+import os
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,3 +48,54 @@ def test_a_state_of_a_loader_that_others_went_on_from_is_refused(tmp_path: Path)
     assert all("the ranks [0] did not come to it in time" in said for _, said, _ in ranks[1:])
     assert all("give state=, one state_dict() of the old ranks" in refused for _, _, refused in ranks[:2])
     assert "mesh holds the ranks [0, 1]" in ranks[2][2]
+
+
+Kept = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trainers" / "parts" / "kept.py"))["Kept"]
+STEPS, DIES_IN, SURVIVORS = 15, 9, [0, 2, 3]
+
+
+def steps_of(num_shards: int, micro_batch_size: int, **where: int) -> rd.DataLoader:
+    sizes = {"global_batch_size": 24, "num_logical_shards": num_shards, "micro_batch_size": micro_batch_size}
+    return rd.DataLoader(range(360), **sizes, **where, timeout=60.0)
+
+
+def survive(num_shards: int) -> list[list[int]]:
+    """Rank 1 dies within a step, and the others go on with that step: the rows of this rank, step by step."""
+    me, store, found = dist.get_rank(), dist.group.WORLD.get_group_store(), list[list[int]]()  # type: ignore[union-attr]
+    loader, kept = steps_of(num_shards, 3), Kept(4)
+
+    def take_all() -> None:
+        batches = iter(loader)
+        while len(found) < STEPS:
+            assert loader.step == len(found)
+            kept.keep(loader)
+            rows = next(batches).tolist()
+            if me == 1 and len(found) == DIES_IN:
+                os._exit(0)
+            rows += [row for _ in range(loader.gradient_accumulation_steps - 1) for row in next(batches).tolist()]
+            dist.all_reduce(torch.ones(1))
+            found.append(rows)
+
+    with pytest.raises(RuntimeError):
+        take_all()
+    loader.close()
+    dist.destroy_process_group()
+    if me == 2:
+        del kept.states[8]  # as if the other had died when this rank made that state
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=SURVIVORS.index(me), world_size=3)
+    loader.reopen(*kept.agreed(DIES_IN), micro_batch_size=4)
+    take_all()
+    return found
+
+
+def test_three_ranks_go_on_where_one_of_four_has_died(tmp_path: Path) -> None:
+    """As if nothing had happened; where the order depends on the topology, each row still comes once from there on."""
+    expected = [batch.tolist() for batch in steps_of(72, 24, dp_world_size=1)]
+    found = run_ranks(4, tmp_path, survive, 72, forks=True)
+    for rank, steps in ((rank, found[rank]) for rank in SURVIVORS):
+        i = SURVIVORS.index(rank)
+        assert steps[:DIES_IN] == [rows[6 * rank : 6 * rank + 6] for rows in expected[:DIES_IN]]
+        assert steps[DIES_IN:] == [rows[8 * i : 8 * i + 8] for rows in expected[DIES_IN:]]
+    found = run_ranks(4, tmp_path, survive, 50, forks=True)
+    rows = [row for rank in SURVIVORS for step in found[rank] for row in step]
+    assert len(rows) == len(set(rows)) == 24 * STEPS - 6 * DIES_IN  # but for those of the rank that died
