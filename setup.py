@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the C extension, which is left out where there is no compiler."""
+"""What pyproject.toml cannot say: the C extension."""
 
 from setuptools import Extension, setup
 
@@ -8,7 +8,6 @@ setup(
             "rescale_data.nodes.reading.kernel",
             ["rescale_data/nodes/reading/kernel.c", "rescale_data/nodes/reading/draws.c"],
             extra_compile_args=["-O3"],
-            optional=True,
             py_limited_api=True,
         )
     ],

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import rescale_data as rd
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import as_node
-from rescale_data.nodes.reading.gather import kernel
+from rescale_data.nodes.reading import kernel
 from rescale_data.state import state_of
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import CORPORA, ENDLESS, MIXTURES, ROWS, TOPS
@@ -171,7 +171,6 @@ def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
     return name, (ints(), draw(st.integers(-2, 9)), (arrays, *(ints() for _ in range(6)), None))
 
 
-@pytest.mark.skipif(kernel is None, reason="built without a compiler")
 @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(calls())
 def test_c_refuses_what_it_is_given_or_does_it(call: tuple[str, tuple[Any, ...]]) -> None:

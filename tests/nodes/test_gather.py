@@ -1,6 +1,8 @@
-"""`gather`: the compiled extension and NumPy give the same samples and positions, which are those of a list of tokens."""
+"""The compiled extension gives the samples, positions and rows that lists of tokens and of numbers give."""
 
-import logging
+import importlib
+import itertools
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
@@ -11,17 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rescale_data.nodes.reading import gather
+from rescale_data.nodes import reading
+from rescale_data.nodes.reading import extension, gather
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
+from rescale_data.nodes.reading.token_queue import TokenQueue
 from rescale_data.order import ShardOrder
 from tests.corpus import fragment_order
 
 KINDS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
-
-
-KERNEL = gather.kernel  # None where it was built without a compiler
 _PLAIN = gather.SpecialTokens(None, None, np.dtype("i8"))
-WAYS = [None, KERNEL] if KERNEL is not None else [None]
 
 
 @st.composite
@@ -48,32 +48,31 @@ def documents(draw: Any) -> tuple[Spans, list[list[int]]]:
 
 
 def ready(spans: Spans, around: gather.SpecialTokens, position: np.ndarray) -> Any:
-    token_queue = gather.token_queue(around, position.data)
-    token_queue.append(spans)
-    return token_queue
+    queue = TokenQueue(around, position.data)
+    queue.append(spans)
+    return queue
 
 
 def places(spans: Spans) -> list[Any]:
     return [np.asarray(view).tolist() for view in spans.document_views()]
 
 
-def drawn(
-    way: Any, spans: Spans, around: gather.SpecialTokens, size: int, offset: int, labels: bool, cut: int
-) -> list[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "kernel", way)
-        position = np.array([offset, 0, 0, 0, 0])
-        token_queue, found, parts = gather.token_queue(around, position.data), [], [spans[:cut], spans[cut:]]
-        while True:
-            if not found or found[-1][0] < 3:  # drawn from until a sample lacks tokens, or its last document has ended
-                token_queue.append(parts.pop(0))
-            columns = [np.full((3, size), -7, around.dtype) for _ in range(3)]
-            first = gather.fill([token_queue] * 3, 0, columns[0], columns[1] if labels else None, columns[2])
-            found.append(
-                (first, [c.tolist() for c in columns], position.tolist(), token_queue.left, places(token_queue.rest()))
-            )
-            if first < 3 and not parts:
-                return found
+def sample_of_lists(
+    documents: list[list[int]], moves: list[Any], position: list[int], size: int, labels: bool
+) -> tuple[list[int], list[int], list[int]]:
+    """Return tokens, labels and doc_ids of the next sample; remove the documents that end, and move the position."""
+    flat, tokens, ids = [token for each in documents for token in each][position[0] :], list[int](), list[int]()
+    while len(tokens) < size:
+        taken = documents[0][position[0] :][: size - len(tokens)]
+        ids += [ids[-1] + 1 if ids else 0] * len(taken)
+        tokens += taken
+        position[0] += len(taken)
+        if position[0] == len(documents[0]):
+            documents.pop(0)
+            position[0] = 0
+            for slot, value in moves.pop(0):
+                position[1 + slot] = value
+    return tokens, flat[1 : size + 1] if labels else [-7] * size, ids
 
 
 @given(
@@ -91,19 +90,31 @@ def test_samples_and_positions(spans, size, eos, bos, dtype, labels, offset, cut
     made, tokens = spans
     around = gather.SpecialTokens(eos, bos, np.dtype(dtype))
     offset = min(offset, int(around.lengths(made)[0]))
-    results = [drawn(way, made, around, size, offset, labels, cut) for way in WAYS]
-    assert results.count(results[0]) == len(results)
-    flat = [
-        token
+    ends = made.moves.ends.tolist()
+    moves = [
+        list(zip(made.moves.slot[start:stop].tolist(), made.moves.slot_values[start:stop].tolist(), strict=True))
+        for start, stop in itertools.pairwise(ends)
+    ]
+    lists = [
+        [] if which < 0 else [*[bos] * (bos is not None), *document, *[eos] * (eos is not None)]
         for which, document in zip(made.array.tolist(), tokens, strict=True)
-        for token in ([] if which < 0 else [*[bos] * (bos is not None), *document, *[eos] * (eos is not None)])
-    ][offset:]
-    samples = [row for first, columns, *_ in results[0] for row in columns[0][:first]]
-    assert [token for sample in samples for token in sample] == flat[: len(samples) * size]
-    assert len(samples) == max(0, (len(flat) - labels) // size)
-    if labels:
-        following = [row for first, columns, *_ in results[0] for row in columns[1][:first]]
-        assert [token for row in following for token in row] == flat[1 : len(samples) * size + 1]
+    ]
+    position, expected = np.array([offset, 0, 0, 0, 0]), [offset, 0, 0, 0, 0]
+    queue, parts, num_drawn, num_appended = TokenQueue(around, position.data), [made[:cut], made[cut:]], 3, 0
+    while num_drawn == 3 or parts:
+        if num_drawn < 3 or not num_appended:  # drawn from until a sample lacks tokens, or its last document has ended
+            num_appended += len(parts[0])
+            queue.append(parts.pop(0))
+        columns = [np.full((3, size), -7, dtype) for _ in range(3)]
+        num_drawn = gather.fill([queue] * 3, 0, columns[0], columns[1] if labels else None, columns[2])
+        for row in range(num_drawn):
+            sample = sample_of_lists(lists, moves, expected, size, labels)
+            assert sample == tuple(column[row].tolist() for column in columns)
+        num_left = num_appended - (len(made) - len(lists))
+        assert position.tolist() == expected
+        assert queue.left == sum(map(len, lists[:num_left])) - expected[0]
+        assert num_drawn == 3 or queue.left < size + labels
+        assert places(queue.rest()) == places(made[len(made) - len(lists) : num_appended])
 
 
 @given(
@@ -114,64 +125,56 @@ def test_rows_are_found_in_their_fragments(sizes: list[int], drawn: list[int]) -
     starts = np.cumsum([0, *sizes])
     rows = np.array(drawn) % starts[-1]
     values, ends = np.arange(3 * starts[-1]), 3 * np.arange(starts[-1] + 1)  # row i is 3i, 3i + 1, 3i + 2
-    for way in WAYS:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gather, "kernel", way)
-            used, which = gather.fragments_of(rows, starts)
-            assert used == sorted({next(i for i in range(len(sizes)) if starts[i] <= r < starts[i + 1]) for r in rows})
-            parts = [slice(starts[fragment], starts[fragment + 1] + 1) for fragment in used]
-            offsets = [ends[part] - ends[part.start] for part in parts]
-            start, length = gather.offsets_and_lengths(rows, which, [part.start for part in parts], offsets)
-        found = [values[3 * parts[w].start :][a : a + n].tolist() for w, a, n in zip(which, start, length, strict=True)]
-        assert found == [[3 * r, 3 * r + 1, 3 * r + 2] for r in rows]
+    used, which = gather.fragments_of(rows, starts)
+    assert used == sorted({next(i for i in range(len(sizes)) if starts[i] <= r < starts[i + 1]) for r in rows})
+    parts = [slice(starts[fragment], starts[fragment + 1] + 1) for fragment in used]
+    offsets = [ends[part] - ends[part.start] for part in parts]
+    start, length = gather.offsets_and_lengths(rows, which, [part.start for part in parts], offsets)
+    found = [values[3 * parts[w].start :][a : a + n].tolist() for w, a, n in zip(which, start, length, strict=True)]
+    assert found == [[3 * r, 3 * r + 1, 3 * r + 2] for r in rows]
 
 
-@pytest.mark.parametrize("way", WAYS)
-class TestBothWays:
-    @pytest.fixture(autouse=True)
-    def _patched(self, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gather, "kernel", way)
-
-    @pytest.mark.parametrize(("start", "length"), [(-1, 2), (3, 4), (0, 2**62), (2, -1)])
-    def test_nothing_beyond_an_array_is_read(self, start: int, length: int) -> None:
-        numbers = (np.array([0]), np.array([start]), np.array([length]))
-        spans = Spans((np.arange(6),), *numbers, PositionUpdates.of([0], np.array([[1]])), (None,))
-        for use in (
-            lambda: ready(spans, _PLAIN, np.array([0, 0])),
-            lambda: gather.join_documents(spans, _PLAIN),
-            spans.document_views,
-        ):
-            with pytest.raises(IndexError, match="beyond its array"):
-                use()
-
-    def test_a_position_that_is_no_longer_one(self) -> None:
-        spans = Spans.of_one_document(np.arange(3), PositionUpdates.of([0], np.array([[1]])))
-        with pytest.raises(ValueError, match="the data is not what it was"):
-            ready(spans, _PLAIN, np.array([4, 0]))
-
-    @pytest.mark.parametrize(
-        ("kind", "token", "dtype"),
-        [("u4", 2**31, "i4"), ("i8", -(2**31) - 1, "i4"), ("u8", 2**63, "i8"), ("u8", 2**31, "i4")],
-    )
-    def test_a_token_that_does_not_fit(self, kind: str, token: int, dtype: str) -> None:
-        around, position = gather.SpecialTokens(None, None, np.dtype(dtype)), np.array([0, 0])
-        spans = Spans.of_one_document(np.array([5, token], dtype=kind), PositionUpdates.of([0], np.array([[1]])))
-        with pytest.raises(ValueError, match=rf"{token}.* do not fit int"):
-            gather.fill([ready(spans, around, position)], 0, np.empty((1, 2), dtype), None, None)
-        assert position.tolist() == [0, 0]
-
-    def test_where_there_is_none_it_stops(self) -> None:
-        around, position = _PLAIN, np.array([0, 0])
-        full = ready(Spans.of_one_document(np.arange(9), PositionUpdates.of([0], np.array([[1]]))), around, position)
-        rows = np.zeros((3, 4), np.int64)
-        assert gather.fill([full, None, full], 0, rows, None, None) == 1
-        assert gather.fill([full, None, full], 2, rows, None, None) == 3
-        assert rows.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0], [4, 5, 6, 7]]
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (3, 4), (0, 2**62), (2, -1)])
+def test_nothing_beyond_an_array_is_read(start: int, length: int) -> None:
+    numbers = (np.array([0]), np.array([start]), np.array([length]))
+    spans = Spans((np.arange(6),), *numbers, PositionUpdates.of([0], np.array([[1]])), (None,))
+    for use in (
+        lambda: ready(spans, _PLAIN, np.array([0, 0])),
+        lambda: gather.join_documents(spans, _PLAIN),
+        spans.document_views,
+    ):
+        with pytest.raises(IndexError, match="beyond its array"):
+            use()
 
 
-@pytest.mark.skipif(KERNEL is None, reason="NumPy keeps the interpreter's lock")
-def test_two_threads_that_draw_from_one_stretch_have_no_token_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "kernel", KERNEL)
+def test_a_position_that_is_no_longer_one() -> None:
+    spans = Spans.of_one_document(np.arange(3), PositionUpdates.of([0], np.array([[1]])))
+    with pytest.raises(ValueError, match="the data is not what it was"):
+        ready(spans, _PLAIN, np.array([4, 0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "dtype"),
+    [("u4", 2**31, "i4"), ("i8", -(2**31) - 1, "i4"), ("u8", 2**63, "i8"), ("u8", 2**31, "i4")],
+)
+def test_a_token_that_does_not_fit(kind: str, token: int, dtype: str) -> None:
+    around, position = gather.SpecialTokens(None, None, np.dtype(dtype)), np.array([0, 0])
+    spans = Spans.of_one_document(np.array([5, token], dtype=kind), PositionUpdates.of([0], np.array([[1]])))
+    with pytest.raises(ValueError, match=rf"{token}.* do not fit int"):
+        gather.fill([ready(spans, around, position)], 0, np.empty((1, 2), dtype), None, None)
+    assert position.tolist() == [0, 0]
+
+
+def test_where_there_is_none_it_stops() -> None:
+    around, position = _PLAIN, np.array([0, 0])
+    full = ready(Spans.of_one_document(np.arange(9), PositionUpdates.of([0], np.array([[1]]))), around, position)
+    rows = np.zeros((3, 4), np.int64)
+    assert gather.fill([full, None, full], 0, rows, None, None) == 1
+    assert gather.fill([full, None, full], 2, rows, None, None) == 3
+    assert rows.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0], [4, 5, 6, 7]]
+
+
+def test_two_threads_that_draw_from_one_queue_have_no_token_twice() -> None:
     size, num = 512, 1 << 21
     tokens = np.arange(num, dtype=np.int32)
     token_queue = ready(
@@ -200,20 +203,16 @@ def test_what_parts_keep_together_is_counted_once() -> None:
     assert Spans.join([part] * 9).nbytes - part.nbytes < fragment.nbytes < part.nbytes
 
 
-@pytest.mark.parametrize(("is_old", "level", "says"), [(False, "INFO", "NumPy"), (True, "WARNING", "Rebuild")])
-def test_no_extension_or_one_of_another_version_is_said_once(
-    is_old: bool, level: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kernel", "reason"), [(None, "lacks its C extension"), (SimpleNamespace(VERSION=3), "version 3 of its C extension")]
+)
+def test_without_the_extension_nothing_goes_on(
+    kernel: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert gather.module_if_current(SimpleNamespace(fill=None)) is None
-    assert gather.module_if_current(SimpleNamespace(VERSION=1)) is None
-    assert KERNEL is None or gather.module_if_current(KERNEL) is KERNEL
-    monkeypatch.setattr(gather, "kernel", None)
-    monkeypatch.setattr(gather, "_is_old", is_old)
-    gather._log_no_kernel.cache_clear()
-    caplog.set_level(logging.INFO, "rescale_data")
-    gather.log_if_no_kernel(), gather.log_if_no_kernel()
-    assert [(record.levelname, says in record.message) for record in caplog.records] == [(level, True)]
-    gather._log_no_kernel.cache_clear()
+    monkeypatch.setattr(reading, "kernel", kernel)
+    monkeypatch.setitem(sys.modules, "rescale_data.nodes.reading.kernel", kernel)
+    with pytest.raises(ImportError, match=rf"{reason}.* pip install"):
+        importlib.reload(extension)
 
 
 @settings(max_examples=60, deadline=None)
@@ -229,8 +228,5 @@ def test_a_window_is_permuted_alike(lengths: list[int], window: int, data: st.Da
     )
     row = data.draw(st.integers(0, order.num_shard_rows - 1))
     for fragments in (None, fragment_order(starts, seed, epoch)):
-        for way in WAYS:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gather, "kernel", way)
-                found = gather.rows_around(order, epoch, row, fragments)
-            assert found.tolist() == order.rows(epoch, row, fragments).tolist()
+        found = gather.rows_around(order, epoch, row, fragments)
+        assert found.tolist() == order.rows(epoch, row, fragments).tolist()

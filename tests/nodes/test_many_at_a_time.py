@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.base import Node, initial, slots_of
-from rescale_data.nodes.mixture import interleaved, lengths, mixed
-from rescale_data.nodes.reading import gather
+from rescale_data.nodes.mixture import mixed
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from tests.corpus import write
 from tests.formats import write_jsonl
@@ -104,8 +103,8 @@ def no_room(self: Any, *given: Any) -> bool:
 
 
 @contextmanager
-def in_blocks(num_bytes: int, is_compiled: bool) -> Iterator[None]:
-    """Few documents are copied at a time, or all are left where they are; by the extension, or by NumPy."""
+def in_blocks(num_bytes: int) -> Iterator[None]:
+    """Few documents are copied at a time, or all are left where they are."""
 
     def block_bytes(*given: Any) -> int:
         return num_bytes
@@ -114,8 +113,6 @@ def in_blocks(num_bytes: int, is_compiled: bool) -> Iterator[None]:
         if num_bytes:
             stack.enter_context(mock.patch.object(FragmentDocuments, "_have_room", no_room))
             stack.enter_context(mock.patch("rescale_data.nodes.reader.block_bytes", block_bytes))
-        for module in () if is_compiled else (gather, interleaved, lengths):
-            stack.enter_context(mock.patch.object(module, "kernel", None))
         yield
 
 
@@ -159,10 +156,10 @@ pipelines = st.tuples(
 weights = st.lists(st.sampled_from([0.05, 0.3, 1, 1, 2.5, 7]), min_size=4, max_size=4)
 
 
-@given(pipelines, weights, weights, st.integers(0, 60), st.sampled_from([0, 30, 2**16]), st.booleans())
+@given(pipelines, weights, weights, st.integers(0, 60), st.sampled_from([0, 30, 2**16]))
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 def test_blocks_are_documents_one_by_one(
-    sources: list[Any], what: Any, first: list[float], second: list[float], at: int, num_bytes: int, is_compiled: bool
+    sources: list[Any], what: Any, first: list[float], second: list[float], at: int, num_bytes: int
 ) -> None:
     """Bit for bit, in every sample and position, also after weights have changed at any of them, and out of copies."""
     second = first if "schedule" in what else second  # what has been drawn of one cannot change
@@ -171,7 +168,7 @@ def test_blocks_are_documents_one_by_one(
         single = build(what, sources, first)
         changed = build(what, sources, second)
     expected = drawn(single, initial(single), 80)
-    with in_blocks(num_bytes, is_compiled):
+    with in_blocks(num_bytes):
         assert_alike(drawn(blocks, initial(blocks), 80), expected)
     places = [entry[1] for entry in expected if isinstance(entry, tuple)]
     if places:
@@ -179,7 +176,7 @@ def test_blocks_are_documents_one_by_one(
         many = build(what, sources, second)
         for node in (many, changed):
             tell_of(node, single, place)
-        with in_blocks(num_bytes, is_compiled):
+        with in_blocks(num_bytes):
             assert_alike(drawn(many, place, 12), drawn(changed, place, 12))
 
 

@@ -21,7 +21,7 @@ from operator import mul
 import numpy as np
 
 from rescale_data.nodes.mixture.circle import CIRCLE, shares
-from rescale_data.nodes.reading.gather import kernel
+from rescale_data.nodes.reading.extension import kernel
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
@@ -102,13 +102,11 @@ class TokenArcs:
         Returns:
             The number of the next draw, and the source whose length is missing for it, or -1.
         """
-        missing_source = -2
-        if kernel is not None:
-            active_change_at = -1 if change_at < 0 else max(0, change_at - self._resting_tokens)
-            first_draw, missing_source = kernel.run(points, chosen, first_draw, counters, lengths, active_change_at)
+        active_change_at = -1 if change_at < 0 else max(0, change_at - self._resting_tokens)
+        first_draw, missing_source = kernel.run(points, chosen, first_draw, counters, lengths, active_change_at)
         if missing_source > -2:
             return first_draw, missing_source
-        self._set_counts(*counters[1:3].tolist())  # without the C extension, or if documents are very long
+        self._set_counts(*counters[1:3].tolist())  # documents are very long: their products need more than 128 bits
         _, documents, tokens, _, counts = counters
         for draw in range(first_draw, len(points)):
             source = self.choose_source(int(points[draw]))

@@ -20,7 +20,7 @@ from rescale_data.nodes.form import ParameterHistory, num_tokens
 from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
 from rescale_data.nodes.packing.token_stream import TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, join_provenance
-from rescale_data.nodes.reading.gather import IntRows, SpecialTokens, fill, log_if_no_kernel
+from rescale_data.nodes.reading.gather import IntRows, SpecialTokens, fill
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 IGNORED_LABEL = -100
@@ -110,7 +110,6 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self._aligned = AlignedColumns(columns, column, {*output_names, "labels", "doc_ids"}, type(self).__name__)
         self.FIELDS = (self.COUNTS if self._aligned.has_mask else ()) + self.OFFSET
         super().__init__(source=source)
-        log_if_no_kernel()
         child = self.children["source"]
         self._offset_slot = len(self.FIELDS) - 1
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids

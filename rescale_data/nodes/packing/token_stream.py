@@ -13,8 +13,9 @@ from rescale_data.nodes.changing import is_blocked, is_pending, pass_blocked, se
 from rescale_data.nodes.packing.aligned import AlignedColumns, ColumnArrays
 from rescale_data.nodes.provenance import provenance_of
 from rescale_data.nodes.reading.documents import DocumentReader
-from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, IntRows, SpecialTokens, TokenQueue, fill, token_queue
+from rescale_data.nodes.reading.gather import IntRows, SpecialTokens, fill
 from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans
+from rescale_data.nodes.reading.token_queue import BEYOND_END_MESSAGE, TokenQueue
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import copy_of
 
@@ -162,7 +163,7 @@ class TokenStream:
         if self._position[0] and is_blocked(self._source, self._position[1:]):
             self._position[0] = 0  # the document ends here
         stream_ref: ref[TokenStream] = ref(self)
-        queue = token_queue(self._special_tokens, self._position, lambda: _forget_stream_queue(stream_ref))
+        queue = TokenQueue(self._special_tokens, self._position, lambda: _forget_stream_queue(stream_ref))
         reach_before = copy_of(queue.reach)
         if not self._position[0]:  # so that the position points at the first document itself
             pass_blocked(self._source, queue.reach)

@@ -1,7 +1,7 @@
 /* Tokens of documents that lie anywhere in memory, gathered into the rows of a batch.
 
    It knows addresses, lengths, dtypes, a destination, the tokens around a document, and a row of integers for the position. It
-   knows nothing of files, shards or ranks. `gather.py` explains the terms, and does the same in NumPy; it has checked that every
+   knows nothing of files, shards or ranks. `gather.py` explains the terms; it has checked that every
    address lies in an array that is alive. The GIL is released while tokens are copied.
 
    Python's limited API: one build serves every Python from 3.11 on. */
@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 4 /* changes with the functions that Python calls: see gather.py */
+#define VERSION 4 /* changes with the functions that Python calls: see extension.py */
 
 PyObject* run(PyObject* module, PyObject* args); /* both in draws.c */
 PyObject* interleave(PyObject* module, PyObject* args);
