@@ -1,8 +1,8 @@
 """The functions of `kernel.c`, with checks and types: most of them make samples from `Spans`.
 
-    spans    | document | document | mark | document |        places in memory
-    queue    |b document e b document e     b document e|     with bos and eos around each; nothing is copied yet
-    samples      |  row 0  |  row 1  |  ...                   copied and widened once, into the batch
+spans    | document | document | mark | document |        places in memory
+queue    |b document e b document e     b document e|     with bos and eos around each; nothing is copied yet
+samples      |  row 0  |  row 1  |  ...                   copied and widened once, into the batch
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rescale_data.state import Ints
 
 IntRows: TypeAlias = npt.NDArray[np.integer[Any]]
 """Rows of a batch: ``[b, seq_len]``, int64 or int32."""
-
 
 
 @dataclass(frozen=True)
@@ -153,4 +152,3 @@ def _require_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
     low, high = min((int(view.min()) for view in views), default=0), max((int(view.max()) for view in views), default=0)
     if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
         raise ValueError(f"The tokens from {low} to {high} do not fit {dtype}: give a wider dtype.")
-

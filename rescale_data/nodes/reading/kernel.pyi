@@ -7,18 +7,7 @@ VERSION: int
 
 class TokenQueue:
     def __new__(cls, position: memoryview, reach: memoryview, bos: int, eos: int, /) -> Self: ...
-    def append(
-        self,
-        arrays: tuple[Any, ...],
-        array: Any,
-        start: Any,
-        length: Any,
-        ends: Any,
-        slot: Any,
-        value: Any,
-        owner: object,
-        /,
-    ) -> None: ...
+    def append(self, arrays: tuple[Any, ...], /, *buffers_and_owner: Any) -> None: ...
     def was_used(self) -> bool: ...
     @property
     def parts(self) -> list[Any]: ...
