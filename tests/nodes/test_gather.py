@@ -208,7 +208,7 @@ def test_what_parts_keep_together_is_counted_once() -> None:
     [(None, "lacks its C extension"), (SimpleNamespace(VERSION=3), "version 3 of its C extension")],
 )
 def test_without_the_extension_nothing_goes_on(kernel: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "kernel", kernel)
+    monkeypatch.delattr(reading, "kernel")
     monkeypatch.setitem(sys.modules, "rescale_data.nodes.reading.kernel", kernel)
     with pytest.raises(ImportError, match=rf"{reason}.* pip install"):
         importlib.reload(extension)

@@ -84,7 +84,7 @@ class AlignedColumns:
         return converted
 
     def concatenate(self, spans: Spans, special_tokens: SpecialTokens) -> ColumnArrays:
-        """Return the columns of documents, concatenated as `rescale_data.nodes.reading.gather.joined` does with tokens.
+        """Return the columns of documents, concatenated as `rescale_data.nodes.reading.gather.join_documents` does with tokens.
 
         The bos and eos tokens around a document have the value 0. An eos is learned if the last token of its document is.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _VERSION = 4
-_REMEDY = "Install the wheel again; in a clone, where there is a C compiler: pip install --no-build-isolation -e ."
+_REMEDY = "Install the package again; in a clone, where there is a C compiler: pip install -e ."
 
 try:
     from rescale_data.nodes.reading import kernel as kernel
