@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
@@ -61,8 +62,8 @@ class DatasetSource(Source):
     ) -> None:
         if isinstance(dataset, str | bytes | os.PathLike | Mapping):
             raise TypeError(
-                f"{_describe(dataset)} is no data set: give rd.ParquetSource(...), or the source of another format, for files, "
-                f"and one split of a dict of data sets."
+                f"The {type(dataset).__name__} {reprlib.repr(dataset)} is no data set: give rd.ParquetSource(...), or the "
+                f"source of another format, for files, and one split of a dict of data sets."
             )
         if isinstance(dataset, pa.Table | pa.RecordBatch) or hasattr(dataset, "iloc"):
             raise TypeError(
@@ -138,8 +139,3 @@ def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
             f"that still exists was built. Build this one with rd.DatasetSource(dataset), which reads the rows of now."
         )
     return source
-
-
-def _describe(value: object) -> str:
-    text = repr(value)
-    return f"The {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

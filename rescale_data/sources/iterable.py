@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NoReturn, Protocol, TypeAlias, cast, runtime_checkable
 
 from rescale_data.errors import DataStateError, checks_argument_types, require_type
@@ -29,27 +29,6 @@ class Shardable(Protocol):
     @property
     def num_shards(self) -> int: ...
     def shard(self, num_shards: int, index: int) -> Any: ...
-
-
-@dataclass(frozen=True)
-class _ShardFactory:
-    """Factory that returns one shard of a stream that can split itself, given the index of the shard."""
-
-    stream: Shardable
-
-    def __call__(self, index: int) -> Iterable[Any]:
-        return self.stream.shard(num_shards=self.stream.num_shards, index=index)
-
-
-@dataclass(frozen=True)
-class _ListFactory:
-    """Factory that returns one stream of a list of streams, given its index."""
-
-    streams: Sequence[Iterable[Any]]
-
-    def __call__(self, index: int) -> Iterable[Any]:
-        stream = self.streams[index]
-        return copy.deepcopy(stream) if isinstance(stream, Stateful) else stream  # each reader has a state of its own
 
 
 class IterableSource(Described):
@@ -97,7 +76,8 @@ class IterableSource(Described):
                 f"num_streams={self.num_streams}, {state_bytes=}: give one stream at least, and no negative bytes."
             )
         self._begun: set[int] = set()  # streams that can be read once, and were opened
-        self.keeps: PositionKind = _position_kind(self._make_stream, state_bytes)
+        is_read_once = isinstance(streams, Sequence) and any(map(_is_read_once, streams))
+        self.keeps: PositionKind = "nothing" if is_read_once else _position_kind(self._make_stream, state_bytes)
 
     def manifest(self) -> Mapping[str, Any]:
         return {"format": "streams", "name": self.name, "streams": self.num_streams}
@@ -130,8 +110,6 @@ class IterableSource(Described):
 
 
 def _position_kind(make_stream: StreamFactory, state_bytes: int) -> PositionKind:
-    if isinstance(make_stream, _ListFactory) and any(map(_is_read_once, make_stream.streams)):
-        return "nothing"
     stream = make_stream(0)
     iterator = iter(stream)
     has_state = isinstance(stream, Stateful) or isinstance(iterator, Stateful)
@@ -151,16 +129,25 @@ def _has_buffer(iterable: Any) -> bool:
     return "BufferShuffled" in type(iterable).__name__ or any(_has_buffer(item) for item in inner if item is not None)
 
 
+def _shard_of(stream: Shardable, index: int) -> Iterable[Any]:
+    return stream.shard(num_shards=stream.num_shards, index=index)
+
+
+def _item_of(streams: Sequence[Iterable[Any]], index: int) -> Iterable[Any]:
+    stream = streams[index]
+    return copy.deepcopy(stream) if isinstance(stream, Stateful) else stream  # each reader has a state of its own
+
+
 def _to_factory(streams: Any, num_streams: int | None) -> tuple[StreamFactory, int]:
     if isinstance(streams, Shardable):
-        return _ShardFactory(streams), int(streams.num_shards)
+        return partial(_shard_of, streams), int(streams.num_shards)
     if isinstance(streams, Sequence) and not isinstance(streams, str | bytes):
         require_type(
             Iterable,
             "an iterable",
             **{f"streams[{i}]": stream for i, stream in enumerate(cast(Sequence[object], streams))},
         )
-        return _ListFactory(streams), len(streams)
+        return partial(_item_of, streams), len(streams)
     if not callable(streams) or num_streams is None:
         raise TypeError(
             f"IterableSource was given a {type(streams).__name__} and num_streams={num_streams}. Give a list of iterables, an "

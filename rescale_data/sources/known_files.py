@@ -53,10 +53,13 @@ class KnownFiles:
 
     def file_named(self, name: str) -> int:
         """Return the number of a file, given its name below the root, its path, its URL, or the end of its path."""
-        names, path_end = self.files.names, posixpath.normpath(name.rpartition("://")[2])
-        index = bisect_left(names, path_end)
-        files = [index] if index < len(names) and names[index] == path_end else []
-        files = files or [file for file in range(len(names)) if f"/{self.files.path(file)}".endswith(f"/{path_end}")]
+        names, path_end = self.files.names, name.rpartition("://")[2]
+        files: list[int] = []
+        for end in (path_end, posixpath.normpath(path_end)):  # in a bucket, a//b is not a/b
+            index = bisect_left(names, end)
+            if index < len(names) and names[index] == end:
+                return index
+            files = files or [file for file in range(len(names)) if f"/{self.files.path(file)}".endswith(f"/{end}")]
         if len(files) != 1:
             raise ValueError(f"{len(files)} of the files of {self.name} are named {name!r}: give the path of one.")
         return files[0]

@@ -116,7 +116,7 @@ class ParquetSource(TableSource):
 
     def decode_ahead(self, column: str, fragment: int) -> None:
         key = self._cache_key(fragment, column)
-        if not self.reads_ahead and cache().get(key) is None:
+        if self._files.filesystem is None and cache().get(key) is None:
             decode_runner().begin(key, partial(self.tokens, column, fragment))
 
     def pass_by(self, column: str, fragment: int) -> None:

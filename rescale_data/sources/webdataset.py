@@ -6,8 +6,11 @@ import io
 import logging
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, cast
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +21,7 @@ from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.bundle import string_arrays
 from rescale_data.sources.files.ranges import RangeReader, RangesFile
-from rescale_data.sources.fragments import Footer
+from rescale_data.sources.fragments import Footer, cumulative_sums
 from rescale_data.sources.indexed import IndexedSource, make_footer
 from rescale_data.state import Ints
 
@@ -94,7 +97,7 @@ class WebDatasetSource(IndexedSource):
                 )  # fmt: skip
 
     def _scan_file(self, range_reader: RangeReader) -> Footer:
-        return _group_members(read_tar_members(range_reader))
+        return _group_members(list(read_tar_members(range_reader)))
 
     def _load(self, fragment: int) -> FragmentRows:
         data = self._read_raw_bytes(fragment)
@@ -147,8 +150,19 @@ class _Samples:
         return {KEY_COLUMN: key, **{name: self._data.slice(*ranges[name]).to_pybytes() for name in self._columns}}
 
 
-def read_tar_members(ranges: RangeReader) -> Iterator[tuple[str, str, int, int, int]]:
-    """Yield ``(key, column, header offset, data offset, size)`` for each file in a tar; the size of a link is -1.
+class TarMember(NamedTuple):
+    """A file or a link in a tar, with the offsets of its header and of its data."""
+
+    key: str
+    column: str
+    header_offset: int
+    offset: int
+    size: int
+    is_link: bool
+
+
+def read_tar_members(ranges: RangeReader) -> Iterator[TarMember]:
+    """Yield the files and links in a tar that belong to samples.
 
     Raises:
         ValueError: The tar is cut off, or there are bytes after its end mark.
@@ -160,8 +174,8 @@ def read_tar_members(ranges: RangeReader) -> Iterator[tuple[str, str, int, int, 
                 if member.issparse():
                     raise ValueError(f"its member {member.name!r} is stored with holes; write it without --sparse")
                 if not member.isdir() and name_match and not member.name.rpartition("/")[2].startswith("__"):
-                    size = member.size if member.isreg() else -1
-                    yield name_match[1], name_match[2].lower(), member.offset, member.offset_data, size
+                    key, column, is_link = name_match[1], name_match[2].lower(), not member.isreg()
+                    yield TarMember(key, column, member.offset, member.offset_data, member.size, is_link)
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # else tarfile keeps all members
             end_offset = tar.offset
     except tarfile.TarError as error:
@@ -176,37 +190,22 @@ def read_tar_members(ranges: RangeReader) -> Iterator[tuple[str, str, int, int, 
             )
 
 
-def _group_members(tar_members: Iterator[tuple[str, str, int, int, int]]) -> Footer:
-    counts: dict[str, int] = {}
-    keys: list[str] = []
-    starts, member_bounds, data_end = [], [0], 0
-    table: list[tuple[int, int, int]] = []
-    row_columns: set[str] = set()
-    links = 0
-    for key, column, header_offset, offset, size in tar_members:
-        if size < 0:
-            links += 1
-            continue
-        if not keys or key != keys[-1]:
-            keys.append(key)
-            starts.append(header_offset)
-            member_bounds.append(member_bounds[-1])
-            row_columns.clear()
-        if column in row_columns:
-            raise ValueError(f"the sample {key!r} has two members {column!r}")
-        row_columns.add(column)
-        counts[column] = counts.get(column, 0) + 1
-        table.append((list(counts).index(column), offset, size))
-        member_bounds[-1] += 1
-        data_end = offset + size
-    columns, offsets, sizes = np.array(table, dtype=np.int64).reshape(-1, 3).T
+def _group_members(members: Sequence[TarMember]) -> Footer:
+    files = [member for member in members if not member.is_link]
+    samples = [list(sample) for _, sample in groupby(files, attrgetter("key"))]
+    for sample in samples:
+        column, count = Counter(member.column for member in sample).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"the sample {sample[0].key!r} has two members {column!r}")
+    counts = Counter(member.column for member in files)
+    column_numbers = {column: number for number, column in enumerate(counts)}
     arrays: dict[str, npt.NDArray[Any]] = {
-        "first": np.array(member_bounds, dtype=np.int64),
-        "column": columns.astype(np.int32),
-        "offset": offsets,
-        "size": sizes,
-        **string_arrays("keys", keys),
+        "first": cumulative_sums(np.array([len(sample) for sample in samples])),
+        "column": np.array([column_numbers[member.column] for member in files], dtype=np.int32),
+        "offset": np.array([member.offset for member in files], dtype=np.int64),
+        "size": np.array([member.size for member in files], dtype=np.int64),
+        **string_arrays("keys", [sample[0].key for sample in samples]),
     }
-    return make_footer(
-        np.array([*starts, data_end], dtype=np.int64), arrays, {"counts": counts, **({"links": links} if links else {})}
-    )
+    starts = [sample[0].header_offset for sample in samples] + [files[-1].offset + files[-1].size if files else 0]
+    links = {"links": len(members) - len(files)} if len(files) < len(members) else {}
+    return make_footer(np.array(starts, dtype=np.int64), arrays, {"counts": counts, **links})

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFile
 
+import rescale_data as rd
 from rescale_data.sources.files.paths import find_matching_files
 
 NAMES = ("b/2.parquet", "b/10.parquet", "a.parquet", "B.parquet", "notes.txt", "_tmp/x.parquet", ".hidden.parquet")
@@ -116,3 +119,18 @@ def test_keys_stay_as_they_are(below: str) -> None:
         files = find_matching_files([f"memory://{key}" for key in given], (".parquet",))
         found = [files.reader_of(file).read(0, 99).to_pybytes().decode() for file in range(len(files.names))]
         assert sorted(found) == sorted(given)
+
+
+def test_a_row_s_file_is_found_by_its_name() -> None:
+    """As `exclude=` does. A name that only a disk takes for the same is found if no file has it."""
+    memory, table = fsspec.filesystem("memory"), pa.table({"x": [1, 2]})
+    keys = ("rows/a//b.parquet", "rows/a/b.parquet", "rows/c.parquet")
+    for key in keys:
+        with memory.open(f"/{key}", "wb") as file:
+            pq.write_table(table, file)
+    source = rd.ParquetSource([f"memory://{key}" for key in keys])
+    for row in range(source.num_rows):
+        name, row_in_file = source.file_row(row)
+        for given in (name, f"memory://rows/{name}"):
+            assert source.rows_of_file(given)[row_in_file] == row
+    assert source.rows_of_file("./c.parquet") == source.rows_of_file("c.parquet")

@@ -17,7 +17,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.sources.decoded import cache as decoded
-from rescale_data.sources.decoded.ahead import fetch_runner
+from rescale_data.sources.decoded.ahead import decode_runner, fetch_runner
 from rescale_data.sources.decoded.cache import Cache, OpenFileCache, cache
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.paths import find_matching_files
@@ -121,6 +121,17 @@ def _packed(shard: rd.Shard, source: Any) -> Any:
 
 
 class TestAhead:
+    def test_nothing_is_fetched_ahead_if_that_is_not_wanted(self, sixteen: str) -> None:
+        """Nor decoded ahead, which a packer asks for: it takes the bytes from the same place."""
+        source = rd.ParquetSource(sixteen, remote=rd.Remote(read_ahead=False))
+        num_requests = Far.requests()
+        for fragment in range(16):
+            source.prepare("tokens", fragment)
+            source.decode_ahead("tokens", fragment)
+            for runner in (fetch_runner(), decode_runner()):
+                runner.wait(source._cache_key(fragment, "tokens"))
+        assert Far.requests() == num_requests
+
     @pytest.mark.parametrize("pipeline", [_rows, _packed])
     def test_many_requests_are_under_way(self, pipeline: Any, sixteen: str) -> None:
         source = rd.ParquetSource(sixteen, remote=rd.Remote())
