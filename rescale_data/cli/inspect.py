@@ -17,6 +17,7 @@ from rescale_data.checkpoint.storage.manifest import METADATA, manifest_at
 from rescale_data.checkpoint.storage.open import CheckpointReader, open_store, read_checkpoint, verify
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
+from rescale_data.engine.recipe import path_name
 from rescale_data.engine.states.codec import SavedState, data_state_paths, decode
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.nodes.mixture.rules import from_json, weights_at
@@ -129,7 +130,7 @@ def summarize_data(state: SavedState) -> dict[str, Any]:
         if key.endswith(".epoch") or key == "epoch"
     }
     row_keys = {name: f"{name}.row" if name else "row" for name in epochs}
-    sources = {path.removeprefix("root"): source for path, source in header["sources"].items()}
+    sources = {"" if path == path_name(()) else path: source for path, source in header["sources"].items()}
     of_rows = {name: rows for name, source in sources.items() if name in row_keys and (rows := _rows_per_epoch(source))}
     left_out = {key: int(rows.sum()) for key, rows in shard_columns.items() if key.rpartition(".")[2] in SKIP_COUNTERS}
     return {

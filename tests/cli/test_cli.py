@@ -278,12 +278,12 @@ def test_a_page_of_a_checkpoint_and_of_a_run(run_folder: Path, tmp_path: Path) -
 
 
 def test_a_page_of_a_mixture(tmp_path: Path) -> None:
-    sources = {name: rd.DatasetSource(list(range(90)), name=name) for name in ("<web>", "code")}
+    sources = {name: rd.DatasetSource(list(range(90)), name=name) for name in ("root <web>", "code")}
 
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         rows = {name: rd.Reader(source, shard) for name, source in sources.items()}
         kept = {**rows, "code": rd.Filter(rows["code"], lambda row: row % 2)}
-        return rd.WeightedSampler(kept, {"<web>": 0.75, "code": 0.25})
+        return rd.WeightedSampler(kept, {"root <web>": 0.75, "code": 0.25})
 
     loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8, repeat=True)
     for _ in zip(range(4), loader, strict=False):
@@ -292,8 +292,8 @@ def test_a_page_of_a_mixture(tmp_path: Path) -> None:
     call("show", tmp_path / "saved", "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "<td>code</td><td>25.0%</td><td>25.0%</td>" in text
-    drawn = sum(data_in(tmp_path / "saved")["rows"]["<web>"]) / 90
-    assert f"<td>&lt;web&gt;</td><td>0</td><td>{drawn:.1%} (" in text
+    drawn = sum(data_in(tmp_path / "saved")["rows"]["root <web>"]) / 90
+    assert f"<td>root &lt;web&gt;</td><td>0</td><td>{drawn:.1%} (" in text
     assert "code.filtered" in text
 
 

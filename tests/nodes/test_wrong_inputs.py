@@ -110,6 +110,7 @@ ARGUMENTS: list[tuple[Make, str]] = [
     (lambda: rd.WeightedSampler({}, {}), "a weight for each"),
     (partial(mixed, "a.b", weights={"a.b": 1}), "cannot be part of a state's path"),
     (partial(mixed, "drawn", weights={"drawn": 1}), "cannot be part of a state's path"),
+    (partial(mixed, "root", weights={"root": 1}), "cannot be part of a state's path"),
     (partial(mixed, weights={"a": 0}), "not all 0"),
     (partial(mixed, weights={"a": -1}), "none negative"),
     (partial(mixed, weights={"a": float("nan")}), "finite"),

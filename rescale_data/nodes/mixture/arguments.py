@@ -23,13 +23,14 @@ def check_mixture(
     """Raise ``ValueError`` if the names, weights, unit, column or ``stop`` of a mixture are not valid."""
     require_type(Mapping, "a dict", nodes=nodes)
     names: list[object] = list(nodes)
+    reserved_names = [*FIELD_NAMES, "self", "root"]
     bad_names = [
-        name for name in names if not isinstance(name, str) or not name or "." in name or name in (*FIELD_NAMES, "self")
+        name for name in names if not isinstance(name, str) or not name or "." in name or name in reserved_names
     ]
     if bad_names:
         raise ValueError(
             f"The names {bad_names} of sources cannot be part of a state's path: give strings without dots, and none of "
-            f"{[*FIELD_NAMES, 'self']}."
+            f"{reserved_names}."
         )
     weights = weights_or_schedule.keys[0][1] if isinstance(weights_or_schedule, Schedule) else weights_or_schedule
     require_type(Mapping, "a dict", weights=weights)
