@@ -178,20 +178,21 @@ class InThreadFeed(WrappedFeed):
         self.is_ahead, self._num_batches = True, num_batches
         self._thread_id = 0
         self._thread: TaskThread | None = None
-        self._lock, self._is_making = threading.Lock(), False
+        self._is_stopped = True
         self._finished_batches: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
-        self._batches_to_make = self._batches_to_take = 0.0
+        self._batches_to_request = self._batches_to_take = 0.0
         self._process_id = os.getpid()  # the process that has the thread
 
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self.stop()
         self._process_id = os.getpid()
         self.feed.begin(segment, table, first_u)
-        self._is_making, self._finished_batches = False, SimpleQueue()
+        self._is_stopped, self._finished_batches = False, SimpleQueue()
         self._thread = TaskThread("ahead")
         call_at_exit(self, lambda feed: feed.stop(wait=False))
-        self._batches_to_make = self._batches_to_take = inf if segment.stop is None else segment.stop - first_u
-        self._request_one()
+        self._batches_to_request = self._batches_to_take = inf if segment.stop is None else segment.stop - first_u
+        for _ in range(int(min(self._num_batches, self._batches_to_request))):
+            self._request_one()
 
     def next(self) -> MicroBatch:
         if not self._batches_to_take:
@@ -214,11 +215,9 @@ class InThreadFeed(WrappedFeed):
         return self.feed.activity() or f"waiting for the thread ahead, {describe(frames().get(self._thread_id))}"
 
     def stop(self, *, wait: bool = True) -> None:
-        if self._process_id != os.getpid():  # a forked process has no thread, and the lock may have been held
-            self._lock, self._thread, self._batches_to_make, self._batches_to_take = threading.Lock(), None, 0, 0
+        if self._process_id != os.getpid():  # a forked process has no thread
             return
-        with self._lock:
-            self._batches_to_make = self._batches_to_take = 0
+        self._is_stopped, self._batches_to_take = True, 0
         if self._thread is not None:
             self.feed.interrupt()
             if wait:  # otherwise, or after Ctrl-C, the thread may still be in a read: a later `stop` waits
@@ -231,27 +230,20 @@ class InThreadFeed(WrappedFeed):
         self.feed.close()
 
     def _request_one(self) -> None:
-        """Request one more micro batch from the background thread, unless the thread is busy or far enough ahead."""
-        with self._lock:
-            if (
-                self._thread is None
-                or self._is_making
-                or not self._batches_to_make
-                or self._finished_batches.qsize() >= self._num_batches
-            ):
-                return
-            self._is_making, self._batches_to_make = True, self._batches_to_make - 1
+        if self._thread is not None and self._batches_to_request:
+            self._batches_to_request -= 1
             self._thread.put(self._make)
 
     def _make(self) -> None:
+        """Make one micro batch in the background thread, unless the feed has stopped or has failed before."""
+        if self._is_stopped:
+            return
         self._thread_id = threading.get_ident()
         try:
             self._finished_batches.put(self.feed.next())
         except BaseException as error:
+            self._is_stopped = True
             self._finished_batches.put(error)
-            return
-        self._is_making = False
-        self._request_one()
 
 
 class TracedFeed(InProcessFeed):
