@@ -117,7 +117,7 @@ def encode(field: Field, value: Any) -> list[int]:
         )
     if field.shape is None:
         return [struct.unpack("<q", struct.pack("<d", value))[0] if field.dtype is torch.float64 else int(value)]
-    raw = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    raw = torch.as_tensor(value, device="cpu").detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return np.frombuffer(raw.ljust(field.num_slots * 8, b"\0"), dtype=np.int64).tolist()
 
 

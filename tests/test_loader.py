@@ -75,6 +75,20 @@ def test_a_default_device_of_the_trainer_changes_neither_batches_nor_state(how: 
     assert same_state(state, state_there)
 
 
+@pytest.mark.parametrize(
+    "rows", [range(8), [(i, 0.5) for i in range(8)], [np.arange(2)] * 8], ids=["ints", "tuples", "arrays"]
+)
+def test_rows_without_columns_stay_on_the_cpu_whatever_the_default_device_of_the_trainer(rows: Any) -> None:
+    loaders = [rd.DataLoader(rows, shuffle=False, global_batch_size=8) for _ in range(2)]
+    batch = next(iter(loaders[0]))
+    with torch.device("meta"):
+        batch_there = next(iter(loaders[1]))
+    for tensor, there in zip(
+        *([each] if torch.is_tensor(each) else each for each in (batch, batch_there)), strict=True
+    ):
+        assert torch.equal(tensor, there)
+
+
 def test_a_batch_is_a_dict_of_tensors() -> None:
     batch = next(iter(loader_of([{"x": i, "y": np.arange(3, dtype=np.float32), "name": "a"} for i in range(48)])))
     assert batch["x"].dtype == torch.int64

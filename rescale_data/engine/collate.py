@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -22,13 +23,7 @@ Samples = Sequence[Any]
 def collate(samples: Samples) -> Any:
     """Stack samples into a batch as torch's `default_collate` does; an error names the column that cannot be stacked."""
     if not isinstance(samples[0], Mapping):
-        try:
-            return default_collate(list(samples))
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"The samples cannot be stacked into a batch: {_shapes(list(samples))}. Make numbers, arrays or tensors of one "
-                f"shape of them in the pipeline, or give your own collate_fn."
-            ) from error
+        return _stack(None, list(samples))
     _require_same_columns(samples)
     return {column: _stack(column, [sample[column] for sample in samples]) for column in samples[0]}
 
@@ -126,18 +121,23 @@ def _require_same_columns(samples: Samples) -> None:
             _require_same_columns([sample[column] for sample in samples])
 
 
-def _stack(column: str, values: list[Any]) -> Any:
+def _stack(column: str | None, values: list[Any]) -> Any:
+    """Return the values of a column, or samples without columns, as one value; tensors that are made for it lie on the CPU."""
     if isinstance(values[0], PerDocument):
         return values
     try:
-        if not isinstance(values[0], torch.Tensor):
-            with torch.device("cpu"):
-                return default_collate(values)
-        return torch.stack(values)
+        if isinstance(values[0], torch.Tensor):
+            return torch.stack(values)
+        # To enter a device costs as much as to stack 32 numbers
+        with nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu"):
+            return default_collate(values)
     except (RuntimeError, TypeError, ValueError) as error:
+        subject, cure = "The samples", "Make numbers, arrays or tensors of one shape of them in the pipeline"
+        if column is not None:
+            subject, padding = f"The column {column!r}", f"rd.pad_collate(pad={{{column!r}: 0}})"
+            cure = f"For sequences of different lengths give collate_fn={padding}, pack them with rd.TokenPacker"
         raise ValueError(
-            f"The column {column!r} cannot be stacked into a batch: {_shapes(values)}. For sequences of different lengths give "
-            f"collate_fn=rd.pad_collate(pad={{{column!r}: 0}}), pack them with rd.TokenPacker, or give your own collate_fn."
+            f"{subject} cannot be stacked into a batch: {_shapes(values)}. {cure}, or give your own collate_fn."
         ) from error
 
 

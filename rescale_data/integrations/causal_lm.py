@@ -54,6 +54,6 @@ def positions(doc_ids: Tensor) -> Tensor:
 
     A document begins where ``doc_ids`` change.
     """
-    token_index = torch.arange(doc_ids.shape[1]).expand_as(doc_ids)
+    token_index = torch.arange(doc_ids.shape[1], device=doc_ids.device).expand_as(doc_ids)
     is_first = doc_ids.diff(dim=1, prepend=doc_ids[:, :1]) != 0
     return token_index - (token_index * is_first).cummax(dim=1).values

@@ -39,7 +39,10 @@ def test_the_loss_of_a_model_that_shifts(packer: Any, options: dict[str, Any]) -
 
 def test_positions_begin_anew_in_each_document_and_labels_are_needed() -> None:
     sample = {"tokens": torch.arange(5), "labels": torch.arange(5), "doc_ids": torch.tensor([0, 0, 1, 1, 1])}
-    assert causal_lm_batch([sample])["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    for default_device in ("cpu", "meta"):  # of the trainer: the batch stays on the CPU
+        with torch.device(default_device):
+            batch = causal_lm_batch([sample])
+        assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
     with pytest.raises(ValueError, match=r"a packer with labels=True, but these have \['tokens'\]"):
         causal_lm_batch([{"tokens": torch.arange(5)}])
 
