@@ -10,19 +10,18 @@ import torch
 
 from rescale_data.engine.feed import TracedFeed
 from rescale_data.engine.options import Options, Tail
-from rescale_data.engine.reading import Reading
 from rescale_data.engine.recipe import LOADER_FIELDS, Pipeline, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import make_setup
 from rescale_data.engine.states.codec import SavedState, decode
-from rescale_data.engine.states.differences import differences, without_functions, without_in_all_nodes
+from rescale_data.engine.states.differences import differences, without_earlier, without_functions
 from rescale_data.engine.states.growth import compare_sources
+from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import merged_state_dict
-from rescale_data.engine.stream import Stream, stream_of
+from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
-from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.nodes.reader import Reader
 
 State: TypeAlias = SavedState
@@ -76,9 +75,9 @@ class ReplayInterval:
 
     def schema(self) -> Schema:
         """Return the schema of the pipeline, with the files that were known at the second checkpoint."""
-        reading = self._readings(self.state_at_end.sizes, range(0), as_one_rank=True)[0]
-        reading.load_state_dict(self.state_at_end.state)
-        return stream_of(reading).schema
+        stream = self._streams(self.state_at_end.sizes, range(0), as_one_rank=True)[0]
+        load_state_dict(stream, self.state_at_end.state)
+        return stream.schema
 
     def replay(self, shards: Collection[int], from_step: int = 0, stop_step: int | None = None) -> Iterator[Served]:
         """Yield the samples of some logical shards in the steps ``from_step .. stop - 1`` between the two checkpoints.
@@ -88,17 +87,17 @@ class ReplayInterval:
         """
         state, replayed_shards = self.state_at_start.state if self.state_at_start is not None else None, set(shards)
         for sizes, end_sample in self._layout_size_changes():
-            readings = self._readings(sizes, replayed_shards, as_one_rank=self._fits_one_rank(sizes))
-            for reading in readings:
+            streams = self._streams(sizes, replayed_shards, as_one_rank=self._fits_one_rank(sizes))
+            for stream in streams:
                 if state is not None:
-                    reading.load_state_dict(state)
-                _skip_to_step(reading, from_step, end_sample)
-            for served_sample in _replay(readings, end_sample, self.skipped_ranges):
+                    load_state_dict(stream, state)
+                _skip_to_step(stream, from_step, end_sample)
+            for served_sample in _replay(streams, end_sample, self.skipped_ranges):
                 if stop_step is not None and served_sample.step >= stop_step:
                     replayed_shards.clear()
                 elif served_sample.step >= from_step:
                     yield served_sample
-            state = merged_state_dict([stream_of(reading) for reading in readings])
+            state = merged_state_dict(streams)
         if state is None or not _reaches(decode(state), self.state_at_end, sorted(replayed_shards)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
@@ -151,17 +150,17 @@ class ReplayInterval:
         )
         return whole_steps and layout.aligned
 
-    def _readings(self, sizes: tuple[int, int, int], shards: Container[int], *, as_one_rank: bool) -> list[Reading]:
-        """Return a `Reading` for each dp rank of the run, or only one for all of them."""
+    def _streams(self, sizes: tuple[int, int, int], shards: Container[int], *, as_one_rank: bool) -> list[Stream]:
+        """Return a stream for each dp rank of the run, or only one for all of them."""
         global_batch, world_size, batch_size = (sizes[0], 1, sizes[0]) if as_one_rank else sizes
         return [
-            self._reading(global_batch, world_size, batch_size, rank, 0 if as_one_rank else self.num_workers, shards)
+            self._stream(global_batch, world_size, batch_size, rank, 0 if as_one_rank else self.num_workers, shards)
             for rank in range(world_size)
         ]
 
-    def _reading(
+    def _stream(
         self, global_batch: int, world_size: int, batch_size: int, rank: int, num_workers: int, shards: Container[int]
-    ) -> Reading:
+    ) -> Stream:
         options = Options(
             global_batch_size=global_batch,
             micro_batch_size=batch_size,
@@ -176,7 +175,7 @@ class ReplayInterval:
         )
         setup = make_setup(lambda shard: self.pipeline(replace(shard, provenance=True)), options)
         runner = Runner(setup.recipe, setup.schema)
-        return Reading(Stream(setup, runner, TracedFeed(runner, shards)))
+        return Stream(setup, runner, TracedFeed(runner, shards))
 
 
 def skipped_in(state: State) -> list[tuple[int, int]]:
@@ -189,7 +188,7 @@ def pipeline_differences(pipeline: Pipeline, state: State) -> list[str]:
     num_shards, seed, global_batch_size = len(state.table), state.header["seed"], state.sizes[0]
     schema = Schema(Recipe(pipeline, num_shards, seed, False, global_batch_size=global_batch_size).build(0))
     pipelines = without_functions(state.header["pipeline"], schema.pipeline)
-    differences_found = differences(*(without_in_all_nodes(values, EARLIER_KEY) for values in pipelines))
+    differences_found = differences(*map(without_earlier, pipelines))
     try:
         added_files = {} if differences_found else compare_sources(schema, state.header["sources"]).added_files
     except DataStateError as error:
@@ -197,28 +196,25 @@ def pipeline_differences(pipeline: Pipeline, state: State) -> list[str]:
     return differences_found or [f"{path} did not read {', '.join(names)}" for path, names in added_files.items()]
 
 
-def _begun_samples(reading: Reading) -> int:
+def _begun_samples(stream: Stream) -> int:
     """Return the number of samples, over all ranks, that an unfinished step has served."""
-    stream = stream_of(reading)
     return stream.clock.begun(stream.layout.global_batch_size)
 
 
-def _skip_to_step(reading: Reading, step: int, end_sample: int) -> None:
+def _skip_to_step(stream: Stream, step: int, end_sample: int) -> None:
     """Skip to the beginning of a step, but not beyond sample ``end_sample``; in constant time if the pipeline allows it."""
-    stream, num_begun_samples = stream_of(reading), _begun_samples(reading)
-    global_batch_size = stream.layout.global_batch_size
+    num_begun_samples, global_batch_size = _begun_samples(stream), stream.layout.global_batch_size
     num_steps_left = (end_sample - stream.clock.samples + num_begun_samples) // global_batch_size
-    num_skipped = min(step - reading.step, num_steps_left) * global_batch_size - num_begun_samples
+    num_skipped = min(step - stream.step, num_steps_left) * global_batch_size - num_begun_samples
     if num_skipped > 0:
-        reading.skip(num_skipped)
+        stream.skip(num_skipped)
 
 
-def _replay(readings: Sequence[Reading], end_sample: int, skip_ranges: Sequence[tuple[int, int]]) -> Iterator[Served]:
+def _replay(streams: Sequence[Stream], end_sample: int, skip_ranges: Sequence[tuple[int, int]]) -> Iterator[Served]:
     """Yield all samples before sample ``end_sample``, without the ranges that the run has skipped.
 
     Samples of shards that are not replayed have no documents.
     """
-    streams = [stream_of(reading) for reading in readings]
     first_stream = streams[0]
     while first_stream.clock.samples < end_sample:
         for stream in streams:
@@ -227,14 +223,13 @@ def _replay(readings: Sequence[Reading], end_sample: int, skip_ranges: Sequence[
         next_sample = first_stream.clock.samples
         skip_end = next((stop for start, stop in skip_ranges if start <= next_sample < stop), next_sample)
         if skip_end > next_sample:
-            for reading in readings:
-                reading.skip(min(skip_end, end_sample) - next_sample)
+            for stream in streams:
+                stream.skip(min(skip_end, end_sample) - next_sample)
             continue
-        for rank, (reading, stream) in enumerate(zip(readings, streams, strict=True)):
+        for rank, stream in enumerate(streams):
             layout, step = stream.layout, stream.step
             first_row = (
-                rank * layout.global_batch_size // layout.dp_world_size
-                + _begun_samples(reading) // layout.dp_world_size
+                rank * layout.global_batch_size // layout.dp_world_size + _begun_samples(stream) // layout.dp_world_size
             )
             batch = stream.take()
             for index, (shard, documents) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):

@@ -7,16 +7,14 @@ The header of a state keeps the earlier forms, with the number of samples and to
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES, History, path_name
-from rescale_data.engine.schema import NodeParameters, Schema, columns_by_name
+from rescale_data.engine.schema import NodeParameters, Schema
 from rescale_data.engine.states.differences import without_parameters
-from rescale_data.engine.states.growth import Growth
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes import changing
 from rescale_data.nodes.abilities import HasForm, Mixes
@@ -48,39 +46,6 @@ class ChangedChild:
     def owns(self, key: str) -> bool:
         """True if the field, source or node with the name ``key`` belongs to the child."""
         return key in self.own_fields or key == self.name or key.startswith(self.name + ".")
-
-
-@dataclass(frozen=True)
-class TranslatedHeader:
-    """The header of a state, translated to the current pipeline, and the changes of the pipeline since the save.
-
-    Args:
-        columns, pipeline, sources: As read from JSON; sources are `None` if they equal the current ones.
-        added_nodes, removed: The children that have come and gone. Children that have come have delivered nothing.
-        growth: The changes of the data.
-    """
-
-    columns: Mapping[str, Any]
-    pipeline: NodeParameters
-    sources: Mapping[str, Any] | None
-    added_nodes: list[ChangedChild]
-    removed: list[ChangedChild]
-    growth: Growth = field(default_factory=lambda: Growth({}, {}))
-
-
-def translate_header(schema: Schema, header: Mapping[str, Any]) -> TranslatedHeader:
-    """Return the header of a state translated to the current pipeline: without removed children, with added ones."""
-    removed, added = _node_changes(schema, header["pipeline"])
-
-    def merged(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-        common = {key: value for key, value in saved.items() if not any(change.owns(key) for change in removed)}
-        return {**common, **{key: value for key, value in current.items() if any(change.owns(key) for change in added)}}
-
-    columns, sources = merged(columns_by_name(header["columns"]), schema.columns), None
-    if header["sources"] != (current := json.loads(schema.sources_json)):
-        sources = merged(header["sources"], current)
-        sources = None if sources == current else sources
-    return TranslatedHeader(columns, merged(header["pipeline"], schema.pipeline), sources, added, removed)
 
 
 def fixed_parameters(schema: Schema, pipeline: NodeParameters) -> NodeParameters:
@@ -151,7 +116,8 @@ def _any_parent_meets(root: Node[Any], path: NodePath, condition: Callable[[Node
     return False
 
 
-def _node_changes(schema: Schema, saved_parameters: Mapping[str, Any]) -> tuple[list[ChangedChild], list[ChangedChild]]:
+def node_changes(schema: Schema, saved_parameters: Mapping[str, Any]) -> tuple[list[ChangedChild], list[ChangedChild]]:
+    """Return the child nodes removed from the pipeline, and the ones added to it, since a state was saved."""
     removed: list[ChangedChild] = []
     added: list[ChangedChild] = []
     for path, node in schema.root.walk():

@@ -6,17 +6,34 @@ current ..."). It does so before our code runs, and does not say what to do. So 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
-from rescale_data.engine.states.change import TranslatedHeader, fixed_parameters, translate_header
+from rescale_data.engine.schema import NodeParameters, columns_by_name
+from rescale_data.engine.states.change import ChangedChild, fixed_parameters, node_changes
 from rescale_data.engine.states.codec import fields_in
 from rescale_data.engine.states.differences import differences, without_functions
-from rescale_data.engine.states.growth import compare_sources
+from rescale_data.engine.states.growth import Growth, compare_sources
 from rescale_data.engine.stream import HasStream, Stream, stream_of
 from rescale_data.errors import DataStateError, require_type
 from rescale_data.state import slot_offsets
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The parameters of the pipeline in a state, translated to the current pipeline, and the changes since the save.
+
+    Args:
+        added, removed: The child nodes that have come and gone. Nodes that have come have delivered nothing.
+        growth: The changes of the data.
+    """
+
+    pipeline: NodeParameters
+    added: list[ChangedChild]
+    removed: list[ChangedChild]
+    growth: Growth
 
 
 def check_state_fits(header: Mapping[str, Any], loader: HasStream) -> None:
@@ -26,7 +43,7 @@ def check_state_fits(header: Mapping[str, Any], loader: HasStream) -> None:
     translated = require_fit(stream, header)
     if slot_offsets(fields_in(header))[-1] == stream.table.shape[1] + 1:
         return
-    added, removed = ([child.name for child in children] for children in (translated.added_nodes, translated.removed))
+    added, removed = ([child.name for child in children] for children in (translated.added, translated.removed))
     raise DataStateError(
         f"The checkpoint keeps the table of the sources in another shape than the loader does: {added} are new and {removed} "
         f'gone. dcp.load refuses that ("Size mismatch"). Leave the loader out of the dict that dcp.load is given, and call '
@@ -34,24 +51,27 @@ def check_state_fits(header: Mapping[str, Any], loader: HasStream) -> None:
     )
 
 
-def require_fit(stream: Stream, header: Mapping[str, Any]) -> TranslatedHeader:
-    """Raise ``DataStateError`` if a state belongs to another run: its N, seed, columns, sources or pipeline differ.
-
-    Returns:
-        The state, translated to the current pipeline.
-    """
+def require_fit(stream: Stream, header: Mapping[str, Any]) -> Translation:
+    """Raise ``DataStateError`` if a state belongs to another run: its N, seed, columns, sources or pipeline differ."""
     current = {"num_logical_shards": stream.layout.num_logical_shards, "seed": stream.setup.recipe.seed}
     for name, cure in _FIXED_VALUE_ADVICE.items():
         if header[name] != current[name]:
             raise DataStateError(
                 f"The state was saved with {name}={header[name]}, the loader has {name}={current[name]}. {cure}"
             )
-    schema, translated = stream.schema, translate_header(stream.schema, header)
-    _require_same("fields", translated.columns, schema.columns)
-    growth = compare_sources(schema, translated.sources)
-    pipelines = without_functions(translated.pipeline, schema.pipeline)
+    schema, pipeline = stream.schema, stream.schema.pipeline
+    removed, added = node_changes(schema, header["pipeline"])
+
+    def translated(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+        common = {key: value for key, value in saved.items() if not any(child.owns(key) for child in removed)}
+        return {**common, **{key: value for key, value in current.items() if any(child.owns(key) for child in added)}}
+
+    _require_same("fields", translated(columns_by_name(header["columns"]), schema.columns), schema.columns)
+    growth = compare_sources(schema, translated(header["sources"], json.loads(schema.sources_json)))
+    saved_pipeline = translated(header["pipeline"], pipeline)
+    pipelines = without_functions(saved_pipeline, pipeline)
     _require_same("parameters of the pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines))
-    return replace(translated, growth=growth)
+    return Translation(saved_pipeline, added, removed, growth)
 
 
 def _require_same(name: str, saved: Any, current: Any) -> None:

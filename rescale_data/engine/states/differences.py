@@ -10,6 +10,7 @@ from rescale_data.engine.recipe import path_name
 from rescale_data.engine.schema import NodeParameters
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.below import may_change
+from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.nodes.function import CODE, VERSION
 
 _SHOWN = 5
@@ -26,9 +27,9 @@ def without_parameters(nodes: NodeParameters, ignored: Mapping[str, Set[str]]) -
     return {name: {k: v for k, v in node.items() if k not in ignored.get(name, ())} for name, node in nodes.items()}
 
 
-def without_in_all_nodes(nodes: NodeParameters, *parameters: str) -> NodeParameters:
-    """Return the parameters of a pipeline without the given parameters of every node."""
-    return without_parameters(nodes, {name: {*parameters} for name in nodes})
+def without_earlier(nodes: NodeParameters) -> NodeParameters:
+    """Return the parameters of a pipeline without the earlier forms of its samples."""
+    return without_parameters(nodes, {path: {EARLIER_KEY} for path in nodes})
 
 
 def without_functions(saved: NodeParameters, current: NodeParameters) -> tuple[NodeParameters, NodeParameters]:

@@ -6,7 +6,8 @@ the manifest itself if there is only one, else ``{"by_epoch": [[epoch, manifest]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -35,16 +36,29 @@ class Growth:
     histories: dict[str, History]
     added_files: dict[str, list[str]]
 
+    def joined(self, schema: Schema, epochs: Mapping[str, int] | None = None) -> dict[str, History]:
+        """Return the manifests of each source by epoch.
 
-def compare_sources(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
+        Args:
+            epochs: The epoch at which the added files of each source join; `None` if they join in no epoch, to read as before.
+        """
+        joined = dict(self.histories)
+        for path in self.added_files:
+            first_epoch = _NEVER_EPOCH if epochs is None else epochs[path]
+            earlier = [(epoch, manifest) for epoch, manifest in self.histories[path] if epoch < first_epoch]
+            joined[path] = [*earlier, (first_epoch, dict(schema.manifests[path]))]
+        return joined
+
+
+def compare_sources(schema: Schema, saved: Mapping[str, Any]) -> Growth:
     """Return the files that were added since a state was saved; raise ``DataStateError`` if the data changed otherwise.
 
     Args:
-        saved: The saved sources, by the path of the node that reads each; `None` if they equal the current ones.
+        saved: The saved sources, by the path of the node that reads each.
     """
-    if saved is None:
-        return Growth({path: _current_history(schema, path) for path in schema.manifests}, {})
     histories, sources, own_manifests = {path: parse(value) for path, value in saved.items()}, schema.sources(), {}
+    if saved == json.loads(schema.sources_json):
+        return Growth(histories, {})
     old_manifests, added_files = {path: history[-1][1] for path, history in histories.items()}, dict[str, list[str]]()
     for path, manifest in schema.manifests.items():
         own_manifests[path] = manifest
@@ -83,27 +97,19 @@ def _unfolded_manifests(source: object, old: Manifest, current: Manifest) -> tup
     return (fold(old), fold(current)) if unfolded[0] is None or unfolded[1] is None else (unfolded[0], unfolded[1])
 
 
-def with_added_files(
-    growth: Growth, schema: Schema, table: Ints, epochs_read: Callable[[dict[str, History], Sequence[str]], list[int]]
-) -> dict[str, History]:
+def with_added_files(growth: Growth, schema: Schema, table: Ints, epochs_read: Sequence[int]) -> dict[str, History]:
     """Return the manifests of each source by epoch; added files are read from the next epoch that no shard has begun.
 
     Args:
         table: Changed in place if the remainder of an epoch was planned without files that join it: it is planned again.
-        epochs_read: Returns, for histories and the paths of some sources, the last epoch of each source that is read again.
-            Windows and documents that were delivered in part are read again, so their data must stay the same.
+        epochs_read: The last epoch of each source with added files that is read again. Windows and documents that were
+            delivered in part are read again, so their data must stay the same.
     """
-    paths = list(growth.added_files)
-    reread = epochs_read(without_added_files(growth, schema), paths)
-    epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in zip(paths, reread, strict=True)}
+    pairs = zip(growth.added_files, epochs_read, strict=True)
+    epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in pairs}
     if any((_reader_positions(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
         table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
-    return _joined(growth, schema, epochs)
-
-
-def without_added_files(growth: Growth, schema: Schema) -> dict[str, History]:
-    """Return the manifests of each source by epoch, with added files that join in no epoch: for reading as before the load."""
-    return _joined(growth, schema, dict.fromkeys(growth.added_files, _NEVER_EPOCH))
+    return growth.joined(schema, epochs)
 
 
 def needed_manifests(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:
@@ -127,24 +133,6 @@ def next_epoch(schema: Schema, table: Ints, path: str) -> int:
 def parse(value: Any) -> History:
     """Return the history of a source, ``(first epoch, manifest)`` pairs, from its value in a state."""
     return [(int(epoch), manifest) for epoch, manifest in value["by_epoch"]] if "by_epoch" in value else [(0, value)]
-
-
-def _current_history(schema: Schema, path: str) -> History:
-    """Return the history of a source, ``(first epoch, manifest)`` pairs, as a save would write it now."""
-    history = schema.histories.get(path, ())
-    return list(history) if len(history) > 1 else [(0, schema.manifests[path])]
-
-
-def _joined(growth: Growth, schema: Schema, epochs: Mapping[str, int]) -> dict[str, History]:
-    """Return the manifests of each source by epoch, with the added files of each path from its epoch on."""
-    return {
-        path: _extend_history(history, epochs[path], schema.manifests[path]) if path in epochs else history
-        for path, history in growth.histories.items()
-    }
-
-
-def _extend_history(history: History, since: int, manifest: Manifest) -> History:
-    return [*((epoch, old) for epoch, old in history if epoch < since), (since, dict(manifest))]
 
 
 def _reader_positions(schema: Schema, table: Ints, path: str) -> Ints:

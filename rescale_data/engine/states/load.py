@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,11 @@ from rescale_data.engine.recipe import (
 )
 from rescale_data.engine.schema import NodeParameters, Schema, adopt_histories
 from rescale_data.engine.skip import require_micro_batches, skip
-from rescale_data.engine.states.change import TranslatedHeader, apply_changes, check_changes, earlier_parameters, reform
-from rescale_data.engine.states.check import require_fit
+from rescale_data.engine.states.change import apply_changes, check_changes, earlier_parameters, reform
+from rescale_data.engine.states.check import Translation, require_fit
 from rescale_data.engine.states.codec import SavedState, decode, has_remainder, table_of
-from rescale_data.engine.states.differences import log_changes, without_functions, without_in_all_nodes
-from rescale_data.engine.states.growth import Growth, needed_manifests, with_added_files, without_added_files
+from rescale_data.engine.states.differences import log_changes, without_earlier, without_functions
+from rescale_data.engine.states.growth import Growth, needed_manifests, with_added_files
 from rescale_data.engine.states.statedict import whole_state
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
@@ -39,7 +38,6 @@ from rescale_data.nodes import changing
 from rescale_data.nodes.abilities import ReadsBegun
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import is_endless, readers_of
-from rescale_data.nodes.form import EARLIER_KEY
 from rescale_data.nodes.reader import Reader
 from rescale_data.state import Ints, position_slots, require_limits
 
@@ -53,13 +51,13 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     saved = decode(whole_state(state))
     translated, clock = require_fit(stream, saved.header), saved.clock
     pipeline_changed = saved.header["pipeline"] != stream.schema.pipeline
-    table = table_of(stream.schema, saved, translated.added_nodes)
+    table = table_of(stream.schema, saved, translated.added)
     had_remainder = has_remainder(table)
     _require_one_end(table)
     _require_rows(stream.schema, table)
     if delivered:
         _refuse_changes(stream.schema, translated, delivered)
-        histories_then = needed_manifests(without_added_files(translated.growth, stream.schema), stream.schema, table)
+        histories_then = needed_manifests(translated.growth.joined(stream.schema), stream.schema, table)
         forms_then = _earlier_forms(stream, translated.pipeline, table)
         clock, table = _skip_delivered(stream, saved, clock, table, {**histories_then, **forms_then}, delivered)
         had_remainder = has_remainder(table)
@@ -90,7 +88,7 @@ def _translate_positions(stream: Stream, saved: NodeParameters, table: Ints) -> 
     log_changes(stream, saved)
     check_changes(stream.schema, saved, table)
     form_histories = _earlier_forms(stream, saved, table)
-    if _differ(saved, stream.schema.pipeline, EARLIER_KEY):
+    if without_earlier(saved) != without_earlier(stream.schema.pipeline):
         # The remainder counts samples of the earlier pipeline
         table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
     return form_histories
@@ -101,9 +99,10 @@ def _earlier_forms(stream: Stream, saved: NodeParameters, table: Ints) -> dict[s
     return {**reform(stream, saved, table), **earlier_parameters(stream.schema, saved, table)}
 
 
-def _refuse_changes(schema: Schema, translated: TranslatedHeader, num_delivered: int) -> None:
+def _refuse_changes(schema: Schema, translated: Translation, num_delivered: int) -> None:
     """Raise ``DataStateError`` if the current pipeline is not the one that delivered the samples after the state."""
-    if _differ(*without_functions(translated.pipeline, schema.pipeline), EARLIER_KEY):
+    saved, current = map(without_earlier, without_functions(translated.pipeline, schema.pipeline))
+    if saved != current:
         raise DataStateError(
             f"load_state_dict(state, delivered={num_delivered}): the pipeline has changed since the state was saved, "
             f"and what was delivered after it was not of this pipeline. Build the loader as it was then, load the state, save, "
@@ -122,7 +121,7 @@ def _skip_delivered(
     setup, schema, n = stream.setup, stream.schema, len(table)
     (o, w, b), k = saved.sizes, saved.header["num_workers"]
     layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
-    call, whole_steps = f"load_state_dict(state, delivered={num_samples})", setup.balance is not None
+    call, whole_steps = f"load_state_dict(state, delivered={num_samples})", setup.options.balance is not None
     num_micro_batches = require_micro_batches(call, num_samples, layout, clock, whole_steps=whole_steps)
     clock = _clock_after_load(stream, layout, clock, table, (o, w, b), had_remainder=has_remainder(table))
     ranks = setup.ranks.loading
@@ -196,13 +195,9 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
         )
 
 
-def _differ(saved: NodeParameters, current: NodeParameters, *ignored: str) -> bool:
-    """True if the parameters of two pipelines differ in any parameter except the ones named in ``ignored``."""
-    return without_in_all_nodes(saved, *ignored) != without_in_all_nodes(current, *ignored)
-
-
 def _join_added_files(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
-    histories = with_added_files(growth, stream.schema, table, partial(_last_epochs_read, stream, table, forms))
+    epochs_read = _last_epochs_read(stream, table, {**growth.joined(stream.schema), **forms}, list(growth.added_files))
+    histories = with_added_files(growth, stream.schema, table, epochs_read)
     for path, added in growth.added_files.items():
         epoch = histories[path][-1][0]
         stream.ranks.warn(
@@ -212,9 +207,7 @@ def _join_added_files(stream: Stream, growth: Growth, table: Ints, forms: Mappin
     return histories
 
 
-def _last_epochs_read(
-    stream: Stream, table: Ints, form_histories: Mapping[str, History], histories: Histories, paths: Sequence[str]
-) -> list[int]:
+def _last_epochs_read(stream: Stream, table: Ints, histories: Histories, paths: Sequence[str]) -> list[int]:
     """Return the last epoch of each source that shards read again after the load, -1 for none (collective).
 
     Shards read again to go on within windows and documents that were delivered in part.
@@ -223,7 +216,7 @@ def _last_epochs_read(
     shards = range(len(table)) if ranks.simulated else stream.ends.owned.tolist()
 
     def on_this_rank() -> list[int]:
-        by_shard = [_last_epochs_of(stream, shard, table[[shard]], {**histories, **form_histories}) for shard in shards]
+        by_shard = [_last_epochs_of(stream, shard, table[[shard]], histories) for shard in shards]
         return [max((epochs.get(path, -1) for epochs in by_shard), default=-1) for path in paths]
 
     return ranks.gather_ints(call_on_all_ranks(ranks, on_this_rank)).max(axis=0).tolist()
@@ -272,12 +265,12 @@ def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[
     return begun
 
 
-def _warn_of_changes(stream: Stream, translated: TranslatedHeader, shards_begun_again: int) -> None:
-    if translated.added_nodes or translated.removed:
+def _warn_of_changes(stream: Stream, translated: Translation, shards_begun_again: int) -> None:
+    if translated.added or translated.removed:
         stream.ranks.warn(
             "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
             "with their positions: %s.",
-            [child.name for child in translated.added_nodes],
+            [child.name for child in translated.added],
             [child.name for child in translated.removed],
         )
     if shards_begun_again:
