@@ -24,12 +24,10 @@ from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
 
-SLOW_SECONDS = 10.0
-"""Seconds that the loader waits for a batch before it logs a warning, once for this batch, that names what it waits for."""
-
-
 _RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")
 _PEER_ARGS = ("peers", "receives")
+# Of the loader of a dp rank with peers; each of these processes keeps the last three in its part of `SharedCalls`
+_SHARED_ARGS = ("pipeline", "dp_rank", "dp_world_size", "transfer", "pin_memory", "timeout")
 
 
 class DataLoader(Reading):
@@ -140,7 +138,7 @@ class DataLoader(Reading):
     ) -> None:
         self.options = Options(**{name: value for name, value in locals().items() if name in OPTION_NAMES})
         self._pipeline = pipeline
-        super().__init__(shared=None if peers is None else SharedCalls(pipeline, self.options), slow_after=SLOW_SECONDS)
+        super().__init__(None if peers is None else SharedCalls(pipeline, self.options))
         self._begin_stream()
 
     @on_first_peer(RESULT)
@@ -170,9 +168,7 @@ class DataLoader(Reading):
             raise TypeError(
                 f"reopen() has no argument {unknown}. It takes those of DataLoader: {sorted(vars(self.options))}."
             )
-        fixed_names = (
-            _PEER_ARGS if self._shared is None else (*_PEER_ARGS, "pipeline", "dp_rank", "dp_world_size", "transfer")
-        )
+        fixed_names = _PEER_ARGS if self._shared is None else _PEER_ARGS + _SHARED_ARGS
         if names := [name for name in fixed_names if name in changed]:
             raise ValueError(
                 f"reopen() keeps the peers of a dp rank, and with peers= what they share: {names} cannot change. Give mesh= of "
@@ -198,7 +194,7 @@ class DataLoader(Reading):
         pipeline, options = arguments.pop("pipeline"), Options(**arguments)
         if self._shared is not None:
             pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None)
-        return open_stream(as_pipeline(pipeline, options.shuffle), options, SLOW_SECONDS)
+        return open_stream(as_pipeline(pipeline, options.shuffle), options)
 
     def __enter__(self) -> Self:
         return self

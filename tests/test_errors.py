@@ -133,7 +133,7 @@ FITS: list[dict[str, Any]] = [
     {},
 ]
 TYPES: list[tuple[dict[str, Any], str]] = [
-    ({"mesh": "dp"}, "mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
+    ({"mesh": "dp"}, "mesh='dp' is a str; give a DeviceMesh of the dp ranks"),
     ({"batch_size": 3}, r"rd\.DataLoader has no argument batch_size=.*micro_batch_size="),
     ({"sampler": 3}, r"rd\.DataLoader has no argument sampler=.*shuffle= and seed="),
     ({"drop_last": 3}, r"rd\.DataLoader has no argument drop_last=.*tail="),

@@ -5,6 +5,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import rescale_data as rd
 
@@ -90,8 +91,22 @@ def test_a_trainer_that_counts_iterators_trains_as_many_epochs(kind: str, num_ro
     batches = iter(loader)
     for _ in range(num_before):
         next(batches, None)
-    epoch, ended = loader.epoch, loader._epoch_ended
+    epoch, ended = loader.epoch, loader._stream.epoch_ended
     loader.reopen(micro_batch_size=2)
     assert loader.epoch == epoch
     assert next(iter(loader), None) is not None
     assert loader.epoch == epoch + ended
+
+
+@pytest.mark.parametrize(
+    "changed", [{"pipeline": range}, {"transfer": "cpu"}, {"pin_memory": True}, {"timeout": 5.0}], ids=str
+)
+def test_what_the_peers_of_a_dp_rank_agreed_on_stays(changed: dict[str, Any]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ranks: dict[str, Any] = {"peers": dist.group.WORLD, "dp_rank": 0, "dp_world_size": 1}
+        loader = rd.DataLoader(functools.partial(range, 96), global_batch_size=8, **ranks)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=rf"with peers= what they share: \['{min(changed)}'\] cannot change"):
+            loader.reopen(**changed)
+    finally:
+        dist.destroy_process_group()

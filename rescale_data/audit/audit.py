@@ -20,9 +20,9 @@ from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import StrPath, join
 from rescale_data.engine.as_pipeline import as_pipeline
+from rescale_data.engine.options import Tail
 from rescale_data.engine.recipe import Pipeline, path_name
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.setup import Tail
 from rescale_data.engine.states.codec import decode
 from rescale_data.errors import DamagedCheckpointError, DataStateError, checks_argument_types
 from rescale_data.nodes.reader import Reader

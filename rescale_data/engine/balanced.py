@@ -25,7 +25,7 @@ from rescale_data.engine.feed import Feed, WrappedFeed
 from rescale_data.engine.micro_batch import MicroBatch, TableRows, merge_rows
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.runner import Collate, Exhausted
+from rescale_data.engine.runner import Exhausted
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import Setup
 from rescale_data.layout.step_plan import StepPlan
@@ -84,12 +84,11 @@ class BalancedFeed(WrappedFeed):
 
     Args:
         feed: Makes micro batches that are lists of samples (`as_samples`).
-        collate: Makes a batch from a list of samples.
     """
 
-    def __init__(self, feed: Feed, setup: Setup, balance: Balance, collate: Collate | None) -> None:
+    def __init__(self, feed: Feed, setup: Setup, balance: Balance) -> None:
         super().__init__(feed)
-        self._setup, self._balance, self._collate = setup, balance, collate or stack
+        self._setup, self._balance, self._collate = setup, balance, setup.options.collate_fn or stack
         self._sample_group = setup.ranks.subset(_members(balance, setup.ranks))
         is_known = balance.weight is None or self._sample_group.world_size == setup.ranks.world_size
         self._weight_group = self._sample_group if is_known else setup.ranks.subset(range(setup.ranks.world_size))

@@ -118,7 +118,7 @@ def _moved_cursor(cursor: Cursor, clock: Clock, table: Ints, ends: EpochEnds) ->
 def _remainder_segment(ends: EpochEnds, u: int, samples_left: Ints, samples: Ints, *, is_known: bool) -> Segment:
     """Return the segment of a remainder from micro batch ``u`` on; it has no micro batches if nothing is left."""
     is_last = is_known or samples_left.sum() < ends.layout.global_batch_size
-    remainder = Remainder(ends.layout, samples_left, samples, ends.setup.tail == "pad" and is_last)
+    remainder = Remainder(ends.layout, samples_left, samples, ends.setup.options.tail == "pad" and is_last)
     stop = max(remainder.num_micro_batches, u)
     return _segment(ends, u, stop, samples, samples_left if is_known else None, remainder)
 
@@ -132,10 +132,10 @@ def _segment(
     remainder: Remainder | None = None,
 ) -> Segment:
     """Return the segment from micro batch ``u`` on: of the main phase of an epoch, or of a remainder."""
-    setup, pads = ends.setup, ends.setup.tail == "pad"
+    setup, pads = ends.setup, ends.setup.options.tail == "pad"
     checks_from = stop if stop is not None else sys.maxsize if setup.recipe.repeat else 0
     checks_from = 0 if setup.recipe.verify or remainder is not None else checks_from  # a failed proof stays failed
-    balanced, histories = setup.balance is not None, ends.schema.histories
+    balanced, histories = setup.options.balance is not None, ends.schema.histories
     return Segment(
         ends.layout, ends.ranks.rank, stop, u, samples, samples_left, remainder, histories, pads, checks_from, balanced
     )

@@ -26,12 +26,8 @@ _FORK_WARNING = (
 )
 
 
-def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stream:
-    """Return the stream of micro batches of a new loader, at the start of the run (collective with a process group).
-
-    Args:
-        slow_after: Seconds after which a worker reports what it is doing.
-    """
+def open_stream(pipeline: Pipeline, options: Options) -> Stream:
+    """Return the stream of micro batches of a new loader, at the start of the run (collective with a process group)."""
     setup = make_setup(pipeline, options)
     if options.shuffle is False and setup.layout.misfit_reason is not None:
         raise ValueError(
@@ -40,10 +36,10 @@ def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stre
     runner = Runner(setup.recipe, setup.schema)
     pins_memory = torch.accelerator.is_available() and (options.pin_memory or is_accelerator(options.transfer))
     if options.balance is not None:
-        feed: Feed = _balanced_feed(setup, options, options.balance, runner, slow_after)
+        feed: Feed = _balanced_feed(setup, options.balance, runner)
         feed = MappedFeed(feed, pin) if pins_memory else feed
     elif options.num_workers:
-        feed = _pool(setup, options, slow_after, pin_memory=pins_memory)
+        feed = _pool(setup, options, pin_memory=pins_memory)
     else:
         feed = InProcessFeed(runner, options.collate_fn)
         feed = MappedFeed(feed, pin) if pins_memory else feed
@@ -56,19 +52,20 @@ def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stre
     return Stream(setup, runner, feed)
 
 
-def _balanced_feed(setup: Setup, options: Options, balance: Balance, runner: Runner, slow_after: float) -> Feed:
+def _balanced_feed(setup: Setup, balance: Balance, runner: Runner) -> Feed:
     """Return the feed of balanced steps, on top of a feed that reads ahead, so that not all ranks wait for one slow read."""
+    options = setup.options
     if options.num_workers:
-        inner_feed: Feed = _pool(setup, replace(options, collate_fn=as_samples), slow_after, pin_memory=False)
+        inner_feed: Feed = _pool(setup, replace(options, collate_fn=as_samples), pin_memory=False)
     else:
         inner_feed = InProcessFeed(runner, as_samples)
         batches_ahead = max(options.ahead, setup.layout.gradient_accumulation_steps)
         inner_feed = InThreadFeed(inner_feed, batches_ahead) if options.ahead else inner_feed
-    return BalancedFeed(inner_feed, setup, balance, options.collate_fn)
+    return BalancedFeed(inner_feed, setup, balance)
 
 
-def _pool(setup: Setup, options: Options, slow_after: float, *, pin_memory: bool) -> Pool:
-    pool = Pool(setup.recipe, options, slow_after, pin_memory=pin_memory)
+def _pool(setup: Setup, options: Options, *, pin_memory: bool) -> Pool:
+    pool = Pool(setup.recipe, options, pin_memory=pin_memory)
     if pool.uses_fork and setup.ranks.communicator is not None and is_file_store():
         setup.ranks.warn(_FORK_WARNING)
     return pool

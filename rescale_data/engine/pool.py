@@ -25,7 +25,6 @@ class Pool(Feed):
     """A feed that makes micro batches in K worker processes; `begin` starts the processes.
 
     Args:
-        slow_after: Seconds after which a worker reports what it is doing.
         pin_memory: True if batches are to arrive in page-locked memory.
 
     Attributes:
@@ -34,8 +33,8 @@ class Pool(Feed):
 
     is_ahead = True
 
-    def __init__(self, recipe: Recipe, options: Options, slow_after: float, *, pin_memory: bool) -> None:
-        self._worker = Worker(recipe, options, slow_after)
+    def __init__(self, recipe: Recipe, options: Options, *, pin_memory: bool) -> None:
+        self._worker = Worker(recipe, options)
         functions = {name: getattr(options, name) for name in ("collate_fn", "worker_init_fn")}
         require_pickle(self._worker, pipeline=recipe.pipeline, **functions)
         self._context = context_of(options.multiprocessing_context)

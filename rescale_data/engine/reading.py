@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 import weakref
@@ -14,17 +13,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ranks.peers import BATCH_MESSAGE, PEEKED_MESSAGE, RESULT
 from rescale_data.engine.reopening import require_reopenable
 from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
 from rescale_data.engine.shared import BatchCounts, SharedCalls, on_first_peer, require_number
-from rescale_data.engine.skip import require_micro_batches
 from rescale_data.engine.states.load import load_state_dict as load
 from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
 from rescale_data.engine.states.statedict import state_dict as state_of
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.watch import Watch, describe, waits_for_batches
+from rescale_data.engine.watch import SLOW_SECONDS, Watch, describe, waits_for_batches
 from rescale_data.errors import checks_argument_types
 
 R = TypeVar("R")
@@ -47,23 +44,19 @@ class Reading:
     """Reads a stream: the base class of `DataLoader`, with all methods that do not depend on its arguments.
 
     Args:
-        own_stream: The stream; `None` if a subclass opens it later, and on peers of the process that reads.
         shared: Makes each call together with the peers of this process, of which the first one alone has a stream.
-        slow_after: Seconds after which a wait for a batch is logged as a warning.
     """
 
-    def __init__(
-        self, own_stream: Stream | None = None, *, shared: SharedCalls | None = None, slow_after: float = math.inf
-    ) -> None:
-        self._own_stream, self._shared = own_stream, shared
+    def __init__(self, shared: SharedCalls | None) -> None:
+        self._own_stream: Stream | None = None  # the subclass opens it; peers of the process that reads have none
+        self._shared = shared
         self._num_iterators = self._iterator_epoch = 0  # only the newest one is valid, up to the end of this epoch
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
         self._recent_wait_seconds: deque[float] = deque(maxlen=_MAX_WAITS)
         # An unreferenced loader is freed at once, with its workers
         weak_warn_slow = weakref.WeakMethod(self._warn_slow)
-        self._watch = Watch(slow_after, lambda seconds, frame: (warn := weak_warn_slow()) and warn(seconds, frame))
-        self._last_batch_samples = 0
+        self._watch = Watch(SLOW_SECONDS, lambda seconds, frame: (warn := weak_warn_slow()) and warn(seconds, frame))
 
     @property
     def _stream(self) -> Stream:
@@ -79,17 +72,10 @@ class Reading:
         return self._own_stream
 
     @property
-    def _sent_numbers(self) -> BatchCounts | None:
-        """The numbers that the first peer has sent; `None` where this process reads itself."""
-        return None if self._shared is None else self._shared.numbers
-
-    @property
-    def _cursor(self) -> Cursor:
-        return self._stream.cursor
-
-    @property
-    def _steps_per_epoch(self) -> int | None:
-        return self._stream.setup.steps_per_epoch
+    def _counts(self) -> Stream | BatchCounts:
+        """The object that has the counts of the loader: the stream, or on other peers what the first one has sent."""
+        sent_counts = None if self._shared is None else self._shared.counts
+        return self._stream if sent_counts is None else sent_counts
 
     @on_first_peer(RESULT)
     def _call_on_first_peer(self, function: Callable[[Stream], R]) -> R:
@@ -108,57 +94,31 @@ class Reading:
 
     @on_first_peer(RESULT)
     def _iter(self) -> None:
-        if self._epoch_ended and not self._cursor.resumed:
-            self._begin_next_epoch()
-        self._is_epoch_over()
+        stream = self._stream
+        if stream.epoch_ended and not stream.cursor.resumed:
+            stream.begin_next_epoch()
+        stream.is_epoch_over()
         self._invalidate()
         self._iterator_epoch = self.epoch
 
     def __len__(self) -> int:
         """Return the number of micro batches in the whole epoch; ``TypeError`` if it has no end, or only reading finds it."""
-        if self._sent_numbers is not None:
-            return require_number(self._sent_numbers.num_batches)
-        if self._steps_per_epoch is not None:
-            return self._steps_per_epoch * self.gradient_accumulation_steps
-        return self._require_number(self._stream.num_micro_batches() if not self._stream.setup.recipe.repeat else None)
+        return require_number(self._counts.num_batches)
 
     @property
     def batches_left(self) -> int:
         """The number of micro batches until the iterator ends, 0 after the last one; ``TypeError`` as for `len`."""
-        if self._sent_numbers is not None:
-            return require_number(self._sent_numbers.batches_left)
-        if self._epoch_ended:
-            return 0
-        if self._steps_per_epoch is not None:
-            return (
-                self._steps_per_epoch - self.step % self._steps_per_epoch
-            ) * self.gradient_accumulation_steps - self._stream.num_in_step
-        return self._require_number(
-            self._stream.num_micro_batches_left() if self._stream.setup.epoch_size_is_known else None
-        )
-
-    def _require_number(self, num_batches: int | None) -> int:
-        if num_batches is None:
-            reason = "repeat=True has no end"
-            if not self._stream.setup.recipe.repeat:
-                unsized_nodes = self._stream.setup.schema.unsized_nodes(self._stream.table)
-                reason = f"only reading tells how many samples come out of {' and '.join(unsized_nodes)}"
-            raise TypeError(
-                f"The loader has no number of batches: {reason}. Give it steps_per_epoch=, or iterate without len(). A torch "
-                f"DataLoader over it asks for len(): leave that out, rd.DataLoader makes the batches itself."
-            )
-        return num_batches
+        return require_number(self._counts.batches_left)
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """A, the number of batches of this rank in one optimizer step."""
-        layout_or_numbers = self._stream.layout if self._sent_numbers is None else self._sent_numbers
-        return layout_or_numbers.gradient_accumulation_steps
+        return self._counts.gradient_accumulation_steps
 
     @property
     def last_batch_samples(self) -> int:
         """The number of real samples in the newest batch of this rank, which come first; below b only with ``tail="pad"``."""
-        return self._last_batch_samples if self._sent_numbers is None else self._sent_numbers.last_batch_samples
+        return self._counts.last_batch_samples
 
     @on_first_peer(RESULT)
     def start(self) -> None:
@@ -167,7 +127,7 @@ class Reading:
         Worker processes, or the thread of ``prefetch``, go ahead in the background; else the first batch is made now.
         A later load begins anew.
         """
-        if not self._is_epoch_over():
+        if not self._stream.is_epoch_over():
             self._stream.start()
             if not self._stream.feed.is_ahead:
                 self._stream.peek()
@@ -181,7 +141,7 @@ class Reading:
         Like iterating, collective over the dp ranks where an epoch's end is found by reading (``repeat=False`` with packing
         or filters): all ranks call it, or none. So are `start` and `skip`.
         """
-        if self._is_epoch_over():
+        if self._stream.is_epoch_over():
             raise StopIteration
         return self._stream.peek().batch
 
@@ -197,17 +157,7 @@ class Reading:
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.
         """
-        call, stream, cursor = f"skip(num_samples={num_samples})", self._stream, self._cursor
-        num_micro_batches = require_micro_batches(
-            call, num_samples, stream.layout, stream.clock, whole_steps=stream.setup.balance is not None
-        )
-        if num_micro_batches and cursor.first_unsaved_u != cursor.u:
-            raise ValueError(
-                f"{call} with balance= begins within a step: {stream.num_in_step} of its "
-                f"{self.gradient_accumulation_steps} micro batches have been taken. Take the others first."
-            )
-        if num_micro_batches:
-            stream.skip(num_micro_batches)
+        self._stream.skip(num_samples)
 
     @on_first_peer(RESULT)
     @checks_argument_types
@@ -219,11 +169,12 @@ class Reading:
         Raises:
             ValueError: It is another epoch.
         """
-        now = self.epoch
-        if epoch == now + 1 and self._is_epoch_over():
-            self._begin_next_epoch()
-        elif self._cursor.resumed and not self._stream.clock.in_step and 0 <= epoch == now - 1 and self._at_epoch_end():
-            self._stream.cursor = self._cursor._replace(epochs_seen=epoch)  # a state there does not say if it was seen
+        stream, now = self._stream, self._stream.epoch
+        is_resumed_at_end = stream.is_at_end_of_steps and stream.cursor.resumed and not stream.clock.in_step
+        if epoch == now + 1 and stream.is_epoch_over():
+            stream.begin_next_epoch()
+        elif is_resumed_at_end and 0 <= epoch == now - 1:
+            stream.cursor = stream.cursor._replace(epochs_seen=epoch)  # a state there does not say if it was seen
         elif epoch != now:
             raise ValueError(
                 f"set_epoch({epoch}): the loader is in epoch {now}, and moves on to {now + 1} when its last batch has "
@@ -247,7 +198,7 @@ class Reading:
     @property
     def step(self) -> int:
         """The number of global batches delivered."""
-        return self._stream.step if self._sent_numbers is None else self._sent_numbers.step
+        return self._counts.step
 
     @property
     def epoch(self) -> int:
@@ -255,25 +206,14 @@ class Reading:
 
         0 with ``repeat=True`` and no ``steps_per_epoch``; each shard has its own there (see `progress`).
         """
-        if self._sent_numbers is not None:
-            return self._sent_numbers.epoch
-        steps = self._steps_per_epoch
-        return self._cursor.clock.epoch if steps is None else self.step // steps - self._epoch_ended
-
-    @property
-    def _epoch_ended(self) -> bool:
-        """True if the last batch of the epoch was consumed, but no iterator has raised `StopIteration` for it yet."""
-        steps = self._steps_per_epoch
-        if steps is None:
-            return self._cursor.epoch_ended
-        return self._at_epoch_end() and self.step // steps > self._cursor.epochs_seen
+        return self._counts.epoch
 
     def progress(self) -> dict[str, float]:
         """Return counters for a logger, by name: of the run, of rows drawn by this rank's shards, and of waits and reads.
 
         ``dropped_samples`` and ``padded_samples`` count from the beginning of the run; they are in the state.
         """
-        if self._sent_numbers is not None:
+        if isinstance(self._counts, BatchCounts):
             return {"global_step": float(self.step)}
         p50, p99 = np.quantile(self._recent_wait_seconds or [0.0], [0.5, 0.99]).tolist()
         wait_counters = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
@@ -319,7 +259,7 @@ class Reading:
     @on_first_peer(RESULT)
     def _state_dict(self) -> tuple[dict[str, Any], str]:
         self._warn_of_threads()
-        return state_and_reason(self._cursor, self._stream.ends)
+        return state_and_reason(self._stream.cursor, self._stream.ends)
 
     @on_first_peer(RESULT)
     def local_state_dict(self) -> dict[str, Any]:
@@ -337,7 +277,7 @@ class Reading:
                 f"local_state_dict() of a loader with peers= and {num_dp_ranks} dp ranks: the rows of a dp rank "
                 f"stay on the first of its peers. Call loader.state_dict() on all ranks, which returns the whole state."
             )
-        return local_state_dict(self._cursor, self._stream.ends)
+        return local_state_dict(self._stream.cursor, self._stream.ends)
 
     @on_first_peer(RESULT)
     @checks_argument_types
@@ -375,17 +315,18 @@ class Reading:
 
         Without a state, the ranks have to stay the same.
         """
-        reopened = Reading(stream)
+        old = self._stream
         if state is None:
             if delivered:
                 raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")
-            require_reopenable(self._stream, stream)
-        reopened.load_state_dict(state_of(self._cursor, self._stream.ends) if state is None else state, delivered)
+            require_reopenable(old, stream)
+        load(stream, state_of(old.cursor, old.ends) if state is None else state, delivered)
         if state is None:  # keep whether the end of the epoch was seen here
-            end_unseen = self._steps_per_epoch is not None and self._epoch_ended and reopened._at_epoch_end()
-            cursor = stream.cursor
-            stream.cursor = cursor._replace(resumed=self._cursor.resumed, epochs_seen=cursor.epochs_seen - end_unseen)
-        change = reopened.epoch - self.epoch  # steps_per_epoch may count otherwise; the newest iterator goes on
+            end_unseen = old.is_at_end_of_steps and old.epoch_ended and stream.is_at_end_of_steps
+            epochs_seen = stream.cursor.epochs_seen - end_unseen
+            stream.cursor = stream.cursor._replace(resumed=old.cursor.resumed, epochs_seen=epochs_seen)
+        change = stream.epoch - old.epoch  # steps_per_epoch may count otherwise; the newest iterator goes on
+        stream.last_batch_samples = old.last_batch_samples
         self.close()
         self._own_stream, self._iterator_epoch = stream, self._iterator_epoch + change
         if state is not None:
@@ -414,8 +355,8 @@ class Reading:
         stream = self._own_stream
         if stream is None or batches.number != self._last_taken[0]:
             stream = self._stream  # asks torch for a process group, which for each batch would cost 2 %
-        cursor, steps = stream.cursor, stream.ends.setup.steps_per_epoch
-        if (cursor.clock.epoch if steps is None else self.epoch) != self._iterator_epoch:
+        cursor, steps = stream.cursor, stream.ends.setup.options.steps_per_epoch
+        if (cursor.clock.epoch if steps is None else stream.epoch) != self._iterator_epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
         # There is no call between this check and the assignment below: two threads cannot both pass.
@@ -430,13 +371,13 @@ class Reading:
                 watch.start()
             if (
                 steps is not None or cursor.segment is None or cursor.u >= cursor.segment.checks_from_u
-            ) and self._is_epoch_over():
-                self._begin_next_epoch()
+            ) and stream.is_epoch_over():
+                stream.begin_next_epoch()
                 raise StopIteration
             micro_batch = stream.take()
             self._last_taken = (batches.number, thread)
-            self._last_batch_samples = micro_batch.num_real
-            if steps is not None and self._epoch_ended:
+            stream.last_batch_samples = micro_batch.num_real
+            if steps is not None and stream.epoch_ended:
                 stream.release_cache()
             return micro_batch.batch
         finally:
@@ -446,27 +387,6 @@ class Reading:
             self._recent_wait_seconds.append(waited)
 
     _take_shared_batch = on_first_peer(BATCH_MESSAGE)(_take_batch)
-
-    def _is_epoch_over(self) -> bool:
-        """True if no batch is left in the epoch; plans the segment of the next batch if there is no plan."""
-        if self._steps_per_epoch is None:
-            return self._stream.begin_segment() is None
-        while not self._epoch_ended and self._stream.begin_segment() is None:
-            self._stream.begin_next_epoch()  # the end of the data does not end an epoch of steps
-        return self._epoch_ended
-
-    def _begin_next_epoch(self) -> None:
-        if self._steps_per_epoch is None:
-            self._stream.begin_next_epoch()
-        else:
-            self._stream.cursor = self._cursor._replace(epochs_seen=self.step // self._steps_per_epoch, resumed=False)
-
-    def _at_epoch_end(self) -> bool:
-        return (
-            self._steps_per_epoch is not None
-            and not self._stream.num_in_step
-            and self.step % self._steps_per_epoch == 0
-        )
 
 
 def call_with_stream(loader: Reading, function: Callable[[Stream], R]) -> R:

@@ -18,7 +18,7 @@ def require_reopenable(old_stream: Stream, new_stream: Stream) -> None:
             f"ones."
         )
     sizes, new_sizes = ((s.layout.global_batch_size, s.layout.micro_batch_size) for s in (old_stream, new_stream))
-    is_balanced = old_stream.setup.balance is not None or new_stream.setup.balance is not None
+    is_balanced = old_stream.setup.options.balance is not None or new_stream.setup.options.balance is not None
     begun, per_step = old_stream.num_in_step, old_stream.layout.gradient_accumulation_steps
     if begun and (sizes != new_sizes or is_balanced):
         raise ValueError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rescale_data.engine.balance import Balance
-from rescale_data.engine.options import Options, Tail
+from rescale_data.engine.options import Options
 from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe, path_name
@@ -29,15 +29,13 @@ _log = logging.getLogger("rescale_data")
 
 @dataclass(frozen=True)
 class Setup:
-    """The checked arguments of a loader."""
+    """The checked arguments of a loader, with the recipe, schema, layout and ranks that follow from them."""
 
+    options: Options
     recipe: Recipe
     schema: Schema
     layout: Layout
     ranks: Ranks
-    tail: Tail
-    steps_per_epoch: int | None = None
-    balance: Balance | None = None
 
     @cached_property
     def epoch_size_is_known(self) -> bool:
@@ -60,7 +58,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> Setup:
     recipe = Recipe(pipeline, layout.num_logical_shards, options.seed, options.repeat, options.verify, o)
     schema = Schema(recipe.build(0))  # shard 0 on every rank, so that the schema is the same in any topology
     _check_memory(schema, layout)
-    setup = Setup(recipe, schema, layout, ranks, options.tail, options.steps_per_epoch, options.balance)
+    setup = Setup(options, recipe, schema, layout, ranks)
     _check_epoch(setup)
     _check_steps(setup)
     _check_shards(setup)
@@ -106,7 +104,7 @@ def _warn_if_not_aligned(setup: Setup) -> None:
 
 def _check_steps(setup: Setup) -> None:
     """Raise ``ValueError`` if `steps_per_epoch` is out of range, or if the pipeline itself knows the size of its epoch."""
-    steps_per_epoch = setup.steps_per_epoch
+    steps_per_epoch = setup.options.steps_per_epoch
     if steps_per_epoch is None:
         return
     if steps_per_epoch < 1:
@@ -170,7 +168,11 @@ def _check_epoch(setup: Setup) -> None:
             f"in which the ranks agree on the end of the epoch; dp_rank={setup.ranks.rank} and dp_world_size="
             f"{setup.ranks.world_size} were given without one. Start it, use repeat=True, or a single rank."
         )
-    if epoch_end is not None and setup.tail == "drop" and int(epoch_end[0].sum()) < setup.layout.global_batch_size:
+    if (
+        epoch_end is not None
+        and setup.options.tail == "drop"
+        and int(epoch_end[0].sum()) < setup.layout.global_batch_size
+    ):
         raise ValueError(
             f"An epoch has {int(epoch_end[0].sum())} samples, less than one global batch of {setup.layout.global_batch_size}, "
             f"so tail='drop' would drop them all. Use a smaller global_batch_size, tail='pad', repeat=True or more data."

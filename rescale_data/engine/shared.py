@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.message import to_bytes
 from rescale_data.engine.options import Options
+from rescale_data.engine.ranks.find_ranks import MESH_TYPES, ranks_in
 from rescale_data.engine.ranks.meeting import by_dp_rank
 from rescale_data.engine.ranks.peers import BATCH_MESSAGE, RESULT, Peers
-from rescale_data.engine.stream import STOP_ITERATION_MESSAGE
+from rescale_data.engine.stream import STOP_ITERATION_MESSAGE, Stream
 from rescale_data.engine.transfer import transfer_function
-from rescale_data.errors import require_callable, to_picklable
+from rescale_data.errors import require_callable, require_type, to_picklable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +31,7 @@ _NO_COUNTS = (0, 0, 0, 0)
 
 
 class BatchCounts(NamedTuple):
-    """Step, epoch and batch counts of a loader, known on each peer without communication; a string says why one is unknown."""
+    """The counts of a `Stream`, by the same names, known on each peer without communication."""
 
     step: int = 0
     epoch: int = 0
@@ -40,13 +41,10 @@ class BatchCounts(NamedTuple):
     batches_left: int | str = 0
 
     @classmethod
-    def from_loader(cls, loader: Any) -> BatchCounts:
-        """Return the present counts of a loader (a `Reading`); all are zero if it has no stream, because building it failed."""
-        if loader._own_stream is None:
-            return cls()
-        batches_left = _number_or_reason(lambda: loader.batches_left)
-        per_step, num_batches = loader.gradient_accumulation_steps, _number_or_reason(loader.__len__)
-        return cls(loader.step, loader.epoch, loader.last_batch_samples, per_step, num_batches, batches_left)
+    def of(cls, loader: Any) -> BatchCounts:
+        """Return the present counts of a loader's stream; all are zero without one, because building the loader failed."""
+        stream: Stream | None = loader._own_stream
+        return cls() if stream is None else cls(*(_count_or_reason(stream, name) for name in cls._fields))
 
 
 class SharedCalls:
@@ -57,7 +55,7 @@ class SharedCalls:
         options: The other arguments of `DataLoader`.
 
     Attributes:
-        numbers: The numbers that the first peer has sent; `None` on the first peer itself.
+        counts: The counts that the first peer has sent; `None` on the first peer itself.
 
     Raises:
         ValueError: Peers were given different arguments (functions are compared by name); all peers raise it.
@@ -75,7 +73,7 @@ class SharedCalls:
         arguments = {"pipeline": pipeline, **vars(options)}
         settings = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
         self._peers = Peers(_peer_ranks(options.peers), options.receives, settings, options.timeout)
-        self.numbers = BatchCounts() if self._peers.my_index else None
+        self.counts = BatchCounts() if self._peers.my_index else None
         if options.dp_rank is not None:
             _join_meeting(options.dp_rank, options.dp_world_size, options.timeout)
 
@@ -94,14 +92,15 @@ class SharedCalls:
         call_digest = self._peers.digest_of(call_text)
         try:
             value = work()
-            packed_bytes = to_bytes(value if message_kind != RESULT else (BatchCounts.from_loader(loader), value, None))
+            packed_bytes = to_bytes(value if message_kind != RESULT else (BatchCounts.of(loader), value, None))
         except Exception as error:
-            packed_bytes = to_bytes((BatchCounts.from_loader(loader), None, to_picklable(error)))
+            packed_bytes = to_bytes((BatchCounts.of(loader), None, to_picklable(error)))
             self._peers.send(RESULT, [call_digest, *_NO_COUNTS], packed_bytes)
             raise
         batch_counts = _NO_COUNTS
         if message_kind != RESULT:
-            batch_counts = loader.step, loader.epoch, loader.last_batch_samples, loader._epoch_ended
+            stream: Stream = loader._own_stream
+            batch_counts = stream.step, stream.epoch, stream.last_batch_samples, stream.epoch_ended
         self._peers.send(message_kind, [call_digest, *batch_counts], packed_bytes)
         return value
 
@@ -113,13 +112,13 @@ class SharedCalls:
                 f"arguments, or that of another loader. All peers of a dp rank make the same calls in the same order."
             )
         if message_kind != RESULT:
-            numbers = self.numbers or BatchCounts()
-            num_left = numbers.batches_left
+            counts = self.counts or BatchCounts()
+            num_left = counts.batches_left
             num_left = num_left - 1 if message_kind == BATCH_MESSAGE and isinstance(num_left, int) else num_left
             num_left = 0 if has_ended else num_left
-            self.numbers = numbers._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=num_left)
+            self.counts = counts._replace(step=step, epoch=epoch, last_batch_samples=num_real, batches_left=num_left)
             return value
-        self.numbers, call_result, error = value
+        self.counts, call_result, error = value
         if error is not None:
             raise error
         return call_result
@@ -152,35 +151,25 @@ def on_first_peer(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Cal
     return decorate
 
 
-def _number_or_reason(number: Callable[[], int]) -> int | str:
+def _count_or_reason(stream: Stream, name: str) -> Any:
     try:
-        return number()
-    except Exception as error:
+        return getattr(stream, name)
+    except Exception as error:  # the search for the end of the epoch has failed: the next batch raises it
         return str(error)
 
 
 def require_number(number: int | str) -> int:
-    """Return a count of `BatchCounts`; raise ``TypeError`` with the reason if it is not known."""
+    """Return a count of batches; raise ``TypeError`` with the reason, a text, if it is not known."""
     if isinstance(number, str):
         raise TypeError(number)
     return number
 
 
-def _peer_ranks(peers: object) -> list[int]:
+def _peer_ranks(peers: Any) -> list[int]:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("peers= needs a process group: call torch.distributed.init_process_group first.")
-    if isinstance(peers, DeviceMesh):
-        ranks: list[int] = sorted(peers.mesh.flatten().tolist())
-    elif isinstance(peers, ProcessGroup):
-        ranks = sorted(dist.get_process_group_ranks(peers))
-    else:
-        raise TypeError(
-            f"peers={peers!r} is a {type(peers).__name__}: give the DeviceMesh or the process group of the ranks that share a "
-            f"dp rank."
-        )
-    if dist.get_rank() not in ranks:
-        raise ValueError(f"This process has rank {dist.get_rank()}, but peers holds the ranks {ranks}: pass its own.")
-    return ranks
+    require_type(MESH_TYPES, "the DeviceMesh or the process group of the ranks that share a dp rank", peers=peers)
+    return sorted(ranks_in(peers=peers))
 
 
 def _join_meeting(dp_rank: Any, dp_world_size: Any, timeout: float) -> None:

@@ -16,7 +16,7 @@ from rescale_data.engine.runner import Exhausted, Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import Setup
-from rescale_data.engine.skip import skip
+from rescale_data.engine.skip import require_micro_batches, skip
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
@@ -65,10 +65,13 @@ class Stream:
     Args:
         runner: Draws samples apart from the feed, to skip and to count.
         feed: Makes the micro batches.
+
+    Attributes:
+        last_batch_samples: The number of real samples in the newest batch.
     """
 
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
-        self.feed, self.ends = feed, EpochEnds(setup, runner)
+        self.feed, self.ends, self.last_batch_samples = feed, EpochEnds(setup, runner), 0
         self._pid = 0  # the process in which the feed has begun
         self.reset()
 
@@ -105,9 +108,13 @@ class Stream:
         return self.clock.global_step(self.layout.global_batch_size)
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.layout.gradient_accumulation_steps
+
+    @property
     def num_in_step(self) -> int:
         """The number of micro batches consumed in the current step, which is not complete."""
-        return self.cursor.u % self.layout.gradient_accumulation_steps
+        return self.cursor.u % self.gradient_accumulation_steps
 
     def progress(self) -> dict[str, float]:
         """Return numbers for a logger, by name: of the feed, of the run, and of rows drawn by the shards of this rank."""
@@ -128,20 +135,86 @@ class Stream:
     def has_short_tail(self) -> bool:
         """True if the epoch is known to have less than one global batch left, which will be dropped."""
         unread = None if self.cursor.epoch_ended else self.ends.samples_left_in_epoch(self.table)
-        return unread is not None and self.setup.tail == "drop" and int(unread.sum()) < self.layout.global_batch_size
+        return (
+            unread is not None
+            and self.setup.options.tail == "drop"
+            and int(unread.sum()) < self.layout.global_batch_size
+        )
 
-    def num_micro_batches_left(self) -> int | None:
-        """Return the number of micro batches left in the epoch; `None` if it is endless or its end is not known."""
+    # The epoch of the loader: an epoch of the data, or `steps_per_epoch` steps
+
+    @property
+    def epoch(self) -> int:
+        """The number of the current epoch; it moves with `begin_next_epoch`."""
+        steps = self.setup.options.steps_per_epoch
+        return self.cursor.clock.epoch if steps is None else self.step // steps - self.epoch_ended
+
+    @property
+    def epoch_ended(self) -> bool:
+        """True if the last batch of the epoch was consumed, and the next epoch has not begun."""
+        steps = self.setup.options.steps_per_epoch
+        if steps is None:
+            return self.cursor.epoch_ended
+        return self.is_at_end_of_steps and self.step // steps > self.cursor.epochs_seen
+
+    @property
+    def is_at_end_of_steps(self) -> bool:
+        """True if an epoch of ``steps_per_epoch`` steps ends here; False without such epochs."""
+        steps = self.setup.options.steps_per_epoch
+        return steps is not None and not self.num_in_step and self.step % steps == 0
+
+    @property
+    def num_batches(self) -> int | str:
+        """The number of micro batches in the whole epoch, or a text that says why it is not known."""
+        steps, is_endless = self.setup.options.steps_per_epoch, self.setup.recipe.repeat
+        epoch_size = None if is_endless or steps is not None else self.schema.samples_per_epoch(self.table)
+        if epoch_size is not None:
+            steps, num_leftover = divmod(epoch_size, self.layout.global_batch_size)
+            steps += self.setup.options.tail == "pad" and num_leftover > 0
+        return self._why_uncounted() if steps is None else steps * self.gradient_accumulation_steps
+
+    @property
+    def batches_left(self) -> int | str:
+        """The number of micro batches left in the epoch, or a text that says why it is not known."""
+        if self.epoch_ended:
+            return 0
+        if (steps := self.setup.options.steps_per_epoch) is not None:
+            return (steps - self.step % steps) * self.gradient_accumulation_steps - self.num_in_step
+        if not self.setup.epoch_size_is_known:
+            return self._why_uncounted()
         segment = self.begin_segment()
-        return 0 if segment is None else segment.micro_batches_left_at(self.cursor.u)
+        num_left = 0 if segment is None else segment.micro_batches_left_at(self.cursor.u)
+        return self._why_uncounted() if num_left is None else num_left
 
-    def num_micro_batches(self) -> int | None:
-        """Return the number of micro batches in the whole epoch; `None` if it is endless or its size is not known."""
-        epoch_size = None if self.setup.recipe.repeat else self.schema.samples_per_epoch(self.table)
-        if epoch_size is None:
-            return None
-        steps, num_leftover = divmod(epoch_size, self.layout.global_batch_size)
-        return (steps + (self.setup.tail == "pad" and num_leftover > 0)) * self.layout.gradient_accumulation_steps
+    def _why_uncounted(self) -> str:
+        reason = "repeat=True has no end"
+        if not self.setup.recipe.repeat:
+            unsized_nodes = " and ".join(self.schema.unsized_nodes(self.table))
+            reason = f"only reading tells how many samples come out of {unsized_nodes}"
+        return (
+            f"The loader has no number of batches: {reason}. Give it steps_per_epoch=, or iterate without len(). A torch "
+            f"DataLoader over it asks for len(): leave that out, rd.DataLoader makes the batches itself."
+        )
+
+    def is_epoch_over(self) -> bool:
+        """True if no batch is left in the epoch; plans the segment of the next batch if there is no plan."""
+        if self.setup.options.steps_per_epoch is None:
+            return self.begin_segment() is None
+        while not self.epoch_ended and self.begin_segment() is None:
+            self._begin_next_data_epoch()  # the end of the data does not end an epoch of steps
+        return self.epoch_ended
+
+    def begin_next_epoch(self) -> None:
+        """Begin the next epoch, if the last micro batch of the current epoch was consumed."""
+        steps = self.setup.options.steps_per_epoch
+        if steps is None:
+            self._begin_next_data_epoch()
+        else:
+            self.cursor = self.cursor._replace(epochs_seen=self.step // steps, resumed=False)
+
+    def _begin_next_data_epoch(self) -> None:
+        if self.cursor.epoch_ended:
+            self.cursor = self._move_to_next_segment(self.cursor)
 
     # Moving to another place
 
@@ -153,7 +226,7 @@ class Stream:
 
     def load(self, table: Ints, clock: Clock) -> None:
         """Continue from a table whose N rows are all up to date; an epoch of `steps_per_epoch` that ends here has ended."""
-        steps = self.setup.steps_per_epoch
+        steps = self.setup.options.steps_per_epoch
         epochs_seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
         self._go_to(table, clock, epochs_seen=epochs_seen, resumed=True)
 
@@ -165,8 +238,17 @@ class Stream:
             epochs_seen=epochs_seen, resumed=resumed
         )
 
-    def skip(self, num_micro_batches: int) -> None:
-        """Skip micro batches as if they were consumed, also across epochs; if reading fails, the position does not change."""
+    def skip(self, num_samples: int) -> None:
+        """Skip samples of all ranks as if they were consumed, also across epochs; on failure, the position does not change."""
+        call, is_balanced = f"skip(num_samples={num_samples})", self.setup.options.balance is not None
+        num_micro_batches = require_micro_batches(call, num_samples, self.layout, self.clock, whole_steps=is_balanced)
+        if not num_micro_batches:
+            return
+        if self.cursor.first_unsaved_u != self.cursor.u:
+            raise ValueError(
+                f"{call} with balance= begins within a step: {self.num_in_step} of its "
+                f"{self.gradient_accumulation_steps} micro batches have been taken. Take the others first."
+            )
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
         self.rewind()
@@ -175,11 +257,6 @@ class Stream:
         clock = cursor.clock_now(self.layout).with_skipped(samples_before)
         self.ends = end_finder
         self.cursor = cursor._replace(clock=clock)
-
-    def begin_next_epoch(self) -> None:
-        """Begin the next epoch, if the last micro batch of the current epoch was consumed."""
-        if self.cursor.epoch_ended:
-            self.cursor = self._move_to_next_segment(self.cursor)
 
     def rewind(self, *, wait: bool = True) -> None:
         """Drop micro batches that were made but not consumed; make no more until the next one is requested."""

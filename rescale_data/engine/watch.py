@@ -21,6 +21,8 @@ from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import find_shard
 from rescale_data.sources.counts import read_counters
 
+SLOW_SECONDS = 10.0
+"""Seconds that the loader waits for a batch before it logs a warning, once for this batch, that names what it waits for."""
 _logger = logging.getLogger("rescale_data")
 _PACKAGE, _USER_FUNCTION = "rescale_data.", "in a function of the user's"
 _WORK_KINDS = (

@@ -22,7 +22,7 @@ from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import Exhausted, Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.watch import Watch, describe
+from rescale_data.engine.watch import SLOW_SECONDS, Watch, describe
 from rescale_data.errors import to_picklable
 from rescale_data.sources.counts import MADE_BATCHES, MAKE_SECONDS, read_counters
 from rescale_data.state import Ints
@@ -52,9 +52,9 @@ class BeginCommand:
 class Worker:
     """Makes micro batches in a worker process, in the same way as the trainer's process makes them without workers."""
 
-    def __init__(self, recipe: Recipe, options: Options, slow_after_seconds: float) -> None:
+    def __init__(self, recipe: Recipe, options: Options) -> None:
         self.recipe, self._collate, self._init_fn = recipe, options.collate_fn, options.worker_init_fn
-        self._slow_after_seconds, self.is_attached = slow_after_seconds, False
+        self._report_after_seconds, self.is_attached = SLOW_SECONDS / 2, False  # before the trainer warns
         self._feed: InProcessFeed | None = None
 
     def attach(self, worker_number: int, board: Board) -> None:
@@ -64,7 +64,7 @@ class Worker:
         self.is_attached = True
         self._worker_number, self._board = worker_number, board
         self.watch = Watch(
-            self._slow_after_seconds / 2, lambda _, frame: board.write_activity(worker_number, describe(frame))
+            self._report_after_seconds, lambda _, frame: board.write_activity(worker_number, describe(frame))
         )
 
     def messages(self, command: BeginCommand, await_slab: Callable[[], object]) -> Iterator[Message]:

@@ -119,7 +119,7 @@ class _ReferenceRun:
     def _begin_epoch(self, loaders: Sequence[DataLoader]) -> None:
         for loader in loaders:
             stream = stream_of(loader)
-            while stream.begin_segment() is None:
+            while stream.is_epoch_over():
                 stream.begin_next_epoch()
         while self._epoch < stream_of(loaders[0]).clock.epoch:
             self._epoch += 1

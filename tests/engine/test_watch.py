@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
-from rescale_data import loader as loader_module
+from rescale_data.engine import reading, workers
 from rescale_data.engine.report import COUNTER_NAMES, report_over_ranks
 from rescale_data.engine.watch import Watch
 from rescale_data.sources.counts import read_counters
@@ -121,7 +121,8 @@ def until_exists(file: Path, sample: Any) -> Any:
 
 
 def test_a_worker_is_named_and_what_it_is_about(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(loader_module, "SLOW_SECONDS", 0.2)
+    for module in (reading, workers):
+        monkeypatch.setattr(module, "SLOW_SECONDS", 0.2)
     go_on = tmp_path / "go_on"
     pipeline = functools.partial(mapped, rd.ParquetSource(folder), functools.partial(until_exists, go_on))
     lines: list[str] = []

@@ -52,7 +52,7 @@ class Seat:
 
     @property
     def ended(self) -> bool:
-        return self.loader._epoch_ended
+        return self.loader._stream.epoch_ended
 
     @property
     def data_epoch(self) -> int:

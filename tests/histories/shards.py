@@ -82,7 +82,7 @@ class UnderTorchdata(History):
                 found = crew.all(lambda i: pairs[i].next())
                 require(len({each is None for each in found}) == 1, "the ranks end at different micro batches")
                 begun = found[0] is not None
-            if begun and above != "Prefetcher" and not pairs[0].mirror._epoch_ended and r.random() < 0.1:
+            if begun and above != "Prefetcher" and not pairs[0].mirror._stream.epoch_ended and r.random() < 0.1:
                 self.say("iter")  # as torchdata has it: back to the beginning
                 crew.all(lambda i: pairs[i].mirror.reset())
                 begun = False

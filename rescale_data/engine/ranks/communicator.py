@@ -31,18 +31,16 @@ class Call:
         name: The name, the same on all processes. Exchanges with other names may run at the same time.
         seconds: The time to wait for other processes.
         remedy: The end of the message about processes that did not come.
-        num_loads: The number of loads before; exchanges of one name before and after a load do not mix.
     """
 
     name: str
     seconds: float
     remedy: str
-    num_loads: int = 0
 
     @property
     def tag(self) -> int:
         """The tag of the messages of this call, which keeps exchanges of different threads and loaders apart."""
-        return digest((self.name, self.num_loads)) % (1 << 31)
+        return digest(self.name) % (1 << 31)
 
 
 class Communicator:

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.ranks.communicator import Communicator
 from rescale_data.engine.ranks.meeting import by_dp_rank, digest, make_once, part_of_store
 from rescale_data.engine.ranks.ranks import BUILD_LATER_REMEDY, Ranks
+from rescale_data.errors import require_type
 
 _logger = logging.getLogger("rescale_data")
+MESH_TYPES = (DeviceMesh, dist.ProcessGroup)
 _MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "context", "sp", "ep", "expert"}
 
 
@@ -78,11 +80,8 @@ def _require_arguments(mesh: object, dp_rank: int | None, dp_world_size: int | N
         raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
     if mesh is not None and dp_rank is not None:
         raise ValueError("Give mesh= or dp_rank= and dp_world_size=, not both.")
-    if mesh is not None and not isinstance(mesh, DeviceMesh | dist.ProcessGroup):
-        raise TypeError(
-            f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the dp ranks, world_mesh['dp'], or their process "
-            f"group."
-        )
+    if mesh is not None:
+        require_type(MESH_TYPES, "a DeviceMesh of the dp ranks, world_mesh['dp'], or their process group", mesh=mesh)
     if dp_rank is not None and dp_world_size is not None and not 0 <= dp_rank < dp_world_size:
         raise ValueError(
             f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
@@ -90,30 +89,29 @@ def _require_arguments(mesh: object, dp_rank: int | None, dp_world_size: int | N
 
 
 def _members_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> list[int]:
-    me = dist.get_rank()
-    if isinstance(mesh, DeviceMesh):
-        members = _ranks_in_mesh(mesh)
-    elif mesh is not None:
-        members = dist.get_process_group_ranks(mesh)
-    else:
-        members = list(range(dist.get_world_size()))
+    if mesh is None:
+        num_ranks = dist.get_world_size()
         _logger.info(
             "No mesh given: all %d ranks of the process group read different samples. With TP, PP or CP pass mesh= (the data-"
             "parallel dims alone), or peers that should read the same samples will not.",
-            len(members),
+            num_ranks,
         )
-    if me not in members:
+        return list(range(num_ranks))
+    dims = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
+    if model_dims := [name for name in dims if name.lower() in _MODEL_DIMS]:
         raise ValueError(
-            f"This process has rank {me}, but mesh holds the ranks {members}: pass the one that it is part of."
+            f"mesh has the dims {dims}; the ranks along {model_dims} share their samples. Pass the data-parallel dims alone, "
+            f"for example mesh=world_mesh['dp']."
+        )
+    return ranks_in(mesh=mesh)
+
+
+def ranks_in(**argument: DeviceMesh | dist.ProcessGroup) -> list[int]:
+    """Return the ranks of the job in a mesh, row-major, or in a process group; ``ValueError`` if this process is not in it."""
+    ((name, group),) = argument.items()
+    members = group.mesh.flatten().tolist() if isinstance(group, DeviceMesh) else dist.get_process_group_ranks(group)
+    if dist.get_rank() not in members:
+        raise ValueError(
+            f"This process has rank {dist.get_rank()}, but {name} holds the ranks {members}: pass the one that it is part of."
         )
     return members
-
-
-def _ranks_in_mesh(mesh: DeviceMesh) -> list[int]:
-    model_dims = [name for name in mesh.mesh_dim_names or () if name.lower() in _MODEL_DIMS]
-    if model_dims:
-        raise ValueError(
-            f"mesh has the dims {mesh.mesh_dim_names}; the ranks along {model_dims} share their samples. Pass the data-"
-            f"parallel dims alone, for example mesh=world_mesh['dp']."
-        )
-    return mesh.mesh.flatten().tolist()

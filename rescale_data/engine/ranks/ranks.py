@@ -176,7 +176,7 @@ class Ranks:
         name, remedy = f"{self._purpose}/{content}/{self.loader}", _CALL_ON_ALL if self._purpose == "save" else _RESTART
         if self._purpose != "read":
             return Call(name, self.timeout, remedy)
-        return Call(f"{name}/{self._position}", self.timeout, remedy, self._agreed_num_loads())
+        return Call(f"{name}/{self._position}/{self._agreed_num_loads()}", self.timeout, remedy)
 
     def _agreed_num_loads(self) -> int:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""
