@@ -168,7 +168,7 @@ class Pipeline:
             return nodes.MultiNodeWeightedSampler(below, weights, plan[1], **where)
         if kind in ("Reader", "StreamReader", "MapStyleWrapper"):
             return nested.build(plan, shard, exclude)
-        return (nested.UNARY | nested.LAST)[kind](self.build(plan[1], shard), shard)
+        return nested.UNARY[kind](self.build(plan[1], shard), shard)
 
     def _with(self, ids: Any, plan: Plan, files: Mapping[str, int] | None = None) -> Any:
         """Return the rows that have some ids, the same object for all logical shards; no read of them can fail."""

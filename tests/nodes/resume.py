@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.below import epoch_end, skip
 from rescale_data.sources.decoded.cache import cache
 
 
@@ -75,30 +74,3 @@ def _assert_binds(build: Callable[[], Node[Any]], rows: list[list[int]], whole: 
     for _ in range(2):  # from the beginning, which nothing that was read has changed
         node.bind(np.array(rows[0]).data)
         assert take(node, num) == whole[:num]
-
-
-def assert_ends(build: Callable[[], Node[Any]], epochs: int = 2) -> None:
-    """At an epoch's end a node raises until it is bound, its position is the beginning of the next, and skip ends there too."""
-    node = build()
-    for _ in range(epochs):
-        before = node.get_state()
-        count = sum(1 for _ in node)
-        end = node.get_state()
-        position = node.position.tolist()
-        for _ in range(2):
-            assert next(node, None) is None
-            assert node.position.tolist() == position
-        skipping = build()
-        skipping.reset(before)
-        skip(skipping, count)
-        assert next(skipping, None) is None
-        assert skipping.position.tolist() == position
-        skipping.reset(before)
-        if (known := epoch_end(skipping, np.array([skipping.position.tolist()]), _shards(skipping))) is not None:
-            assert known[0].tolist() == [count]
-            assert known[1].tolist() == [node.position.tolist()]
-        node.reset(end)
-
-
-def _shards(node: Node[Any]) -> Any:
-    return np.array([next((below.of_shard.index for _, below in node.walk() if below.of_shard is not None), 0)])

@@ -1,25 +1,19 @@
-"""Every pipeline goes on from every position of its stream, and rescales."""
+"""Every pipeline goes on from every position of its stream. That it rescales: `tests.test_histories`."""
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torchdata import nodes
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import rescale_data as rd
 from rescale_data.nodes.base import as_node
-from rescale_data.testing import assert_rescalable
-from tests.nodes.resume import assert_ends, assert_resumes, plain, take
-from tests.nodes.zoo import ENDLESS, FEW, FILTERED, LOSSY, PIPELINES, STOCK, TIMES, Counting, Ids, ids_of, is_kept
-
-TOPOLOGIES = [(1, 12, 0), (1, 4, 0), (2, 6, 0), (2, 2, 0), (3, 4, 0), (4, 3, 0), (6, 1, 0)]
+from tests.nodes.resume import assert_resumes, plain, take
+from tests.nodes.zoo import ENDLESS, FEW, LOSSY, PIPELINES, STOCK, Counting, Ids, ids_of
 
 
 class Turning(Ids):
@@ -51,26 +45,6 @@ def _turning(shard: rd.Shard) -> nodes.BaseNode[Any]:
     return nodes.MultiNodeWeightedSampler(sources, {"a": 2.0, "b": 1.0}, "ALL_DATASETS_EXHAUSTED", **where)
 
 
-class Writing(Counting):
-    """An iterable that goes on writing in the state that it was given."""
-
-    def __init__(self, shard: rd.Shard) -> None:
-        super().__init__(shard)
-        self.state = {"at": 0}
-
-    def __iter__(self) -> Iterator[int]:
-        while self.state["at"] < len(self.ids):
-            self.state["at"] += 1
-            yield self.ids[self.state["at"] - 1]
-        self.state["at"] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
 CHAINED: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "Unbatcher-Weighted": lambda shard: nodes.Unbatcher(
         nodes.Batcher(STOCK["Weighted-cycle"](shard), 3, drop_last=False)
@@ -78,26 +52,19 @@ CHAINED: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "Unbatcher-Unbatcher": lambda shard: nodes.Unbatcher(
         nodes.Unbatcher(nodes.Batcher(nodes.Batcher(STOCK["Weighted-all"](shard), 2), 2))
     ),
-    "Unbatcher-IterableWrapper": lambda shard: nodes.Unbatcher(nodes.Batcher(nodes.IterableWrapper(Writing(shard)), 3)),
+    "Unbatcher-IterableWrapper": lambda shard: nodes.Unbatcher(
+        nodes.Batcher(nodes.IterableWrapper(Counting(shard)), 3)
+    ),
     "Weighted-SamplerWrapper": _turning,
 }
 """Where a torchdata node goes on writing in the state it was given, or begins an epoch that nobody has asked it for."""
 
 
-@pytest.fixture(params=PIPELINES)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
+@pytest.mark.parametrize("name", [*PIPELINES, *CHAINED])
 @pytest.mark.parametrize("repeat", [False, True])
 def test_resumes_at_every_position(name: str, repeat: bool) -> None:
     shard = rd.Shard(1, 6, seed=5, repeat=repeat)
-    assert_resumes(lambda: as_node(PIPELINES[name](shard)), num_samples=40)
-
-
-def test_ends_its_epochs(name: str) -> None:
-    if name not in ENDLESS:
-        assert_ends(lambda: as_node(PIPELINES[name](rd.Shard(0, 4))))
+    assert_resumes(lambda: as_node({**PIPELINES, **CHAINED}[name](shard)), num_samples=40)
 
 
 @pytest.mark.parametrize("name", [name for name in PIPELINES if name not in (*ENDLESS, "Weighted-foreign")])
@@ -128,63 +95,6 @@ def test_under_loader_of_torchdata(name: str) -> None:
             assert rest == (expected[drawn:] or epochs[number + 1] if number < 2 else rest)
 
 
-@given(
-    st.sampled_from(sorted(STOCK)),
-    st.lists(st.sampled_from(TOPOLOGIES), min_size=2, max_size=4),
-    st.sampled_from([6, 8, 12]),
-    st.integers(1, 3),
-)
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
-def test_stock_nodes_rescale_over_any_chain_of_topologies(
-    name: str, chain: list[tuple[int, int, int]], num_shards: int, steps: int
-) -> None:
-    """Of N = 6, 8 and 12 shards and O = 12 samples some are aligned and some are not. Our nodes: `tests.test_histories`."""
-
-    def make_loader(dp_rank: int, dp_world_size: int, micro_batch_size: int, num_workers: int) -> rd.DataLoader:
-        return rd.DataLoader(
-            STOCK[name],
-            global_batch_size=12,
-            micro_batch_size=micro_batch_size,
-            num_logical_shards=num_shards,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            repeat=True,
-            seed=3,
-            collate_fn=list,
-        )
-
-    assert_rescalable(make_loader, chain, steps=steps)
-
-
-@pytest.mark.parametrize("name", [name for name in STOCK if name not in ENDLESS])
-def test_two_epochs_saved_at_every_batch(name: str) -> None:
-    """Each batch by a loader of its own, from the state of the one before: the batches of one loader, with all rows."""
-
-    def make_loader() -> rd.DataLoader:
-        return rd.DataLoader(STOCK[name], global_batch_size=1, num_logical_shards=4, collate_fn=ids_of, verify=True)
-
-    loader = make_loader()
-    whole = [(epoch, ids) for epoch in range(2) for ids in loader]
-    if name not in LOSSY:
-        rows = sorted([row["id"] for row in FEW.dataset] * TIMES.get(name, 1))
-        kept = [i for i in rows if is_kept({"id": i})]
-        expected = {"Weighted-all": sorted(rows + kept), "Weighted-foreign": sorted(rows + rows)}
-        for epoch in range(2):
-            found = sorted(i for e, ids in whole if e == epoch for i in ids)
-            assert found == expected.get(name, kept if name in FILTERED else rows)
-    found, state = [], None
-    while True:
-        loader = make_loader()
-        if state is not None:
-            loader.load_state_dict(state)
-        if loader.epoch == 2:
-            break
-        epoch = loader.epoch
-        found += [(epoch, ids) for ids in itertools.islice(loader, 1)]
-        state = loader.state_dict()
-    assert found == whole
-
-
 @pytest.mark.parametrize("name", [name for name in STOCK if name not in LOSSY])
 def test_stock_nodes_stream_without_end(name: str) -> None:
     """Three epochs in one stream hold what the first does, three times."""
@@ -193,24 +103,6 @@ def test_stock_nodes_stream_without_end(name: str) -> None:
     node.reset(None)
     rows = Counter(i for ids in take(node, 3 * len(first)) for i in ids_of(ids))
     assert rows == {i: 3 * n for i, n in Counter(itertools.chain(*first)).items()}
-
-
-@pytest.mark.parametrize("name", CHAINED)
-def test_a_chain_of_resumes_writes_the_positions_of_an_uninterrupted_stream(name: str) -> None:
-    """Where a torchdata node goes on writing in the state it was given, or begins an epoch that nobody has asked it for."""
-    for index in range(4):
-        shard = rd.Shard(index, 11, seed=2)
-        live, again = as_node(CHAINED[name](shard)), as_node(CHAINED[name](shard))
-        for _ in range(3):
-            sample: Any = True
-            while sample is not None:
-                position = np.array(again.position)
-                again = as_node(CHAINED[name](shard))
-                again.bind(position.data)
-                sample = plain(next(live, None))
-                assert plain(next(again, None)) == sample
-                assert again.position.tolist() == live.position.tolist()
-            live.bind(live.position)
 
 
 class Twice(nodes.BaseNode[Any]):
@@ -265,14 +157,3 @@ def test_what_cannot_rescale_is_refused_when_the_loader_is_built(name: str) -> N
     pipeline, message = REFUSED[name]
     with pytest.raises(TypeError, match=message):
         rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=3)
-
-
-def test_parameters_of_nodes_inside_are_compared() -> None:
-    def make(size: int) -> rd.DataLoader:
-        def pipeline(shard: rd.Shard) -> Any:
-            return nodes.Unbatcher(nodes.Batcher(STOCK["Mapper"](shard), size))
-
-        return rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=2)
-
-    with pytest.raises(rd.DataStateError, match="batch_size"):
-        make(3).load_state_dict(make(2).state_dict())

@@ -190,23 +190,23 @@ class Ids:
 
 
 class Counting(Ids):
-    """An iterable that keeps its own place."""
+    """An iterable that keeps its own place, and goes on writing in the state that it was given."""
 
     def __init__(self, shard: rd.Shard) -> None:
         super().__init__(shard)
-        self.at = 0
+        self.state = {"at": 0}
 
     def __iter__(self) -> Iterator[int]:
-        while self.at < len(self.ids):
-            self.at += 1
-            yield self.ids[self.at - 1]
-        self.at = 0
+        while self.state["at"] < len(self.ids):
+            self.state["at"] += 1
+            yield self.ids[self.state["at"] - 1]
+        self.state["at"] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
+        return dict(self.state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.state = state
 
 
 def ids_of(samples: Any) -> list[int]:
@@ -263,9 +263,6 @@ STOCK: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
 }
 """Every node of torchdata that can live in a pipeline, over ours and over its own; all yield ids or samples with them."""
 
-TIMES = {"Unbatcher-Mapper": 2}
-"""How often each row comes in an epoch where it is not once."""
-FILTERED = ("Batcher-filter", "Map-Unbatcher")
 LOSSY = ("Batcher-drop", "Unbatcher-drop", "Weighted-first", "Weighted-cycle", "Weighted-forever")
 """Those that drop rows or repeat them as they are told to."""
 
