@@ -11,60 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.rounds import (
-    floor_sum,
-    next_epoch_with_rows,
-    row_range_index,
-    row_range_indices,
-    rows_before,
-    shard_sizes,
-)
-from rescale_data.testing import assert_rescalable
 
 N = 24
 SIZES = [1, 7, N - 1, N + 1]
 CHAIN = [(1, 4, 0), (2, 3, 0), (3, 4, 0), (4, 1, 0), (2, 6, 0)]
-
-
-@given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 500))
-@settings(max_examples=60)
-def test_ranges_partition_the_rows_and_each_shard_reads_all_in_a_round(
-    n: int, rows: int, seed: int, epoch: int
-) -> None:
-    shards = np.arange(n)
-    ranges = row_range_indices(shards, np.full(n, epoch), rows, n, seed)
-    assert sorted(ranges.tolist()) == shards.tolist()
-    if rows >= n:
-        assert ranges.tolist() == shards.tolist()
-    else:
-        begin = epoch - epoch % n
-        assert sorted(row_range_indices(np.zeros(n, int), np.arange(begin, begin + n), rows, n, seed).tolist()) == list(
-            range(n)
-        )
-
-
-@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 9), st.data())
-@settings(max_examples=60)
-def test_rows_before_and_the_next_epoch_are_as_counted(n: int, rows: int, seed: int, data: st.DataObject) -> None:
-    shard, epoch = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 3 * n))
-    epochs = np.arange(epoch + 2 * n + 2)
-    sizes = shard_sizes(row_range_indices(np.full(len(epochs), shard), epochs, rows, n, seed), rows, n)
-    assert (
-        row_range_index(shard, epoch, rows, n, seed)
-        == row_range_indices(np.array([shard]), np.array([epoch]), rows, n, seed)[0]
-    )
-    assert rows_before(np.array([shard]), np.array([epoch]), rows, n, seed).tolist() == [sizes[:epoch].sum()]
-    assert next_epoch_with_rows(shard, epoch, rows, n, seed) == epoch + int(np.flatnonzero(sizes[epoch:])[0])
-
-
-@given(st.integers(0, 300), st.integers(1, 300), st.integers(0, 9000), st.integers(0, 9000))
-def test_floor_sum(count: int, modulus: int, factor: int, offset: int) -> None:
-    found = floor_sum(np.array([count]), modulus, np.array([factor]), np.array([offset]))
-    assert found.tolist() == [sum((factor * i + offset) // modulus for i in range(count))]
 
 
 class Numbers:
@@ -107,10 +59,11 @@ def test_each_row_once_an_epoch_and_once_a_round_in_each_shard(num_rows: int, sh
         assert num_rows > N or len(in_rounds) == len(in_epochs)
 
 
-def test_an_endless_shard_knows_how_much_is_left_of_its_round() -> None:
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_shard_knows_how_much_is_left_of_its_epoch_and_an_endless_one_of_its_round(repeat: bool) -> None:
     for index in range(N):
-        drawing, skipping = (rd.Reader(Numbers(5), rd.Shard(index, N, repeat=True)) for _ in range(2))
-        for _ in range(3):  # rounds
+        drawing, skipping = (rd.Reader(Numbers(5), rd.Shard(index, N, repeat=repeat)) for _ in range(2))
+        for _ in range(3 if repeat else N + 1):
             rows = [drawing.position.tolist()]
             rows += [drawing.position.tolist() for _ in drawing]
             end = drawing.position.tolist()
@@ -126,10 +79,6 @@ def test_an_endless_shard_knows_how_much_is_left_of_its_round() -> None:
             drawing.bind(drawing.position)
 
 
-def packed(shard: rd.Shard, source: Any, node: Any = rd.TokenPacker, **kwargs: Any) -> rd.BaseNode[Any]:
-    return node(rd.Reader(source, shard, **kwargs), column="tokens", seq_len=8, eos_id=7)
-
-
 def mixed(shard: rd.Shard, small: Any, large: Any) -> rd.BaseNode[Any]:
     nodes = {"small": rd.Reader(small, shard), "large": rd.Reader(large, shard)}
     return rd.WeightedSampler(nodes, {"small": 0.1, "large": 0.9})
@@ -143,15 +92,6 @@ def loader_of(pipeline: Any, rank: int, world: int, micro: int, workers: int, **
 
 
 @pytest.mark.parametrize("num_rows", SIZES)
-def test_rescales_alone(num_rows: int, tmp_path: Path) -> None:
-    source = parquet(tmp_path, num_rows)
-    for node in (rd.TokenPacker, rd.WholeDocumentPacker):
-        pipeline = partial(packed, source=source, node=node)
-        assert_rescalable(partial(loader_of, pipeline), CHAIN, steps=3)
-    assert_rescalable(partial(loader_of, Numbers(num_rows)), CHAIN, steps=5)
-
-
-@pytest.mark.parametrize("num_rows", SIZES)
 def test_in_a_mixture_rows_come_in_turn(num_rows: int) -> None:
     loader = loader_of(partial(mixed, small=Numbers(num_rows), large=Numbers(1000, first=1000)), 0, 1, 12, 0)
     drawn = np.concatenate([batch["x"].numpy() for batch in itertools.islice(loader, 400)])
@@ -160,19 +100,6 @@ def test_in_a_mixture_rows_come_in_turn(num_rows: int) -> None:
     assert len(small) == num_rows
     if num_rows >= 7:
         assert max(small.values()) - min(small.values()) <= 480 / num_rows
-
-
-@pytest.mark.parametrize("num_rows", SIZES)
-def test_packed_tokens_are_those_of_the_rows_in_turn(num_rows: int, tmp_path: Path) -> None:
-    """However they are read: a fragment at a time, or row by row."""
-    source = parquet(tmp_path, num_rows)
-    for shard in (0, 5, N - 1):
-        streams = [
-            packed(rd.Shard(shard, N, seed=1, repeat=True, verify=True), source, provenance=by_row)
-            for by_row in (False, True)
-        ]
-        first, second = ([next(node)["tokens"].tolist() for _ in range(60)] for node in streams)
-        assert first == second
 
 
 def kept(shard: rd.Shard) -> rd.BaseNode[Any]:

@@ -78,33 +78,6 @@ def test_texts_go_in_batches_which_are_small_after_a_start_and_a_resume() -> Non
     assert resumed.sizes == [1, 2, 4, 8, 8, 6]
 
 
-@pytest.mark.parametrize("repeat", [False, True])
-@pytest.mark.parametrize("kind", ["packed", "whole", "mixed", "cleaned"])
-def test_documents_are_those_of_the_samples(
-    kind: str, repeat: bool, source: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the same positions behind each sample, over the ends of epochs."""
-
-    def made() -> rd.BaseNode[Any]:
-        shard = rd.Shard(1, 2, repeat=repeat)
-        node: rd.BaseNode[Any] = tokenize(by_letters, shard=shard, source=source, batch_size=8)
-        if kind == "mixed":
-            node = rd.WeightedSampler({"a": node, "b": tokenize(by_letters, shard=shard)}, {"a": 2.0, "b": 1.0})
-        if kind == "cleaned":
-            node = rd.CleanDocuments(node, column="tokens", max_length=5)
-        if kind == "whole":
-            return rd.WholeDocumentPacker(node, column="tokens", seq_len=14, eos_id=1, window=8)
-        return rd.TokenPacker(node, column="tokens", seq_len=7, eos_id=1)
-
-    documents, plain = made(), None
-    monkeypatch.setattr(rd.Tokenize, "open_documents", lambda self, column: None)
-    plain = made()
-    states: list[list[Any]] = []
-    for node in (documents, plain):
-        states.append([(as_values(sample), node.get_state()) for sample in itertools.islice(endless(node), 60)])
-    assert states[0] == states[1]
-
-
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_a_resumed_packer_tokenizes_one_used_document_again_at_most(batch_size: int, source: Any) -> None:
     whole = Counting()
