@@ -65,7 +65,6 @@ def test_the_default_number_of_shards_is_small_and_keeps_the_order_for_0_1_2_and
         ({"global_batch_size": 12, "micro_batch_size": 0}, "micro_batch_size=0: it is at least 1"),
         ({"global_batch_size": 12, "num_logical_shards": -1}, "num_logical_shards=-1: it is at least 1"),
         ({"global_batch_size": 12, "num_workers": -1}, "num_workers=-1: it is at least 0"),
-        ({"global_batch_size": 12.0}, "global_batch_size=12.0 is a float; give an int"),
     ],
 )
 def test_a_number_out_of_range_is_an_error_and_no_empty_table(arguments: Any, message: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.remainder import Remainder
-from tests.layout.test_layout import assert_visits, layout_of, layouts
+from tests.layout.test_layout import assert_visits, layouts
 
 Row = tuple[int, int, bool]  # shard, number of its sample, whether it is real
 
@@ -103,22 +103,3 @@ def test_at_every_micro_batch_a_shard_has_delivered_a_prefix(remainder: Remainde
     assert remainder.samples_delivered(remainder.num_micro_batches).tolist() == [
         len(numbers) for numbers in served.values()
     ]
-
-
-TOPOLOGIES = [(1, 12), (1, 1), (2, 2), (3, 4), (4, 3), (4, 1), (6, 2), (12, 1)]
-
-
-def steps_of(w: int, b: int, left: list[int], pad: bool) -> list[list[Row]]:
-    layout = layout_of(24, 12, w, b)
-    return in_rank_order(layout, rows_of(Remainder(layout, np.array(left), np.arange(24), pad)))
-
-
-@given(st.lists(st.integers(0, 5), min_size=24, max_size=24).filter(any), st.booleans())
-def test_global_batches_do_not_depend_on_the_topology(left: list[int], pad: bool) -> None:
-    """Row by row the same shards, and in each global batch the same samples.
-
-    Where a shard has several rows of one step, which of its samples is in which of them follows the order of time.
-    """
-    expected = [([row[0] for row in rows], sorted(rows)) for rows in steps_of(1, 12, left, pad)]
-    for w, b in TOPOLOGIES:
-        assert [([row[0] for row in rows], sorted(rows)) for rows in steps_of(w, b, left, pad)] == expected

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns
-from rescale_data.nodes.mixture.circle import CIRCLE, Arc, arcs, circle_of, nested_arc, scale_to_circle, shares
+from rescale_data.nodes.mixture.circle import arcs, circle_of
 from rescale_data.state import Ints
 
 WEIGHTS = {
@@ -25,7 +25,6 @@ WEIGHTS = {
 weights = st.sampled_from(list(WEIGHTS.values())) | st.lists(
     st.sampled_from([0, 1e-6, 0.25]) | st.floats(0.001, 10), min_size=1, max_size=8
 ).filter(any).map(tuple)
-points = st.integers(0, CIRCLE - 1)
 
 
 def off(found: Ints, weights: Sequence[float]) -> float:
@@ -156,37 +155,3 @@ GOLDEN = {
     (5, 10**12, ""): "010021002102100210011021",
     (5, 0, "inner"): "100100210021021002100110",
 }
-
-
-@given(weights, st.integers(0, 99), st.integers(0, 10**15), st.integers(0, 300), st.data())
-@settings(max_examples=100)
-def test_draws_of_an_arc_are_counted_and_found(
-    weights: tuple[float, ...], shard: int, first: int, num: int, data: st.DataObject
-) -> None:
-    circle, all_arcs = circle_of(shard, 100), arcs(weights)
-    source = data.draw(st.integers(0, len(weights) - 1))
-    arc = all_arcs.arc(source)
-    mine = [n for n in range(first, first + num) if all_arcs.choose_source(circle.point(n)) == source]
-    assert circle.count(first, first + num, arc) == len(mine)
-    for number in {0, len(mine) // 2, len(mine) - 1} & set(range(len(mine))):
-        assert circle.find_draw(first, arc, number) == mine[number]
-
-
-@given(st.tuples(points, points), st.tuples(points, points), points)
-def test_an_arc_within_an_arc(outer: Arc, inner: Arc, point: int) -> None:
-    outer, inner = (min(outer), max(outer) + 1), (min(inner), max(inner) + 1)
-    found = nested_arc(inner, outer)
-    for p in (point, found[0], found[0] - 1, found[1], found[1] - 1):
-        if outer[0] <= p < outer[1]:
-            assert (found[0] <= p < found[1]) == (inner[0] <= scale_to_circle(p, outer) < inner[1])
-
-
-@given(weights, st.sampled_from([CIRCLE, 1 << 32, 10]))
-def test_shares_make_up_the_whole(weights: tuple[float, ...], whole: int) -> None:
-    found = shares(weights, whole)
-    assert sum(found) == whole
-    assert all(
-        abs(s - whole * w / math.fsum(weights)) <= 1 + whole * 1e-12 for s, w in zip(found, weights, strict=True)
-    )
-    assert all(not share for share, weight in zip(found, weights, strict=True) if not weight)
-    assert shares(tuple(w * 8 for w in weights), whole) == found
