@@ -29,6 +29,7 @@ from datasets.table import InMemoryTable
 
 import rescale_data as rd
 from rescale_data.sources.decoded.cache import cache
+from tests.datasets import Hooked
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import FILES, write
 
@@ -116,7 +117,7 @@ FORMATS: dict[str, Callable[[Path, pa.Table], rd.Source]] = {
     **{kind: partial(written, kind) for kind in FILES},
     "stored": stored,
     "filtered": filtered,
-    "arrow-stream": partial(written, "arrow", new=pa.ipc.new_stream),
+    "arrow-stream": partial(written, "arrow", is_stream=True),
     "arrow-zstd": partial(written, "arrow", compression="zstd"),
     "arrow-lz4": partial(written, "arrow", compression="lz4"),
     "huggingface": lambda folder, table: rd.DatasetSource(Dataset(InMemoryTable(table)), batch_rows=3),
@@ -304,17 +305,6 @@ def fails(error: type[Exception], *given: Any) -> Any:
     raise error("from a function")
 
 
-class Unreadable(Rows):
-    """Rows that raise where they are read."""
-
-    def __init__(self, error: type[Exception]) -> None:
-        super().__init__(NUMBERS)
-        self.error = error
-
-    def __getitem__(self, index: int) -> Any:
-        raise self.error("from a function")
-
-
 def one(sample: Any) -> int:
     return 1
 
@@ -327,7 +317,7 @@ def node_with(name: str, error: type[Exception], shard: rd.Shard) -> rd.Node[Any
         "RandomMap": lambda: rd.RandomMap(reader, function),
         "Filter": lambda: rd.Filter(reader, function),
         "Tokenize": lambda: rd.Tokenize(reader, function, "x"),
-        "row": lambda: rd.Reader(Unreadable(error), shard),
+        "row": lambda: rd.Reader(Hooked(NUMBERS, function), shard),
     }
     return made.get(name, lambda: reader)()
 

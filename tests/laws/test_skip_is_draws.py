@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.below import skip
+from tests.datasets import unreadable
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import CORPORA, MIXTURES, ROWS, SOURCES, TOPS, mixture, with_length
 from tests.nodes.listed import listed
@@ -32,23 +33,10 @@ ON_ERROR: dict[str, Any] = {
 }
 
 
-class Rows(list[Any]):
-    """Rows of which some cannot be read."""
-
-    def __init__(self, rows: list[Any], bad: set[int]) -> None:
-        super().__init__(rows)
-        self.bad = bad
-
-    def __getitem__(self, index: Any) -> Any:
-        if index in self.bad:
-            raise ValueError(f"row {index} cannot be read")
-        return super().__getitem__(index)
-
-
 def damaged(kind: str, rows: list[Any], bad: set[int]) -> list[Any]:
     """Return the rows to write, of which `bad` cannot be read: a null among the tokens."""
     if kind == "dataset":
-        return Rows(rows, bad)
+        return unreadable(rows, bad)
     return [{**row, "tokens": [1, None]} if i in bad else row for i, row in enumerate(rows)]
 
 

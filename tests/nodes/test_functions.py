@@ -9,6 +9,7 @@ import pytest
 
 import rescale_data as rd
 from tests.corpus import documents, write
+from tests.datasets import unreadable
 from tests.nodes.zoo import WEB, fails_on_some, mixture, noisy, read, without_arrays
 
 ROWS = [row["id"] for row in WEB.dataset]
@@ -47,12 +48,8 @@ class TestErrors:
         assert len(list(rd.Map(read(WEB, rd.Shard()), ends, on_error="skip"))) == len(ROWS) - 1
 
     def test_of_a_source_are_not_skipped(self) -> None:
-        class Broken(list[Any]):
-            def __getitem__(self, index: Any) -> Any:
-                raise OSError("disk")
-
-        with pytest.raises(OSError, match="disk"):
-            next(rd.Map(rd.Reader(Broken([1, 2]), rd.Shard()), without_arrays, on_error="skip"))
+        with pytest.raises(ValueError, match="cannot be read"):
+            next(rd.Map(rd.Reader(unreadable([1, 2], [0, 1]), rd.Shard()), without_arrays, on_error="skip"))
 
 
 class TestOnError:
@@ -95,13 +92,7 @@ class TestOnError:
         )
         assert len(list(kept)) == len(ROWS)
 
-        class Damaged(list[Any]):
-            def __getitem__(self, index: Any) -> Any:
-                if index == 2:
-                    raise OSError("damaged")
-                return super().__getitem__(index)
-
-        rows = rd.Reader(Damaged([0, 1, 2, 3]), rd.Shard(), shuffle=False, on_error=lambda *_: 7)
+        rows = rd.Reader(unreadable([0, 1, 2, 3], [2]), rd.Shard(), shuffle=False, on_error=lambda *_: 7)
         assert list(rows) == [0, 1, 7, 3]
         texts = rd.Reader([{"text": "a"}, {"text": 3}], rd.Shard(), shuffle=False)
         tokens = rd.Tokenize(texts, lambda texts: [[len(t)] for t in texts], "text", on_error=lambda *_: [9])
@@ -170,20 +161,8 @@ class TestRandom:
     def test_what_was_counted_on_the_way_changes_nothing(self) -> None:
         """Rows skipped and the digest of `verify` are part of the state, and not of what a sample's generator is keyed by."""
 
-        class Rows:
-            def __init__(self, bad: int) -> None:
-                self.bad = bad
-
-            def __len__(self) -> int:
-                return 6
-
-            def __getitem__(self, index: int) -> int:
-                if index == self.bad:
-                    raise OSError("bad sector")
-                return index
-
         def drawn(bad: int, **kwargs: Any) -> list[int]:
-            reader = rd.Reader(Rows(bad), rd.Shard(seed=7, **kwargs), shuffle=False, on_error="skip")
+            reader = rd.Reader(unreadable(range(6), [bad]), rd.Shard(seed=7, **kwargs), shuffle=False, on_error="skip")
             keep = rd.Filter(reader, lambda row: row != 2)
             return list(rd.RandomMap(keep, lambda row, rng: (row, int(rng.bit_generator.random_raw()))))
 

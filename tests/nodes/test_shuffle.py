@@ -12,6 +12,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.nodes import room
 from rescale_data.sources.decoded.cache import cache
+from tests.datasets import Hooked
 from tests.nodes.resume import endless
 
 
@@ -26,13 +27,7 @@ def test_windows_hold_what_the_node_yields() -> None:
 
 def test_skip_reads_the_window_that_it_ends_in() -> None:
     read: list[int] = []
-
-    class Rows(list[int]):
-        def __getitem__(self, index: Any) -> Any:
-            read.append(index)
-            return super().__getitem__(index)
-
-    skipping = rd.Shuffle(rd.Reader(Rows(range(100)), rd.Shard(), shuffle=8), 10)
+    skipping = rd.Shuffle(rd.Reader(Hooked(range(100), read.append), rd.Shard(), shuffle=8), 10)
     skipping.reset(None)
     skipping.skip(95)
     assert len(read) <= 16  # with the window of the reader
@@ -129,13 +124,9 @@ def test_windows_of_several_nodes_that_do_not_fit_together_are_warned_of(warning
 def test_packed_windows_that_cannot_fit_are_said_at_once(warnings: pytest.LogCaptureFixture) -> None:
     num_warned: list[int] = []
 
-    class Rows(list[Any]):
-        def __getitem__(self, index: Any) -> Any:
-            num_warned.append(len(room._warned_keys))
-            return super().__getitem__(index)
-
     def opened(cache_bytes: int, window: int) -> str:
-        source = source_of(Rows([{"tokens": [1] * 50}] * 64), cache_bytes)
+        rows = Hooked([{"tokens": [1] * 50}] * 64, lambda _: num_warned.append(len(room._warned_keys)))
+        source = source_of(rows, cache_bytes)
 
         def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
             packer = rd.TokenPacker(rd.Reader(source, shard), column="tokens", seq_len=100, eos_id=0)
