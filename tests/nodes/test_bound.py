@@ -11,9 +11,9 @@ import pytest
 from torchdata.nodes import Batcher
 
 import rescale_data as rd
-from rescale_data.errors import require_int
 from rescale_data.nodes.foreign import as_node
-from tests.nodes.zoo import FEW, mixture, weighted
+from tests.nodes.resume import take
+from tests.nodes.zoo import FEW, mixture, read, weighted
 
 
 def never(_: Any) -> bool:
@@ -58,12 +58,47 @@ def test_over_a_torchdata_mixture_without_an_end() -> None:
         next(rd.Filter(below, never))
 
 
-@pytest.mark.parametrize("packer", [cut, functools.partial(rd.WholeDocumentPacker, column="tokens", seq_len=8)])
-def test_a_packer_over_documents_without_tokens(packer: Any) -> None:
-    empty = rd.DatasetSource([{"tokens": []}] * 7, name="empty")
-    rows = rd.WeightedSampler({name: rd.Reader(empty, rd.Shard(1, 3)) for name in "ab"}, {"a": 2, "b": 1})
-    with pytest.raises(rd.DataStateError, match=r"Packer has drawn .* from empty in logical shard 1 of 3"):
-        next(packer(rows))
+def whole(node: Any) -> rd.BaseNode[Any]:
+    return rd.WholeDocumentPacker(node, column="tokens", seq_len=8, long="drop")
+
+
+EMPTY = rd.DatasetSource([{"tokens": []}] * 8, name="empty")
+HALF_EMPTY = rd.DatasetSource([{"tokens": [1] if i > 3 else []} for i in range(8)], name="half")
+LONG = rd.DatasetSource([{"tokens": [1] * 20}] * 8, name="long")
+SILENT = rd.Shard(1, 4, repeat=True)
+
+
+def mixed(source: rd.DatasetSource, unit: Any, **others: Any) -> rd.BaseNode[Any]:
+    nodes = {"few": rd.Reader(source, SILENT, shuffle=False), **others}
+    column = "tokens" if unit == "tokens" else None
+    return rd.WeightedSampler(nodes, dict.fromkeys(nodes, 1.0), unit=unit, column=column)
+
+
+NO_TOKEN = r"'few' of a mixture yielded no token .* logical shard 1 of 4"
+TOKENLESS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: rd.Reader(EMPTY, SILENT), "no token in 2 whole epochs"),
+    (lambda: mixed(EMPTY, "samples"), r"Packer has drawn .* from empty in logical shard 1 of 4"),
+    (lambda: mixed(HALF_EMPTY, "tokens"), NO_TOKEN),
+    (lambda: mixed(HALF_EMPTY, "tokens", few2=read(FEW, SILENT)), NO_TOKEN),
+]
+
+
+@pytest.mark.parametrize(
+    ("packer", "rows", "message"),
+    [(packer, *row) for packer in (cut, whole) for row in TOKENLESS]
+    + [(whole, lambda: rd.Reader(LONG, SILENT), "no token in 2 whole epochs")],
+)
+def test_a_packer_that_finds_no_token_is_an_error_that_names_source_and_shard(
+    packer: Any, rows: Any, message: str
+) -> None:
+    """Rows without tokens are samples, so no epoch is silent, and no token ever comes."""
+    with pytest.raises(rd.DataStateError, match=message):
+        take(packer(rows()), 50)
+
+
+@pytest.mark.parametrize(("packer", "source"), [(cut, EMPTY), (whole, EMPTY), (whole, LONG)])
+def test_an_epoch_without_a_token_is_empty(packer: Any, source: Any) -> None:
+    assert list(packer(rd.Reader(source, rd.Shard()))) == []
 
 
 def test_what_is_rare_is_found() -> None:
@@ -87,12 +122,6 @@ def test_a_filter_that_drops_most_is_warned_about_once(caplog: pytest.LogCapture
             assert len(list(rd.Filter(rd.Reader(range(9000), rd.Shard(shard, 4)), rare)))
     assert caplog.text.count("has dropped") == 1
     assert re.search(r"rare over range\) has dropped 1000 of 10\d\d samples", caplog.text)
-
-
-def test_a_numpy_float_is_no_int() -> None:
-    require_int(value=np.int32(3))
-    with pytest.raises(TypeError, match="give an int"):
-        require_int(value=np.float64(3))
 
 
 ROWS = rd.DatasetSource([{"id": i} for i in range(96)], name="rows")

@@ -4,15 +4,12 @@ That no token is lost or comes twice, whatever windows are open: law 3 (`tests.l
 are those of the new weights at once: `tests.nodes.mixture.test_mixtures`.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
@@ -23,6 +20,7 @@ from torchdata.nodes import Batcher, Mapper, Unbatcher
 import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.testing import full_state_dict
+from tests.nodes.runs import alone
 from tests.nodes.zoo import BOOKS, CODE, WEB, mixture, read, without_arrays
 from tests.states import closed, opened
 
@@ -91,13 +89,6 @@ def test_all_topologies_agree_after_a_change(
     assert str(opened(state)["shards"]) == str(opened(expected)["shards"])
 
 
-def open_loader(pipeline: Callable[[rd.Shard], Any], num_shards: int = 1, state: State | None = None) -> rd.DataLoader:
-    loader = rd.DataLoader(pipeline, global_batch_size=num_shards, num_logical_shards=num_shards, repeat=True)
-    if state is not None:
-        loader.load_state_dict(state)
-    return loader
-
-
 def served(loader: rd.DataLoader) -> Iterator[tuple[list[int], State]]:
     """Yield the tokens of each batch, with the state after it."""
     for batch in loader:
@@ -118,12 +109,12 @@ def test_a_source_that_goes_is_named_and_what_it_had_begun_too(rested: bool, cap
 
     state: State | None = None
     for web, num_batches in [(0.5, 10), (0.0, 41)][: 1 + rested]:
-        loader = open_loader(partial(packed, {"web": web, "code": 0.5}), state=state)
+        loader = alone(partial(packed, {"web": web, "code": 0.5}), state, repeat=True)
         state = next(
             s for i, (_, s) in enumerate(served(loader), 1) if i >= num_batches and not is_between_documents(s)
         )
     with caplog.at_level(logging.WARNING, "rescale_data"):
-        loader = open_loader(partial(packed, {"books": 0.5, "code": 0.5}), state=state)
+        loader = alone(partial(packed, {"books": 0.5, "code": 0.5}), state, repeat=True)
     assert "These sources begin with their first row: ['source.books']" in caplog.text
     assert "These are gone, with their positions: ['source.web']" in caplog.text
     assert ("begin it again" in caplog.text) != rested
@@ -141,15 +132,15 @@ def opened_with(weights: Any = ALL, above: Any = None, shuffle: int = 4, **kwarg
         rows = rd.WeightedSampler(sources, weights, **kwargs)
         return rd.Map(rows if above is None else above(rows), lambda _: {"id": 0})
 
-    return open_loader(pipeline, 4)
+    return alone(pipeline, repeat=True)
 
 
 def in_batches(rows: Any) -> Any:
     return Batcher(rows, 2)
 
 
-def in_batches_and_back(rows: Any) -> Any:
-    return Unbatcher(Batcher(rows, 2))
+def in_batches_and_back(rows: Any, size: int = 2) -> Any:
+    return Unbatcher(Batcher(rows, size))
 
 
 def mapped(rows: Any) -> Any:
@@ -169,6 +160,7 @@ FIXED = "weights: web: saved 0.5.* may not below other nodes of torchdata than M
         ({}, {"stop": "first"}, "stop: saved"),
         ({}, {"weights": {"web": 1.0}, "stop": "first"}, "stop: saved"),
         ({}, {"weights": {"web": 1.0}, "shuffle": 5}, "source.web: shuffle: saved 4, now 5"),
+        ({"above": in_batches_and_back}, {"above": partial(in_batches_and_back, size=3)}, "batch_size"),
         ({"weights": HALF, "above": in_batches}, {"weights": MOST, "above": in_batches}, FIXED),
         ({"weights": HALF, "above": in_batches_and_back}, {"weights": MOST, "above": in_batches_and_back}, FIXED),
     ],
@@ -181,35 +173,6 @@ def test_nothing_else_may_change(saved: dict[str, Any], now: dict[str, Any], wor
 
 def test_weights_below_a_mapper_of_torchdata_may_change() -> None:
     opened_with(MOST, mapped).load_state_dict(opened_with(HALF, mapped).state_dict())
-
-
-def cut(rows: Any, seq_len: int) -> rd.BaseNode[Any]:
-    return rd.TokenPacker(rows, column="tokens", seq_len=seq_len, eos_id=None, labels=True)
-
-
-@pytest.mark.parametrize("at", [1, 4, 7])
-def test_new_weights_count_from_the_same_document_on_however_often_a_run_stops(at: int, tmp_path: Path) -> None:
-    """Of documents that are read in blocks, none is read by the old weights behind the one that was begun."""
-    sources = {}
-    for base, name in enumerate("ab"):
-        lists = [(10**6 * base + 100 * i + np.arange(1 + 7 * i % 40)).tolist() for i in range(200)]
-        table = pa.table({"tokens": pa.array(lists, pa.list_(pa.int64()))})
-        with pa.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as writer:
-            writer.write_table(table, max_chunksize=40)
-        sources[name] = rd.ArrowSource(tmp_path / f"{name}.arrow")
-
-    def run(weights: dict[str, float], num: int, state: State | None) -> list[tuple[list[int], State]]:
-        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-            rows = rd.WeightedSampler({name: rd.Reader(sources[name], shard) for name in sources}, weights)
-            return cut(rd.CleanDocuments(rows, "tokens", max_length=3), 8)
-
-        return list(itertools.islice(served(open_loader(pipeline, 2, state)), num))
-
-    before = run({"a": 1, "b": 0.05}, at, None)[-1][1]
-    expected = run({"a": 0.05, "b": 1}, 16, before)
-    for stop in (0, 2, 5):
-        again = run({"a": 0.05, "b": 1}, 10, expected[stop][1])
-        assert [tokens for tokens, _ in again] == [tokens for tokens, _ in expected[stop + 1 : stop + 11]]
 
 
 @given(st.permutations(range(18)))

@@ -15,33 +15,23 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
+from tests.nodes.runs import BATCH, ranks_of, samples_by_shard
 from tests.states import opened
 
-N, BATCH = 12, 12
+N = 12
 LENGTHS = np.random.default_rng(3).integers(1, 60, 400)
 DOCUMENTS = rd.DatasetSource([{"tokens": 100 * i + np.arange(1, n + 1)} for i, n in enumerate(LENGTHS)], name="docs")
 WORLDS = (4, 2, 3, 1, 6)
 Tokens = dict[int, list[int]]
 
 
-def loaders(packer: Any, world_size: int = 1, *, repeat: bool = True, **form: Any) -> list[rd.DataLoader]:
+def loaders(packer: Any, world_size: int = 1, state: Any = None, **form: Any) -> list[rd.DataLoader]:
     form = {"column": "tokens", "eos_id": 0, **form}
-    sizes = {"global_batch_size": BATCH, "micro_batch_size": BATCH // world_size, "num_logical_shards": N}
 
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         return rd.Map(packer(rd.Reader(DOCUMENTS, shard), **form), dict)
 
-    ranks = [{"dp_rank": rank, "dp_world_size": world_size} for rank in range(world_size)]
-    return [rd.DataLoader(pipeline, repeat=repeat, **sizes, **rank) for rank in ranks]
-
-
-def take(ranks: list[rd.DataLoader], num_steps: int, into: dict[int, list[Any]]) -> None:
-    """The samples of each logical shard."""
-    for _ in range(num_steps):
-        for loader in ranks:
-            taken = loader._stream.take()
-            for i, shard in enumerate(taken.shards):
-                into[shard].append({key: value[i] for key, value in taken.batch.items()})
+    return ranks_of(pipeline, world_size, state, num_logical_shards=N)
 
 
 Segments = list[tuple[dict[str, Any], int, int]]
@@ -52,10 +42,9 @@ def play(packer: Any, segments: Segments) -> tuple[dict[int, list[Any]], list[rd
     state, found, tokens = None, defaultdict(list), 0
     ranks: list[rd.DataLoader] = []
     for form, world_size, num_steps in segments:
-        ranks = loaders(packer, world_size, **form)
-        for loader in ranks if state is not None else []:
-            loader.load_state_dict(state)
-        take(ranks, num_steps, found)
+        ranks = loaders(packer, world_size, state, **form)
+        for shard, samples in samples_by_shard(ranks, num_steps).items():
+            found[shard] += samples
         tokens += num_steps * BATCH * form["seq_len"]
         state = full_state_dict(ranks)
     return found, ranks, tokens
@@ -104,9 +93,8 @@ def test_one_warning_names_old_new_and_the_sample(caplog: pytest.LogCaptureFixtu
     said = [record.getMessage() for record in caplog.records if "another form" in record.getMessage()]
     assert len(said) == 1  # of two ranks the first speaks
     assert "source: labels was False up to sample 24, and is True from there; source: seq_len was 64 up" in said[0]
-    [again] = loaders(rd.TokenPacker, seq_len=256, labels=True)
     state = full_state_dict(ranks)
-    again.load_state_dict(state)
+    [again] = loaders(rd.TokenPacker, state=state, seq_len=256, labels=True)
     assert opened(again.state_dict())["pipeline"] == opened(state)["pipeline"]  # what was before is kept
     assert opened(state)["pipeline"]["source"]["earlier"] == [[24, {"seq_len": 64, "shards": 12, "tokens": 24 * 64}]]
     again.reset()
@@ -129,9 +117,8 @@ def within(rows: Any, *, seq_len: int, **form: Any) -> rd.BaseNode[Any]:
 )
 def test_what_would_be_other_tokens_is_an_error(packer: Any, other: dict[str, Any], words: str) -> None:
     [saved] = loaders(packer, seq_len=16)
-    [now] = loaders(packer, **{"seq_len": 16, **other})
     with pytest.raises(rd.DataStateError, match=words):
-        now.load_state_dict(saved.state_dict())
+        loaders(packer, state=saved.state_dict(), **{"seq_len": 16, **other})
 
 
 def test_a_third_change_within_a_window_is_an_error() -> None:

@@ -53,21 +53,11 @@ def sources_of(paths: list[Path], **given: Any) -> dict[str, ParquetSource]:
 class OneMore(rd.Reader):
     """A user's own, which no other reader stands in for."""
 
+    open_documents = texts = skip = epoch_end = None  # type: ignore[assignment]
+
     def next(self) -> Any:
         sample = super().next()
         return {**sample, "tokens": sample["tokens"] + 1}
-
-    def open_documents(self, column: str) -> None:
-        return None
-
-    def texts(self, column: str) -> None:
-        return None
-
-    def skip(self, num_samples: int) -> int:
-        return super().skip(num_samples)
-
-    def epoch_end(self, rows: Any, shards: Any) -> Any:
-        return super().epoch_end(rows, shards)
 
 
 def loader(sources: dict[str, ParquetSource], packed: bool, stop: Any = "never") -> rd.DataLoader:
@@ -105,40 +95,25 @@ def test_what_a_shard_and_source_takes_beside_the_cache(corpora: list[Path], pac
     assert more < 400 * (SOURCES - len(few)) * SHARDS  # half of these are positions
 
 
-@pytest.mark.parametrize(
-    ("unit", "packed", "cache_bytes"),
-    [("samples", False, 2**22), ("tokens", True, 2**22), ("samples", True, 2**15), ("tokens", False, 2**15)],
-)
+@pytest.mark.parametrize(("unit", "packed"), [("samples", False), ("tokens", True)])
 def test_what_shards_have_of_one_another_changes_no_sample(
-    corpora: list[Path], unit: Any, packed: bool, cache_bytes: int, monkeypatch: pytest.MonkeyPatch
+    corpora: list[Path], unit: Any, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = sources_of(corpora[:9], cache_bytes=cache_bytes)
-
-    def mixture(names: list[str], shard: rd.Shard) -> rd.BaseNode[Any]:
-        nodes: dict[str, Any] = {
-            name: rd.Reader(sources[name], shard, shuffle=64 + shard.index % 2) for name in names[:2]
-        }
-        nodes |= {name: rd.Reader(sources[name], shard) for name in names[2:]}
-        nodes[names[2]] = rd.Filter(nodes[names[2]], lambda sample: sample["tokens"][0] % 3 > 0)
-        return rd.WeightedSampler(
-            nodes, dict.fromkeys(names, 1.0), unit=unit, column="tokens" if unit == "tokens" else None
-        )
+    sources = sources_of(corpora[:4], cache_bytes=2**22)
+    unlike, own = [*sources][:2]
 
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        names = sorted(sources)
-        inner = mixture(names[:4], shard)
-        outer: dict[str, Any] = {name: rd.Reader(sources[name], shard) for name in names[4:]}
-        outer[names[4]] = OneMore(sources[names[4]], shard)
-        root = rd.WeightedSampler({"inner": inner, **outer}, dict.fromkeys(["inner", *outer], 1.0))
-        return rd.TokenPacker(root, column="tokens", seq_len=300, eos_id=0) if packed else root
+        nodes = {name: rd.Reader(source, shard) for name, source in sources.items()}
+        nodes[unlike] = rd.Reader(sources[unlike], shard, shuffle=64 + shard.index % 2)
+        nodes[own] = OneMore(sources[own], shard)
+        by = {"unit": unit, "column": "tokens" if unit == "tokens" else None}
+        mixture = rd.WeightedSampler(nodes, dict.fromkeys(nodes, 1.0), **by)
+        return rd.TokenPacker(mixture, column="tokens", seq_len=300, eos_id=0) if packed else mixture
 
     def batches() -> list[Any]:
         cache().clear()
         made = rd.DataLoader(pipeline, global_batch_size=16, num_logical_shards=8, repeat=True)
-        first = [batch["tokens"].tolist() for batch in itertools.islice(made, 12)]
-        again = rd.DataLoader(pipeline, global_batch_size=16, num_logical_shards=8, repeat=True)
-        again.load_state_dict(made.state_dict())
-        return first + [batch["tokens"].tolist() for batch in itertools.islice(again, 8)]
+        return [batch["tokens"].tolist() for batch in itertools.islice(made, 20)]
 
     found = batches()
     monkeypatch.setattr(rd.WeightedSampler, "borrow", lambda *_: None)

@@ -9,7 +9,7 @@ import pytest
 
 import rescale_data as rd
 from tests.nodes.resume import take
-from tests.nodes.zoo import BOOKS, CODE, WEB, mixture, read
+from tests.nodes.zoo import BOOKS, CODE, WEB, mixture
 
 
 def source_of(sample: dict[str, Any]) -> str:
@@ -85,19 +85,6 @@ def test_stop_when_all_have_ended_yields_each_row_once_an_epoch_and_others_keep_
         node.reset(state)
 
 
-def test_counts_of_an_epoch_are_known_where_sources_end() -> None:
-    loader = rd.DataLoader(
-        lambda shard: rd.Map(mixture(shard, stop="all"), lambda sample: {"id": sample["id"]}),
-        global_batch_size=6,
-        num_logical_shards=6,
-    )
-    total = WEB.num_rows + CODE.num_rows + BOOKS.num_rows
-    assert len(loader) == total // 6
-    assert len(list(loader)) == total // 6
-    with pytest.raises(TypeError, match="only reading tells how many samples come out of WeightedSampler"):
-        len(rd.DataLoader(mixture, global_batch_size=6, num_logical_shards=6))
-
-
 def test_after_the_rest_of_an_epoch_was_left_out_schedules_and_epochs_go_on() -> None:
     def mixture(weights: Any = None, **kwargs: Any) -> Any:
         nodes = {"a": rd.Reader(["a"] * 6, rd.Shard()), "b": rd.Reader(["b"] * 40, rd.Shard())}
@@ -121,18 +108,6 @@ def test_the_order_of_names_does_not_matter() -> None:
     weights = {"web": 0.2, "code": 0.3, "books": 0.5}
     turned = dict(reversed(weights.items()))
     assert take(mixture(rd.Shard(), weights), 50) == take(mixture(rd.Shard(), turned), 50)
-
-
-@pytest.mark.parametrize("top", [rd.TokenPacker, rd.WholeDocumentPacker])
-def test_a_source_without_tokens_is_an_error_that_names_source_and_shard(top: Any) -> None:
-    """Rows without tokens are samples, so no epoch is silent, and no token ever comes."""
-    empty = rd.DatasetSource([{"tokens": [1] if i > 3 else []} for i in range(8)], name="few")
-    for weights in ({"few": 1.0}, {"few": 0.9, "web": 0.1}):
-        nodes = {"few": rd.Reader(empty, rd.Shard(1, 4, repeat=True), shuffle=False)}
-        nodes |= {"web": read(WEB, rd.Shard(1, 4, repeat=True))} if "web" in weights else {}
-        node = rd.WeightedSampler(nodes, weights, unit="tokens", column="tokens")
-        with pytest.raises(rd.DataStateError, match=r"'few' of a mixture yielded no token .* logical shard 1 of 4"):
-            take(top(node, column="tokens", seq_len=2, eos_id=None), 50)
 
 
 def test_behind_the_error_of_a_silent_source_a_skip_is_draws() -> None:

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from torchdata.nodes import BaseNode, Mapper
 
 import rescale_data as rd
-from rescale_data.errors import DataStateError
 from rescale_data.nodes.packing.packer import TokenPacker
 from rescale_data.nodes.packing.token_stream import TokenStream
-from rescale_data.nodes.packing.whole import WholeDocumentPacker
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading import fragment_documents
 from rescale_data.shard import Shard
@@ -125,21 +123,6 @@ class TestStream:
                     next(node)
             assert node.get_state() == {"offset": 0, "source": {"epoch": epoch + 1, "row": 0, "skipped": 0}}
             node.reset(node.get_state())
-
-    @pytest.mark.parametrize(
-        ("node", "how"), [(TokenPacker, {"eos_id": None}), (WholeDocumentPacker, {"long": "drop"})]
-    )
-    def test_nothing_to_pack_is_an_error_or_an_empty_epoch(
-        self, node: Any, how: Any, layout: str, tmp_path: Path
-    ) -> None:
-        source = write(layout, tmp_path, documents([0, 0] if node is TokenPacker else [20, 20]))
-
-        def packer(shard: Shard) -> Any:
-            return node(Reader(source, shard), column="tokens", seq_len=8, **how)
-
-        with pytest.raises(DataStateError, match="no token in 2 whole epochs"):
-            next(packer(Shard(repeat=True)))
-        assert list(packer(ONE)) == []
 
 
 class TestSamples:
