@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 import rescale_data as rd
-from tests.formats import write_jsonl, write_megatron, write_tar
+from tests.formats import write_jsonl, write_megatron, write_table, write_tar
 
 SIZES = {"global_batch_size": 8, "num_logical_shards": 16, "seed": 3}
 Pipeline = Callable[[rd.Shard], rd.BaseNode[Any]]
@@ -26,22 +25,18 @@ def documents(num: int, first: int = 0) -> list[list[int]]:
     return [[(first + 7 * i + 3 * t) % 997 + 3 for t in range((first + i) ** 2 % 30 + 1)] for i in range(num)]
 
 
-def write_parquet(path: Path, docs: list[list[int]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"tokens": pa.array(docs, pa.list_(pa.int32()))}), path, row_group_size=25)
+def table(docs: list[list[int]]) -> dict[str, pa.Array]:
+    return {"tokens": pa.array(docs, pa.list_(pa.int32()))}
 
 
 def parquet(folder: Path) -> rd.ParquetSource:
     for number in range(3):
-        write_parquet(folder / "corpus" / f"{number}.parquet", documents(300, 300 * number))
+        write_table(folder / "corpus" / f"{number}.parquet", table(documents(300, 300 * number)), 25)
     return rd.ParquetSource(folder / "corpus", columns=["tokens"])
 
 
 def arrow(folder: Path) -> rd.ArrowSource:
-    table = pa.table({"tokens": pa.array(documents(700), pa.list_(pa.int32()))})
-    with pa.ipc.new_file(folder / "corpus.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=30)
-    return rd.ArrowSource(folder / "corpus.arrow")
+    return rd.ArrowSource(write_table(folder / "corpus.arrow", table(documents(700)), 30))
 
 
 def jsonl(folder: Path) -> rd.JsonlSource:
@@ -197,7 +192,7 @@ def run(name: str, folder: Path, num: int) -> Iterator[Any]:
             return
         yield from batches(loader, num // 2)
         state = loader.state_dict()
-    write_parquet(folder / "corpus" / "3.parquet", documents(200, 900))
+    write_table(folder / "corpus" / "3.parquet", table(documents(200, 900)), 25)
     with growing(folder) as loader:
         loader.load_state_dict(state)
         yield from batches(loader, num - num // 2)

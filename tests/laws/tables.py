@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 import rescale_data as rd
-from tests.formats import write_jsonl, write_megatron, write_tar
+from tests.formats import write_jsonl, write_megatron, write_table, write_tar
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -64,15 +63,11 @@ def write(kind: str, path: Path, table: pa.Table, fragment_rows: int = 5, suffix
 
     Args:
         path: The file without its suffix.
-        options: Of `pyarrow.ipc.IpcWriteOptions`, and ``new``, which is `pyarrow.ipc.new_stream` for the stream format.
+        options: Of `tests.formats.write_table`.
     """
     file = Path(f"{path}{suffix or FILES[kind][1]}")
-    if kind == "parquet":
-        pq.write_table(table, file, row_group_size=fragment_rows)
-    elif kind == "arrow":
-        new = options.pop("new", pa.ipc.new_file)
-        with new(file, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
-            writer.write_table(table.combine_chunks(), max_chunksize=fragment_rows)
+    if kind in ("parquet", "arrow"):
+        write_table(file, table.combine_chunks(), fragment_rows, **options)
     elif kind == "jsonl":
         write_jsonl(file, table.to_pylist())
     elif kind == "webdataset":

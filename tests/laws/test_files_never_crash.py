@@ -87,7 +87,7 @@ def jsonl(folder: Path) -> rd.Source:
 
 KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], rd.Source]]] = {
     "arrow": (lambda folder: arrow(folder, lists()), rd.ArrowSource),
-    "arrow-stream": (lambda folder: arrow(folder, lists(), new=pa.ipc.new_stream), rd.ArrowSource),
+    "arrow-stream": (lambda folder: arrow(folder, lists(), is_stream=True), rd.ArrowSource),
     "arrow-mixed": (lambda folder: arrow(folder, mixed()), rd.ArrowSource),
     "arrow-zstd": (lambda folder: arrow(folder, mixed(), compression="zstd"), rd.ArrowSource),
     "megatron-idx": (lambda folder: megatron(folder, ".idx"), rd.MegatronSource),
