@@ -263,6 +263,7 @@ def test_a_change_keeps_what_it_does_not_name(
                     window = 60 if case["rows"] == "Shuffle" else 0
                     due = {t for t in stays if t <= max(one.intersection(delivered), default=0) - window}
                 assert due <= counts.keys(), f"{name}: never {sorted(due - counts.keys())}"
+                assert case["change"] != "blocklist" or not (one - other).intersection(rest), "what is blocked came"
         assert len(shards_with_repeats) <= begun_again
         if case["change"] == "files":
             counts = Counter(t for step in steps(ranks) for t in step)

@@ -21,6 +21,7 @@ from pyarrow import compute, parquet
 
 import rescale_data as rd
 from tests.corpus import write
+from tests.datasets import unreadable
 from tests.nodes.resume import plain
 from tests.nodes.runs import BATCH, alone, ranks_of
 
@@ -41,19 +42,6 @@ LENGTHS = np.random.default_rng(5).integers(0, 30, NUM).tolist()
 DOCUMENTS, OTHERS = rows_with(documents(LENGTHS), "documents"), rows_with(documents(LENGTHS[::-1], NUM), "others")
 
 
-class Unreadable(list[Any]):
-    """Rows of which some cannot be read."""
-
-    def __init__(self, num_rows: int, bad: set[int]) -> None:
-        super().__init__({"id": i} for i in range(num_rows))
-        self.bad = bad
-
-    def __getitem__(self, index: Any) -> Any:
-        if index in self.bad:
-            raise ValueError(f"row {index} cannot be read")
-        return super().__getitem__(index)
-
-
 @given(rows_of, rows_of, st.sampled_from([1, 3]))
 @settings(max_examples=max(5, settings().max_examples // 5))
 def test_served_blocked_unreadable_and_filtered_rows_are_the_source(
@@ -62,7 +50,7 @@ def test_served_blocked_unreadable_and_filtered_rows_are_the_source(
     """Also behind a row that cannot be read no blocked row is served."""
     if len(blocked | bad) > NUM - 4 * BATCH * keep:
         return
-    source = rd.DatasetSource(Unreadable(NUM, bad), name="documents")
+    source = rd.DatasetSource(unreadable(({"id": i} for i in range(NUM)), bad), name="documents")
 
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         return rd.Filter(
@@ -127,22 +115,6 @@ def test_a_document_that_is_blocked_within_ends_there(
                 assert not goes_on or last // 100 != number
             assert number not in {token // 100 for token in tokens}
     assert "begin it again" not in caplog.text
-
-
-@pytest.mark.parametrize("window", [1, 4])
-def test_each_shard_of_a_mixture_passes_its_own_rows(window: int) -> None:
-    """Below a node that reads samples one at a time, which asks the mixture to pass what is blocked."""
-    blocked = {*range(0, NUM, 3), 50, 52, 53}
-
-    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        nodes = [rd.Reader(s, shard, shuffle=8, exclude=blocked) for s in (DOCUMENTS, OTHERS)]
-        through = rd.Map(rd.Shuffle(mixture(*nodes, "all"), window), lambda row: {"tokens": row["tokens"]})
-        return rd.TokenPacker(through, column="tokens", seq_len=16, eos_id=None, last="pad", pad_id=99)
-
-    [run] = ranks_of(pipeline, repeat=False, tail="pad")
-    found = [token for batch in run for token in batch["tokens"][batch["valid"]].flatten().tolist()]
-    kept = [s.row(i)["tokens"].tolist() for s in (DOCUMENTS, OTHERS) for i in range(NUM) if i not in blocked]
-    assert Counter(t for t in found if t != 99) == Counter(t for tokens in kept for t in tokens)
 
 
 class Through(rd.Node[Any]):
@@ -254,7 +226,9 @@ class TestFiles:
     ) -> None:
         found = rd.find_rows(self.source(tmp_path, m=8, z=4), ["z1", "m3", "m7", "nowhere"])
         assert json.loads(json.dumps(found)) == found == {"m.parquet": [3, 7], "z.parquet": [1]}
-        assert rd.find_rows(rd.DatasetSource(Unreadable(9, {4}), name="doubt"), {2, 4, 8}) == [2, 8]
+        assert rd.find_rows(
+            rd.DatasetSource(unreadable([{"id": i} for i in range(9)], {4}), name="doubt"), {2, 4, 8}
+        ) == [2, 8]
         assert "doubt[4] cannot be looked up: ValueError: row 4 cannot be read" in caplog.text
 
     @pytest.mark.parametrize("ids", [["1"], torch.tensor([1]), [b"1"]])
