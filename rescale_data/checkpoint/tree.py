@@ -48,9 +48,10 @@ def find_lost_structure(tree: Any, path: tuple[str | int, ...] = ()) -> list[tup
 
 
 def map_leaves(value: Any, function: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Return a nested value (dicts, lists, tuples) with ``work(path, leaf)`` in place of each leaf."""
+    """Return a nested value (mappings, lists, tuples) with ``function(path, leaf)`` in place of each leaf."""
     if isinstance(value, Mapping):
-        return {key: map_leaves(inner, function, (*path, key)) for key, inner in cast(Mapping[Any, Any], value).items()}
+        live = cast(Mapping[Any, Any], value)
+        return _of_same_type(live, {key: map_leaves(inner, function, (*path, key)) for key, inner in live.items()})
     if type(value) in (list, tuple):
         return type(value)(map_leaves(inner, function, (*path, index)) for index, inner in enumerate(value))
     return function(path, value)

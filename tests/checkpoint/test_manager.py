@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,6 +48,16 @@ def copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return stage(self, state)
 
     monkeypatch.setattr(DefaultStager, "stage", once)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_values_come_back_of_the_kind_that_they_were(tmp_path: Path, mode: Any) -> None:
+    given = {"within": (OrderedDict(a=1), [Counter("aab")], {1: 2.5}), "of numbers": OrderedDict(b=2)}
+    with CheckpointManager(tmp_path, async_mode=mode) as manager:
+        manager.save(1, given)
+        loaded = {"within": None, "of numbers": OrderedDict(b=0)}
+        manager.load_latest(loaded)
+    assert repr(loaded) == repr(given)
 
 
 @pytest.mark.parametrize("how", [*MODES, "stagers that copy once"])
