@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import fsspec
 import pytest
 
+from rescale_data.sources import indexed, megatron
 from rescale_data.sources.files import remote
 from tests.sources.far import Far
 
@@ -13,6 +14,13 @@ from tests.sources.far import Far
 def packed(request: pytest.FixtureRequest) -> str:
     """The suffix of a file that is compressed as a whole, or none."""
     return str(request.param)
+
+
+@pytest.fixture
+def small_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fragments of seven rows, of formats that have none of their own."""
+    for module in (indexed, megatron):
+        monkeypatch.setattr(module, "FRAGMENT_ROWS", 7)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ class Budget:
         self.cache_bytes = cache_bytes
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 9, 30, 50])), max_size=60))
 def test_never_exceeds_the_budget_and_keeps_what_was_used_last(uses: list[tuple[int, int]]) -> None:
     """Entries of some sizes are put there; those of size 0 are looked up."""
     lru, source = Cache(), Budget(100)
@@ -88,16 +88,6 @@ def test_the_budget_is_the_largest_of_the_living(puts: list[tuple[int, int, int]
         lru.drop_entries_of(owner)
     assert not lru._key_sizes
     assert lru.nbytes == 0
-
-
-def test_reading_keeps_an_entry() -> None:
-    lru, source = Cache(), Budget(20)
-    lru.register(source)
-    lru.put("a", Sized(10))
-    lru.put("b", Sized(10))
-    lru.get("a")
-    lru.put("c", Sized(10))
-    assert [lru.get(key) is not None for key in "abc"] == [True, False, True]
 
 
 def test_one_entry_above_the_budget_stays_with_what_is_made_of_it() -> None:

@@ -1,6 +1,5 @@
 """Sources of which an expression chooses the rows: as if only these had been written."""
 
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.sources import arrow
-from rescale_data.sources.condition import RowFilter
 from rescale_data.testing import assert_rescalable, assert_source
 from tests.formats import write_table
 from tests.pipelines import as_samples
@@ -146,19 +144,6 @@ class TestWhatIsCompared:
             loader_of(open_it(filter=pc.field("n") < 6), 0, 1, 12, 0).load_state_dict(state)
         with pytest.raises(rd.DataStateError, match="filter"):
             loader_of(open_it(), 0, 1, 12, 0).load_state_dict(state)
-
-    @pytest.mark.parametrize(
-        ("one", "other"),
-        [
-            (pc.field("n").isin([*range(40)]), pc.field("n").isin([*range(20), 77, *range(21, 40)])),
-            (pc.field("n").isin(["a" * 300 + "b" + "a" * 300]), pc.field("n").isin(["a" * 300 + "c" + "a" * 300])),
-            (pc.field("n") == pa.scalar(0.1, pa.float32()), pc.field("n") == pa.scalar(0.1)),
-        ],
-    )
-    def test_filters_of_one_text_are_told_apart(self, one: Any, other: Any) -> None:
-        assert str(one) == str(other)
-        assert RowFilter(one).identity != RowFilter(other).identity
-        assert RowFilter(one).identity == RowFilter(pickle.loads(pickle.dumps(one))).identity
 
     def test_a_blocklist_with_another_id_in_its_middle_is_applied(self, tmp_path: Path) -> None:
         """The index of the first one lies in the same folder."""

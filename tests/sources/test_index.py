@@ -152,13 +152,6 @@ class TestBadIndices:
         indexed(tmp_path)
         return next((tmp_path / "index").glob("*.rdindex"))
 
-    @pytest.mark.parametrize("left", [0, 7, 12, 40, 200, -9])
-    def test_cut_short_is_made_anew(self, left: int, made: Path, tmp_path: Path) -> None:
-        whole = made.read_bytes()
-        made.write_bytes(whole[:left])
-        assert indexed(tmp_path).row(3) == {"x": 3}
-        assert made.read_bytes() == whole
-
     def test_of_another_format(self, made: Path, tmp_path: Path) -> None:
         write_table(tmp_path / "data" / "b.arrow", {"x": [1]})
         rd.ArrowSource(tmp_path / "data", index_dir=tmp_path / "arrow")

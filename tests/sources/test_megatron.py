@@ -6,7 +6,6 @@ import fsspec
 import numpy as np
 import pytest
 
-from rescale_data.sources import megatron
 from rescale_data.sources.megatron import MegatronSource
 from rescale_data.testing import assert_source
 from tests.corpus import documents
@@ -15,9 +14,7 @@ from tests.formats import write_megatron
 DOCS = documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4] * 3)
 
 
-@pytest.fixture(autouse=True)
-def small_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron, "FRAGMENT_ROWS", 7)
+pytestmark = pytest.mark.usefixtures("small_fragments")
 
 
 @pytest.mark.parametrize("sentences", [1, 3])

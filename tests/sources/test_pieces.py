@@ -9,11 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded.cache import Cache, cache, owner_of
 from rescale_data.sources.decoded.interest import (
@@ -23,9 +20,7 @@ from rescale_data.sources.decoded.interest import (
     room_for_block,
     served_shards,
 )
-from rescale_data.sources.files import local_store
 from rescale_data.sources.parquet import ParquetSource
-from tests.corpus import fragment_order
 from tests.formats import write_table
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -194,64 +189,12 @@ def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     assert room_for_block(small(corpus)) == room_for_block(sources[0]) == 0
 
 
-def test_few_shards_and_large_caches_keep_whole_fragments(corpus: Path) -> None:
-    for source, shards in ((ParquetSource(corpus), 50), (small(corpus), 1)):
-        reader = rd.Reader(source, rd.Shard(0, shards))
-        reader.reset(None)
-        assert reader.share(0) is None
-
-
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
-    st.integers(1, 12),
-    st.booleans(),
-    st.integers(0, 3),
-)
-@settings(max_examples=60)
-def test_cuts_are_what_the_shards_read(lengths: list[int], num_shards: int, permuted: bool, epoch: int) -> None:
-    fragments = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    order = fragment_order(fragments, 3, epoch) if permuted else None
-    source = rd.SyntheticSource(max(1, int(fragments[-1])))
-    drawn: dict[Any, set[int]] = {}
-    for i in range(num_shards):
-        virtual = np.arange(i * fragments[-1] // num_shards, (i + 1) * fragments[-1] // num_shards)
-        rows = virtual if order is None else order.rows(virtual)
-        share = ShardShare(rd.Shard(i, num_shards, 3), epoch, fragments, order, id(source), i, 0)
-        drawn[share.share_key] = set(rows.tolist())
-        for fragment in range(len(lengths)):
-            for cut in share.served_row_ranges(fragment):
-                if cut.share_key == share.share_key:
-                    assert share.own_row_range(fragment) == cut
-    share = ShardShare(rd.Shard(0, num_shards, 3), epoch, fragments, order, id(source), i, 0)
-    found: dict[Any, set[int]] = {key: set() for key in drawn}
-    for fragment in range(len(lengths)):
-        for cut in share.served_row_ranges(fragment):
-            found[cut.share_key] |= set(
-                range(int(fragments[fragment]) + cut.start, int(fragments[fragment]) + cut.stop)
-            )
-    assert found == drawn
-
-
-class TestStored:
-    def test_a_restart_decodes_nothing_of_what_is_there(
-        self, corpus: Path, decoded: Counter[int], tmp_path: Path
-    ) -> None:
-        def texts() -> list[str]:
-            return texts_of(small(corpus, cache_dir=tmp_path / "cache"))
-
-        first, before = texts(), sum(decoded.values())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(local_store, "_stores", {})
-            assert texts() == first
-        assert before == 5
-        assert sum(decoded.values()) <= 2 * before
-
-    def test_another_filter_has_other_pieces(self, corpus: Path, tmp_path: Path) -> None:
-        for letter in "ab":
-            source = small(corpus, cache_dir=tmp_path / "cache", filter=pc.field("d") == letter)
-            rows = list(in_turn(readers_of(source)))
-            assert {row["d"] for row in rows} == {letter}
-            assert len(rows) == NUM_ROWS // 2
+def test_another_filter_has_other_pieces(corpus: Path, tmp_path: Path) -> None:
+    for letter in "ab":
+        source = small(corpus, cache_dir=tmp_path / "cache", filter=pc.field("d") == letter)
+        rows = list(in_turn(readers_of(source)))
+        assert {row["d"] for row in rows} == {letter}
+        assert len(rows) == NUM_ROWS // 2
 
 
 def test_order_of_pieces_does_not_matter(corpus: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
-from rescale_data.sources import indexed
 from rescale_data.sources.webdataset import WebDatasetSource
 from rescale_data.testing import assert_source
 from tests.formats import tar_bytes, write_tar
@@ -16,9 +15,7 @@ from tests.formats import tar_bytes, write_tar
 SAMPLES = [{"jpg": bytes([i]) * (i * 7 % 600), "json": b'{"n": %d}' % i, "cls": b"%d" % (i % 3)} for i in range(40)]
 
 
-@pytest.fixture(autouse=True)
-def small_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "FRAGMENT_ROWS", 7)
+pytestmark = pytest.mark.usefixtures("small_fragments")
 
 
 def test_rows_are_samples(packed: str, tmp_path: Path) -> None:
