@@ -55,19 +55,6 @@ def test_a_second_manager_is_told_which_process_holds_the_folder(tmp_path: Path)
         assert manager.steps() == [], "a killed one holds nothing"
 
 
-def test_a_second_manager_in_one_process(folder: str) -> None:
-    """Two would delete by two rules, each what the other keeps."""
-    with CheckpointManager(folder, keep_latest=1, async_mode="disabled") as manager:
-        manager.save(1, STATE)
-        with pytest.raises(ValueError, match=r"held by this process, which saves to it.*by\s+close\(\)"):
-            CheckpointManager(f"{folder}/", keep_latest=None)
-        assert RunReader(folder).steps() == [1]
-        manager.save(2, STATE)
-    with CheckpointManager(folder) as again:
-        assert not again.delete(1), "and nothing is done in the background any more"
-        assert again.steps() == [2]
-
-
 def test_a_save_whose_files_something_removes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = DiskStore.rename
 
