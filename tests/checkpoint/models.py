@@ -79,7 +79,7 @@ class Training:
         torch.manual_seed(seed)
         self.model = wrap(Plain(), how)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2 * (seed + 1))
-        self.loader = StandInLoader(mesh=mesh())
+        self.loader = StandInLoader()
         self.extra = {"tensor": torch.zeros(3), "list": [0], "note": f"seed {seed}"}
 
     @property

@@ -137,19 +137,19 @@ class Server:
             self._logs = [each for each in self._logs if each is not log]
 
     @contextmanager
-    def failing(self, request: Request, fault: str, after: int = 0) -> Iterator[None]:
-        """Let `request` fail in one of `FAULTS` each time that it is made within the block, but for the first `after` times."""
-        before, left = self._fault, [after]
+    def failing(self, request: Request, fault: str) -> Iterator[list[Request]]:
+        """Let `request` fail in one of `FAULTS` each time that it is made within the block, and yield the list of these."""
+        before, failed = self._fault, list[Request]()
 
         def decide(made: Request) -> str | None:
             if made != request:
                 return None
-            left[0] -= 1
-            return fault if left[0] < 0 else None
+            failed.append(made)
+            return fault
 
         self._fault = decide
         try:
-            yield
+            yield failed
         finally:
             self._fault = before
             self.handler.released.set()  # whoever still waits

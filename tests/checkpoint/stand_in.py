@@ -1,4 +1,4 @@
-"""A stand-in for the data loader: a ``Stateful`` whose state has exactly the form of a loader's."""
+"""A stand-in for the data loader: a ``Stateful`` whose state has exactly the form of a loader's; and a state with one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import json
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+import torch.distributed as dist
 
 
 class StandInLoader:
     """Counts steps; a logical shard's row is a function of the step and the shard, so any mix of steps is seen."""
 
-    def __init__(
-        self, num_logical_shards: int = 12, global_batch_size: int = 4, mesh: DeviceMesh | None = None
-    ) -> None:
-        self.n, self.o, self.mesh, self.step = num_logical_shards, global_batch_size, mesh, 0
+    def __init__(self, num_logical_shards: int = 12, step: int = 0) -> None:
+        self.n, self.o, self.step = num_logical_shards, 4, step
         self.loaded: dict[str, Any] | None = None
 
     def advance(self, steps: int = 1) -> None:
@@ -28,13 +25,6 @@ class StandInLoader:
             [-1 - self.step * self.o * self.n - shard, count, count * 0 - 1, count // 10, shard * 1000 + count], 1
         )
 
-    def _sharded(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.mesh is None or self.n % self.mesh.size():
-            return rows
-        return DTensor.from_local(
-            rows.chunk(self.mesh.size())[self.mesh.get_local_rank()].clone(), self.mesh, [Shard(0)]
-        )
-
     def state_dict(self) -> dict[str, Any]:
         names = ("stamp", "samples", "remainder", "source.epoch", "source.row")
         header = {
@@ -42,7 +32,7 @@ class StandInLoader:
             "origin": 0,
             "global_batch_size": self.o,
             "micro_batch_size": 1,
-            "dp_world_size": 1 if self.mesh is None else self.mesh.size(),
+            "dp_world_size": dist.get_world_size() if dist.is_initialized() else 1,
             "num_logical_shards": self.n,
             "num_workers": 0,
             "seed": 7,
@@ -57,12 +47,15 @@ class StandInLoader:
             "sources": {"source": {"files": [["part-0.parquet", 1234, 100]]}},
             "pipeline": {"source": {"shuffle": 16}},
         }
-        return {"table": self._sharded(self.table()), "header": json.dumps(header)}
+        return {"table": self.table(), "header": json.dumps(header)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loaded = state_dict
         self.step = json.loads(state_dict["header"])["step"]
-        table = state_dict["table"]
-        whole = table.full_tensor() if isinstance(table, DTensor) else table
-        if not torch.equal(whole, self.table()):
-            raise ValueError(f"The table is not that of step {self.step}: {whole}")
+        if not torch.equal(state_dict["table"], self.table()):
+            raise ValueError(f"The table is not that of step {self.step}: {state_dict['table']}")
+
+
+def state_at(step: int = 0, size: int = 300) -> dict[str, Any]:
+    """Return a state in which every value says which step it is of."""
+    return {"weights": torch.full((size,), float(step)), "step": step, "loader": StandInLoader(step=step)}

@@ -29,7 +29,7 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint import LoadReport
 from rescale_data.checkpoint.convert.safetensors import INDEX_FILE, NON_TENSORS_FILE
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
-from tests.checkpoint.models import Plain, mesh, whole, wrap
+from tests.checkpoint.models import Plain, whole, wrap
 from tests.checkpoint.processes import context, run
 from tests.checkpoint.stand_in import StandInLoader
 from tests.states import opened
@@ -40,12 +40,11 @@ HALF = torch.ones(4, dtype=torch.bfloat16)[::2]
 
 def build(steps: int) -> dict[str, Any]:
     torch.manual_seed(steps)
-    model, loader = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), StandInLoader()
+    model, loader = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), StandInLoader(step=steps)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(steps):
         model(torch.randn(3, 6)).sum().backward()
         optimizer.step()
-    loader.advance(steps)
     tensors = {str(dtype): (torch.arange(6).reshape(2, 3) * steps).to(dtype) for dtype in DTYPES}
     tensors |= {"scalar": torch.tensor(3.5 * steps), "empty": torch.zeros(0, 4)}
     odd = {
@@ -257,7 +256,7 @@ def test_the_library_reads_and_writes_the_same(tmp_path: Path) -> None:
 
 def load_file_sharded(file: str, how: str) -> dict[str, Any]:
     model = wrap(Plain(), how)
-    loader = StandInLoader(mesh=mesh())
+    loader = StandInLoader()
     state: dict[str, Any] = {"model": model, "loader": loader, "note": None}
     if dist.get_rank() == 1:
         state["extra"] = {"only here": torch.zeros(2)}
@@ -271,8 +270,7 @@ def load_file_sharded(file: str, how: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("how", "ranks"), [("fsdp2", 3), ("tp", 2), ("fsdp1", 2)])
 def test_a_file_loads_into_any_sharding(tmp_path: Path, how: str, ranks: int) -> None:
     """torch's BroadcastingTorchSaveReader takes tensors only, and hangs with DTensors and on a missing name."""
-    model, loader = Plain(), StandInLoader()
-    loader.advance(4)
+    model, loader = Plain(), StandInLoader(step=4)
     torch.save({"model": model.state_dict(), "loader": loader.state_dict(), "note": "hello"}, tmp_path / "file.pt")
     for got in run(ranks, load_file_sharded, str(tmp_path / "file.pt"), how):
         assert all(torch.equal(got[name], value) for name, value in model.state_dict().items())

@@ -22,14 +22,8 @@ from rescale_data.checkpoint.storage.store import DiskStore
 from rescale_data.checkpoint.storage.values import Memory
 from rescale_data.errors import DamagedCheckpointError
 from tests.checkpoint.files import data, flip, manifest
-from tests.checkpoint.stand_in import StandInLoader
+from tests.checkpoint.stand_in import state_at
 from tests.states import opened
-
-
-def state(step: int = 0) -> dict[str, Any]:
-    loader = StandInLoader()
-    loader.advance(step)
-    return {"weights": torch.full((300,), float(step)), "number": step, "loader": loader}
 
 
 def truncate(file: Path) -> None:
@@ -39,7 +33,7 @@ def truncate(file: Path) -> None:
 
 
 def take_another_steps(file: Path) -> None:
-    checkpoint.save(file.parents[2] / "other", state(2))
+    checkpoint.save(file.parents[2] / "other", state_at(2))
     shutil.copy(data(file.parents[2] / "other") / file.name, file)
 
 
@@ -59,10 +53,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("how", DAMAGE)
 def test_damage_is_an_error_with_the_files_name(tmp_path: Path, how: str) -> None:
     damage, words = DAMAGE[how]
-    checkpoint.save(tmp_path / "c", state(1))
+    checkpoint.save(tmp_path / "c", state_at(1))
     assert checkpoint.verify(tmp_path / "c") == []
     damage(tmp_path / "c")
-    target = state()
+    target = state_at()
     with pytest.raises(ValueError, match=words):
         checkpoint.load(tmp_path / "c", target)
     words = words.partition("[\\s")[0].partition(".*")[0]
@@ -104,11 +98,11 @@ def test_a_stock_folder_with_a_short_file(tmp_path: Path) -> None:
 
 
 def load(path: Any, **_: Any) -> Any:
-    return checkpoint.load(path, state())
+    return checkpoint.load(path, state_at())
 
 
 def save(path: Any, **options: Any) -> None:
-    checkpoint.save(path, state(2), **options)
+    checkpoint.save(path, state_at(2), **options)
 
 
 NOT_THERE = "No checkpoint at"
@@ -131,7 +125,7 @@ WRONG: list[tuple[Callable[..., Any], Any, type[Exception], str]] = [
 def test_a_wrong_path_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("c", "half"):
-        checkpoint.save(name, state(1))
+        checkpoint.save(name, state_at(1))
     for file in (manifest(tmp_path / "half"), tmp_path / "half" / ".metadata"):
         file.unlink()
     for name in ("empty", "mine"):
@@ -144,7 +138,7 @@ def test_a_wrong_path_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(error, match=words):
             call(path)
     assert sorted(tmp_path.rglob("*")) == before
-    checkpoint.save("c", state(3), overwrite=True)
+    checkpoint.save("c", state_at(3), overwrite=True)
     assert opened(checkpoint.read_data_state("c"))["step"] == 3
 
 
@@ -165,7 +159,7 @@ def test_files_are_whole_and_synced_before_the_commit(tmp_path: Path, monkeypatc
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)
     monkeypatch.setattr(os, "sync", lambda: pytest.fail("os.sync"))
-    checkpoint.save(tmp_path / "c", state())
+    checkpoint.save(tmp_path / "c", state_at())
     (found,) = at_commit
     for file in data(tmp_path / "c").iterdir():
         assert found[".metadata.tmp" if file.name == ".metadata" else file.name] == file.stat().st_size
@@ -240,35 +234,35 @@ def test_a_failing_disk_leaves_the_checkpoint_before(
     tmp_path: Path, disk: type[FailingDisk], operation: str, name: str, number: int, words: str
 ) -> None:
     """Or nothing, where there was none."""
-    checkpoint.save(tmp_path / "c", state(1))
+    checkpoint.save(tmp_path / "c", state_at(1))
     disk.fails, disk.number = (operation, name), number
     for path in ("new", "c"):
         with pytest.raises(OSError, match=f"{tmp_path}/{path}.*{words}") as caught:
-            checkpoint.save(tmp_path / path, state(2), overwrite=True)
+            checkpoint.save(tmp_path / path, state_at(2), overwrite=True)
         assert caught.value.errno == number
     disk.fails = ("", "")
-    checkpoint.load(tmp_path / "c", target := state())
-    assert target["number"] == 1
+    checkpoint.load(tmp_path / "c", target := state_at())
+    assert target["step"] == 1
     assert not list(tmp_path.glob("new/[!.]*")) or name == "rescale_data-", "a manifest may have been written"
     assert not list(tmp_path.glob("new/rescale_data-*"))
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_value_that_cannot_be_pickled_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", state(1))
+    checkpoint.save(tmp_path / "c", state_at(1))
     for path in ("new", "c"):
         with pytest.raises(Exception, match="pickle"):
-            checkpoint.save(tmp_path / path, state(2) | {"number": lambda: 1}, overwrite=True)
-    checkpoint.load(tmp_path / "c", target := state())
-    assert target["number"] == 1
+            checkpoint.save(tmp_path / path, state_at(2) | {"step": lambda: 1}, overwrite=True)
+    checkpoint.load(tmp_path / "c", target := state_at())
+    assert target["step"] == 1
     assert checkpoint.verify(tmp_path / "c") == []
     assert not list(tmp_path.glob("new/[!.]*"))
 
 
 CALLS: dict[str, Callable[[CheckpointManager], Any]] = {
-    "save": lambda manager: manager.save(3, state(3)),
+    "save": lambda manager: manager.save(3, state_at(3)),
     "wait": lambda manager: manager.wait(),
-    "load_latest": lambda manager: manager.load_latest(state()),
+    "load_latest": lambda manager: manager.load_latest(state_at()),
     "delete": lambda manager: manager.delete(1),
     "close": lambda manager: manager.close(),
 }
@@ -280,7 +274,7 @@ def test_a_failed_upload_is_raised_by_the_next_call(
 ) -> None:
     """Here of a disk that fills up within a tensor; and logged when it happened."""
     manager = CheckpointManager(tmp_path)
-    manager.save(1, state(1))
+    manager.save(1, state_at(1))
     manager.wait()
     disk.fails = ("write", ".distcp")
     manager.save(2, {f"w{i}": torch.ones(1 << 18) for i in range(12)})
@@ -294,6 +288,6 @@ def test_a_failed_upload_is_raised_by_the_next_call(
             manager.save(2, {"a": 1})
     else:
         assert manager.steps() == [1]
-        manager.save(4, state(4))
+        manager.save(4, state_at(4))
     manager.close()
     assert sorted(os.listdir(tmp_path)) == [".claims", ".leases", "step-1", *["step-4"] * (call != "close")]

@@ -20,20 +20,14 @@ import torch.distributed as dist
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.claims import save_of
 from tests.checkpoint.processes import context, start
-from tests.checkpoint.stand_in import StandInLoader
+from tests.checkpoint.stand_in import state_at
 
 KILLS = int(os.environ.get("RESCALE_DATA_KILLS", "40"))
 
 
-def state_of(step: int) -> dict[str, Any]:
-    loader = StandInLoader()
-    loader.advance(step)
-    return {"loader": loader, "weights": torch.full((1000,), float(step)), "step": step}
-
-
 def check(folder: Path, at_least: int) -> int:
     """Load the newest checkpoint, which is whole, and not older than what was reported as committed."""
-    target = state_of(0)
+    target = state_at(0)
     with CheckpointManager(folder) as manager:
         steps = manager.steps()
         found = manager.load_latest(target) or 0
@@ -58,12 +52,12 @@ def last(reports: Connection, committed: int) -> int:
 def save_for_ever(folder: str, mode: Any, reports: Any) -> None:
     torch.manual_seed(0)
     with CheckpointManager(folder, keep_latest=2, async_mode=mode) as manager:
-        target = state_of(0)
+        target = state_at(0)
         step = manager.load_latest(target) or 0
         while True:
             step += 1
             for _ in range(1 + step % 2):
-                manager.save(step, state_of(step))
+                manager.save(step, state_at(step))
                 manager.wait()
                 if dist.get_rank() == 0:
                     reports.send(step)

@@ -166,8 +166,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 
 
 def own(rank: int) -> dict[str, Any]:
-    loader = StandInLoader()
-    loader.advance(rank + 1)
+    loader = StandInLoader(step=rank + 1)
     tensor = PerRank(torch.full((2,), float(rank)))
     return {"tensor": tensor, "plain": PerRank(("rng", rank)), "loader": PerRank(loader), "w": 1}
 

@@ -207,8 +207,7 @@ def test_a_name_that_begins_with_another_name_is_its_own(tmp_path: Path) -> None
 
 
 def test_read_data_state(saved: Saved, tmp_path: Path) -> None:
-    expected = StandInLoader()
-    expected.advance(3)
+    expected = StandInLoader(step=3)
     for path, _ in saved.values():
         state = checkpoint.read_data_state(path)
         assert state.keys() == expected.state_dict().keys()

@@ -18,6 +18,7 @@ class Far(LocalFileSystem):
         together: So many requests for bytes are answered together, if so many come.
         most_at_once: Requests for bytes that were under way at once, at most.
         failures: What the next requests for bytes raise.
+        unknown: Ends of paths that cannot be listed or looked at, once each.
         stall: Called in each request for bytes.
     """
 
@@ -29,6 +30,7 @@ class Far(LocalFileSystem):
     at_once: ClassVar[int] = 0
     most_at_once: ClassVar[int] = 0
     failures: ClassVar[list[Exception]] = []
+    unknown: ClassVar[list[str]] = []
     stall: ClassVar[Callable[[], object]] = int
     lock: ClassVar[threading.Condition] = threading.Condition()
 
@@ -36,19 +38,26 @@ class Far(LocalFileSystem):
     def forget(cls) -> None:
         cls.asked.clear()
         cls.num_bytes, cls.together, cls.most_at_once, cls.stall = 0, 1, 0, int
-        cls.failures = []
+        cls.failures, cls.unknown = [], []
 
     @classmethod
     def requests(cls) -> int:
         """Return the number of requests for bytes."""
         return sum(count for name, count in cls.asked.items() if name not in ("ls", "info"))
 
+    def _look(self, kind: str, path: Any) -> None:
+        Far.asked[kind] += isinstance(path, str)  # else it is of a listing
+        end = next((end for end in Far.unknown if os.fspath(path).rstrip("/").endswith(end)), None)
+        if end is not None:
+            Far.unknown.remove(end)
+            raise OSError("503 slow down")
+
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
-        Far.asked["ls"] += 1
+        self._look("ls", path)
         return super().ls(path, detail, **kwargs)
 
-    def info(self, path: Any, **kwargs: Any) -> Any:
-        Far.asked["info"] += isinstance(path, str)  # else it is of a listing
+    def info(self, path: str, **kwargs: Any) -> Any:
+        self._look("info", path)
         return super().info(path, **kwargs)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:

@@ -170,25 +170,31 @@ def test_a_stream_that_raises_is_opened_again() -> None:
     assert [*rows, *reader] == [0, 1, 2, 3]
 
 
-class TestErrors:
-    def test_a_state_that_is_too_large(self) -> None:
-        source = rd.IterableSource(partial(Counting, padding=85), num_streams=2, state_bytes=64)
-        with pytest.raises(rd.DataStateError, match=r"takes 1\d\d bytes, 5\d more than state_bytes=64"):
-            next(rd.StreamReader(source, rd.Shard()))
+class Odd(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": {1, 2}}
 
-    def test_a_state_that_is_no_json(self) -> None:
-        class Odd(Counting):
-            def state_dict(self) -> dict[str, Any]:
-                return {"at": {1, 2}}
 
-        with pytest.raises(rd.DataStateError, match=r"not made of JSON values.*state_bytes=0"):
-            next(rd.StreamReader(rd.IterableSource(Odd, num_streams=2), rd.Shard()))
+SHORTER = {"epoch": 0, "stream": 0, "count": 5}
+ERRORS: list[tuple[rd.IterableSource, Any, str]] = [
+    (
+        rd.IterableSource(partial(Counting, padding=85), num_streams=2, state_bytes=64),
+        None,
+        r"takes 1\d\d bytes, 5\d more than state_bytes=64",
+    ),
+    (rd.IterableSource(Odd, num_streams=2), None, r"not made of JSON values.*state_bytes=0"),
+    (rd.IterableSource([list(range(3))]), SHORTER, "stream 0 ended before row 5"),
+]
 
-    def test_a_stream_that_is_shorter_when_it_is_read_again(self) -> None:
-        reader = rd.StreamReader(rd.IterableSource([list(range(3))]), rd.Shard())
-        reader.reset({"epoch": 0, "stream": 0, "count": 5})
-        with pytest.raises(rd.DataStateError, match="stream 0 ended before row 5"):
-            next(reader)
+
+@pytest.mark.parametrize(("source", "state", "words"), ERRORS)
+def test_a_stream_whose_state_does_not_fit_or_that_is_shorter_than_its_state(
+    source: rd.IterableSource, state: Any, words: str
+) -> None:
+    reader = rd.StreamReader(source, rd.Shard())
+    reader.reset(state)
+    with pytest.raises(rd.DataStateError, match=words):
+        next(reader)
 
 
 class TestHuggingFace:

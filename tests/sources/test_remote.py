@@ -20,6 +20,7 @@ from rescale_data.sources.decoded import cache as decoded
 from rescale_data.sources.decoded.ahead import decode_runner, fetch_runner
 from rescale_data.sources.decoded.cache import Cache, OpenFileCache, cache
 from rescale_data.sources.files import remote
+from rescale_data.sources.files.paths import find_matching_files
 from rescale_data.sources.files.remote import RemoteError, RemoteFile
 from tests.formats import write_megatron, write_table
 from tests.sources.far import Far
@@ -71,6 +72,17 @@ def test_an_id_is_not_looked_for_in_vain_because_a_request_failed(tmp_path: Path
     Far.failures = [ConnectionResetError()] * 9
     with pytest.raises(RemoteError):
         rd.find_rows(source, ["a"])
+
+
+@pytest.mark.parametrize("given", ["data", "data/**", "data/*/*.bin", "data/[ab]/x.bin"])
+@pytest.mark.parametrize("end", ["data", "data/b", "x.bin"])
+def test_what_cannot_be_listed_is_asked_for_again_and_never_left_out(given: str, end: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "x.bin").write_bytes(b"x")
+    Far.unknown = [end]
+    found = find_matching_files(f"far://{tmp_path}/{given}", ("bin",), None, rd.Remote())
+    assert found.names == ("a/x.bin", "b/x.bin")
 
 
 def test_a_short_answer_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
