@@ -237,7 +237,7 @@ def called(run: Run, case: Case) -> list[Any]:
     """The results of the calls, then the batches that are left, at most 30, and the state."""
     results = [outcome(partial(CALLS[call], run)) for call in (case["call"], case["then"])]
     for _ in range(30):
-        results.append(outcome(run.next))
+        results += [outcome(lambda: run.loader.batches_left), outcome(run.next)]
         if results[-1] and isinstance(results[-1], tuple):
             break
     return [*results, outcome(lambda: where(run.loader.state_dict())), run.numbers()]

@@ -63,32 +63,20 @@ class Faulty(MemoryFileSystem):
         path = self._strip_protocol(path)
         return any(key == path or key.startswith(f"{path}/") for key in self.store)
 
-    def ls(self, path: str, detail: bool = True, **how: Any) -> Any:
-        self.ask(path, is_there=False)  # an empty listing and a 404 are the same answer
-        return super().ls(path, detail, **how)
 
-    def info(self, path: str, **how: Any) -> Any:
-        self.ask(path, is_there=self._is_there(path))
-        return super().info(path, **how)
+def asking(name: str) -> Callable[..., Any]:
+    """Return a method that makes a request first; an empty listing and a 404 are the same answer."""
+    method, reads = getattr(MemoryFileSystem, name), name in ("info", "cat_file")
 
-    def cat_file(self, path: str, *given: Any, **how: Any) -> Any:
-        self.ask(path, is_there=self._is_there(path))
-        with super()._open(self._strip_protocol(path)) as file:
-            return file.read()
+    def request(self: Faulty, path: str, *given: Any, **how: Any) -> Any:
+        self.ask(path, is_there=(reads or how.get("mode") == "rb") and self._is_there(path))
+        return method(self, path, *given, **how)
 
-    def _open(self, path: str, mode: str = "rb", **how: Any) -> Any:
-        self.ask(path, is_there=mode == "rb" and self._is_there(path))
-        return super()._open(path, mode, **how)
-
-    def pipe_file(self, path: str, value: bytes, **how: Any) -> None:
-        self.ask(path, is_there=False)
-        super().pipe_file(path, value, **how)
-
-    def rm_file(self, path: str) -> None:
-        self.ask(path, is_there=False)
-        super().rm_file(path)
+    return request
 
 
+for each in ("ls", "info", "cat_file", "_open", "pipe_file", "rm_file"):
+    setattr(Faulty, each, asking(each))
 fsspec.register_implementation("faulty", Faulty, clobber=True)
 SOURCE = rd.DatasetSource([{"x": i} for i in range(64)], name="web")
 RUN = "faulty://bucket/run"
