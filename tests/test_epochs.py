@@ -318,22 +318,6 @@ class TestStepsPerEpoch:
                     loader.set_epoch(0)
 
 
-def test_a_state_says_again_that_it_was_saved_within_a_step() -> None:
-    """Loaded on others and saved again before a batch, it is still no end of an epoch of steps."""
-
-    def loader(global_batch_size: int) -> rd.DataLoader:
-        sizes = {"global_batch_size": global_batch_size, "micro_batch_size": 2, "num_logical_shards": 4}
-        return rd.DataLoader(range(64), repeat=True, steps_per_epoch=1, **sizes)
-
-    first, second, third = loader(4), loader(2), loader(2)
-    next(iter(first))
-    second.load_state_dict(first.state_dict())
-    again = second.state_dict()
-    assert opened(again)["in_step"]
-    third.load_state_dict(again)
-    assert opened(third.state_dict())["in_step"]
-
-
 def test_an_endless_stream_whose_shards_are_in_several_epochs_warns_where_the_loader_has_epochs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

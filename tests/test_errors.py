@@ -546,6 +546,7 @@ def test_no_run_goes_further_than_a_state_can_tell() -> None:
             {"data": lambda shard: Every(rd.Reader(ROWS, shard), 3)},
             "The fields differ.*Build the pipeline that was saved, with the saved verify=",
         ),
+        ({"verify": True}, r"digest.*the saved verify= \(True keeps a digest"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

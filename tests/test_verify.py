@@ -6,11 +6,9 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import torch.distributed.checkpoint as dcp
 from torchdata.nodes import Mapper, SamplerWrapper
 
 import rescale_data as rd
@@ -115,17 +113,6 @@ def test_samples_that_a_remainder_leaves_out_are_an_error_though_no_digest_is_wr
 
     message = fails(resumed("known", leave_out, tail=tail))
     assert re.search(r"Logical shard \d+ of 12 has more than the \d samples left that are counted as dropped", message)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_run_that_switches_it_is_told_so(verify: bool, tmp_path: Path) -> None:
-    saved, now = (loader(functools.partial(rows, True), 0, 1, 12, 0, verify=given) for given in (verify, not verify))
-    with pytest.raises(rd.DataStateError, match=r"digest.*the saved verify= \(True keeps a digest"):
-        now.load_state_dict(saved.state_dict())
-    dcp.save({"loader": saved}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(rd.DataStateError, match=r"digest.*the saved verify= \(True keeps a digest"):
-        rd.checkpoint.check_checkpoint(tmp_path, now)
 
 
 def test_what_cannot_be_proved_is_named(caplog: pytest.LogCaptureFixture) -> None:
