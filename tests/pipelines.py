@@ -16,15 +16,17 @@ from tests.nodes import zoo
 
 
 class Rows:
-    """A map-style dataset that counts how often it is read."""
+    """A map-style dataset that counts how often it is read, and of which some rows are broken."""
 
     def __init__(self, num_rows: int) -> None:
-        self.num_rows, self.num_read = num_rows, 0
+        self.num_rows, self.num_read, self.broken = num_rows, 0, set[int]()
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.broken:
+            raise OSError(f"cannot read row {index}")
         self.num_read += 1
         return {"row": index}
 

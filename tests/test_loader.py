@@ -41,17 +41,6 @@ def take(loader: rd.DataLoader, num: int) -> list[list[int]]:
 EPOCH = rows_of(loader_of())  # 24 micro batches: 8 steps of 12; 4 of 100 rows are left
 
 
-class Fragile(Rows):
-    def __init__(self, num_rows: int, broken: set[int]) -> None:
-        super().__init__(num_rows)
-        self.broken = broken
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index in self.broken:
-            raise OSError(f"cannot read row {index}")
-        return super().__getitem__(index)
-
-
 # Batches
 
 
@@ -146,7 +135,7 @@ def test_pad_collate_with_what_the_column_cannot_hold(pad: float, values: Any) -
 
 def test_an_error_that_passes_leaves_no_node_of_torchdata_broken() -> None:
     """An `Unbatcher` reads where it is reset, and a `Mapper` above whose reset has failed cannot be reset again."""
-    data = Fragile(48, broken=set())
+    data = Rows(48)
 
     def loader() -> rd.DataLoader:
         def pipeline(shard: rd.Shard) -> Any:
