@@ -129,43 +129,33 @@ def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list
         return batches, lost
 
 
-FIRST, WITHIN, LAST = 0, 2, ROWS // BATCH - 1
+FIRST, WITHIN, LAST = 0, 2, -1
+CURSOR = ("engine/stream.py", "engine/cursor.py", "engine/micro_batch.py")
+"""Files before any bytecode of which it comes: it leaves the old cursor, or the new one."""
+CASES = [
+    *itertools.product((known, only_reading_tells, in_a_thread), (FIRST, WITHIN, LAST), [()]),
+    (packed, WITHIN, ()),
+    *itertools.product((known, only_reading_tells, epochs_of_steps), (1, LAST), [CURSOR]),
+]
 
 
-@pytest.mark.parametrize(
-    ("make_loader", "number"),
-    [*itertools.product((known, only_reading_tells, in_a_thread), (FIRST, WITHIN, LAST)), (packed, WITHIN)],
-)
-def test_ctrl_c_loses_and_repeats_nothing(make_loader: Callable[[], rd.DataLoader], number: int) -> None:
-    whole = [batch.tolist() for batch in make_loader()]
-    ctrl_c, at, num_lost = CtrlC(1), 1, 0
-    while ctrl_c.came or at == 1:
-        ctrl_c = CtrlC(at)
-        with make_loader() as loader:
-            batches, lost = go_on_after(ctrl_c, loader, number)
-            assert loader.epoch == 1
-            assert loader.step == len(whole)
-        assert batches == whole[:number] + whole[number + lost :]
-        num_lost, at = num_lost + lost, at + 1
-    assert at > 20
-    assert num_lost < 15  # on its way out of `next`, as if it had come right behind
-
-
-@pytest.mark.parametrize("make_loader", [known, only_reading_tells, epochs_of_steps])
-@pytest.mark.parametrize("number", [1, -1], ids=["within", "last"])
-def test_ctrl_c_before_any_bytecode_leaves_the_old_cursor_or_the_new_one(
-    make_loader: Callable[[], rd.DataLoader], number: int
+@pytest.mark.parametrize(("make_loader", "number", "modules"), CASES)
+def test_ctrl_c_loses_and_repeats_nothing(
+    make_loader: Callable[[], rd.DataLoader], number: int, modules: tuple[str, ...]
 ) -> None:
     whole = [batch.tolist() for batch in make_loader()]
-    ctrl_c, at = CtrlC(0), 0  # it comes from 1 on: CPython 3.12 traces bytecodes only of code that was traced before
-    while ctrl_c.came or at < 2:
-        ctrl_c = CtrlC(at, ("engine/stream.py", "engine/cursor.py", "engine/micro_batch.py"))
+    ctrl_c, at, num_lost, number = CtrlC(0), 0, 0, number % len(whole)
+    while (
+        ctrl_c.came or at < 2
+    ):  # it comes from 1 on: CPython 3.12 traces bytecodes only of code that was traced before
+        ctrl_c = CtrlC(at, modules)
         with make_loader() as loader:
-            batches, lost = go_on_after(ctrl_c, loader, number % len(whole))
+            batches, lost = go_on_after(ctrl_c, loader, number)
             assert (loader.epoch, loader.step) == (1, len(whole))
-        assert batches == whole[: number % len(whole)] + whole[number % len(whole) + lost :]
-        at += 1
-    assert at > 100
+        assert batches == whole[:number] + whole[number + lost :]
+        num_lost, at = num_lost + lost, at + 1
+    assert at > (100 if modules else 20)
+    assert modules or num_lost < 15  # on its way out of `next`, as if it had come right behind
 
 
 def test_ctrl_c_within_close_moves_nothing() -> None:
