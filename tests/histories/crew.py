@@ -79,8 +79,8 @@ class InThread:
         self.hub, self.me, self.turns, self.num_loaders = hub, me, Counter[Any](), 0
 
     def _put(self, call: Call, value: Any) -> Any:
-        self.turns[call.name, call.num_loads] += 1
-        key = call.name, call.num_loads, self.turns[call.name, call.num_loads]
+        self.turns[call.name] += 1
+        key = call.name, self.turns[call.name]
         self.hub.put(key, self.me, value)
         return key
 
