@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,36 +35,23 @@ class HasRows(Protocol):
     def num_rows(self) -> int: ...
 
 
+@dataclass(frozen=True, repr=False)
 class Plan(Sequence[Option]):
     """The aligned topologies of one or several global batch sizes, in ascending order of W, b and K.
 
     ``print`` shows what ranks there are in one screen; ``print(plan.table())`` all of it.
     """
 
-    def __init__(
-        self,
-        global_batch_sizes: Sequence[int],
-        num_logical_shards: int,
-        options: Sequence[Option],
-        sources: Sequence[HasRows],
-    ) -> None:
-        self.global_batch_sizes, self.num_logical_shards = tuple(global_batch_sizes), num_logical_shards
-        self.sources = tuple(sources)
-        self._options = tuple(options)
-
-    @property
-    def global_batch_size(self) -> int:
-        """The first of the global batch sizes."""
-        return self.global_batch_sizes[0]
+    global_batch_sizes: tuple[int, ...]
+    num_logical_shards: int
+    options: tuple[Option, ...]
+    sources: tuple[HasRows, ...]
 
     def __len__(self) -> int:
-        return len(self._options)
+        return len(self.options)
 
     def __getitem__(self, index: int) -> Option:  # type: ignore[override]
-        return self._options[index]
-
-    def __iter__(self) -> Iterator[Option]:
-        return iter(self._options)
+        return self.options[index]
 
     def __str__(self) -> str:
         by_topology = self._by_topology()
@@ -80,7 +67,7 @@ class Plan(Sequence[Option]):
         return "\n".join([self._title(), *table_lines])
 
     def _title(self) -> str:
-        subject = "these" if self._options else "no ranks, micro batch and workers that were asked for"
+        subject = "these" if self.options else "no ranks, micro batch and workers that were asked for"
         return (
             f"global_batch_size={_joined(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {subject} "
             f"keep the same global batches"
@@ -90,8 +77,8 @@ class Plan(Sequence[Option]):
         """Return a short text: for each number of workers, the numbers of ranks that fit with at least one micro batch size."""
         lines = ["  workers K  ranks W"]
         previous_ranks: list[int] = []
-        for k in sorted({option.num_workers for option in self._options}):
-            ranks = sorted({option.dp_world_size for option in self._options if option.num_workers == k})
+        for k in sorted({option.num_workers for option in self.options}):
+            ranks = sorted({option.dp_world_size for option in self.options if option.num_workers == k})
             shown_ranks = "the same" if ranks == previous_ranks else _joined(ranks)
             lines += textwrap.wrap(shown_ranks, 110, initial_indent=f"{k:11}  ", subsequent_indent=" " * 13)
             previous_ranks = ranks
@@ -103,7 +90,7 @@ class Plan(Sequence[Option]):
         if not self.sources:
             return []
         n, num = self.num_logical_shards, len(self.sources)
-        max_ranks = max((option.dp_world_size for option in self._options), default=1)
+        max_ranks = max((option.dp_world_size for option in self.options), default=1)
         sizes = [getattr(source, "fragment_bytes", 0) for source in self.sources]
         smallest = min(self.sources, key=lambda source: source.num_rows)
         table_bytes = 8 * n * (_LOADER_COLUMNS + _READER_COLUMNS * num)
@@ -119,7 +106,7 @@ class Plan(Sequence[Option]):
 
     def _by_topology(self) -> dict[tuple[int, int, int], list[int]]:
         workers_by_topology: dict[tuple[int, int, int], list[int]] = {}
-        for option in self._options:
+        for option in self.options:
             topology = (option.dp_world_size, option.micro_batch_size, option.gradient_accumulation_steps)
             workers_by_topology.setdefault(topology, []).append(option.num_workers)
         return workers_by_topology
@@ -155,29 +142,30 @@ def plan(
         6144
     """
     require_type(Sequence, "a list of sources", sources=sources)
-    o_values = _checked_ints(global_batch_size=global_batch_size)
+    o_values, worker_counts = (
+        _checked_ints(1, global_batch_size=global_batch_size),
+        _checked_ints(0, num_workers=num_workers),
+    )
     if not o_values:
         raise ValueError("global_batch_size is empty: give one O, or those of a ramp.")
-    worker_counts = _checked_ints(num_workers=num_workers)
-    for o in o_values:
-        _require_at_least(1, global_batch_size=o, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
-        if o > _MAX_SAMPLES:
-            raise ValueError(f"global_batch_size={o}: a plan goes through all its divisors, up to {_MAX_SAMPLES}.")
-    for k in worker_counts:
-        _require_at_least(0, num_workers=k)
-    if num_logical_shards is None:
-        plans = {n: _options(o_values, n, micro_batch_size, worker_counts) for n in _shard_count_candidates(o_values)}
-        n, options = max(plans.items(), key=lambda item: (len(item[1]), -item[0]))
-    else:
-        _require_at_least(1, num_logical_shards=num_logical_shards)
-        n, options = num_logical_shards, _options(o_values, num_logical_shards, micro_batch_size, worker_counts)
-    return Plan(o_values, n, options, sources)
+    if max(o_values) > _MAX_SAMPLES:
+        raise ValueError(
+            f"global_batch_size={max(o_values)}: a plan goes through all its divisors, up to {_MAX_SAMPLES}."
+        )
+    _checked_ints(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
+    shard_counts = _default_shard_counts(o_values) if num_logical_shards is None else [num_logical_shards]
+    plans = {
+        n: _options(o_values, n, micro_batch_size, worker_counts)
+        for n in _checked_ints(1, num_logical_shards=shard_counts)
+    }
+    n, options = max(plans.items(), key=lambda item: (len(item[1]), -item[0]))
+    return Plan(tuple(o_values), n, tuple(options), tuple(sources))
 
 
-def _shard_count_candidates(o_values: Sequence[int]) -> set[int]:
+def _default_shard_counts(o_values: Sequence[int]) -> list[int]:
     """Return the numbers of logical shards to try for these global batch sizes."""
     defaults = {default_num_logical_shards(o) for o in o_values}
-    return defaults if len(set(o_values)) == 1 else {*defaults, math.lcm(*o_values), math.gcd(*o_values)}
+    return [*defaults] if len(set(o_values)) == 1 else [*defaults, math.lcm(*o_values), math.gcd(*o_values)]
 
 
 def _options(o_values: Sequence[int], n: int, b: int | None, worker_counts: Sequence[int]) -> list[Option]:
@@ -207,17 +195,15 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.3g} TB"
 
 
-def _checked_ints(**argument: object) -> list[int]:
-    """Return an argument that is an int, or a sequence of ints, as a checked list of ints."""
+def _checked_ints(minimum: int, **argument: object) -> list[int]:
+    """Return an argument that is an int, or a sequence of ints, as a list of ints that are at least ``minimum``."""
     ((name, value),) = argument.items()
     values: Sequence[object] = value if isinstance(value, Sequence) else [value]  # pyright: ignore[reportUnknownVariableType]
-    return [number for item in values for number in require_int(**{name: item})]
-
-
-def _require_at_least(minimum: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < minimum:
-            raise ValueError(f"{name}={value}: it is at least {minimum}.")
+    numbers = [number for item in values for number in require_int(**{name: item})]
+    for number in numbers:
+        if number < minimum:
+            raise ValueError(f"{name}={number}: it is at least {minimum}.")
+    return numbers
 
 
 def _divisors(value: int) -> list[int]:
