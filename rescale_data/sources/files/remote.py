@@ -81,12 +81,9 @@ class Remote:
     read_ahead: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"rd.Remote(timeout={self.timeout}): give the seconds of an attempt, more than 0.")
-        if self.retries < 0 or self.max_requests < 1:
+        if not 0 < self.timeout < math.inf or self.retries < 0 or self.max_requests < 1:
             raise ValueError(
-                f"rd.Remote(retries={self.retries}, max_requests={self.max_requests}): retries is at least 0, max_requests at "
-                f"least 1."
+                f"{self}: timeout is a number of seconds, more than 0; retries is at least 0, max_requests at least 1."
             )
 
 
