@@ -78,7 +78,7 @@ class FileSource(FragmentedSource):
         return self._file_handle(file).ranges
 
     def row(self, index: int) -> dict[str, Any]:
-        fragment = self._known_files.fragment_at(index)
+        fragment = self._index.fragment_at(index)
         rows = self._rows(fragment)
         try:
             return rows.row(index - int(self._index.starts[fragment]))

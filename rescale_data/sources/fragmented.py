@@ -18,14 +18,14 @@ import pyarrow as pa
 from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
+from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.local_store import local_store_for
 from rescale_data.sources.files.paths import Files, Paths, find_matching_files
 from rescale_data.sources.files.ranges import ChangedFileError
 from rescale_data.sources.files.remote import Remote, RemoteError
 from rescale_data.sources.folders import FILES, FOLDERS, fold
 from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, join_footers
-from rescale_data.sources.index import IndexFolder, digest
-from rescale_data.sources.known_files import KnownFiles
+from rescale_data.sources.index import IndexFolder, digest, listed_files
 from rescale_data.sources.source import FiledSource
 from rescale_data.state import Ints
 
@@ -66,35 +66,33 @@ class FragmentedSource(FiledSource):
         if index_dir is not None and not os.fspath(index_dir):
             raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
         self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
-        files = replace(self.find_files(paths, storage_options, remote), store=store)
-        self._known_files = KnownFiles(files, NO_FRAGMENTS)  # from which footers are read
+        self._files = replace(self.find_files(paths, storage_options, remote), store=store)
+        self._index, self._index_bundle = NO_FRAGMENTS, None
         self._folder = self._index_folder(paths)
         if index_dir is not None or self._must_index:
-            self._known_files = self._map_index()
+            self._map_index(self._open_index())
         else:
-            self._known_files = KnownFiles(files, join_footers(self._read_footers(range(len(files.names)))))
-        self.name, self.fragments = self._known_files.name, self._index.starts
+            self._index = join_footers(self._read_footers(range(len(self._files.names))))
+        self.name = self._files.root.rstrip("/").rpartition("/")[2] or self._files.root
+        self.fragments = self._index.starts
         self.num_rows = int(self._index.starts[-1])
         self.fragment_bytes = int(np.median(self._index.nbytes)) if len(self._index) else 0
         self._check_files()
 
-    @property
-    def _files(self) -> Files:
-        return self._known_files.files
+    def _map_index(self, bundle: Bundle) -> None:
+        """Take files and fragments from an index on disk, from where they are mapped again after pickling."""
+        self._files, self._index = listed_files(bundle, self._files), Fragments.load(bundle)
+        self._index_bundle = bundle
 
-    @property
-    def _index(self) -> Fragments:
-        return self._known_files.index
-
-    def _map_index(self) -> KnownFiles:
-        """Return the files with their memory-mapped index; the index is written first if it is missing."""
+    def _open_index(self) -> Bundle:
+        """Return the memory-mapped index of the files; it is written first if it is missing."""
         if self._files.filesystem is not None and self._index_dir is None:
             raise ValueError(
                 f"{self._files.root} is behind URLs, and an index of it must lie where all ranks can read it. Give "
                 f"index_dir=, a folder that they share."
             )
         try:
-            return KnownFiles.load(self._folder.open_index(self._files, self._read_footers), self._files)
+            return self._folder.open_index(self._files, self._read_footers)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise PermissionError(
@@ -126,10 +124,13 @@ class FragmentedSource(FiledSource):
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "fragments"}  # the index has them
+        mapped = {} if self._index_bundle is None else {"_files": self._files.with_files((), (), ()), "_index": None}
+        return {**vars(self), "fragments": None, **mapped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        if self._index_bundle is not None:
+            self._map_index(self._index_bundle)
         self.fragments = self._index.starts
 
     @classmethod
@@ -152,7 +153,7 @@ class FragmentedSource(FiledSource):
 
     def manifest(self) -> Mapping[str, Any]:
         """Return a manifest with the list of files; with ``index_dir=``, whose index has the list, with digests of folders."""
-        files = self._known_files.manifest_entries()
+        files = manifest_entries(self._files, self._index)
         full_manifest = {"format": self.FORMAT, FILES: files, **self._index_arguments()}
         return full_manifest if self._index_dir is None else fold(full_manifest)
 
@@ -160,14 +161,14 @@ class FragmentedSource(FiledSource):
         if FILES in manifest:
             return manifest
         other_fields = {key: value for key, value in manifest.items() if key != FOLDERS}
-        manifests = ({**other_fields, FILES: files.manifest_entries()} for files in self._all_known_files())
+        manifests = ({**other_fields, FILES: files} for files in self._known_file_lists())
         return next((full_manifest for full_manifest in manifests if fold(full_manifest) == manifest), None)
 
-    def _all_known_files(self) -> Iterator[KnownFiles]:
-        """Yield files with their fragments: the current ones, then the ones in each index of ``index_dir``, newest first."""
-        yield self._known_files
+    def _known_file_lists(self) -> Iterator[list[list[Any]]]:
+        """Yield lists of files, as in manifests: the current one, then that of each index in ``index_dir``, newest first."""
+        yield manifest_entries(self._files, self._index)
         for bundle in () if self._index_dir is None else self._folder.index_bundles():
-            yield KnownFiles.load(bundle, self._files)
+            yield manifest_entries(listed_files(bundle, self._files), Fragments.load(bundle))
 
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
         full_manifest = self.unfold(manifest)
@@ -181,11 +182,11 @@ class FragmentedSource(FiledSource):
         return np.flatnonzero(np.repeat(is_listed, np.diff(self._index.files)))
 
     def rows_of_file(self, name: str) -> range:
-        return self._known_files.rows_of(self._known_files.file_named(name))
+        return self._index.rows_of(self._files.find_name(name))
 
     def rows_in_file(self, name: str, rows: Ints) -> Ints:
-        file, unfiltered_rows = self._known_files.file_named(name), self._index.unfiltered_rows
-        file_rows = self._known_files.rows_of(file)
+        file, unfiltered_rows = self._files.find_name(name), self._index.unfiltered_rows
+        file_rows = self._index.rows_of(file)
         num_rows = len(file_rows) if unfiltered_rows is None else int(unfiltered_rows[file])
         min_row, max_row = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)
         if min_row < 0 or max_row >= num_rows:
@@ -194,14 +195,14 @@ class FragmentedSource(FiledSource):
             )
         if unfiltered_rows is None:
             return file_rows.start + rows
-        return file_rows.start + np.flatnonzero(np.isin(self._known_files.kept_rows(file), rows))
+        return file_rows.start + np.flatnonzero(np.isin(self._index.kept_rows(file), rows))
 
     def file_row(self, index: int) -> tuple[str, int]:
-        file, row = self._known_files.file_and_row(index)
+        file, row = self._index.file_and_row(index)
         return self._files.names[file], row
 
     def locate(self, index: int) -> str:
-        file, row = self._known_files.file_and_row(index)
+        file, row = self._index.file_and_row(index)
         return f"{self._files.path(file)}, row {row}"
 
     @contextmanager
@@ -228,3 +229,9 @@ class FragmentedSource(FiledSource):
     def _try_footer(self, file: int) -> Footer:
         with self._name_file_in_errors(file):
             return self._footer(file)
+
+
+def manifest_entries(files: Files, fragments: Fragments) -> list[list[Any]]:
+    """Return ``[name, bytes, rows]`` for each file, as in a manifest."""
+    entries = zip(files.names, map(int, files.sizes), fragments.file_row_counts, strict=True)
+    return [list(entry) for entry in entries]

@@ -80,6 +80,29 @@ class Fragments:
     def first_row(self, file: int) -> int:
         return int(self.starts[self.files[file]])
 
+    def rows_of(self, file: int) -> range:
+        """Return the range of the source's rows that are in a file, given the number of the file."""
+        return range(self.first_row(file), self.first_row(file + 1))
+
+    def kept_rows(self, file: int) -> Ints:
+        """Return ``int64[n]``, the numbers within a file of its rows that the filter kept."""
+        row_numbers = [np.zeros(0, dtype=np.int64)]
+        for fragment in range(*self.files[file : file + 2].tolist()):
+            row_numbers.append(self.location("base", fragment) + np.asarray(self.chosen_of(fragment), dtype=np.int64))
+        return np.concatenate(row_numbers)
+
+    def fragment_at(self, row: int) -> int:
+        """Return the number of the fragment that contains a row."""
+        return bisect_right(self.starts.data, row) - 1
+
+    def file_and_row(self, row: int) -> tuple[int, int]:
+        """Return the number of the file that holds a row, and the row's number in that file."""
+        fragment = self.fragment_at(row)
+        file, chosen = self.file_of(fragment), self.chosen_of(fragment)
+        if chosen is None:
+            return file, row - self.first_row(file)
+        return file, self.location("base", fragment) + int(chosen[row - self.starts[fragment]])
+
     @property
     def file_row_counts(self) -> list[int]:
         return np.diff(self.starts[self.files]).tolist()

@@ -27,7 +27,6 @@ from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragmented import DEFAULT_CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Footer, NamedArrays, adjacent_locations, group_pieces
 from rescale_data.sources.index import format_array, make_part
-from rescale_data.sources.known_files import KnownFiles
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -88,7 +87,7 @@ class IndexedSource(FileSource):
     def _scan_file(self, range_reader: RangeReader) -> Footer:
         """Find the rows of a file by reading all of it; raise ``ValueError`` if the file is damaged."""
 
-    def _map_index(self) -> KnownFiles:
+    def _open_index(self) -> Bundle:
         files = self._files
         compressed_name = next((name for name in files.names if codec_of(name) is not None), None)
         if compressed_name is not None and not self._may_transcode:
@@ -97,7 +96,7 @@ class IndexedSource(FileSource):
                 f"without "
                 f"all before it. Allow transcode=True, which writes a copy in blocks once beside the index, or decompress it."
             )
-        return super()._map_index()
+        return super()._open_index()
 
     @property
     def _must_index(self) -> bool:
@@ -107,7 +106,7 @@ class IndexedSource(FileSource):
         return self._scan_file(self._open_range_reader(file, self._folder.part_path(self._files.select([file]))))
 
     def _open(self, file: int) -> OpenIndexedFile:
-        path = self._folder.part_of_file(cast(Bundle, self._known_files.bundle), file)
+        path = self._folder.part_of_file(cast(Bundle, self._index_bundle), file)
         index_part = make_part(path, [file], self._read_footers)  # again, if it was deleted or damaged
         return OpenIndexedFile(self._open_range_reader(file, path), cast(Bundle, index_part))
 
@@ -128,10 +127,8 @@ class IndexedSource(FileSource):
             return self._files.reader_of(file)
         copy_path = os.path.splitext(part_path)[0] + ".rdblocks"
         open_copy = partial(BlockRangeReader, store=self._files.store)
-        return cast(
-            RangeReader,
-            open_or_create(copy_path, open_copy, lambda temp: self._write_copy(file, codec, copy_path, temp)),
-        )
+        copy = open_or_create(copy_path, open_copy, lambda temp: self._write_copy(file, codec, copy_path, temp))
+        return cast(RangeReader, copy)
 
     def _write_copy(self, file: int, codec: str, copy_path: str, temporary_path: str) -> None:
         if not self._files.sizes[file]:

@@ -63,7 +63,7 @@ class JsonlSource(IndexedSource):
     )
 
     def locate(self, index: int) -> str:
-        file, row = self._known_files.file_and_row(index)
+        file, row = self._index.file_and_row(index)
         empty_lines = self._file_handle(file).array("empty")
         return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty_lines, row, side='right'))}"
 

@@ -30,7 +30,6 @@ from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragmented import DEFAULT_CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Footer, join_footers
-from rescale_data.sources.known_files import KnownFiles
 from rescale_data.sources.source import Tokens, TokenSource
 
 
@@ -116,7 +115,7 @@ class TableSource(FileSource, TokenSource):
         return needed_bytes > room_bytes or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room_bytes)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
-        fragment = self._known_files.fragment_at(index)
+        fragment = self._index.fragment_at(index)
         piece = self._piece(fragment, share)
         try:
             return piece.rows.row(index - int(self._index.starts[fragment]) - piece.start)
@@ -208,7 +207,7 @@ class TableSource(FileSource, TokenSource):
             raise ValueError(f"{self._files.path(file)}: {error}") from None
         with self._name_file_in_errors(file):
             clone = copy.copy(self)
-            clone._condition, clone._known_files = None, KnownFiles(self._files.select([file]), join_footers([footer]))
+            clone._condition, clone._files, clone._index = None, self._files.select([file]), join_footers([footer])
             clone._schemas = [_schema_of(footer.format_facts)]
             fragments = clone._candidate_fragments(footer, condition.expression, used_columns)
             return filtered_footer(footer, {i: condition.matches(clone._table(i, used_columns)) for i in fragments})

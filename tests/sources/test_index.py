@@ -162,8 +162,8 @@ class TestBadIndices:
     def test_of_other_files(self, made: Path, tmp_path: Path) -> None:
         write(tmp_path, "b")
         source = indexed(tmp_path)
-        assert source._known_files.bundle is not None
-        made.replace(source._known_files.bundle.path)
+        assert source._index_bundle is not None
+        made.replace(source._index_bundle.path)
         with pytest.raises(ValueError, match="is an index of other files"):
             indexed(tmp_path)
 

@@ -9,6 +9,7 @@ import logging
 import os
 import posixpath
 import re
+from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -66,6 +67,19 @@ class Files:
 
     def path(self, file: int) -> str:
         return _prefix(self.root) + self.names[file]
+
+    def find_name(self, name: str) -> int:
+        """Return the number of a file, given its name below the root, its path, its URL, or the end of its path."""
+        names, path_end = self.names, name.rpartition("://")[2]
+        files: list[int] = []
+        for end in (path_end, posixpath.normpath(path_end)):  # in a bucket, a//b is not a/b
+            index = bisect_left(names, end)
+            if index < len(names) and names[index] == end:
+                return index
+            files = files or [file for file in range(len(names)) if f"/{self.path(file)}".endswith(f"/{end}")]
+        if len(files) != 1:
+            raise ValueError(f"{len(files)} of the files below {self.root} are named {name!r}: give the path of one.")
+        return files[0]
 
     def with_files(self, names: Sequence[str], sizes: Sequence[int] | Ints, version_stamps: Sequence[str]) -> Files:
         """Return a copy of this `Files` with other files, below the same root."""
