@@ -116,9 +116,8 @@ def test_ctrl_c_is_heard_within_a_read(request: pytest.FixtureRequest) -> None:
         assert found + listed(batches) == expected
 
 
-@pytest.mark.parametrize("end", ["epoch", "error", "garbage"])
+@pytest.mark.parametrize("end", ["close", "epoch", "load", "reset", "skip", "reopen", "error", "garbage"])
 def test_no_thread_is_left_behind(end: str) -> None:
-    """Nor by any call: law 9."""
     gc.collect()
     assert threads() == []
     rows = Watched()
@@ -132,11 +131,19 @@ def test_no_thread_is_left_behind(end: str) -> None:
         rows.broken = dict.fromkeys(ROWS, 1)
         with pytest.raises(OSError, match="corrupt"):
             list(batches)
-    else:
+    elif end == "garbage":
         (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("rescale_data-ahead")]
         del loader, batches
         gc.collect()
         thread.join(60)
+    else:
+        {"close": loader.close, "reset": loader.reset}.get(end, lambda: None)()
+        if end == "load":
+            loader.load_state_dict(loader.state_dict())
+        elif end == "skip":
+            loader.skip(8)
+        elif end == "reopen":
+            loader.reopen(global_batch_size=8)
     assert threads() == []
 
 

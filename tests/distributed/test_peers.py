@@ -1,4 +1,4 @@
-"""`peers=`: of the peers of a dp rank one reads, and all have its batches, its state and its errors. What calls give: law 4."""
+"""`peers=`: of the peers of a dp rank one reads, and all have its batches, its state and its errors."""
 
 import functools
 import gc
@@ -92,12 +92,31 @@ def make(data: Path, dp: int, bad: int = -1, receives: bool = True, **arguments:
     )
 
 
+def row_sums(batch: Any) -> Any:
+    return batch["row"].sum().item()
+
+
 def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray):
         return [type(value).__name__, str(value.dtype), value.tolist()]
     if isinstance(value, dict):
         return {name: plain(of) for name, of in value.items()}
     return [plain(of) for of in value] if isinstance(value, list | tuple) else value
+
+
+def is_even(row: int) -> bool:
+    return row % 2 == 0
+
+
+def filtered() -> Any:
+    return lambda shard: rd.Filter(rd.Reader(range(ROWS), shard), is_even)
+
+
+def batches_left(loader: rd.DataLoader) -> int | None:
+    try:
+        return loader.batches_left
+    except TypeError:
+        return None
 
 
 def said(kind: type[Exception], call: Any) -> str:
@@ -136,8 +155,15 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
     dcp.load({"loader": wider}, checkpoint_id=folder / "saved")
     found["rescaled"] = [plain(batch) for batch in wider]
     found["requests of 4"] = Counted.requests
+    sent = make(data, 2, collate_fn=None, transfer=row_sums)
+    found["sent"] = [sent.peek(), list(sent)]
     stage = make(data, 1, receives=me in (0, 3), pin_memory=True)  # a pipeline of 4 stages
     found["stages"] = [plain(batch) for batch in stage]
+
+    by_reading = rd.DataLoader(
+        filtered, peers=dist.group.WORLD, dp_rank=0, dp_world_size=1, global_batch_size=O, num_logical_shards=O
+    )
+    found["left"] = [batches_left(by_reading) for _ in by_reading]
 
     found["different"] = said(ValueError, lambda: make(data, 1, seed=me // 3))
     found["other data"] = said(ValueError, lambda: make(folder / str(me), 1))
@@ -271,6 +297,12 @@ def test_rows_of_one_dp_rank_stay_with_the_one_that_reads(ranks: list[dict[str, 
         assert "Call loader.state_dict() on all ranks" in found["local"]
 
 
+def test_each_peer_sends_its_batches_to_its_own_device(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        sums = [sum(batch["row"][2]) for batch in found["first"] + found["rest"]]
+        assert found["sent"] == [sums[0], sums]
+
+
 def test_a_fork_of_a_peer_sends_nothing_on_its_connections(ranks: list[dict[str, Any]]) -> None:
     assert [found["in a fork"] for found in ranks] == [3, 3, 3, 3]
 
@@ -279,6 +311,10 @@ def test_a_stage_that_needs_nothing_has_nothing(ranks: list[dict[str, Any]]) -> 
     assert ranks[0]["stages"] == ranks[3]["stages"]
     assert len(ranks[0]["stages"]) == 28
     assert ranks[1]["stages"] == ranks[2]["stages"] == [None] * 28
+
+
+def test_all_know_that_a_batch_was_the_last_where_only_reading_tells(ranks: list[dict[str, Any]]) -> None:
+    assert [found["left"] for found in ranks] == [[None, None, 0]] * 4
 
 
 def test_peers_that_differ_are_told_where(ranks: list[dict[str, Any]]) -> None:
