@@ -36,7 +36,7 @@ ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 _INDEX_FORMAT_VERSION = 5
 _OPENING_THREADS = 16
 _INDEX_SUFFIX, _PART_SUFFIX = ".rdindex", ".rdpart"
-_PROBES, _PARTS, _PART_OF, _FORMAT_PREFIX = "probes", "parts", "part_of", "own."
+_PROBES, _PARTS, _FORMAT_PREFIX = "probes", "parts", "own."
 _MAX_SHOWN_NAMES = 5
 _log = logging.getLogger("rescale_data")
 
@@ -72,7 +72,7 @@ class IndexFolder:
         Raises:
             ValueError: The index under that name is of other files, or of another format or arguments.
         """
-        path = self._path(files, _INDEX_SUFFIX)
+        path = self._path(_listing_digest(files), _INDEX_SUFFIX)
         try:
             bundle = Bundle(path)
         except (FileNotFoundError, ValueError):
@@ -103,14 +103,14 @@ class IndexFolder:
 
     def part_path(self, files: Files) -> str:
         """Return the path of the part of an index that describes these files."""
-        return self._path(files, _PART_SUFFIX)
+        return self._path(_listing_digest(files), _PART_SUFFIX)
 
     def part_of_file(self, index: Bundle, file: int) -> str:
         """Return the path of the part from which an index took the fragments of a file."""
-        return os.path.join(self.folder, Strings(index, _PARTS)[int(index.array(_PART_OF)[file])])
+        return self._path(Strings(index, _PARTS)[file], _PART_SUFFIX)
 
-    def _path(self, files: Files, suffix: str) -> str:
-        return os.path.join(self.folder, f"{digest(self._identity)}-{_listing_digest(files)}{suffix}")
+    def _path(self, listing: str, suffix: str) -> str:
+        return os.path.join(self.folder, f"{digest(self._identity)}-{listing}{suffix}")
 
     def _make_index(self, path: str, files: Files, read_footers: ReadFooters) -> Bundle:
         footers = self._unchanged_footers(files)
@@ -118,11 +118,12 @@ class IndexFolder:
         new_files = [file for file, name in enumerate(files.names) if name not in footers]
         _log.info("%s: %d of %d files are read for its index, %s", files.root, len(new_files), len(files.names), path)
         chunks = [new_files[start : start + self.files_a_part] for start in range(0, len(new_files), self.files_a_part)]
-        files_by_part = {self.part_path(files.select(chunk)): chunk for chunk in chunks}
-        self._make_parts(files_by_part, read_footers)
-        for target, chunk in files_by_part.items():
-            index = Fragments.load(Bundle(target), copy=True)  # a copy: too many parts to map them all
-            footers |= {files.names[file]: (index.footer(i), os.path.basename(target)) for i, file in enumerate(chunk)}
+        files_by_part = {_listing_digest(files.select(chunk)): chunk for chunk in chunks}
+        self._make_parts({self._path(part, _PART_SUFFIX): chunk for part, chunk in files_by_part.items()}, read_footers)
+        for part, chunk in files_by_part.items():
+            # a copy: too many parts to map them all
+            index = Fragments.load(Bundle(self._path(part, _PART_SUFFIX)), copy=True)
+            footers |= {files.names[file]: (index.footer(i), part) for i, file in enumerate(chunk)}
         return cast(Bundle, open_or_create(path, Bundle, lambda temporary: self._write(temporary, files, footers)))
 
     def _make_parts(self, files_by_part: Mapping[str, Sequence[int]], read_footers: ReadFooters) -> None:
@@ -137,7 +138,7 @@ class IndexFolder:
                 list(pool.map(make, shuffled_parts))
 
     def _unchanged_footers(self, files: Files) -> dict[str, tuple[Footer, str]]:
-        """Return the footer and the part's name for each unchanged file, by file name, from earlier indices.
+        """Return the footer and the digest of the part for each unchanged file, by file name, from earlier indices.
 
         Warnings name files that have changed and files that are gone.
         """
@@ -146,7 +147,8 @@ class IndexFolder:
         for bundle in self.index_bundles(f"{digest(self._identity)}-"):
             if self._misfit(bundle):
                 continue
-            earlier_files, index, probes = listed_files(bundle, files), Fragments.load(bundle), Strings(bundle, _PROBES)
+            earlier_files, index = listed_files(bundle, files), Fragments.load(bundle)
+            parts, probes = Strings(bundle, _PARTS), Strings(bundle, _PROBES)
             ids = {name: file for file, name in enumerate(earlier_files.names)}
             if warns_of_missing and bundle.json_metadata["given"] == self.paths_digest:
                 warns_of_missing = False
@@ -156,7 +158,7 @@ class IndexFolder:
                 if name not in ids or name in footers:
                     continue
                 if _is_unchanged_file(files, file, earlier_files, ids[name], probes):
-                    footers[name] = (index.footer(ids[name]), os.path.basename(self.part_of_file(bundle, ids[name])))
+                    footers[name] = (index.footer(ids[name]), parts[ids[name]])
                 else:
                     changed_file_names.add(name)
             if len(footers) == len(files.names):
@@ -171,12 +173,11 @@ class IndexFolder:
 
     def _write(self, path: str, files: Files, footers: Mapping[str, tuple[Footer, str]]) -> None:
         fragments = join_footers([footers[name][0] for name in files.names])
-        numbers = {part_name: i for i, part_name in enumerate(dict.fromkeys(footers[name][1] for name in files.names))}
-        part_ids = np.array([numbers[footers[name][1]] for name in files.names], dtype=np.int32)
+        parts = string_arrays(_PARTS, [footers[name][1] for name in files.names])
         facts: dict[str, Any] = {"about": self._identity, "given": self.paths_digest}
         facts |= {"listing": _listing_digest(files), "kinds": list(fragments.kinds)}
-        extra = {**string_arrays(_PROBES, files.probes()), **string_arrays(_PARTS, [*numbers]), _PART_OF: part_ids}
-        write_bundle(path, facts, {**fragments.to_arrays(), **_listing_arrays(files), **extra})
+        probes = string_arrays(_PROBES, files.probes())
+        write_bundle(path, facts, {**fragments.to_arrays(), **_listing_arrays(files), **probes, **parts})
 
 
 def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, *, wait: bool = True) -> Bundle | None:

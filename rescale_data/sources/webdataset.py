@@ -8,6 +8,7 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, cast
@@ -113,6 +114,7 @@ class WebDatasetSource(IndexedSource):
         return samples
 
 
+@dataclass(frozen=True, eq=False)
 class _Samples:
     """The samples of one fragment, each copied when its row is read.
 
@@ -121,33 +123,31 @@ class _Samples:
         keys: The keys of all samples, joined.
         key_ends: The byte at which each key begins in ``keys``, and the last one ends.
         member_bounds: The first member of each sample, and the number of members.
-        table: ``int64[3, M]``: for each member the index of its name in ``names``, its offset in ``data``, its size.
+        members: ``int64[3, M]``: for each member the index of its name in ``names``, its offset in ``data``, its size.
         names: Extensions of the members.
         columns: Extensions to read.
     """
 
-    def __init__(
-        self,
-        data: ArrowBuffer,
-        keys: bytes,
-        key_ends: Ints,
-        member_bounds: Ints,
-        table: Ints,
-        names: Sequence[str],
-        columns: Sequence[str],
-    ) -> None:
-        self._data, self._keys, self._key_ends = data, keys, key_ends
-        self._member_bounds, self._member_table, self._extensions, self._columns = member_bounds, table, names, columns
-        self.nbytes: int = data.size + len(keys) + table.nbytes
+    data: ArrowBuffer
+    keys: bytes
+    key_ends: Ints
+    member_bounds: Ints
+    members: Ints
+    names: Sequence[str]
+    columns: Sequence[str]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.size + len(self.keys) + self.members.nbytes
 
     def row(self, index: int) -> dict[str, Any]:
-        key = self._keys[slice(*self._key_ends[index : index + 2].tolist())].decode()
-        members = self._member_table[:, slice(*self._member_bounds[index : index + 2].tolist())].T.tolist()
-        ranges = {self._extensions[column]: (offset, size) for column, offset, size in members}
-        missing = [name for name in self._columns if name not in ranges]
+        key = self.keys[slice(*self.key_ends[index : index + 2].tolist())].decode()
+        members = self.members[:, slice(*self.member_bounds[index : index + 2].tolist())].T.tolist()
+        ranges = {self.names[column]: (offset, size) for column, offset, size in members}
+        missing = [name for name in self.columns if name not in ranges]
         if missing:
             raise BadRow(f"the sample {key!r} has no member {missing}; it has {list(ranges)}. Add it, or leave it out.")
-        return {KEY_COLUMN: key, **{name: self._data.slice(*ranges[name]).to_pybytes() for name in self._columns}}
+        return {KEY_COLUMN: key, **{name: self.data.slice(*ranges[name]).to_pybytes() for name in self.columns}}
 
 
 class TarMember(NamedTuple):
