@@ -1,4 +1,4 @@
-"""Law 1: `skip(n)` leaves the samples and the positions that n calls of `next` leave.
+"""Law 1: `skip(n)` of a node leaves the samples and the positions that n calls of `next` leave. Of a loader: histories.
 
 Crossed: source, its order, unreadable rows, blocklist, node over rows, mixture, top, repeat, verify, sources smaller than N.
 Hypothesis chooses n, how many samples were drawn before, which rows are unreadable and which are blocked.
@@ -24,7 +24,6 @@ from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import CORPORA, MIXTURES, ROWS, SOURCES, TOPS, mixture, with_length
 from tests.nodes.listed import listed
 from tests.nodes.resume import plain
-from tests.states import where
 
 ON_ERROR: dict[str, Any] = {
     "raise": "raise",
@@ -173,71 +172,3 @@ def test_skip_of_a_node(case: Case, data: st.DataObject) -> None:
             outcome(node, partial(draws, num_samples=num_before), num_behind=0)
         expected = outcome(drawn, partial(draws, num_samples=num_samples))
         assert outcome(skipped, partial(skips, num_samples=num_samples)) == expected
-
-
-# At the loader
-
-LOADERS: Mapping[str, Any] = {
-    "on_error": [*ON_ERROR],
-    "blocked": ["none", "rows"],
-    "rows": ["plain", "Filter", "Tokenize", "Map-skip", "Shuffle"],
-    "mixture": ["one source", "samples", "samples-all", "tokens", "nested-all", "max_epochs", "max_epochs-all"],
-    "top": [*TOPS],
-    "repeat": [True, False],
-    "verify": [False, True],
-    "tail": ["drop", "pad"],
-    "layout": [(6, 12, 1, 6), (12, 12, 3, 2), (4, 12, 3, 2)],  # N, O, W, b; the last is not aligned
-}
-
-
-def allowed_at_a_loader(case: Case) -> bool:
-    return case["tail"] == "drop" if case["repeat"] else case["layout"][2] == 1  # else ranks have to communicate
-
-
-def loaders(build: Any, case: Case) -> list[rd.DataLoader]:
-    """Return the loaders of all ranks."""
-    n, o, w, b = case["layout"]
-    sizes = {"num_logical_shards": n, "global_batch_size": o, "micro_batch_size": b}
-    how = {"repeat": case["repeat"], "verify": case["verify"], "tail": case["tail"], "collate_fn": plain}
-    return [rd.DataLoader(build, **sizes, **how, dp_rank=rank, dp_world_size=w) for rank in range(w)]
-
-
-def take(ranks: list[rd.DataLoader], num_micro_batches: int) -> list[Any]:
-    """Return micro batches of all ranks, over the ends of epochs."""
-    found = []
-    for loader in ranks:
-        stream = iter(loader)
-        for _ in range(num_micro_batches):
-            while (batch := next(stream, None)) is None:
-                stream = iter(loader)
-            found.append(batch)
-    return found
-
-
-def state_of(ranks: list[rd.DataLoader]) -> dict[str, Any]:
-    state = where(rd.testing.full_state_dict(ranks))
-    return {**state, "shards": {name: column.tolist() for name, column in state["shards"].items()}}
-
-
-few = settings(max_examples=max(2, settings().max_examples // 50), deadline=None)
-
-
-@pytest.mark.parametrize("case", cases(LOADERS, allowed_at_a_loader), ids=name_of)
-@given(st.data())
-@few
-def test_skip_of_a_loader(case: Case, data: st.DataObject) -> None:
-    bad, blocked = data.draw(rows_of), data.draw(rows_of)
-    num_before, num_batches = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 12))
-    with tempfile.TemporaryDirectory() as folder:
-        build = pipeline({**case, "source": "dataset"}, Path(folder), bad, blocked)
-        drawn, skipped = loaders(build, case), loaders(build, case)
-        _, _, w, b = case["layout"]
-        try:
-            take(drawn, num_before + num_batches)
-            expected = [state_of(drawn), take(drawn, 2), state_of(drawn)]
-        except rd.DataStateError:  # too few samples for an epoch, or none
-            return
-        take(skipped, num_before)
-        for loader in skipped:
-            loader.skip(num_batches * w * b)
-        assert [state_of(skipped), take(skipped, 2), state_of(skipped)] == expected
