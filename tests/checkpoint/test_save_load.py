@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -204,6 +205,15 @@ def test_a_name_that_begins_with_another_name_is_its_own(tmp_path: Path) -> None
     names = {"missing": ("keeper.other.new",), "unexpected": ("keeper.more.d",), "not_asked": ("keeper.gone",)}
     assert report == LoadReport(**names)
     assert (keeper.state, more, other.state) == (saved, {"c": 4}, {"new": 0})
+
+
+def test_a_load_replaces_plain_values_and_changes_none(tmp_path: Path) -> None:
+    """Another part of the program may hold them, too."""
+    checkpoint.save(tmp_path / "c", {"a": ({"x": np.float32(2), "y": {1}},)})
+    held: Any = ({"x": np.float32(3), "y": {2}},)
+    state = {"a": held}
+    checkpoint.load(tmp_path / "c", state)
+    assert (state["a"], held) == (({"x": 2, "y": {1}},), ({"x": 3, "y": {2}},))
 
 
 def test_read_data_state(saved: Saved, tmp_path: Path) -> None:

@@ -184,7 +184,9 @@ class StateReader(ABC):
         """
         # Flat already: DCP's own way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(values, self.metadata)
+        # Of plain values their names alone: the planner puts None for arrays and sets within those of the caller.
+        targets = {name: value if isinstance(value, torch.Tensor) else None for name, value in values.items()}
+        planner.set_up_planner(targets, self.metadata)
         try:
             for item, value in self.read(planner.create_local_plan().items):
                 target = values[item.dest_index.fqn]
