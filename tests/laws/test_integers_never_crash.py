@@ -23,6 +23,7 @@ from rescale_data.nodes.reading import kernel
 from rescale_data.state import state_of
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import CORPORA, ENDLESS, MIXTURES, ROWS, TOPS
+from tests.nodes.nested import Stream
 from tests.states import closed, opened
 
 NUM_SHARDS = 4
@@ -42,35 +43,13 @@ def pipeline(case: Case, shard: rd.Shard) -> rd.Node[Any]:
 CASES = cases({"rows": list(ROWS), "mixture": list(MIXTURES), "top": list(TOPS)})
 
 
-class Stream:
-    """Three rows, and how many of them were drawn."""
-
-    def __init__(self) -> None:
-        self.num_drawn = 0
-
-    def __iter__(self) -> "Stream":
-        return self
-
-    def __next__(self) -> int:
-        if self.num_drawn >= 3:
-            raise StopIteration
-        self.num_drawn += 1
-        return self.num_drawn
-
-    def state_dict(self) -> dict[str, Any]:
-        return vars(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_drawn = state["num_drawn"]
-
-
 OTHERS = {
     "Reader-exclude": lambda shard: rd.Reader(range(40), shard, shuffle=4, exclude=[1, 2, 30]),
     "Reader-verify": lambda shard: rd.Reader(range(40), replace(shard, verify=True), shuffle=4),
     "Reader-few": lambda shard: rd.Reader(range(3), replace(shard, repeat=True)),
     "StreamReader": lambda shard: rd.StreamReader(rd.IterableSource([[1, 2, 3], [4]] * NUM_SHARDS), shard),
     "StreamReader-state": lambda shard: rd.StreamReader(
-        rd.IterableSource([Stream()] * NUM_SHARDS, state_bytes=24), shard
+        rd.IterableSource([Stream([1, 2, 3]) for _ in range(NUM_SHARDS)], state_bytes=24), shard
     ),
 }
 """Nodes that the tables do not cross: they stand over a source alone."""

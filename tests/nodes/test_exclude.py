@@ -39,7 +39,7 @@ def rows_with(docs: list[list[int]], name: str) -> rd.DatasetSource:
 
 
 LENGTHS = np.random.default_rng(5).integers(0, 30, NUM).tolist()
-DOCUMENTS, OTHERS = rows_with(documents(LENGTHS), "documents"), rows_with(documents(LENGTHS[::-1], NUM), "others")
+DOCUMENTS = rows_with(documents(LENGTHS), "documents")
 
 
 @given(rows_of, rows_of, st.sampled_from([1, 3]))
@@ -115,36 +115,6 @@ def test_a_document_that_is_blocked_within_ends_there(
                 assert not goes_on or last // 100 != number
             assert number not in {token // 100 for token in tokens}
     assert "begin it again" not in caplog.text
-
-
-class Through(rd.Node[Any]):
-    """Samples as they come, and no documents."""
-
-    def __init__(self, source: Any) -> None:
-        super().__init__(source=source)
-
-    def next(self) -> Any:
-        return next(self.children["source"])
-
-
-def test_packers_read_blocks_of_documents_as_one_by_one(tmp_path: Path) -> None:
-    source = write("arrow", tmp_path, documents(LENGTHS), NUM, 20)
-
-    def pipeline(shard: rd.Shard, through: Any) -> rd.TokenPacker:
-        reader = rd.Reader(source, shard, exclude={"000.arrow": {0, 1, 2, 17, 40, 41, 99, 148, 149}})
-        return rd.TokenPacker(through(reader), column="tokens", seq_len=16, eos_id=99, last="pad")
-
-    for shard in range(4):
-        blocks, one_by_one = (pipeline(rd.Shard(shard, 4), through) for through in (lambda node: node, Through))
-        for _ in range(2):
-            found = [plain(sample) for sample in blocks]
-            assert found == [plain(sample) for sample in one_by_one]
-            assert len(found) > 10
-            state = blocks.get_state()["source"]
-            assert state == one_by_one.get_state()["source"]["source"]
-            assert state["blocked"] > 0
-            blocks.reset(None)
-            one_by_one.reset(None)
 
 
 class TestFiles:

@@ -17,6 +17,7 @@ from rescale_data.nodes.mixture import mixed
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from tests.corpus import write
 from tests.formats import write_jsonl
+from tests.nodes.listed import listed
 from tests.nodes.resume import plain
 from tests.nodes.zoo import by_letters
 
@@ -44,10 +45,11 @@ def is_long(row: dict[str, Any]) -> bool:
 
 
 def build(what: Any, sources: list[Any], weights: list[float]) -> Node[Any]:
-    chosen, below, stop, unit, above, packer, repeat, feature, nested = what
-    shard, nodes = rd.Shard(**SHARD, repeat=repeat), dict[str, Any]()
+    chosen, below, stop, unit, above, packer, repeat, verify, feature, nested = what
+    shard, nodes = rd.Shard(**SHARD, repeat=repeat, verify=verify), dict[str, Any]()
     for number, (at, kind) in enumerate(zip(chosen, below, strict=False)):
-        node: Any = rd.Reader(sources[at], shard, shuffle=5)
+        blocked = listed(sources[at], range(0, sources[at].num_rows, 3)) if kind == "blocked" else None
+        node: Any = rd.Reader(sources[at], shard, shuffle=5, exclude=blocked)
         if at >= 5:
             node = rd.Tokenize(node, by_letters, "text", batch_size=4)
         nodes[f"s{number}"] = _through(kind, node)
@@ -72,7 +74,8 @@ def build(what: Any, sources: list[Any], weights: list[float]) -> Node[Any]:
             unit="tokens" if column else "samples",
             column=column,
         )
-    top = _through(above, mixture)
+    # Pieces of a document that follows blocked rows are of the row before these or behind them; either begins it.
+    top = _through("" if above == "clean" and "blocked" in below[: len(chosen)] else above, mixture)
     if packer == "whole":
         return rd.WholeDocumentPacker(top, column="tokens", seq_len=16, window=5)
     form: Any = {"eos_id": None, "last": "pad", "pad_id": 0} if packer == "pad" else {"eos_id": 1}
@@ -144,11 +147,12 @@ def assert_alike(found: list[Any], expected: list[Any]) -> None:
 
 pipelines = st.tuples(
     st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    st.lists(st.sampled_from(["", "", "clean", "filter"]), min_size=4, max_size=4),
+    st.lists(st.sampled_from(["", "", "clean", "filter", "blocked"]), min_size=4, max_size=4),
     st.sampled_from(["never", "never", "first", "all"]),
     st.sampled_from(["samples", "tokens"]),
     st.sampled_from(["", "", "clean", "filter"]),
     st.sampled_from(["cut", "labels", "pad", "whole"]),
+    st.booleans(),
     st.booleans(),
     st.sampled_from(["", "", "schedule", "epochs"]),
     st.sampled_from(["", "", "alone", "samples", "as below"]),
@@ -186,7 +190,7 @@ def test_blocks_are_documents_one_by_one(
 def test_whatever_changes_weights_does_so_in_blocks_too(
     sources: list[Any], feature: str, nested: str, unit: str
 ) -> None:
-    what = ([0, 1, 0], [""] * 4, "never", unit, "", "cut", True, feature, nested)
+    what = ([0, 1, 0], [""] * 4, "never", unit, "", "cut", True, False, feature, nested)
     blocks = build(what, sources, [1, 1, 2.5, 1])
     with one_by_one():
         single = build(what, sources, [1, 1, 2.5, 1])

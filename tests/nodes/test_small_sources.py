@@ -140,22 +140,3 @@ def test_small_sources_of_a_mixture_are_said_in_one_line(caplog: pytest.LogCaptu
         rd.DataLoader(pipeline, global_batch_size=N, num_logical_shards=N, repeat=True)
     (said,) = [message for message in caplog.messages if "few to shuffle" in message]
     assert "the smallest of 7 small sources, has 5 rows for 24 logical shards" in said
-
-
-@pytest.mark.parametrize("verify", [False, True])
-@pytest.mark.parametrize("blocked", [[0, 1], [0, 1, 2], [1, 3]])
-def test_epochs_whose_only_row_is_blocked_are_passed_by_documents_as_by_rows(
-    blocked: list[int], verify: bool, tmp_path: Path
-) -> None:
-    source = parquet(tmp_path / "a", 4)
-    for index in range(6):
-        shard = rd.Shard(index=index, num_logical_shards=6, seed=3, repeat=True, verify=verify)
-        readers = [
-            rd.Reader(source, shard, exclude={"a.parquet": blocked}, provenance=names_rows)
-            for names_rows in (False, True)  # with names of rows, each is drawn alone
-        ]
-        by_documents, by_rows = (rd.TokenPacker(reader, column="tokens", seq_len=2, eos_id=None) for reader in readers)
-        for number in range(60):
-            tokens = [next(packer)["tokens"].tolist() for packer in (by_documents, by_rows)]
-            assert tokens[0] == tokens[1], (index, number)
-            assert by_documents.state_dict() == by_rows.state_dict(), (index, number)

@@ -215,11 +215,6 @@ def test_a_sample_that_does_not_fit_is_an_error_that_names_node_and_row(make: Ma
     assert any("given rows: rows[0]" in note for note in caught.value.__notes__)
 
 
-def test_tokens_that_do_not_fit_the_dtype() -> None:
-    with pytest.raises(ValueError, match="do not fit int32"):
-        next(cut(rows({"tokens": [2**31]}), dtype=torch.int32, seq_len=1))
-
-
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_tokenizer_that_returns_another_number_is_an_error_whatever_is_skipped(on_error: Any) -> None:
     with pytest.raises(ValueError, match="returned 0 values for 1 texts"):

@@ -104,7 +104,7 @@ def test_what_shards_have_of_one_another_changes_no_sample(
 
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         nodes = {name: rd.Reader(source, shard) for name, source in sources.items()}
-        nodes[unlike] = rd.Reader(sources[unlike], shard, shuffle=64 + shard.index % 2)
+        nodes[unlike] = rd.Reader(sources[unlike], shard, shuffle=4 + shard.index % 2)
         nodes[own] = OneMore(sources[own], shard)
         by = {"unit": unit, "column": "tokens" if unit == "tokens" else None}
         mixture = rd.WeightedSampler(nodes, dict.fromkeys(nodes, 1.0), **by)
