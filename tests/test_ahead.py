@@ -114,6 +114,7 @@ def test_ctrl_c_is_heard_within_a_read(request: pytest.FixtureRequest) -> None:
         interrupt.join()
         rows.go_on.set()
         assert found + listed(batches) == expected
+    assert rows.num_read <= len(ROWS) + 4, "the batch at work is read to its end, and no other one behind it"
 
 
 @pytest.mark.parametrize("end", ["close", "epoch", "load", "reset", "skip", "reopen", "error", "garbage"])
