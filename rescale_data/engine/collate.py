@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -128,8 +127,9 @@ def _stack(column: str | None, values: list[Any]) -> Any:
     try:
         if isinstance(values[0], torch.Tensor):
             return torch.stack(values)
-        # To enter a device costs as much as to stack 32 numbers
-        with nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu"):
+        if torch.empty(0).is_cpu:
+            return default_collate(values)
+        with torch.device("cpu"):  # which takes as long as to stack 32 numbers: only against another default device
             return default_collate(values)
     except (RuntimeError, TypeError, ValueError) as error:
         subject, cure = "The samples", "Make numbers, arrays or tensors of one shape of them in the pipeline"
