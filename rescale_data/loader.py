@@ -176,9 +176,11 @@ class DataLoader(Reading):
             )
         if changed.keys() & set(_RANK_ARGUMENTS):
             changed = {**dict.fromkeys(_RANK_ARGUMENTS), **changed}
+        pipeline = changed.get("pipeline", self._pipeline)
+        options = replace(self.options, **{name: value for name, value in changed.items() if name != "pipeline"})
         self._reopen(state, delivered, changed)
-        self._pipeline = changed.pop("pipeline", self._pipeline)
-        self.options = replace(self.options, **changed)
+        # Nothing stands between the two: after Ctrl-C there the arguments would not describe the stream
+        self._pipeline, self.options = pipeline, options
 
     @on_first_peer(RESULT)
     def _reopen(self, state: Mapping[str, Any] | None, num_delivered_samples: int, changes: Mapping[str, Any]) -> None:

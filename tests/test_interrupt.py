@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -156,6 +157,19 @@ def test_ctrl_c_loses_and_repeats_nothing(
         num_lost, at = num_lost + lost, at + 1
     assert at > (100 if modules else 20)
     assert modules or num_lost < 15  # on its way out of `next`, as if it had come right behind
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it came as a generator was closed
+@pytest.mark.parametrize("with_state", [False, True])
+def test_ctrl_c_within_reopen_leaves_a_stream_that_the_arguments_describe(with_state: bool) -> None:
+    for at in itertools.count(1):
+        loader, ctrl_c = known(), CtrlC(at)
+        state = loader.state_dict() if with_state else None
+        with contextlib.suppress(KeyboardInterrupt), ctrl_c.pressed():
+            loader.reopen(state, micro_batch_size=2)
+        assert len(next(iter(loader))) == (loader.options.micro_batch_size or BATCH)
+        if not ctrl_c.came:
+            break
 
 
 def test_ctrl_c_within_close_moves_nothing() -> None:

@@ -328,9 +328,9 @@ class Reading:
         change = stream.epoch - old.epoch  # steps_per_epoch may count otherwise; the newest iterator goes on
         stream.last_batch_samples = old.last_batch_samples
         self.close()
-        self._own_stream, self._iterator_epoch = stream, self._iterator_epoch + change
         if state is not None:
             self._invalidate()
+        self._own_stream, self._iterator_epoch = stream, self._iterator_epoch + change
 
     def _invalidate(self) -> None:
         """Invalidate all iterators, because the ranks or the position have changed."""
