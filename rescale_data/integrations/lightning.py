@@ -6,6 +6,7 @@ it does not know is that the number of ranks may have changed: it counts micro b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from rescale_data.engine.states.codec import SavedState, at_next_epoch, decode, 
 from rescale_data.integrations.dp_ranks import require_ranks
 from rescale_data.loader import DataLoader
 
+_logger = logging.getLogger("rescale_data")
 _COUNTER_NAMES = ("ready", "started", "processed", "completed")
 """Names of Lightning's counters of micro batches."""
 
@@ -126,6 +128,7 @@ class DataState(pl.Callback):
         states[:] = [at_next_epoch(state) if is_state(state) else state for state in states]
         self._loaded_states = [state for state in states if is_state(state)]
         for state in self._loaded_states[:1]:
+            _complete_interrupted_batch(checkpoint["loops"]["fit_loop"])
             _undo_partial_step(checkpoint["loops"]["fit_loop"], decode(state))
 
 
@@ -144,6 +147,24 @@ def _our_loaders(dataloaders: Any) -> Iterator[DataLoader]:
 def _reset_loaders(dataloaders: Any) -> None:
     for loader in _our_loaders(dataloaders):
         loader.reset()
+
+
+def _complete_interrupted_batch(loop: dict[str, Any]) -> None:
+    """Count a micro batch as trained, and warn, if an exception or a signal saved the checkpoint while it was trained.
+
+    The loader's state counts it as delivered. Lightning would train one in its place, and all later steps would begin within a
+    global batch.
+    """
+    progress = loop["epoch_loop.batch_progress"]
+    if progress["current"]["processed"] < progress["current"]["ready"]:
+        _logger.warning(
+            "The checkpoint was saved while micro batch %d of an epoch was trained (an exception or a signal). The model does "
+            "not have its rows, and the run goes on behind them, or where steps are balanced at the beginning of its step. "
+            "To train them resume from an earlier checkpoint.", progress["current"]["ready"],
+        )  # fmt: skip
+        for lightning_counts in (progress["current"], progress["total"]):  # as Lightning saves at the end of a batch
+            ready = lightning_counts["ready"]
+            lightning_counts |= {"started": ready, "processed": ready, "completed": ready - 1}
 
 
 def _undo_partial_step(loop: dict[str, Any], state: SavedState) -> None:

@@ -119,3 +119,30 @@ def test_a_save_within_a_balanced_step_goes_on_with_the_step(tmp_path: Path) -> 
     one, other = (trainer.fit_loop.epoch_loop for trainer in (before, after))
     assert one.batch_progress.state_dict() == other.batch_progress.state_dict()
     assert (one._batches_that_stepped, one.global_step) == (other._batches_that_stepped, other.global_step)
+
+
+@pytest.mark.parametrize("fails_at", [6, 7, 8])
+def test_a_save_while_a_batch_is_trained_goes_on_with_whole_steps(
+    fails_at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An exception or a signal of SLURM saves there. The batch is lost to the model, and a warning says so."""
+
+    def fit(path: Path | None, fails: int = 0) -> list[tuple[int, list[int]]]:
+        model, rows = Model(), list[tuple[int, list[int]]]()
+
+        def step(batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            if len(rows) + 1 == fails:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+            rows.append((trainer.global_step, batch["row"].tolist()))
+            return model.layer(batch["x"]).pow(2).mean()
+
+        model.training_step = step  # type: ignore[method-assign,assignment]
+        trainer = trainer_of(max_epochs=3)
+        trainer.fit(model, rd.DataLoader(ROWS[:48], global_batch_size=12, micro_batch_size=6), ckpt_path=path)
+        return rows
+
+    whole = fit(None, fails_at)
+    rest = fit(tmp_path / "a.ckpt")
+    assert [rows for _, rows in rest] == [rows for _, rows in whole[fails_at:]]
+    assert [step for step, _ in rest] == [(fails_at - 1) // 2 + (i + fails_at % 2) // 2 for i in range(len(rest))]
+    assert "saved while micro batch" in caplog.text
