@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
@@ -137,30 +135,6 @@ def test_two_runs_that_began_with_other_files_go_on_over_one_source(kind: str, t
 
 
 @pytest.mark.parametrize("top", WITH_WINDOWS)
-def test_files_join_and_weights_change_at_once(top: str, tmp_path: Path) -> None:
-    """Within a document or a window, which the rule before has chosen."""
-    other = rd.DatasetSource([{"tokens": np.full(5, 50 + i)} for i in range(10)], name="other")
-
-    def begun(weights: dict[str, int]) -> rd.DataLoader:
-        source = rd.ParquetSource(tmp_path)
-
-        def pipeline(shard: rd.Shard) -> Any:
-            below = {"web": rd.Reader(source, shard), "other": rd.Reader(other, shard)}
-            return TOPS[top](rd.WeightedSampler(below, weights))
-
-        return make_loader(pipeline, repeat=True)
-
-    write_documents(tmp_path, "a", range(60))
-    before = begun({"web": 1, "other": 1})
-    [next(iter(before)) for _ in range(3)]
-    state = before.state_dict()
-    write_documents(tmp_path, "b", range(100, 124))
-    after = begun({"web": 1, "other": 3})
-    after.load_state_dict(state)
-    assert len([next(iter(after)) for _ in range(3)]) == 3
-
-
-@pytest.mark.parametrize("top", WITH_WINDOWS)
 @pytest.mark.parametrize(("prefix", "read_ahead"), [("", True), ("file://", False), ("file://", True)])
 def test_what_is_read_ahead_of_a_window_has_not_begun(
     prefix: str, read_ahead: bool, top: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -179,32 +153,6 @@ def test_what_is_read_ahead_of_a_window_has_not_begun(
     with caplog.at_level(logging.WARNING, "rescale_data"):
         after.load_state_dict(before.state_dict())
     assert "they join at epoch 1" in caplog.text
-
-
-def test_files_join_and_a_blocklist_changes_at_once(tmp_path: Path) -> None:
-    """A window of the old list is begun again and no damage; those that wait for the next epoch come in it."""
-
-    def begun(blocked: int) -> rd.DataLoader:
-        source = rd.ParquetSource(tmp_path)
-
-        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-            rows = rd.Reader(source, shard, shuffle=False, exclude={"a.parquet": [blocked]})
-            return rd.TokenPacker(rd.Shuffle(rows, 3), column="tokens", seq_len=4, eos_id=None)
-
-        return rd.DataLoader(
-            pipeline, global_batch_size=1, num_logical_shards=1, collate_fn=lambda batch: batch[0]["tokens"].tolist()
-        )
-
-    write_documents(tmp_path, "a", range(6), lambda row: 7)
-    before = begun(1)
-    states = [before.state_dict() for _ in before]
-    write_documents(tmp_path, "z", range(50, 53), lambda row: 7)
-    for state in states:
-        after = begun(4)
-        after.load_state_dict(state)
-        epochs = [{row for batch in after for row in batch} for _ in range(2)]
-        assert epochs[0] <= {0, 1, 2, 3, 5}
-        assert epochs[1] == {0, 1, 2, 3, 5, 50, 51, 52}
 
 
 class TestDigests:
@@ -377,30 +325,3 @@ def test_an_epoch_that_is_planned_has_begun_with_its_first_batch(
     joined = {*range(5), *range(100, 130)}
     assert seen | ids(second) == ({*range(5)} if num_taken else joined)
     assert ids(second) == joined
-
-
-@pytest.mark.parametrize("last", ["drop", "pad"])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_last_label_of_an_epoch_says_nothing_of_the_next(tmp_path: Path, last: Any, mixed: bool) -> None:
-    """So files join the next epoch below a packer with labels, too."""
-
-    def write_tokens(name: str, num_rows: int) -> None:
-        pq.write_table(pa.table({"tokens": [[i, i] for i in range(num_rows)]}), tmp_path / f"{name}.parquet")
-
-    def loader() -> rd.DataLoader:
-        source = rd.ParquetSource(tmp_path)
-
-        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-            rows: Any = rd.Reader(source, shard)
-            rows = rd.WeightedSampler({"rows": rows}, {"rows": 1}, stop="all") if mixed else rows
-            return rd.TokenPacker(rows, column="tokens", seq_len=2, eos_id=None, labels=True, last=last)
-
-        return rd.DataLoader(pipeline, global_batch_size=1, num_logical_shards=1)
-
-    write_tokens("b", 6)
-    first = loader()
-    num_before = len(list(first))
-    write_tokens("c", 2)
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    assert len(list(second)) == num_before + 2
