@@ -6,6 +6,8 @@ them in one, for a debugger.
 
 import multiprocessing
 import os
+from collections import Counter
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child processes inherit it
 
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from rescale_data.engine.processes import PRELOAD
 from rescale_data.sources.decoded.cache import Cache
 from rescale_data.sources.files import remote
+from rescale_data.sources.parquet import ParquetSource
 
 # `too_slow` measures the machine, and what else runs on it.
 settings.register_profile("reproducible", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -44,3 +47,17 @@ def no_times_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the test a cache of its own: the budget of the process's is the largest of all sources that tests left alive."""
     monkeypatch.setattr("rescale_data.sources.decoded.cache._cache", Cache())
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Count how often each fragment of Parquet files is decoded."""
+    counts: Counter[int] = Counter()
+    decode = ParquetSource._decode
+
+    def count(self: Any, fragment: int, columns: Any) -> Any:
+        counts[fragment] += 1
+        return decode(self, fragment, columns)
+
+    monkeypatch.setattr(ParquetSource, "_decode", count)
+    return counts

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.sources.parquet import ParquetSource
 from rescale_data.testing import full_state_dict
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -84,19 +83,6 @@ def test_workers(num_workers: int) -> None:
         assert [batch.tolist()[: loader.last_batch_samples] for batch in loader] == [
             list(range(i, min(i + 4, 30))) for i in range(0, 30, 4)
         ]
-
-
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    found: Counter[int] = Counter()
-    decode = ParquetSource._decode
-
-    def count(self: ParquetSource, fragment: int, columns: Sequence[str]) -> Any:
-        found[fragment] += 1
-        return decode(self, fragment, columns)
-
-    monkeypatch.setattr(ParquetSource, "_decode", count)
-    return found
 
 
 @pytest.mark.parametrize("global_batch_size", [8, 600])

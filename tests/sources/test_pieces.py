@@ -47,20 +47,6 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often each fragment is decoded."""
-    counts: Counter[int] = Counter()
-    decode = ParquetSource._decode
-
-    def count(self: Any, fragment: int, columns: Any) -> Any:
-        counts[fragment] += 1
-        return decode(self, fragment, columns)
-
-    monkeypatch.setattr(ParquetSource, "_decode", count)
-    return counts
-
-
 def small(corpus: Path, **kwargs: Any) -> ParquetSource:
     gc.collect()
     cache().clear()
