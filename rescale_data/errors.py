@@ -8,28 +8,17 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class AcceptedTypes(NamedTuple):
-    """The types that are accepted for an argument, with their description for messages.
+AcceptedTypes: TypeAlias = tuple[tuple[type, ...], str]
+"""The classes of the values that are accepted for an argument, the usual one first, and what to give, for messages."""
 
-    Args:
-        exact_types: Types of values that pass as they are.
-        classes: Of all values that pass; those of NumPy become Python's own.
-        type_description: What to give, for the message.
-    """
-
-    exact_types: frozenset[type]
-    classes: tuple[type, ...]
-    type_description: str
-
-
-_TYPES_OF_ANNOTATIONS: dict[str, tuple[tuple[type, ...], str]] = {
+_TYPES_OF_ANNOTATIONS: dict[str, AcceptedTypes] = {
     "int": ((int, np.integer), "an int"),
     "float": ((float, int, np.integer, np.floating), "a number"),
     "bool": ((bool, np.bool_), "True or False"),
@@ -104,17 +93,18 @@ def _accepted_types(annotation: str) -> AcceptedTypes | None:
     while previous_text != stripped:
         previous_text, stripped = stripped, re.sub(r"\[[^][]*\]", "", stripped)
     without_none = stripped.removesuffix(" | None")
-    classes, words = _TYPES_OF_ANNOTATIONS.get(stripped) or _TYPES_OF_ANNOTATIONS.get(without_none) or ((), "")
-    none_type = (type(None),) if without_none != stripped else ()
-    return AcceptedTypes(frozenset({classes[0], *none_type}), (*classes, *none_type), words) if classes else None
+    accepted = _TYPES_OF_ANNOTATIONS.get(stripped) or _TYPES_OF_ANNOTATIONS.get(without_none)
+    if accepted is None or without_none == stripped:
+        return accepted
+    return (*accepted[0], type(None)), accepted[1]
 
 
 def _checked(accepted_types: Mapping[str, AcceptedTypes], name: str, value: Any) -> Any:
-    accepted = accepted_types.get(name)
-    if accepted is None or type(value) in accepted.exact_types:
+    classes, type_description = accepted_types.get(name) or ((type(value),), "")
+    if type(value) is classes[0]:
         return value
-    is_bool = isinstance(value, bool | np.bool_) and bool not in accepted.exact_types
-    require_type(() if is_bool else accepted.classes, accepted.type_description, **{name: value})
+    is_bool = isinstance(value, bool | np.bool_) and classes[0] is not bool
+    require_type(() if is_bool else classes, type_description, **{name: value})
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -13,13 +13,11 @@ from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.next_segment import next_segment
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Exhausted, Runner
-from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import Setup
 from rescale_data.engine.skip import require_micro_batches, skip
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
-from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 STOP_ITERATION_MESSAGE = (
@@ -72,6 +70,7 @@ class Stream:
 
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.feed, self.ends, self.last_batch_samples = feed, EpochEnds(setup, runner), 0
+        self.schema, self.layout = setup.schema, setup.layout
         self._pid = 0  # the process in which the feed has begun
         self.reset()
 
@@ -80,14 +79,6 @@ class Stream:
     @property
     def setup(self) -> Setup:
         return self.ends.setup
-
-    @property
-    def schema(self) -> Schema:
-        return self.ends.schema
-
-    @property
-    def layout(self) -> Layout:
-        return self.ends.layout
 
     @property
     def ranks(self) -> Ranks:

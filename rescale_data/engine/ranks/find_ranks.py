@@ -37,11 +37,10 @@ def find_ranks(
     _require_arguments(mesh, dp_rank, dp_world_size)
     if dp_world_size == 1:
         return Ranks()
-    if not (dist.is_available() and dist.is_initialized()):
-        if dp_rank is None:
-            _require_one_process(mesh)
-        return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
-    if dist.get_world_size() == 1 and mesh is None:
+    has_group = dist.is_available() and dist.is_initialized()
+    if not has_group and dp_rank is None:
+        _require_one_process(mesh)
+    if not has_group or (dist.get_world_size() == 1 and mesh is None):
         return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
     rank_and_size = None if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
     members = _members_of(mesh) if rank_and_size is None else by_dp_rank(*rank_and_size, timeout)
