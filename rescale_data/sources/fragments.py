@@ -145,23 +145,18 @@ class Fragments:
 
 def join_footers(footers: Sequence[Footer]) -> Fragments:
     """Join the fragments of several files, in the order of the files."""
-    kind_indices: dict[str, int] = {}
-    distinct_kinds: list[Mapping[str, Any]] = []
-    kind_index_by_file: list[int] = []
-    for footer in footers:
-        kind_index = kind_indices.setdefault(repr(footer.format_facts), len(kind_indices))
-        if kind_index == len(distinct_kinds):
-            distinct_kinds.append(footer.format_facts)
-        kind_index_by_file.append(kind_index)
+    kinds: dict[str, tuple[int, Mapping[str, Any]]] = {}  # the index of each kind and its facts, by their text
+    kind_of = [kinds.setdefault(repr(facts), (len(kinds), facts))[0] for facts in (f.format_facts for f in footers)]
+    chosen = [footer.chosen for footer in footers if footer.chosen is not None]
     return Fragments(
         cumulative_sums(_joined([footer.row_counts for footer in footers])),
         _joined([footer.nbytes for footer in footers]),
         {name: _joined([footer.locations[name] for footer in footers]) for name in footers[0].locations},
         cumulative_sums(np.array([len(footer.row_counts) for footer in footers], dtype=np.int64)),
-        distinct_kinds,
-        np.array(kind_index_by_file, dtype=np.int32),
-        None if footers[0].chosen is None else np.concatenate([_chosen_or_empty(footer.chosen) for footer in footers]),
-        None if footers[0].chosen is None else np.array([footer.unfiltered_rows for footer in footers], dtype=np.int64),
+        [facts for _, facts in kinds.values()],
+        np.array(kind_of, dtype=np.int32),
+        np.concatenate(chosen) if chosen else None,
+        np.array([footer.unfiltered_rows for footer in footers], dtype=np.int64) if chosen else None,
     )
 
 
@@ -199,10 +194,6 @@ def cumulative_sums(counts: Ints) -> Ints:
 
 def _joined(arrays: Sequence[Ints]) -> Ints:
     return np.concatenate(arrays).astype(np.int64)
-
-
-def _chosen_or_empty(chosen_rows: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:
-    return np.zeros(0, np.uint32) if chosen_rows is None else chosen_rows
 
 
 NO_FRAGMENTS = join_footers([Footer(np.zeros(0, np.int64), np.zeros(0, np.int64))])

@@ -113,10 +113,8 @@ class Cache:
         size, is_derived = self._size_of(value), isinstance(value, DerivedValue)
         with self._lock:
             self._pop(key)
-            entries, keys = (
-                self._derived if is_derived else self._ordinary_values,
-                self._keys_of_owner.setdefault(_owner(key), {}),
-            )
+            entries = self._derived if is_derived else self._ordinary_values
+            keys = self._keys_of_owner.setdefault(_owner(key), {})
             self._key_sizes[key], keys[key], entries[key] = (size, None, value)  # no call: Ctrl-C does not interrupt it
             self.nbytes += size
             self._derived_bytes += size * is_derived

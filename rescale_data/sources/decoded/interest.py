@@ -132,9 +132,8 @@ def warn_if_thrashing(
         source.num_rows // max(1, len(bounds) - 1) for source in fragmented if (bounds := source.fragments) is not None
     ]
     decodes_per_epoch = max(rows_per_fragment, default=0)
-    num_bytes = (1 + num_workers) * (
-        sum(_bytes_needed_by(src, num_shards) for src in fragmented) + num_shards * extra_bytes
-    )
+    needed_bytes = sum(_bytes_needed_by(source, num_shards) for source in fragmented) + num_shards * extra_bytes
+    num_bytes = (1 + num_workers) * needed_bytes
     # A piece is kept in both
     room_bytes = max((max(source.cache_bytes, source.cache_dir_bytes) for source in fragmented), default=0)
     owners = {owner_of(source) for source in fragmented}

@@ -71,11 +71,9 @@ class BlockRangeReader(RangeReader):
         return self.read(0, self.size)
 
     def _read_block(self, block: int) -> ArrowBuffer:
-        decompress = partial(self._decompress, block)
         if self._store is None:
-            return decompress()
-        start, stop = self._content_offsets[block : block + 2].tolist()
-        return self._store.read(f"{self._store_key_prefix}|{start}|{stop - start}", decompress)
+            return self._decompress(block)
+        return self._store.read(f"{self._store_key_prefix}|{block}", partial(self._decompress, block))
 
     def _decompress(self, block: int) -> ArrowBuffer:
         start, stop = self._copy_offsets[block : block + 2].tolist()
