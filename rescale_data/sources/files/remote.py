@@ -346,8 +346,7 @@ def wait_random_time(activity_name: str) -> None:
     """
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     max_wait_seconds = min(_MAX_START_DELAY_SECONDS, (int(num_ranks) - 1) / 400 if num_ranks.isdigit() else 0.0)
-    with _lock:
-        start_time = _start_times.setdefault(activity_name, time.monotonic() + random.uniform(0.0, max_wait_seconds))
+    start_time = _start_times.setdefault(activity_name, time.monotonic() + random.uniform(0.0, max_wait_seconds))
     exit_event().wait(max(0.0, start_time - time.monotonic()))
 
 
@@ -366,15 +365,7 @@ def _request_times(host: str) -> RequestTimes:
 
 
 _start_times: dict[str, float] = {}
-_lock = threading.Lock()
 
-
-def _reset_after_fork() -> None:
-    """Reset the state of requests in a forked child: it has no threads, and another thread may have held the lock."""
-    global _lock, _start_times
-    _lock, _start_times = threading.Lock(), {}
-    _request_limit.cache_clear()
-    _request_times.cache_clear()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+# A forked child has no threads that send requests, and another thread of the parent may have held a lock
+for _clear in (_start_times.clear, _request_limit.cache_clear, _request_times.cache_clear):
+    os.register_at_fork(after_in_child=_clear)
