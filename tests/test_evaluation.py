@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.testing import full_state_dict
+from tests.histories.books import Books
+from tests.histories.crew import in_threads
+from tests.histories.plans import as_samples
+from tests.histories.ranks import Seats, Top
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def loaders_of(data: Any, w: int, b: int, **kwargs: Any) -> list[rd.DataLoader]:
-    topology = {"micro_batch_size": b, "dp_world_size": w}
-    return [rd.DataLoader(data, shuffle=False, dp_rank=rank, **topology, **kwargs) for rank in range(w)]
-
-
-def steps_of(loaders: Sequence[rd.DataLoader], stop: int | None = None) -> list[int]:
-    """The real rows of the global batches up to a step, in rank order."""
-    rows: list[int] = []
-    streams = [iter(loader) for loader in loaders]
-    while stop is None or loaders[0].step < stop:
-        taken = [
-            [(next(stream, None), loader.last_batch_samples) for _ in range(loader.gradient_accumulation_steps)]
-            for stream, loader in zip(streams, loaders, strict=True)
-        ]
-        if taken[0][0][0] is None:
-            break
-        rows += [row for rank in taken for batch, num_real in rank for row in batch.tolist()[:num_real]]
-    return rows
+def order_of(seats: Seats, stop: int | None = None) -> list[int]:
+    """The real rows of the global batches up to a step, or to the epoch's end, in rank order."""
+    books = Books()
+    while (stop is None or seats.lead.loader.step < stop) and seats.next(books) is not None:
+        pass
+    return [row for batch, _ in books.batches for _, row, is_real in batch if is_real]
 
 
 @st.composite
 def evaluations(draw: st.DrawFn) -> dict[str, Any]:
     o = draw(st.sampled_from([1, 4, 6, 12]))
-    fitting = [(w, b) for w in range(1, o + 1) for b in range(1, o + 1) if o % (w * b) == 0]
     n = draw(st.sampled_from([k * o for k in (1, 2, 3, 4)] + [d for d in (o // 2, o // 3) if d and o % d == 0]))
-    aligned = [(w, b) for w, b in fitting if n % o == 0 or (n % w == 0 and (b % (o // n) == 0 or o // n % b == 0))]
+    aligned = [Top(p.dp_world_size, p.micro_batch_size, o) for p in rd.plan(o, num_logical_shards=n, num_workers=[0])]
     segments = draw(st.lists(st.sampled_from(aligned), min_size=1, max_size=3))
     rows = draw(st.integers(max(1, o // 2), 5 * o + 3))
     return {"o": o, "n": n, "segments": segments, "rows": rows, "tail": draw(st.sampled_from(["drop", "pad"]))}
@@ -54,24 +43,27 @@ def evaluations(draw: st.DrawFn) -> dict[str, Any]:
 @given(evaluations(), st.data())
 def test_rows_are_in_the_order_of_the_dataset(run: dict[str, Any], data: st.DataObject) -> None:
     o, num_rows = run["o"], run["rows"]
-    kwargs = {"global_batch_size": o, "num_logical_shards": run["n"], "tail": run["tail"], "verify": True}
     if run["tail"] == "drop" and num_rows < o:
         return
     steps = num_rows // o if run["tail"] == "drop" else -(-num_rows // o)
-    stops = sorted(
-        data.draw(st.lists(st.integers(0, steps), min_size=len(run["segments"]) - 1, max_size=len(run["segments"]) - 1))
-    )
-    rows: list[int] = []
-    state = None
-    for (w, b), stop in zip(run["segments"], [*stops, None], strict=True):
-        loaders = loaders_of(range(num_rows), w, b, **kwargs)
-        for loader in loaders if state is not None else []:
-            loader.load_state_dict(state)
-        rows += steps_of(loaders, stop)
-        state = full_state_dict(loaders)
-    assert rows == list(range(num_rows if run["tail"] == "pad" else num_rows // o * o))
-    again = steps_of(loaders)  # the second epoch
-    assert again == rows
+    num_stops = len(run["segments"]) - 1
+    stops = sorted(data.draw(st.lists(st.integers(0, steps), min_size=num_stops, max_size=num_stops)))
+
+    def make(top: Top) -> rd.DataLoader:
+        sizes = {"global_batch_size": o, "micro_batch_size": top.b, "num_logical_shards": run["n"]}
+        how = {"tail": run["tail"], "verify": True, "collate_fn": as_samples}
+        return rd.DataLoader(range(num_rows), shuffle=False, **sizes, **how)
+
+    rows, state = list[int](), None
+    with in_threads():
+        for top, stop in zip(run["segments"], [*stops, None], strict=True):
+            seats = Seats(make, top)
+            if state is not None:
+                seats.load(state)
+            rows += order_of(seats, stop)
+            state = seats.state()
+        assert rows == list(range(num_rows if run["tail"] == "pad" else num_rows // o * o))
+        assert order_of(seats) == rows, "the second epoch"
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
