@@ -104,21 +104,6 @@ def plain(value: Any) -> Any:
     return [plain(of) for of in value] if isinstance(value, list | tuple) else value
 
 
-def is_even(row: int) -> bool:
-    return row % 2 == 0
-
-
-def filtered() -> Any:
-    return lambda shard: rd.Filter(rd.Reader(range(ROWS), shard), is_even)
-
-
-def batches_left(loader: rd.DataLoader) -> int | None:
-    try:
-        return loader.batches_left
-    except TypeError:
-        return None
-
-
 def said(kind: type[Exception], call: Any) -> str:
     with pytest.raises(kind) as error:
         call()
@@ -159,11 +144,6 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
     found["sent"] = [sent.peek(), list(sent)]
     stage = make(data, 1, receives=me in (0, 3), pin_memory=True)  # a pipeline of 4 stages
     found["stages"] = [plain(batch) for batch in stage]
-
-    by_reading = rd.DataLoader(
-        filtered, peers=dist.group.WORLD, dp_rank=0, dp_world_size=1, global_batch_size=O, num_logical_shards=O
-    )
-    found["left"] = [batches_left(by_reading) for _ in by_reading]
 
     found["different"] = said(ValueError, lambda: make(data, 1, seed=me // 3))
     found["other data"] = said(ValueError, lambda: make(folder / str(me), 1))
@@ -311,10 +291,6 @@ def test_a_stage_that_needs_nothing_has_nothing(ranks: list[dict[str, Any]]) -> 
     assert ranks[0]["stages"] == ranks[3]["stages"]
     assert len(ranks[0]["stages"]) == 28
     assert ranks[1]["stages"] == ranks[2]["stages"] == [None] * 28
-
-
-def test_all_know_that_a_batch_was_the_last_where_only_reading_tells(ranks: list[dict[str, Any]]) -> None:
-    assert [found["left"] for found in ranks] == [[None, None, 0]] * 4
 
 
 def test_peers_that_differ_are_told_where(ranks: list[dict[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
 Two calls, one after the other, at each moment, of loaders that make batches in a thread or in worker processes, that send them
 (`transfer=`), or that peers share, on one rank or two; then the rest of the batches, and the state. All of it
-is compared with a loader that makes each batch when it is asked for.
+is compared with a loader without peers that makes each batch when it is asked for.
 """
 
 import fcntl
@@ -159,6 +159,8 @@ def kind_of(case: Case) -> str:
 
 
 def is_allowed(case: Case) -> bool:
+    if case["door"] == "peers of 2" and "progress" in (case["call"], case["then"]):
+        return False  # one that does not read knows its step alone
     if DOORS[case["door"]][1] > 1 and "workers" in case["feed"]:  # each rank would start a fork server
         return False
     if DOORS[case["door"]][1] > 1 and "balanced" in case["pipeline"] and case["moment"] in HELD:
@@ -188,13 +190,14 @@ def group() -> Iterator[None]:
 
 
 def opened(case: Case, feed: str, corpus: Corpus) -> Any:
-    """Open the loader of a case, with batches made when they are asked for where `feed` is empty."""
+    """Open the loader of a case; where `feed` is empty without peers, and with batches made when they are asked for."""
     pipeline, given = PIPELINES[case["pipeline"]]
     data = corpus if pipeline is None else partial(pipeline, corpus)
     arguments = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8, **given, **FEEDS.get(feed, {})}
-    if kind_of(case) == "peers":
-        return rd.DataLoader(lambda: data, peers=dist.group.WORLD, dp_rank=0, dp_world_size=1, **arguments)
-    return rd.DataLoader(data, **arguments)
+    if kind_of(case) == "loader":
+        return rd.DataLoader(data, **arguments)
+    one: Any = {"dp_rank": 0, "dp_world_size": 1, **arguments}
+    return rd.DataLoader(lambda: data, peers=dist.group.WORLD, **one) if feed else rd.DataLoader(data, **one)
 
 
 def plain(value: Any) -> Any:
