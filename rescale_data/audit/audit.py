@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.audit.replay import ReplayInterval, Served, State, pipeline_differences, skipped_in
+from rescale_data.audit.replay import ReplayInterval, Served, pipeline_differences
 from rescale_data.audit.rows import SourcePositions, find_rows
 from rescale_data.checkpoint.data_state import read_data_state
 from rescale_data.checkpoint.storage.claims import find as find_save
@@ -23,7 +23,7 @@ from rescale_data.engine.as_pipeline import as_pipeline
 from rescale_data.engine.options import Tail
 from rescale_data.engine.recipe import Pipeline, path_name
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.states.codec import decode
+from rescale_data.engine.states.codec import SavedState, decode
 from rescale_data.errors import DamagedCheckpointError, DataStateError, checks_argument_types
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.dataset import MapStyle
@@ -172,11 +172,11 @@ class Audit:
         start_states = [None, *self._states[:-1]]
         return [self._interval(start, end) for start, end in zip(start_states, self._states, strict=True)]
 
-    def _interval(self, start: State | None, end: State) -> ReplayInterval:
+    def _interval(self, start: SavedState | None, end: SavedState) -> ReplayInterval:
         differences = [pipeline_differences(pipeline, end) for pipeline in self._pipelines]
         for pipeline, own_differences in zip(self._pipelines, differences, strict=True):
             if not own_differences:
-                skipped_ranges = skipped_in(self._states[-1])
+                skipped_ranges = self._states[-1].clock.skipped
                 return ReplayInterval(start, end, pipeline, skipped_ranges, self._repeat, self._tail, self._num_workers)
         raise DataStateError(
             f"Up to its checkpoint of step {end.header['step']} the run had another pipeline: "
@@ -218,12 +218,9 @@ class Audit:
     @cached_property
     def _lists_changed(self) -> bool:
         """True if a blocklist has changed in the run: then open windows have begun again, with other rows."""
+        list_key = Reader.LISTED[-1].key
         lists = [
-            {
-                key: rows.tolist()
-                for key, rows in state.values.items()
-                if key.rpartition(".")[2] == Reader.LISTED[-1].key
-            }
+            {key: rows.tolist() for key, rows in state.values.items() if key.rpartition(".")[2] == list_key}
             for state in self._states
         ]
         return any(state_lists != lists[0] for state_lists in lists)
@@ -235,24 +232,22 @@ class Audit:
         return [interval.schema() for interval in sorted(last_intervals.values(), key=lambda item: -item.first_step)]
 
 
-def _states(run: StrPath, loader_name: str | None, storage_options: Mapping[str, Any] | None) -> list[State]:
+def _states(run: StrPath, loader_name: str | None, storage_options: Mapping[str, Any] | None) -> list[SavedState]:
     """Return the loader states of a run's checkpoints, ordered by the samples served, without abandoned attempts."""
     store, folder = open_store(run, storage_options)
     RunFolder.open_existing(store, folder)
     paths = [join(folder, entry) for entry in store.names(folder) if not entry.startswith(".")]
     paths = [path for path in paths if find_save(store, path) or store.is_file(join(path, METADATA))]
     # by the samples and the origin: a save, and one after a load that begins steps anew
-    state_by_samples: dict[tuple[int, int], State] = {}
+    state_by_samples: dict[tuple[int, int], SavedState] = {}
     last_error: Exception | None = None
     for path in sorted(paths):
         try:
             state = decode(read_data_state(path, name=loader_name, storage_options=storage_options))
         except DataStateError as error:
             last_error = error
-        except (
-            DamagedCheckpointError,
-            FileNotFoundError,
-        ) as error:  # the interval around it is replayed from its neighbours
+        # The interval around it is replayed from its neighbours.
+        except (DamagedCheckpointError, FileNotFoundError) as error:
             logger.warning("The audit goes without the checkpoint %s: %s", path, error)
             last_error = error
         else:
@@ -260,7 +255,7 @@ def _states(run: StrPath, loader_name: str | None, storage_options: Mapping[str,
     if not state_by_samples:
         raise last_error or FileNotFoundError(f"No checkpoint in {folder}.")
     states = [state_by_samples[counts] for counts in sorted(state_by_samples)]
-    skipped = skipped_in(states[-1])  # a checkpoint within a skipped range belongs to an attempt that was given up
+    skipped = states[-1].clock.skipped  # a checkpoint within a skipped range belongs to an attempt that was given up
     return [state for state in states if not any(start < state.header["samples"] < stop for start, stop in skipped)]
 
 

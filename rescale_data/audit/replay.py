@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
 
@@ -23,8 +22,6 @@ from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
 from rescale_data.nodes.reader import Reader
-
-State: TypeAlias = SavedState
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ class ReplayInterval:
         repeat, tail, num_workers: Arguments of the loader; ``num_workers`` matters if the run was not aligned.
     """
 
-    state_at_start: State | None
-    state_at_end: State
+    state_at_start: SavedState | None
+    state_at_end: SavedState
     pipeline: Pipeline
     skipped_ranges: Sequence[tuple[int, int]]
     repeat: bool
@@ -115,10 +112,8 @@ class ReplayInterval:
         old_batch, first_sample = start.sizes[0], start.header["samples"]
         if self.repeat and old_batch != sizes[0]:  # else the ends of epochs move the origin, too
             return [(start.sizes, header["origin"]), (sizes, end_sample)]
-        num_steps, last_step_end = (
-            header["step"] - self.first_step,
-            end_sample - (end_sample - header["origin"]) % sizes[0],
-        )
+        num_steps = header["step"] - self.first_step
+        last_step_end = end_sample - (end_sample - header["origin"]) % sizes[0]
         if last_step_end - first_sample == num_steps * sizes[0]:  # from the checkpoint on, which may lie within a step
             return [(sizes, end_sample)]
         first_sample -= start.clock.begun(old_batch)
@@ -178,12 +173,7 @@ class ReplayInterval:
         return Stream(setup, runner, TracedFeed(runner, shards))
 
 
-def skipped_in(state: State) -> list[tuple[int, int]]:
-    """Return the ranges ``(first, stop)`` of samples that a run has skipped up to a state."""
-    return list(state.clock.skipped)
-
-
-def pipeline_differences(pipeline: Pipeline, state: State) -> list[str]:
+def pipeline_differences(pipeline: Pipeline, state: SavedState) -> list[str]:
     """Return the parameters of a pipeline that differ from the pipeline of a saved state, and its other files, in words."""
     num_shards, seed, global_batch_size = len(state.table), state.header["seed"], state.sizes[0]
     schema = Schema(Recipe(pipeline, num_shards, seed, False, global_batch_size=global_batch_size).build(0))
@@ -228,15 +218,13 @@ def _replay(streams: Sequence[Stream], end_sample: int, skip_ranges: Sequence[tu
             continue
         for rank, stream in enumerate(streams):
             layout, step = stream.layout, stream.step
-            first_row = (
-                rank * layout.global_batch_size // layout.dp_world_size + _begun_samples(stream) // layout.dp_world_size
-            )
+            first_row = (rank * layout.global_batch_size + _begun_samples(stream)) // layout.dp_world_size
             batch = stream.take()
             for index, (shard, documents) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
                 yield Served(step, first_row + index, shard, documents)
 
 
-def _reaches(state: State, end_state: State, shards: Sequence[int]) -> bool:
+def _reaches(state: SavedState, end_state: SavedState, shards: Sequence[int]) -> bool:
     """True if a replay ends where the run did: with the same samples of all shards, and positions of replayed shards."""
     samples, remainder_key = (field.key for field in LOADER_FIELDS)
     reached, target = state.values, end_state.values
