@@ -81,17 +81,17 @@ def skip(cursor: Cursor, ends: EpochEnds, num_micro_batches: int) -> Cursor:
     return cursor
 
 
-def _enter_segment(cursor: Cursor, end_finder: EpochEnds) -> Cursor:
+def _enter_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
     """Return the cursor in the segment of its next micro batch, or at the end of the epoch if no segment follows."""
     while cursor.segment is not None and cursor.segment.stop == cursor.u:
-        cursor = next_segment(cursor, end_finder)
+        cursor = next_segment(cursor, ends)
     return cursor
 
 
-def _move_cursor(cursor: Cursor, segment: Segment, end_finder: EpochEnds, u: int) -> Cursor:
+def _move_cursor(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cursor:
     """Return the cursor at micro batch ``u`` of its segment; each rank advances the table rows that it owns (collective)."""
-    table = call_on_all_ranks(end_finder.ranks, partial(end_finder.move, cursor, segment.samples_before(u)))
-    return cursor._replace(u=u, table=table, owners=end_finder.owners)
+    table = call_on_all_ranks(ends.ranks, partial(ends.move, cursor, segment.samples_before(u)))
+    return cursor._replace(u=u, table=table, owners=ends.owners)
 
 
 def _read_until(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cursor:

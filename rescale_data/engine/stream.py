@@ -243,10 +243,10 @@ class Stream:
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
         self.rewind()
-        samples_before, end_finder = self.clock.samples, EpochEnds(self.setup, self.ends.runner)
-        cursor = skip(self.cursor.copy(), end_finder, num_micro_batches)
+        samples_before, ends = self.clock.samples, EpochEnds(self.setup, self.ends.runner)
+        cursor = skip(self.cursor.copy(), ends, num_micro_batches)
         clock = cursor.clock_now(self.layout).with_skipped(samples_before)
-        self.ends = end_finder
+        self.ends = ends
         self.cursor = cursor._replace(clock=clock)
 
     def rewind(self, *, wait: bool = True) -> None:

@@ -87,13 +87,13 @@ class SavedState:
 # A state is written
 
 
-def header_of(cursor: Cursor, end_finder: EpochEnds) -> str:
+def header_of(cursor: Cursor, ends: EpochEnds) -> str:
     """Return the header of a state as JSON, the same on every rank; the schema keeps the long parts of it as texts."""
-    layout, schema, clock = end_finder.layout, end_finder.schema, cursor.clock_now(end_finder.layout)
+    layout, schema, clock = ends.layout, ends.schema, cursor.clock_now(ends.layout)
     step = clock.global_step(layout.global_batch_size)
     run_counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
     layout_sizes = {name: getattr(layout, name) for name in _SIZE_KEYS}
-    header_text = to_json({"version": VERSION, "seed": end_finder.setup.recipe.seed, **run_counts, **layout_sizes})[:-1]
+    header_text = to_json({"version": VERSION, "seed": ends.setup.recipe.seed, **run_counts, **layout_sizes})[:-1]
     return header_text + "".join(f',"{name}":{json_text}' for name, json_text in schema.header_texts.items()) + "}"
 
 

@@ -25,22 +25,22 @@ from rescale_data.errors import DataStateError
 _NO_SHARD_STAMP = -STAMP_LIMIT  # the stamp of a row that belongs to no shard
 
 
-def state_dict(cursor: Cursor, end_finder: EpochEnds) -> dict[str, Any]:
+def state_dict(cursor: Cursor, ends: EpochEnds) -> dict[str, Any]:
     """Return the state with all N rows (collective over the dp ranks).
 
     If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept
     (`UnsavableHeader`).
     """
-    return with_reason(*state_and_reason(cursor, end_finder))
+    return with_reason(*state_and_reason(cursor, ends))
 
 
-def state_and_reason(cursor: Cursor, end_finder: EpochEnds) -> tuple[dict[str, Any], str]:
+def state_and_reason(cursor: Cursor, ends: EpochEnds) -> tuple[dict[str, Any], str]:
     """Return the state with all N rows, and the reason why it cannot be kept, which is empty if it can be (collective)."""
-    reason = _why_unsavable(cursor, end_finder)
+    reason = _why_unsavable(cursor, ends)
     state = encode_state(
-        cursor.positions if reason else end_finder.ranks.saving.merge(cursor.positions, cursor.owners),
-        cursor.clock_now(end_finder.layout).samples,
-        header_of(cursor, end_finder),
+        cursor.positions if reason else ends.ranks.saving.merge(cursor.positions, cursor.owners),
+        cursor.clock_now(ends.layout).samples,
+        header_of(cursor, ends),
     )
     if reason:
         state[TABLE][:, 0] = _NO_SHARD_STAMP
@@ -52,24 +52,24 @@ def with_reason(state: dict[str, Any], reason: str) -> dict[str, Any]:
     return {**state, HEADER: UnsavableHeader(state[HEADER], reason)} if reason else state
 
 
-def local_state_dict(cursor: Cursor, end_finder: EpochEnds) -> dict[str, Any]:
+def local_state_dict(cursor: Cursor, ends: EpochEnds) -> dict[str, Any]:
     """Return the state with the rows of this rank alone, without communication; `whole_state` adds the other rows."""
-    if end_finder.ranks.world_size == 1:
-        return state_dict(cursor, end_finder)
-    _refuse_simulated(end_finder)
-    _require_saveable(end_finder)
-    return {TABLE: RankRows(cursor.copy(), end_finder), HEADER: header_of(cursor, end_finder)}
+    if ends.ranks.world_size == 1:
+        return state_dict(cursor, ends)
+    _refuse_simulated(ends)
+    _require_saveable(ends)
+    return {TABLE: RankRows(cursor.copy(), ends), HEADER: header_of(cursor, ends)}
 
 
 class RankRows:
     """The table of a state in which only the rows of one rank are up to date; `whole_table` adds the other rows."""
 
-    def __init__(self, cursor: Cursor, end_finder: EpochEnds) -> None:
-        self._cursor, self._end_finder = cursor, end_finder
+    def __init__(self, cursor: Cursor, ends: EpochEnds) -> None:
+        self._cursor, self._ends = cursor, ends
 
     def whole_table(self) -> torch.Tensor:
         """Return the table with all rows up to date (collective); raise ``DataStateError`` if ranks are not at one batch."""
-        state = state_dict(self._cursor, self._end_finder)
+        state = state_dict(self._cursor, self._ends)
         if isinstance(state[HEADER], UnsavableHeader):
             state[HEADER].raise_reason()
         return state[TABLE]
@@ -148,14 +148,14 @@ class UnsavableHeader(str):
         self.raise_reason()
 
 
-def _why_unsavable(cursor: Cursor, end_finder: EpochEnds) -> str:
+def _why_unsavable(cursor: Cursor, ends: EpochEnds) -> str:
     """Return the reason why the ranks cannot save a common state now; empty if they can (collective).
 
     All gathered rows get the same stamp, so only now can it be checked that ranks are at the same batch.
     """
-    _refuse_simulated(end_finder)
-    _require_saveable(end_finder)
-    ranks, clock = end_finder.ranks, cursor.clock_now(end_finder.layout)
+    _refuse_simulated(ends)
+    _require_saveable(ends)
+    ranks, clock = ends.ranks, cursor.clock_now(ends.layout)
     gathered = ranks.saving.gather_ints([clock.samples, digest(clock.skipped)])
     (min_samples, min_digest), (max_samples, max_digest) = gathered.min(axis=0).tolist(), gathered.max(axis=0).tolist()
     if min_samples == max_samples and min_digest == max_digest:
@@ -171,9 +171,9 @@ def _why_unsavable(cursor: Cursor, end_finder: EpochEnds) -> str:
     )
 
 
-def _require_saveable(end_finder: EpochEnds) -> None:
+def _require_saveable(ends: EpochEnds) -> None:
     """Raise ``DataStateError`` if a source could not be resumed: the save fails, rather than a later load."""
-    for source in end_finder.schema.sources().values():
+    for source in ends.schema.sources().values():
         source.require_saveable()
 
 
