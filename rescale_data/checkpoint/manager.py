@@ -123,7 +123,7 @@ class CheckpointManager(RunReader):
 
         Args:
             state: As for ``rescale_data.checkpoint.save``, whose errors it has.
-            metrics: Numbers for ``keep_best``.
+            metrics: Numbers for ``keep_best``, the same on all ranks: those of the first count, and others are a warning.
         """
         self.wait()
         if not self._writes_in_background:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, jo
 from rescale_data.checkpoint.storage.values import warn_of_unloadable
 from rescale_data.checkpoint.tree import find_lost_structure
 from rescale_data.errors import checks_argument_types
+
+logger = logging.getLogger(__name__)
 
 
 @checks_argument_types
@@ -115,7 +118,8 @@ def write_checkpoint(
         ownerships.append(run or Ownership(store, final_path, is_single=True))
         return ownerships[0].begin_save(step_name)
 
-    _require_same_target(f"{final_path}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
+    description = f"{final_path}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}"
+    _compare_arguments(description, metrics or {}, ranks)
     refuse_disagreement(state_dict, ranks)
     if ranks.is_first:
         warn_of_unloadable(state_dict)
@@ -145,13 +149,20 @@ def write_checkpoint(
             owner.remove_obsolete()
 
 
-def _require_same_target(description: str, ranks: Ranks) -> None:
-    descriptions = ranks.on_each(lambda: description)
+def _compare_arguments(description: str, metrics: Mapping[str, float], ranks: Ranks) -> None:
+    """Raise ``ValueError`` if ranks name different checkpoints; warn if their metrics differ: those of the first rank count."""
+    descriptions, rank_metrics = zip(*ranks.on_each(lambda: (description, dict(metrics))), strict=True)
     if len(set(descriptions)) > 1:
         targets_text = ", ".join(sorted(set(descriptions))[:4])
         raise ValueError(
             f"All ranks save one checkpoint, and they name {len(set(descriptions))}: {targets_text}. Give all the same."
         )
+    other = next((given for given in rank_metrics if given and repr(given) != repr(rank_metrics[0])), None)
+    if ranks.is_first and other is not None:
+        logger.warning(
+            "Saving %s: ranks give different metrics, %s on the first and %s on another one. The first rank's are kept, also "
+            "for keep_best: reduce them over the ranks.", description, rank_metrics[0], other,
+        )  # fmt: skip
 
 
 def _write_files(store: Store, target: str, save: Save, state: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +88,23 @@ def save_what_differs(folder: str) -> list[str]:
             found.append(said(manager.wait))
         assert manager.steps() == [8], "saves go on behind an error"
     return found
+
+
+def warnings_of_metrics(folder: str) -> list[str]:
+    texts: list[str] = []
+    logger = logging.getLogger("rescale_data.checkpoint.saving")
+    logger.addFilter(lambda record: texts.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
+    rank = dist.get_rank()
+    for name, loss in {"same": math.nan, "differ": 0.5 + rank, "first": None if rank else 1.0}.items():
+        checkpoint.save(f"{folder}/{name}", {"w": 1}, metrics=None if loss is None else {"loss": loss})
+    return texts
+
+
+def test_metrics_that_differ_are_a_warning_of_the_first_rank(tmp_path: Path) -> None:
+    first, second = run(2, warnings_of_metrics, str(tmp_path))
+    assert not second
+    assert len(first) == 1
+    assert "{'loss': 0.5} on the first and {'loss': 1.5}" in first[0]
 
 
 def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
