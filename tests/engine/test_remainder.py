@@ -8,23 +8,10 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.engine.ends import STEPS_OF_A_ROUND
+from tests.corpus import documents
+from tests.datasets import Hooked
 
 SEQ_LEN = 8
-
-
-class Documents:
-    """Counts how often it is read."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self._starts = np.cumsum([0, *lengths])
-        self.num_reads = 0
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self.num_reads += 1
-        return {"tokens": np.arange(self._starts[index], self._starts[index + 1])}
 
 
 @settings(max_examples=4)
@@ -39,8 +26,8 @@ def test_every_token_is_delivered_once_in_rounds_of_bounded_reading(
     longest: int, n: int, o: int, saved_at: int, seed: int
 ) -> None:
     lengths = np.sort(np.random.default_rng(seed).integers(1, longest + 1, 1500)).tolist()  # the last shards have most
-    documents = Documents(lengths)
-    source = rd.DatasetSource(documents)
+    reads = list[int]()
+    source = rd.DatasetSource(Hooked([{"tokens": doc} for doc in documents(lengths, first=0)], reads.append))
 
     def pipeline(shard: rd.Shard) -> Any:
         rows = rd.Reader(source, shard, shuffle=8)
@@ -52,7 +39,8 @@ def test_every_token_is_delivered_once_in_rounds_of_bounded_reading(
     found, first, most = [], loader(), 0
     for count, batch in enumerate(first):
         found.append(batch["tokens"][batch["valid"]])
-        most, documents.num_reads = max(most, documents.num_reads), 0
+        most = max(most, len(reads))
+        reads.clear()
         if count == saved_at:
             state, first = first.state_dict(), loader()
             first.load_state_dict(state)

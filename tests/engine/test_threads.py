@@ -39,11 +39,6 @@ print("ends")
 """
 
 
-def test_a_read_that_hangs_does_not_keep_the_process_alive() -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
-
-
 ENDS = """
 from rescale_data.engine.threads import TaskThread, call_at_exit
 
@@ -57,10 +52,13 @@ Owner("is gone")
 """
 
 
-def test_a_call_at_exit_comes_before_its_threads_end() -> None:
-    """As balanced steps need it, which then tell the other ranks."""
-    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=300)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "lives\n", "")
+@pytest.mark.parametrize(("program", "printed"), [(HANGS, "ends\n"), (ENDS, "lives\n")], ids=["hangs", "ends"])
+def test_a_read_that_hangs_keeps_no_process_alive_and_a_call_at_exit_comes_before_threads_end(
+    program: str, printed: str
+) -> None:
+    """The latter as balanced steps need it, which then tell the other ranks."""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, printed, "")
 
 
 class OneOfTwo:

@@ -1,5 +1,6 @@
 """Which documents were in the batch of a step."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -7,43 +8,29 @@ import pytest
 
 import rescale_data as rd
 from tests.corpus import documents, write
-from tests.nodes.zoo import WEB, by_letters, read
+from tests.nodes.zoo import CODE, WEB, by_letters, read
 
-LENGTHS = [3, 1, 7, 1, 12, 6, 2, 2, 3, 1, 4, 5, 3, 9, 2, 2, 1, 6, 5, 5] * 3
+SOURCES = {"web": WEB, "code": CODE}
+PACKERS = {"cut": rd.TokenPacker, "whole": functools.partial(rd.WholeDocumentPacker, window=5)}
 
 
-class Pipeline:
-    """Two corpora, cleaned, mixed and packed."""
-
-    def __init__(self, folder: Path, packer: str, provenance: bool) -> None:
-        self.sources = {
-            name: write("parquet", folder / name, documents(LENGTHS, first=at)) for name, at in (("a", 10), ("b", 9000))
-        }
-        self.packer, self.provenance = packer, provenance
-
-    def __call__(self, shard: rd.Shard) -> rd.BaseNode[Any]:
-        nodes = {
-            name: rd.Map(
-                rd.Reader(source, shard, shuffle=4, provenance=self.provenance), lambda row: {"ids": row["tokens"]}
-            )
-            for name, source in self.sources.items()
-        }
-        rows = rd.CleanDocuments(rd.WeightedSampler(nodes, {"a": 2, "b": 1}), "ids", max_length=5)
-        if self.packer == "cut":
-            return rd.TokenPacker(rows, column="ids", seq_len=8, eos_id=None)
-        return rd.WholeDocumentPacker(rows, column="ids", seq_len=8, window=5)
+def cleaned(packer: str, provenance: bool, shard: rd.Shard) -> rd.BaseNode[Any]:
+    """Two corpora, mixed, cleaned and packed."""
+    nodes = {name: read(source, shard, provenance=provenance) for name, source in SOURCES.items()}
+    rows = rd.CleanDocuments(rd.WeightedSampler(nodes, {"web": 2, "code": 1}), "tokens", max_length=5)
+    return PACKERS[packer](rows, column="tokens", seq_len=8, eos_id=None)
 
 
 def loader(pipeline: Any) -> rd.DataLoader:
     return rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=4, repeat=True)
 
 
-@pytest.mark.parametrize("packer", ["cut", "whole"])
-def test_a_step_is_answered_by_another_run_without_training(packer: str, tmp_path: Path) -> None:
-    trained = loader(Pipeline(tmp_path, packer, provenance=False))
+@pytest.mark.parametrize("packer", PACKERS)
+def test_a_step_is_answered_by_another_run_without_training(packer: str) -> None:
+    trained = loader(functools.partial(cleaned, packer, False))
     token_of = {
         token: f"{source.name}: {source.locate(i)}"
-        for source in trained._stream.setup.schema.sources().values()
+        for source in SOURCES.values()
         for i in range(source.num_rows)
         for token in source.row(i)["tokens"].tolist()
     }
@@ -52,13 +39,12 @@ def test_a_step_is_answered_by_another_run_without_training(packer: str, tmp_pat
         next(batches)
     saved = trained.state_dict()
     seen = [next(batches)["tokens"].tolist() for _ in range(4)]
-    asked = loader(Pipeline(tmp_path, packer, provenance=True))
+    asked = loader(functools.partial(cleaned, packer, True))
     for step in (8, 5, 7):
         asked.load_state_dict(saved)
         found = documents_of(asked, step)
         assert found == [list(dict.fromkeys(token_of[t] for t in row if t)) for row in seen[step - 5]]
-    from_the_beginning = loader(Pipeline(tmp_path, packer, provenance=True))
-    assert documents_of(from_the_beginning, 7) == found
+    assert documents_of(loader(functools.partial(cleaned, packer, True)), 7) == found
 
 
 def documents_of(asked: rd.DataLoader, step: int) -> list[list[str]]:
