@@ -28,6 +28,7 @@ def endless(node: Node[Any]) -> Iterator[Any]:
         for sample in node:
             silent = 0
             yield sample
+        assert next(node, None) is None, "an epoch that has ended stays ended"
         node.reset(node.get_state())
 
 

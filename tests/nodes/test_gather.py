@@ -117,23 +117,6 @@ def test_samples_and_positions(spans, size, eos, bos, dtype, labels, offset, cut
         assert places(queue.rest()) == places(made[len(made) - len(lists) : num_appended])
 
 
-@given(
-    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=12).filter(any),
-    drawn=st.lists(st.integers(0, 10**6), min_size=1, max_size=40),
-)
-def test_rows_are_found_in_their_fragments(sizes: list[int], drawn: list[int]) -> None:
-    starts = np.cumsum([0, *sizes])
-    rows = np.array(drawn) % starts[-1]
-    values, ends = np.arange(3 * starts[-1]), 3 * np.arange(starts[-1] + 1)  # row i is 3i, 3i + 1, 3i + 2
-    used, which = gather.fragments_of(rows, starts)
-    assert used == sorted({next(i for i in range(len(sizes)) if starts[i] <= r < starts[i + 1]) for r in rows})
-    parts = [slice(starts[fragment], starts[fragment + 1] + 1) for fragment in used]
-    offsets = [ends[part] - ends[part.start] for part in parts]
-    start, length = gather.offsets_and_lengths(rows, which, [part.start for part in parts], offsets)
-    found = [values[3 * parts[w].start :][a : a + n].tolist() for w, a, n in zip(which, start, length, strict=True)]
-    assert found == [[3 * r, 3 * r + 1, 3 * r + 2] for r in rows]
-
-
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (3, 4), (0, 2**62), (2, -1)])
 def test_nothing_beyond_an_array_is_read(start: int, length: int) -> None:
     numbers = (np.array([0]), np.array([start]), np.array([length]))
