@@ -9,8 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import rescale_data as rd
+from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded.cache import Cache, cache, owner_of
 from rescale_data.sources.decoded.interest import (
@@ -21,6 +24,7 @@ from rescale_data.sources.decoded.interest import (
     served_shards,
 )
 from rescale_data.sources.parquet import ParquetSource
+from tests.corpus import fragment_order
 from tests.formats import write_table
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -173,6 +177,37 @@ def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     record_served_shards(loaders[0], sources[:1], [])
     assert (num_sources_and_shards(owner), list(served_shards(owner, 2))) == ((1, 1), [0, 1])
     assert room_for_block(small(corpus)) == room_for_block(sources[0]) == 0
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
+    st.integers(1, 12),
+    st.booleans(),
+    st.integers(0, 3),
+)
+@settings(max_examples=60)
+def test_cuts_are_what_the_shards_read(lengths: list[int], num_shards: int, permuted: bool, epoch: int) -> None:
+    fragments = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    order = fragment_order(fragments, 3, epoch) if permuted else None
+    source = rd.SyntheticSource(max(1, int(fragments[-1])))
+    drawn: dict[Any, set[int]] = {}
+    for i in range(num_shards):
+        virtual = np.arange(i * fragments[-1] // num_shards, (i + 1) * fragments[-1] // num_shards)
+        rows = virtual if order is None else order.rows(virtual)
+        share = ShardShare(rd.Shard(i, num_shards, 3), epoch, fragments, order, id(source), i, 0)
+        drawn[share.share_key] = set(rows.tolist())
+        for fragment in range(len(lengths)):
+            for cut in share.served_row_ranges(fragment):
+                if cut.share_key == share.share_key:
+                    assert share.own_row_range(fragment) == cut
+    share = ShardShare(rd.Shard(0, num_shards, 3), epoch, fragments, order, id(source), i, 0)
+    found: dict[Any, set[int]] = {key: set() for key in drawn}
+    for fragment in range(len(lengths)):
+        for cut in share.served_row_ranges(fragment):
+            found[cut.share_key] |= set(
+                range(int(fragments[fragment]) + cut.start, int(fragments[fragment]) + cut.stop)
+            )
+    assert found == drawn
 
 
 def test_another_filter_has_other_pieces(corpus: Path, tmp_path: Path) -> None:

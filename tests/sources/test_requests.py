@@ -168,6 +168,16 @@ def test_each_bucket_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     remote._request_times.cache_clear()
 
 
+@pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError, KeyError])
+def test_what_does_not_pass_is_raised_at_once_and_names_the_file(kind: type[Exception]) -> None:
+    request = Mock(side_effect=kind("Forbidden"))
+    with pytest.raises(kind) as found:
+        attempt(rd.Remote(), "s3://bucket/x", request, 0, ", bytes 3 to 4")
+    assert request.call_count == 1
+    said = [str(found.value), *getattr(found.value, "__notes__", [])]
+    assert "s3://bucket/x, bytes 3 to 4" in " ".join(said)
+
+
 def test_a_process_makes_so_many_at_once() -> None:
     request_limit, most, at_once, lock = RequestLimit(3), 0, 0, threading.Lock()
 
