@@ -99,7 +99,7 @@ def verify_checkpoint(path: StrPath) -> dict[str, Any]:
 
 
 def _entries(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Return what is under each top-level name of a checkpoint: counts, bytes and dtypes."""
+    """Return the counts, bytes and dtypes of tensors under each top-level name of a checkpoint."""
     values_by_name = defaultdict[str, list[torch.Tensor | None]](list)
     for key, path in contents.paths.items():
         values_by_name[str(path[0])].append(contents.values[key])

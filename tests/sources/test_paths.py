@@ -98,6 +98,13 @@ def test_relative_to_where_we_are(folder: Path, tmp_path: Path, monkeypatch: pyt
     assert names("*.parquet") == names("../run[[]1]/*.parquet") == ["B.parquet", "a.parquet"]
 
 
+@pytest.mark.parametrize("place", ["", "file://"])
+@pytest.mark.parametrize("again", ["b/./2.parquet", "b//2.parquet", "b/../b/2.parquet", "b//*.parquet", "./b"])
+def test_one_file_spelled_in_two_ways_is_read_once(place: str, again: str, folder: Path) -> None:
+    root = f"{place}{folder}"
+    assert names([f"{root}/a.parquet", f"{root}/b", f"{root}/{again}"]) == ["a.parquet", "b/10.parquet", "b/2.parquet"]
+
+
 def test_a_name_with_brackets_is_a_file_first(tmp_path: Path) -> None:
     (tmp_path / "part[1].parquet").write_bytes(b"x")
     fsspec.filesystem("memory").pipe("/brackets/part[1].parquet", b"x")

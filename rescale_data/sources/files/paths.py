@@ -24,6 +24,7 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from rescale_data.errors import require_type
@@ -289,6 +290,8 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
     for url in user_input:
         previous_filesystem = filesystem
         filesystem, path = url_to_fs(url, **options)
+        if isinstance(filesystem, LocalFileSystem):
+            path = os.path.abspath(path)  # a file that is given twice, as a//b and a/b, would be read twice
         if filesystem is not previous_filesystem:
             filesystem.invalidate_cache()  # a listing that this process made earlier may be out of date
         if previous_filesystem is not None and type(previous_filesystem) is not type(filesystem):
