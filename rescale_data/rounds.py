@@ -42,9 +42,7 @@ def row_range_indices(shards: Ints, epochs: Ints, num_rows: int, num_logical_sha
 
 
 def row_range_index(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
-    """Return the number of the range that one shard reads in one epoch (see `row_range_indices`)."""
-    if num_rows >= num_logical_shards:
-        return shard
+    """Return the number of the range that one shard reads in one epoch of fewer rows than shards (see `row_range_indices`)."""
     round_number, round_epoch = divmod(epoch, num_logical_shards)
     begin, range_step = _round_params(num_logical_shards, seed, round_number)
     return (shard + begin + range_step * round_epoch) % num_logical_shards
