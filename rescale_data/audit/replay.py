@@ -128,7 +128,7 @@ class ReplayInterval:
         )
 
     def _fits_one_rank(self, sizes: tuple[int, int, int]) -> bool:
-        """True if one rank can replay all ranks: the run was aligned, and saved and skipped between whole steps."""
+        """True if one rank can replay all ranks: the run was aligned, and each save and each skip came at the end of a step."""
         end_states = [state for state in (self.state_at_start, self.state_at_end) if state is not None]
         whole_steps = not any(state.clock.begun(state.sizes[0]) for state in end_states) and all(
             any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in end_states)
@@ -174,7 +174,7 @@ class ReplayInterval:
 
 
 def pipeline_differences(pipeline: Pipeline, state: SavedState) -> list[str]:
-    """Return the parameters of a pipeline that differ from the pipeline of a saved state, and its other files, in words."""
+    """Describe the parameters and the files in which a pipeline differs from the pipeline of a saved state, a line for each."""
     num_shards, seed, global_batch_size = len(state.table), state.header["seed"], state.sizes[0]
     schema = Schema(Recipe(pipeline, num_shards, seed, False, global_batch_size=global_batch_size).build(0))
     pipelines = without_functions(state.header["pipeline"], schema.pipeline)
@@ -186,16 +186,16 @@ def pipeline_differences(pipeline: Pipeline, state: SavedState) -> list[str]:
     return differences_found or [f"{path} did not read {', '.join(names)}" for path, names in added_files.items()]
 
 
-def _begun_samples(stream: Stream) -> int:
+def _samples_of_open_step(stream: Stream) -> int:
     """Return the number of samples, over all ranks, that an unfinished step has served."""
     return stream.clock.begun(stream.layout.global_batch_size)
 
 
 def _skip_to_step(stream: Stream, step: int, end_sample: int) -> None:
     """Skip to the beginning of a step, but not beyond sample ``end_sample``; in constant time if the pipeline allows it."""
-    num_begun_samples, global_batch_size = _begun_samples(stream), stream.layout.global_batch_size
-    num_steps_left = (end_sample - stream.clock.samples + num_begun_samples) // global_batch_size
-    num_skipped = min(step - stream.step, num_steps_left) * global_batch_size - num_begun_samples
+    num_in_open_step, global_batch_size = _samples_of_open_step(stream), stream.layout.global_batch_size
+    num_steps_left = (end_sample - stream.clock.samples + num_in_open_step) // global_batch_size
+    num_skipped = min(step - stream.step, num_steps_left) * global_batch_size - num_in_open_step
     if num_skipped > 0:
         stream.skip(num_skipped)
 
@@ -218,7 +218,7 @@ def _replay(streams: Sequence[Stream], end_sample: int, skip_ranges: Sequence[tu
             continue
         for rank, stream in enumerate(streams):
             layout, step = stream.layout, stream.step
-            first_row = (rank * layout.global_batch_size + _begun_samples(stream)) // layout.dp_world_size
+            first_row = (rank * layout.global_batch_size + _samples_of_open_step(stream)) // layout.dp_world_size
             batch = stream.take()
             for index, (shard, documents) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
                 yield Served(step, first_row + index, shard, documents)

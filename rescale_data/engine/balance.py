@@ -181,11 +181,11 @@ def _num_tokens(sample: Any) -> int | None:
     return len(sample[columns[0]]) if columns else None
 
 
-def _integer(name: str, setting: SampleMeasure, sample: Any) -> int:
-    if isinstance(setting, str) and not (isinstance(sample, Mapping) and setting in sample):
+def _integer(name: str, measure: SampleMeasure, sample: Any) -> int:
+    if isinstance(measure, str) and not (isinstance(sample, Mapping) and measure in sample):
         column_names = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
-        raise ValueError(f"rd.Balance({name}={setting!r}): there is no such column; a sample is {column_names}.")
-    value = sample[setting] if isinstance(setting, str) else setting(sample)
+        raise ValueError(f"rd.Balance({name}={measure!r}): there is no such column; a sample is {column_names}.")
+    value = sample[measure] if isinstance(measure, str) else measure(sample)
     try:
         number = int(value)
     except (TypeError, ValueError) as error:

@@ -16,18 +16,18 @@ class Board:
     """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the wanted command."""
 
     def __init__(self, num_workers: int) -> None:
-        self._wanted_begin_number = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
+        self._wanted_command_id = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
         self.counts = torch.zeros(num_workers, len(COUNTER_INDICES), dtype=torch.float64, device="cpu").share_memory_()
         self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
 
     @property
     def wanted_begin(self) -> int:
         """The number of the `BeginCommand` that the trainer wants; workers stop making micro batches for any other."""
-        return int(self._wanted_begin_number.item())
+        return int(self._wanted_command_id.item())
 
     @wanted_begin.setter
     def wanted_begin(self, number: int) -> None:
-        self._wanted_begin_number.fill_(number)
+        self._wanted_command_id.fill_(number)
 
     def counters(self, worker: int) -> Any:
         """Return the counters of a worker as a view of the shared memory: ``float64[len(FIELDS)]``."""

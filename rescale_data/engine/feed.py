@@ -1,6 +1,6 @@
 """Feeds: produce the micro batches of a segment in this process, in a background thread, or from another feed.
 
-    InThread(MappedFeed(InProcess(runner, collate), pin), 4)      made and pinned in a thread, 4 ahead
+    InThread(FunctionFeed(InProcess(runner, collate), pin), 4)      made and pinned in a thread, 4 ahead
 
 A micro batch carries the rows of the table that it advanced. So the micro batch itself gives the position, and feeds above need
 no state. Other modules have more feeds: worker processes (`rescale_data.engine.pool`), balanced steps
@@ -148,7 +148,7 @@ class WrappedFeed(Feed):
         self.feed.close()
 
 
-class MappedFeed(WrappedFeed):
+class FunctionFeed(WrappedFeed):
     """A feed that applies a function to each batch of another feed."""
 
     def __init__(self, feed: Feed, function: Callable[[Any], Any]) -> None:

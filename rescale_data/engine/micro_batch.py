@@ -34,7 +34,7 @@ class TableRows(NamedTuple):
         return values
 
     def write(self, table: Ints) -> None:
-        """Write the rows into a table, ``int64[N, columns]``, in place."""
+        """Write these positions of logical shards into a table of positions, ``int64[N, columns]``, in place."""
         table[self.visited_shards] = self.counted_values
 
 

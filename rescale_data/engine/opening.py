@@ -9,7 +9,7 @@ import torch
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.balanced import BalancedFeed, as_samples
 from rescale_data.engine.collate import pin
-from rescale_data.engine.feed import Feed, InProcessFeed, InThreadFeed, MappedFeed
+from rescale_data.engine.feed import Feed, FunctionFeed, InProcessFeed, InThreadFeed
 from rescale_data.engine.options import Options
 from rescale_data.engine.pool import Pool
 from rescale_data.engine.ranks.meeting import is_file_store
@@ -37,12 +37,12 @@ def open_stream(pipeline: Pipeline, options: Options) -> Stream:
     pins_memory = torch.accelerator.is_available() and (options.pin_memory or is_accelerator(options.transfer))
     if options.balance is not None:
         feed: Feed = _balanced_feed(setup, options.balance, runner)
-        feed = MappedFeed(feed, pin) if pins_memory else feed
+        feed = FunctionFeed(feed, pin) if pins_memory else feed
     elif options.num_workers:
         feed = _pool(setup, options, pin_memory=pins_memory)
     else:
         feed = InProcessFeed(runner, options.collate_fn)
-        feed = MappedFeed(feed, pin) if pins_memory else feed
+        feed = FunctionFeed(feed, pin) if pins_memory else feed
     if options.transfer is not None:
         feed = with_transfer(feed, options.transfer, setup.ranks.rank, setup.ranks.world_size)
     if options.balance is not None and options.ahead:

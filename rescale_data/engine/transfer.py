@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from rescale_data.engine.collate import map_tensors
-from rescale_data.engine.feed import Feed, MappedFeed
+from rescale_data.engine.feed import Feed, FunctionFeed
 from rescale_data.engine.segment import Segment
 from rescale_data.errors import require_callable
 from rescale_data.state import Ints
@@ -43,7 +43,7 @@ def with_transfer(feed: Feed, transfer: Transfer, dp_rank: int, dp_world_size: i
     """Return a feed that applies a transfer to each batch of another feed."""
     if isinstance(transfer, torch.device | str):
         return ToDevice(feed, torch.device(transfer))
-    return MappedFeed(feed, transfer.bind(dp_rank, dp_world_size) if isinstance(transfer, DpTransfer) else transfer)
+    return FunctionFeed(feed, transfer.bind(dp_rank, dp_world_size) if isinstance(transfer, DpTransfer) else transfer)
 
 
 def transfer_function(transfer: Transfer | None) -> Callable[[Any], Any] | None:
@@ -59,7 +59,7 @@ def _to_device(device: torch.device, batch: Any) -> Any:
     return map_tensors(batch, "to", lambda value: value.to(device, non_blocking=True))
 
 
-class ToDevice(MappedFeed):
+class ToDevice(FunctionFeed):
     """A feed that copies the tensors of each batch to a device, in the stream that was current at `begin`.
 
     A copy is queued behind the work that training has queued, as if training itself copied with ``non_blocking=True``.

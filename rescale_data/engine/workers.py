@@ -77,12 +77,12 @@ class Worker:
         Args:
             await_slab: Returns when the next slab is free.
         """
-        slabs, slab, max_values = Slabs(), 0, 1
+        slabs, slab, max_batches = Slabs(), 0, 1
         packed_values = self._values(command)
         while True:
             await_slab()
             start_time, message_values, num_bytes = time.perf_counter(), list[PackedValue](), 0
-            for value in islice(packed_values, max_values):
+            for value in islice(packed_values, max_batches):
                 message_values.append(value)
                 num_bytes += value.num_bytes
                 if num_bytes >= _MESSAGE_BYTES or time.perf_counter() - start_time >= _MESSAGE_SECONDS:
@@ -92,7 +92,7 @@ class Worker:
             message = slabs.pack(slab, message_values)
             read_counters().add(MAKE_SECONDS, time.perf_counter() - start_time)
             yield message
-            slab, max_values = (slab + 1) % command.num_slabs, min(2 * max_values, MAX_MESSAGE_VALUES)
+            slab, max_batches = (slab + 1) % command.num_slabs, min(2 * max_batches, MAX_MESSAGE_VALUES)
 
     def _is_wanted(self, command: BeginCommand) -> bool:
         return self._board.wanted_begin == command.command_id

@@ -6,15 +6,15 @@ from rescale_data.engine.reading import call_with_stream
 from rescale_data.loader import DataLoader
 
 
-def require_ranks(loader: DataLoader, num_ranks: int, build_location: str) -> None:
+def require_ranks(loader: DataLoader, num_ranks: int, where_to_build: str) -> None:
     """Raise ``ValueError`` unless the loader serves its rows to as many data-parallel ranks as the trainer has.
 
     Args:
-        build_location: The place where a loader for all of these ranks is built, for the message.
+        where_to_build: The place where a loader for all of these ranks is built, for the message.
     """
     num_loader_ranks = call_with_stream(loader, lambda stream: stream.layout.dp_world_size)
     if num_ranks != num_loader_ranks:
         raise ValueError(
             f"The trainer has {num_ranks} data-parallel ranks, but the loader serves its rows to {num_loader_ranks}. Build it "
-            f"{build_location} without dp_world_size=, or with mesh= of the data-parallel ranks."
+            f"{where_to_build} without dp_world_size=, or with mesh= of the data-parallel ranks."
         )

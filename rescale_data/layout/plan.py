@@ -76,12 +76,12 @@ class Plan(Sequence[Option]):
     def _summary(self) -> str:
         """Return a short text: for each number of workers, the numbers of ranks that fit with at least one micro batch size."""
         lines = ["  workers K  ranks W"]
-        previous_ranks: list[int] = []
+        previous_rank_counts: list[int] = []
         for k in sorted({option.num_workers for option in self.options}):
             ranks = sorted({option.dp_world_size for option in self.options if option.num_workers == k})
-            shown_ranks = "the same" if ranks == previous_ranks else _joined(ranks)
+            shown_ranks = "the same" if ranks == previous_rank_counts else _joined(ranks)
             lines += textwrap.wrap(shown_ranks, 110, initial_indent=f"{k:11}  ", subsequent_indent=" " * 13)
-            previous_ranks = ranks
+            previous_rank_counts = ranks
         lines.append(f"  which micro batches with which: the {len(self._by_topology())} rows of print(plan.table())")
         return "\n".join([self._title(), *lines])
 

@@ -157,7 +157,7 @@ class Node(BaseNode[T]):
             child.bind(child_position)
 
     def seek(self) -> None:
-        """Drop everything that was derived from the old position. The position is new, and the children are bound already."""
+        """Drop everything that was derived from the old position. The node and its children have their new ones already."""
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         state_values = dict(initial_state or {})

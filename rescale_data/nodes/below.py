@@ -119,7 +119,7 @@ def epoch_end(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | 
 
 
 def epoch_end_of_source(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-    """Return `epoch_end` of a node that yields one sample for each sample of its source and keeps its own slots."""
+    """Return `epoch_end` of a node that yields a sample for each of its source; its own integers stay as they are."""
     num_own = slot_offsets(node.FIELDS)[-1]
     end = epoch_end(node.children["source"], rows[:, num_own:], shards)
     return None if end is None else (end[0], np.concatenate([rows[:, :num_own], end[1]], axis=1))

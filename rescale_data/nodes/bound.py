@@ -53,7 +53,7 @@ class EmptyDrawLimit:
             self._check_progress(num_after, current_position, is_first=num_draws_before < _DRAWS_PER_CHECK)
         return num_after
 
-    def _check_progress(self, num_empty: int, position: View, *, is_first: bool) -> None:
+    def _check_progress(self, num_draws: int, position: View, *, is_first: bool) -> None:
         positions = [
             _position_of(self._node, position, path, node) for path, node in self._node.walk() if node.reads is not None
         ]
@@ -63,14 +63,14 @@ class EmptyDrawLimit:
         epochs = [new[0] - old[0] for new, old in zip(positions, self._start_positions, strict=True) if new != old]
         num_idle = len(positions) - len(epochs)
         required_epochs = _MAX_EPOCHS_IF_SOME_IDLE if num_idle else SILENT_EPOCHS + 1
-        if num_empty >= _MAX_DRAWS if not epochs else min(epochs) > SILENT_EPOCHS and max(epochs) >= required_epochs:
-            self._raise_limit_error(num_empty)
+        if num_draws >= _MAX_DRAWS if not epochs else min(epochs) > SILENT_EPOCHS and max(epochs) >= required_epochs:
+            self._raise_limit_error(num_draws)
 
-    def _raise_limit_error(self, num_empty: int) -> None:
+    def _raise_limit_error(self, num_draws: int) -> None:
         names, shard = ", ".join(source_names(self._node)), find_shard(self._node)
         in_shard = "" if shard is None else f" in logical shard {shard.index} of {shard.num_logical_shards}"
         raise DataStateError(
-            f"{self._name} has drawn {num_empty} samples in a row from {names or 'its source'}{in_shard} "
+            f"{self._name} has drawn {num_draws} samples in a row from {names or 'its source'}{in_shard} "
             f"and kept none, over more than {SILENT_EPOCHS} whole epochs: all were filtered out, skipped or empty. Check the "
             f"predicate or the column, or give fewer logical shards or more data."
         )

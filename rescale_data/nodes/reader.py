@@ -183,7 +183,7 @@ class Reader(Node[Any]):
         )
 
     def for_shard(self, shard: Shard, on_evict: Callable[[], None]) -> Reader:
-        """Return a reader of another shard with the same arguments and a callback for when its row order leaves the cache."""
+        """Return a reader of another shard with the same arguments; it calls ``on_evict`` when the cache evicts its order."""
         reader = Reader(self.source, shard, **self._arguments)
         reader._epoch_views, reader._reader_number, reader._on_evict = self._epoch_views, self._reader_number, on_evict
         return reader

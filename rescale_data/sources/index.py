@@ -138,7 +138,7 @@ class IndexFolder:
                 list(pool.map(make, shuffled_parts))
 
     def _unchanged_footers(self, files: Files) -> dict[str, tuple[Footer, str]]:
-        """Return the footer and the digest of the part for each unchanged file, by file name, from earlier indices.
+        """Return, by file name, the footer of each file that is as in an earlier index, and the index part that holds it.
 
         Warnings name files that have changed and files that are gone.
         """

@@ -20,10 +20,10 @@ from rescale_data.checkpoint.storage.records import (
     RecordType,
     RecordUnpickler,
     UnknownClassError,
-    allowed_by_user,
     checked,
     checked_sizes,
     dtype_of,
+    user_safe_globals,
 )
 
 _ALLOWED_NAMES = re.compile(
@@ -50,7 +50,7 @@ _UNKNOWN_CLASS = (
 
 
 def _is_known_class(name: str) -> bool:
-    return bool(_ALLOWED_NAMES.fullmatch(name)) or dtype_of(name) is not None or name in allowed_by_user()
+    return bool(_ALLOWED_NAMES.fullmatch(name)) or dtype_of(name) is not None or name in user_safe_globals()
 
 
 class _Unpickler(RecordUnpickler):

@@ -87,7 +87,7 @@ def _record_class(name: str) -> Any:
     return RecordType(name.rpartition(".")[2], (Record,), {"__slots__": (), "pickled_name": name})
 
 
-def allowed_by_user() -> dict[str, Any]:
+def user_safe_globals() -> dict[str, Any]:
     """Return the classes and functions given to ``torch.serialization.add_safe_globals``, by name."""
     allowed = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
     return {name or f"{entry.__module__}.{entry.__qualname__}": entry for entry, name in allowed}

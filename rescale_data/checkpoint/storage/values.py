@@ -25,10 +25,10 @@ from rescale_data.checkpoint.storage.records import (
     Record,
     RecordUnpickler,
     UnknownClassError,
-    allowed_by_user,
     checked,
     checked_sizes,
     dtype_of,
+    user_safe_globals,
 )
 from rescale_data.checkpoint.tree import iterate_leaves
 
@@ -104,7 +104,7 @@ class _Archive:
 
     def load_value(self) -> Any:
         """Return the value stored in the archive."""
-        allowed_types = allowed_by_user()
+        allowed_types = user_safe_globals()
 
         def is_known(name: str) -> bool:
             return name in _CONSTRUCTORS or name in _CLASS_NAMES or name in allowed_types or dtype_of(name) is not None
@@ -225,7 +225,7 @@ def _checked_call(make_value: Callable[..., Any], *valid_types: tuple[type, ...]
     return constructor
 
 
-def _latin1(text: str, encoding: str) -> bytes:
+def _encode_latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
         raise ValueError(f"bytes in {encoding!r}")
     return text.encode(encoding)
@@ -303,7 +303,7 @@ _CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
     "builtins.bytes": _checked_call(bytes, ()),
     "builtins.bytearray": _checked_call(lambda *content: bytearray(*content[:1]), (), (bytes,)),
     "builtins.complex": _checked_call(complex, (float, float)),
-    "_codecs.encode": _checked_call(_latin1, (str, str)),
+    "_codecs.encode": _checked_call(_encode_latin1, (str, str)),
     "collections.OrderedDict": _dict,
     "collections.Counter": _dict,
     "torch.Size": lambda build, record: torch.Size(checked_sizes(build(record.args[0]))),

@@ -33,7 +33,7 @@ def without_earlier(nodes: NodeParameters) -> NodeParameters:
 
 
 def without_functions(saved: NodeParameters, current: NodeParameters) -> tuple[NodeParameters, NodeParameters]:
-    """Return the parameters of two pipelines, without the code of functions, and without versions that only one of them has."""
+    """Return the parameters of two pipelines, to be compared: no code of functions, and no ``version`` that only one gives."""
     versioned = {name for name in saved.keys() & current.keys() if VERSION in saved[name] and VERSION in current[name]}
     ignored = {name: {CODE} if name in versioned else {CODE, VERSION} for name in saved.keys() & current.keys()}
     return without_parameters(saved, ignored), without_parameters(current, ignored)
@@ -85,7 +85,7 @@ def _shortened_json(value: Any) -> str:
 
 def _param_changes(old: NodeParameters, new: NodeParameters, keys: Mapping[str, Set[str]]) -> list[str]:
     """Return the differences in the given parameters of each node; nodes that have none of them in ``old`` count as equal."""
-    selected = [
+    compared = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (old, new)
     ]
-    return differences(*({name: nodes[name] for name in keys if selected[0][name]} for nodes in selected))
+    return differences(*({name: nodes[name] for name in keys if compared[0][name]} for nodes in compared))

@@ -87,13 +87,13 @@ class TokenArcs:
         return np.array([self._shares, self.num_documents, self.tokens, self._uncounted_tokens, counts], dtype=np.int64)
 
     def choose_sources(
-        self, points: Words, chosen: Ints, first_draw: int, counters: Ints, lengths: list[Ints | None], change_at: int
+        self, points: Words, sources: Ints, first_draw: int, counters: Ints, lengths: list[Ints | None], change_at: int
     ) -> tuple[int, int]:
         """Choose the sources of draws, from ``first_draw`` on, until the length of a document is missing or weights may change.
 
         Args:
             points: ``[num]``, the points of the draws.
-            chosen: ``[num]``; the source of each draw is written here.
+            sources: ``[num]``; the source of each draw is written here.
             first_draw: Number of the first draw.
             counters: The result of `counters`; updated here.
             lengths: Lengths of the documents that each source yields in this run, as far as they are known.
@@ -103,7 +103,7 @@ class TokenArcs:
             The number of the next draw, and the source whose length is missing for it, or -1.
         """
         active_change_at = -1 if change_at < 0 else max(0, change_at - self._resting_tokens)
-        first_draw, missing_source = kernel.run(points, chosen, first_draw, counters, lengths, active_change_at)
+        first_draw, missing_source = kernel.run(points, sources, first_draw, counters, lengths, active_change_at)
         if missing_source > -2:
             return first_draw, missing_source
         self._set_counts(*counters[1:3].tolist())  # documents are very long: their products need more than 128 bits
@@ -114,7 +114,7 @@ class TokenArcs:
             if source_lengths is None or count == len(source_lengths):
                 return draw, source
             self.add_document(source, int(source_lengths[count]))
-            chosen[draw], counts[source] = source, count + 1
+            sources[draw], counts[source] = source, count + 1
             documents[source], tokens[source] = self.num_documents[source], self.tokens[source]
             if 0 <= change_at <= self.num_tokens:
                 return draw + 1, -1

@@ -42,13 +42,13 @@ class MixtureSources:
     def borrow(self, other_sources: MixtureSources) -> None:
         """Use another shard's readers in place of this shard's, if they differ only in the shard, to save memory."""
         pairs = [*zip(self.nodes, other_sources.nodes, strict=True)]
-        are_alike = [
+        shared = [
             isinstance(node, Reader) and node.shard == self._shard and node.is_like(other) for node, other in pairs
         ]
-        if all(are_alike):
+        if all(shared):
             self.nodes, self.slots = other_sources.nodes, other_sources.slots
-        elif any(are_alike):
-            self.nodes = [other if is_alike else node for (node, other), is_alike in zip(pairs, are_alike, strict=True)]
+        elif any(shared):
+            self.nodes = [other if is_shared else node for (node, other), is_shared in zip(pairs, shared, strict=True)]
         self.last_node = self.nodes[0]
         self._documents.clear()
 
@@ -79,7 +79,7 @@ class MixtureSources:
         return reader
 
     def make_byte_limit(self, num_shards: int) -> Callable[[], int]:
-        """Return a function that returns the approximate number of bytes that may be read at once, when it is called.
+        """Return a function that returns, at each call, about how many bytes may be read at once.
 
         Args:
             num_shards: Number of logical shards in all.

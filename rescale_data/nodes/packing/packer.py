@@ -215,12 +215,12 @@ class TokenPacker(Node[dict[str, Tensor]]):
         if self._aligned:
             self._write_values(buffer, row, num_sample_tokens)
 
-    def _write_values(self, buffer: BatchBuffer, row_index: int, num_sample_tokens: int) -> None:
+    def _write_values(self, buffer: BatchBuffer, batch_row: int, num_sample_tokens: int) -> None:
         """Write the other columns of a sample. The loss mask is shifted by one token, so it is true for learned labels."""
         for name, values in self.stream.column_values.items():
-            buffer.write_row(name, row_index, values[1:] if name == MASK else values[:num_sample_tokens], 0)
+            buffer.write_row(name, batch_row, values[1:] if name == MASK else values[:num_sample_tokens], 0)
         if self.labels and self._aligned.has_mask:
-            buffer.row("labels", row_index)[~buffer.row(MASK, row_index)] = IGNORED_LABEL
+            buffer.row("labels", batch_row)[~buffer.row(MASK, batch_row)] = IGNORED_LABEL
 
     def _pad(self, num_tokens: int, tokens: IntRows, labels: IntRows | None, doc_ids: IntRows | None) -> None:
         """Pad the last sample of an epoch, which has ``num_tokens`` tokens; its last token gets no label."""

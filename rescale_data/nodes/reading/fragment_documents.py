@@ -56,12 +56,12 @@ class FragmentDocuments:
         source: The source.
         column: Its column of lists of integers.
         reader: Gives the order of the shard, and the moves of its position.
-        bytes_per_copy: About this many bytes are copied at once.
+        bytes_copied_at_once: About this many bytes are copied at once.
     """
 
     __slots__ = (
         "_block_key",
-        "_bytes_per_copy",
+        "_bytes_copied_at_once",
         "_column",
         "_decoder",
         "_fragments",
@@ -71,14 +71,14 @@ class FragmentDocuments:
         "_source_key",
     )  # fmt: skip
 
-    def __init__(self, source: TokenSource, column: str, reader: Reader, bytes_per_copy: int) -> None:
+    def __init__(self, source: TokenSource, column: str, reader: Reader, bytes_copied_at_once: int) -> None:
         source.token_dtype(column)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._source, self._source_key, self._column, self._reader = source, owner_of(source), column, reader
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._decoder = source if source.decodes_ahead else None
-        self._bytes_per_copy, self._block_key = bytes_per_copy, (self._source_key, "block", *reader.key)
+        self._bytes_copied_at_once, self._block_key = bytes_copied_at_once, (self._source_key, "block", *reader.key)
         self._share: ShardShare | None = None
 
     is_costly = False
@@ -103,8 +103,8 @@ class FragmentDocuments:
             return self._take(
                 self._make_block(epoch, row, self._rows_to_read(first_fragment, room), room), epoch, row, max_documents
             )
-        rows = rows[: min(max_documents, self._rows_to_read(first_fragment, self._bytes_per_copy))]
-        return _limit_bytes(self._bytes_per_copy * _MAX_BYTES_FACTOR, self._copy(rows, [len(rows)])[0])
+        rows = rows[: min(max_documents, self._rows_to_read(first_fragment, self._bytes_copied_at_once))]
+        return _limit_bytes(self._bytes_copied_at_once * _MAX_BYTES_FACTOR, self._copy(rows, [len(rows)])[0])
 
     def _make_block(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
         """Return a new block with copies of up to ``num_rows`` documents: whole windows, or a part of one window."""

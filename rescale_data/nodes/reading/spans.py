@@ -205,7 +205,7 @@ class Spans:
         return Spans(self.arrays, self.array, self.start, self.length, moves, self.keeps)
 
     def document_values(self) -> list[Mapping[str, Any]]:
-        """Return the further values of each document, by name, without the marks; empty for a document that has none."""
+        """Return, for each document (not for marks), the columns that it has besides its tokens, by name."""
         owners = [self.keeps[array] for array in self.array.tolist() if array >= 0]
         return [owner if isinstance(owner, Mapping) else {} for owner in owners]
 
