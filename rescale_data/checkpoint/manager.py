@@ -70,7 +70,8 @@ class CheckpointManager(RunReader):
         wait_seconds: How long in all.
 
     Raises:
-        ValueError: a rule that keeps nothing, an unknown ``async_mode``, or another manager saves to the folder.
+        ValueError: a rule that keeps nothing, an ``async_mode`` that is unknown or differs between ranks, or another manager saves
+            to the folder.
 
     Example:
         >>> import tempfile
@@ -99,6 +100,8 @@ class CheckpointManager(RunReader):
             raise ValueError(f"async_mode={async_mode!r}: choose one of 'thread', 'disabled'.")
         self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         super().__init__(folder, process_group=_separate_group(process_group), storage_options=storage_options)
+        if len(modes := set(self._ranks.on_each(lambda: async_mode))) > 1:
+            raise ValueError(f"async_mode= differs between the ranks, {sorted(modes)}: give all the same.")
         self._owner: Ownership | None = None
         self._ranks.run_on_first(self._become_owner)
         self._writes_in_background = async_mode != "disabled"

@@ -87,6 +87,8 @@ def save_what_differs(folder: str) -> list[str]:
             manager.save(step, {"w": torch.ones(2), "seed": seed})
             found.append(said(manager.wait))
         assert manager.steps() == [8], "saves go on behind an error"
+    modes: Any = ["thread", "disabled"]
+    found.append(said(lambda: CheckpointManager(f"{folder}/run", async_mode=modes[rank])))
     return found
 
 
@@ -111,7 +113,7 @@ def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
     first, second = run(2, save_what_differs, str(tmp_path))
     assert first == second
     words = ["done", *(f"{name}, on ranks 0 and 1" for name in DIFFERENT)]
-    words += ["of step 1. Give", "they name 2", "they name 2", "seed, on ranks 0 and 1", "done"]
+    words += ["of step 1. Give", "they name 2", "they name 2", "seed, on ranks 0 and 1", "done", "async_mode= differs"]
     for word, text in zip(words, first, strict=True):
         assert word in text
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "same"]

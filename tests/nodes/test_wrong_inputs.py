@@ -115,6 +115,7 @@ ARGUMENTS: list[tuple[Make, str]] = [
     (partial(mixed, weights={"a": -1}), "none negative"),
     (partial(mixed, weights={"a": float("nan")}), "finite"),
     (partial(mixed, weights={"a": float("inf")}), "finite"),
+    (partial(mixed, weights={"a": 10**400}), "finite"),
     (partial(mixed, "a", "b", weights={"a": 1e308, "b": 1e308}), "of a finite sum"),
     (partial(mixed, unit="words"), "'samples' or 'tokens'"),
     (partial(mixed, stop="now"), "'never', 'first' or 'all'"),

@@ -91,7 +91,10 @@ def require_weights(weights: Mapping[str, float], context: str = "") -> None:
     for name, weight in weights.items():
         if isinstance(weight, bool | np.bool_ | str) or not hasattr(weight, "__float__"):
             raise TypeError(f"weights[{name!r}]={weight!r}{context} is a {type(weight).__name__}; give a number.")
-    float_weights = [*map(float, weights.values())]
+    try:
+        float_weights = [*map(float, weights.values())]
+    except OverflowError:  # of an int
+        float_weights = [math.inf]
     if not any(float_weights) or not math.isfinite(sum(float_weights)) or min(float_weights) < 0:
         raise ValueError(
             f"weights={dict(weights)}{context}: give finite numbers, of a finite sum, none negative and not all 0."
