@@ -70,8 +70,8 @@ class CheckpointManager(RunReader):
         wait_seconds: How long in all.
 
     Raises:
-        ValueError: a rule that keeps nothing, an ``async_mode`` that is unknown or differs between ranks, or another manager saves
-            to the folder.
+        ValueError: a rule that keeps nothing, an ``async_mode`` that is unknown or differs between ranks, or another manager
+            saves to the folder.
 
     Example:
         >>> import tempfile
