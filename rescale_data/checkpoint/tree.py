@@ -110,7 +110,9 @@ def _of_same_type(live: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[A
     """Return ``content`` in a mapping of the same type as ``live``."""
     if type(live) is dict or not isinstance(live, MutableMapping):
         return content
-    copied_mapping = copy.copy(live)
+    # A shallow copy of a class without a copy of its own may share its content with the original, which would be cleared
+    has_own_content = isinstance(live, dict) or hasattr(live, "__copy__")
+    copied_mapping = copy.copy(live) if has_own_content else copy.deepcopy(live)
     copied_mapping.clear()
     copied_mapping.update(content)
     return copied_mapping

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import Mock
@@ -58,6 +58,43 @@ def test_values_come_back_of_the_kind_that_they_were(tmp_path: Path, mode: Any) 
         loaded = {"within": None, "of numbers": OrderedDict(b=0)}
         manager.load_latest(loaded)
     assert repr(loaded) == repr(given)
+
+
+class Settings(MutableMapping[str, Any]):
+    """A mapping of a user, whose shallow copy has the same content."""
+
+    def __init__(self, **content: Any) -> None:
+        self.content = content
+
+    def __getitem__(self, key: str) -> Any:
+        return self.content[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.content[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+def test_a_save_and_a_load_leave_what_a_mapping_of_the_user_holds(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    settings = Settings(weight=model.weight, rate=0.5)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "settings": [settings]}
+    with CheckpointManager(tmp_path) as manager:
+        saving = manager.save(1, state)
+        settings["rate"] = 0.25
+        saving.committed.result()
+        manager.load_latest(state)
+    assert settings["weight"] is model.weight
+    assert settings["rate"] == 0.25
+    assert isinstance(loaded := state["settings"][0], Settings)
+    assert loaded["rate"] == 0.5
 
 
 @pytest.mark.parametrize("how", [*MODES, "stagers that copy once"])
