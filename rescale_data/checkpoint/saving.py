@@ -151,7 +151,7 @@ def write_checkpoint(
 
 def _compare_arguments(description: str, metrics: Mapping[str, float], ranks: Ranks) -> None:
     """Raise ``ValueError`` if ranks name different checkpoints; warn if their metrics differ: those of the first rank count."""
-    descriptions, rank_metrics = zip(*ranks.on_each(lambda: (description, dict(metrics))), strict=True)
+    descriptions, rank_metrics = zip(*ranks.on_each(lambda: (description, dict(sorted(metrics.items())))), strict=True)
     if len(set(descriptions)) > 1:
         targets_text = ", ".join(sorted(set(descriptions))[:4])
         raise ValueError(

@@ -97,8 +97,10 @@ def warnings_of_metrics(folder: str) -> list[str]:
     logger = logging.getLogger("rescale_data.checkpoint.saving")
     logger.addFilter(lambda record: texts.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
     rank = dist.get_rank()
-    for name, loss in {"same": math.nan, "differ": 0.5 + rank, "first": None if rank else 1.0}.items():
-        checkpoint.save(f"{folder}/{name}", {"w": 1}, metrics=None if loss is None else {"loss": loss})
+    numbers = {"loss": 1.0, "accuracy": math.nan}
+    in_order = dict(reversed(numbers.items())) if rank else numbers
+    for name, metrics in {"same": in_order, "differ": {"loss": 0.5 + rank}, "first": None if rank else numbers}.items():
+        checkpoint.save(f"{folder}/{name}", {"w": 1}, metrics=metrics)
     return texts
 
 
