@@ -122,7 +122,7 @@ def fitting_values(
 
     def is_part(name: str, entry: Entry) -> bool:
         if name not in paths and name in saved.without_path:
-            return name.startswith(f"{entry.name}.")
+            return f"{name}.".startswith(f"{entry.name}.")
         return (paths.get(name) or saved.paths.get(name, ()))[: len(entry.path)] == entry.path
 
     misfit_names = {name for kind in MISFIT_KINDS for name in misfits[kind]}

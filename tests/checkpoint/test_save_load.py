@@ -207,6 +207,16 @@ def test_a_name_that_begins_with_another_name_is_its_own(tmp_path: Path) -> None
     assert (keeper.state, more, other.state) == (saved, {"c": 4}, {"new": 0})
 
 
+def test_a_stateful_without_state_is_left_alone_where_its_name_is_a_value(tmp_path: Path) -> None:
+    """Of a checkpoint that says nothing of the places of its names."""
+    stock_planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save({"keeper": torch.ones(2)}, checkpoint_id=tmp_path / "c", planner=stock_planner)
+    keeper = Keeper(state := {})
+    report = checkpoint.load(tmp_path / "c", {"keeper": keeper}, strict=False)
+    assert report == LoadReport(unexpected=("keeper",))
+    assert keeper.state is state
+
+
 def test_a_load_replaces_plain_values_and_changes_none(tmp_path: Path) -> None:
     """Another part of the program may hold them, too."""
     checkpoint.save(tmp_path / "c", {"a": ({"x": np.float32(2), "y": {1}},)})
