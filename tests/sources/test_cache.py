@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from rescale_data.sources.decoded.cache import (
     owner_of,
     share_budget_with,
 )
+from rescale_data.sources.decoded.columns import Fragment, flat_lists
 from rescale_data.sources.decoded.interest import num_sources_and_shards, warn_if_thrashing
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.sources.source import Source
@@ -319,3 +321,11 @@ def test_a_loader_between_epochs_or_that_goes_elsewhere_leaves_the_cache_to_othe
 @pytest.mark.parametrize("text", ["abc" * 99, "日本語" * 99, "😀" * 99])
 def test_text_counts_with_the_bytes_that_it_takes(text: str) -> None:
     assert memory_bytes_of({"text": text}) == sys.getsizeof(text) >= max(map(ord, text)).bit_length() // 8 * len(text)
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int8()), pa.list_(pa.int8(), 1), pa.large_list(pa.int8())])
+def test_lists_count_with_the_arrays_that_rows_are_cut_from(kind: Any) -> None:
+    lists = pa.chunked_array([pa.array([[1]] * 1000, kind)])
+    held = flat_lists(lists)
+    assert held is not None
+    assert Fragment(pa.table({"tokens": lists, "also": lists})).nbytes == 2 * held.nbytes
