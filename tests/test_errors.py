@@ -151,6 +151,7 @@ TYPES: list[tuple[dict[str, Any], str]] = [
         ({"data": data}, r"is no data set: give rd\.ParquetSource.*one split")  # its characters or keys would be rows
         for data in ("corpus/*.parquet", Path("corpus"), {"train": ROWS})
     ),
+    ({"data": f"/users/{'name' * 9}/train.jsonl"}, "'/users/namename.*name/train.jsonl' is no data set"),
     ({"data": lambda shard: [0]}, r"it was given a list\. Return a torchdata\.nodes\.BaseNode"),
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import reprlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
@@ -62,7 +61,7 @@ class DatasetSource(Source):
     ) -> None:
         if isinstance(dataset, str | bytes | os.PathLike | Mapping):
             raise TypeError(
-                f"The {type(dataset).__name__} {reprlib.repr(dataset)} is no data set: give rd.ParquetSource(...), or the "
+                f"The {type(dataset).__name__} {dataset!r:.120} is no data set: give rd.ParquetSource(...), or the "
                 f"source of another format, for files, and one split of a dict of data sets."
             )
         if isinstance(dataset, pa.Table | pa.RecordBatch) or hasattr(dataset, "iloc"):

@@ -50,6 +50,7 @@ class FragmentedSource(FiledSource):
     def __init__(
         self,
         paths: Paths,
+        *,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,

@@ -81,7 +81,15 @@ class IndexedSource(FileSource):
         transcode: bool = True,
     ) -> None:
         self.columns, self._may_transcode = chosen_columns(columns), transcode
-        super().__init__(paths, cache_bytes, storage_options, remote, index_dir, cache_dir, cache_dir_bytes)
+        super().__init__(
+            paths,
+            cache_bytes=cache_bytes,
+            storage_options=storage_options,
+            remote=remote,
+            index_dir=index_dir,
+            cache_dir=cache_dir,
+            cache_dir_bytes=cache_dir_bytes,
+        )
 
     @abstractmethod
     def _scan_file(self, range_reader: RangeReader) -> Footer:

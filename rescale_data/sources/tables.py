@@ -52,7 +52,15 @@ class TableSource(FileSource, TokenSource):
     ) -> None:
         self._condition = None if filter is None else RowFilter(filter)
         self.columns = chosen_columns(columns)
-        super().__init__(paths, cache_bytes, storage_options, remote, index_dir, cache_dir, cache_dir_bytes)
+        super().__init__(
+            paths,
+            cache_bytes=cache_bytes,
+            storage_options=storage_options,
+            remote=remote,
+            index_dir=index_dir,
+            cache_dir=cache_dir,
+            cache_dir_bytes=cache_dir_bytes,
+        )
 
     @abstractmethod
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:

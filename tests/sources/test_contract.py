@@ -1,5 +1,6 @@
 """`assert_source`: whole sources pass, each broken promise fails."""
 
+import inspect
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,14 @@ def test_the_example_of_the_protocol(tmp_path: Path) -> None:
     source = scope["LogLines"](str(tmp_path / "log.txt"))
     assert [source.row(i)["line"] for i in range(4)] == ["one", "twö", "", "four"]
     assert_source(source)
+
+
+@pytest.mark.parametrize(
+    "source", [rd.ParquetSource, rd.ArrowSource, rd.JsonlSource, rd.MegatronSource, rd.WebDatasetSource]
+)
+def test_options_of_sources_of_files_are_given_by_name(source: type[Source]) -> None:
+    parameters = inspect.signature(source).parameters.values()
+    assert [about.name for about in parameters if about.kind is not inspect.Parameter.KEYWORD_ONLY] == ["paths"]
 
 
 class TestSynthetic:
