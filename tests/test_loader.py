@@ -65,12 +65,22 @@ def test_a_default_device_of_the_trainer_changes_neither_batches_nor_state(how: 
 
 
 @pytest.mark.parametrize(
-    "rows", [range(8), [(i, 0.5) for i in range(8)], [np.arange(2)] * 8], ids=["ints", "tuples", "arrays"]
+    ("rows", "how"),
+    [
+        (range(8), {}),
+        ([(i, 0.5) for i in range(8)], {}),
+        ([np.arange(2)] * 8, {}),
+        ([[]] * 8, {"collate_fn": lambda rows: [*rd.pad_collate({"x": 0})([{"x": row} for row in rows]).values()]}),
+    ],
+    ids=["ints", "tuples", "arrays", "padded"],
 )
-def test_rows_without_columns_stay_on_the_cpu_whatever_the_default_device_of_the_trainer(rows: Any) -> None:
-    loaders = [rd.DataLoader(rows, shuffle=False, global_batch_size=8) for _ in range(2)]
+@pytest.mark.parametrize("device", ["meta", "cuda"])  # the latter cannot be used here, and never in a forked worker
+def test_rows_without_columns_stay_on_the_cpu_whatever_the_default_device_of_the_trainer(
+    rows: Any, how: dict[str, Any], device: str
+) -> None:
+    loaders = [rd.DataLoader(rows, shuffle=False, global_batch_size=8, **how) for _ in range(2)]
     batch = next(iter(loaders[0]))
-    with torch.device("meta"):
+    with torch.device(device):
         batch_there = next(iter(loaders[1]))
     for tensor, there in zip(
         *([each] if torch.is_tensor(each) else each for each in (batch, batch_there)), strict=True

@@ -86,7 +86,7 @@ def _tensor(value: Any, pad: float) -> Tensor:
     no_dtype = isinstance(value, list | tuple) and not value
     if isinstance(value, Tensor):
         return value
-    return torch.as_tensor(value, dtype=torch.as_tensor(pad).dtype if no_dtype else None, device="cpu")
+    return torch.as_tensor(value, dtype=torch.as_tensor(pad, device="cpu").dtype if no_dtype else None, device="cpu")
 
 
 def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
@@ -127,7 +127,7 @@ def _stack(column: str | None, values: list[Any]) -> Any:
     try:
         if isinstance(values[0], torch.Tensor):
             return torch.stack(values)
-        if torch.empty(0).is_cpu:
+        if _makes_cpu_tensors():
             return default_collate(values)
         with torch.device("cpu"):  # which takes as long as to stack 32 numbers: only against another default device
             return default_collate(values)
@@ -139,6 +139,14 @@ def _stack(column: str | None, values: list[Any]) -> Any:
         raise ValueError(
             f"{subject} cannot be stacked into a batch: {_shapes(values)}. {cure}, or give your own collate_fn."
         ) from error
+
+
+def _makes_cpu_tensors() -> bool:
+    """True if the default device is the CPU."""
+    try:
+        return torch.empty(0).is_cpu
+    except Exception:  # a device of the trainer that a forked worker may not use
+        return False
 
 
 def _shapes(values: list[Any]) -> str:
