@@ -20,6 +20,7 @@ from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.shared import SharedCalls, on_first_peer
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import Transfer
+from rescale_data.errors import checks_argument_types
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
@@ -145,6 +146,7 @@ class DataLoader(Reading):
     def _begin_stream(self) -> None:
         self._own_stream = self._make_stream()
 
+    @checks_argument_types
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
         """Continue with other arguments: a larger global batch, another micro batch, workers, or other ranks.
 
@@ -176,19 +178,24 @@ class DataLoader(Reading):
             )
         if changed.keys() & set(_RANK_ARGUMENTS):
             changed = {**dict.fromkeys(_RANK_ARGUMENTS), **changed}
-        pipeline = changed.get("pipeline", self._pipeline)
         options = replace(self.options, **{name: value for name, value in changed.items() if name != "pipeline"})
-        self._reopen(state, delivered, changed)
-        # Nothing stands between the two: after Ctrl-C there the arguments would not describe the stream
-        self._pipeline, self.options = pipeline, options
+        arguments = {"_pipeline": changed.get("pipeline", self._pipeline), "options": options}
+        self._reopen(state, delivered, changed, arguments)
+        vars(self).update(arguments)  # on peers that have no stream
 
     @on_first_peer(RESULT)
-    def _reopen(self, state: Mapping[str, Any] | None, num_delivered_samples: int, changes: Mapping[str, Any]) -> None:
+    def _reopen(
+        self,
+        state: Mapping[str, Any] | None,
+        num_delivered_samples: int,
+        changes: Mapping[str, Any],
+        arguments: Mapping[str, Any],
+    ) -> None:
         layout = self._stream.layout
         self._stream.rewind()  # a thread that reads ahead runs the pipeline's functions, and so does what follows
         fixed_sizes: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
         fixed_sizes |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
-        self._replace_stream(self._make_stream(**{**fixed_sizes, **changes}), state, num_delivered_samples)
+        self._replace_stream(self._make_stream(**{**fixed_sizes, **changes}), state, num_delivered_samples, arguments)
 
     def _make_stream(self, **changed_arguments: Any) -> Stream:
         """Return the stream of this rank, with some arguments changed."""

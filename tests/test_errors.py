@@ -192,6 +192,7 @@ def test_what_is_listed_fits(o: int, w: int, b: int) -> None:
     ("kwargs", "error", "words"),
     [
         ({"batch_size": 4}, TypeError, "micro_batch_size= says the samples of one batch"),
+        ({"state": {}, "delivered": 4.0}, TypeError, r"delivered=4\.0 is a float; give an int"),
         ({"step": 4}, TypeError, r"reopen\(\) has no argument \['step'\].*'num_workers'"),
         ({"global_batch_size": 6}, ValueError, "not a multiple"),
         ({"global_batch_size": 0}, ValueError, "at least 1"),

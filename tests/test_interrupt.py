@@ -160,10 +160,13 @@ def test_ctrl_c_loses_and_repeats_nothing(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it came as a generator was closed
+@pytest.mark.parametrize("modules", [(), ("engine/reading.py", "engine/shared.py", "rescale_data/loader.py")])
 @pytest.mark.parametrize("with_state", [False, True])
-def test_ctrl_c_within_reopen_leaves_a_stream_that_the_arguments_describe(with_state: bool) -> None:
+def test_ctrl_c_within_reopen_leaves_a_stream_that_the_arguments_describe(
+    with_state: bool, modules: tuple[str, ...]
+) -> None:
     for at in itertools.count(1):
-        loader, ctrl_c = known(), CtrlC(at)
+        loader, ctrl_c = known(), CtrlC(at, modules)
         state = loader.state_dict() if with_state else None
         with contextlib.suppress(KeyboardInterrupt), ctrl_c.pressed():
             loader.reopen(state, micro_batch_size=2)

@@ -310,10 +310,15 @@ class Reading:
         load(self._stream, state_dict, delivered)
         self._invalidate()
 
-    def _replace_stream(self, stream: Stream, state: Mapping[str, Any] | None, delivered: int) -> None:
+    def _replace_stream(
+        self, stream: Stream, state: Mapping[str, Any] | None, delivered: int, arguments: Mapping[str, Any]
+    ) -> None:
         """Replace the stream by one with changed arguments, at a state or at the current position; on failure, change nothing.
 
         Without a state, the ranks have to stay the same.
+
+        Args:
+            arguments: Attributes that change together with the stream.
         """
         old = self._stream
         if state is None:
@@ -330,7 +335,8 @@ class Reading:
         self.close()
         if state is not None:
             self._invalidate()
-        self._own_stream, self._iterator_epoch = stream, self._iterator_epoch + change
+        # One call: after Ctrl-C between two the arguments would not describe the stream
+        vars(self).update(arguments, _own_stream=stream, _iterator_epoch=self._iterator_epoch + change)
 
     def _invalidate(self) -> None:
         """Invalidate all iterators, because the ranks or the position have changed."""
