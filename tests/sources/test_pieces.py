@@ -179,6 +179,13 @@ def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     assert room_for_block(small(corpus)) == room_for_block(sources[0]) == 0
 
 
+def test_few_shards_and_large_caches_keep_whole_fragments(corpus: Path) -> None:
+    for source, shards in ((ParquetSource(corpus), 50), (small(corpus), 1)):
+        reader = rd.Reader(source, rd.Shard(0, shards))
+        reader.reset(None)
+        assert reader.share(0) is None
+
+
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
     st.integers(1, 12),
