@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
 import signal
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import rescale_data as rd
+from rescale_data.engine.feed import InThreadFeed
+from rescale_data.engine.runner import Exhausted
+from rescale_data.engine.watch import frames
 from tests.states import opened, same_state
 
 ROWS = list(range(72))
@@ -115,6 +121,47 @@ def test_ctrl_c_is_heard_within_a_read(request: pytest.FixtureRequest) -> None:
         rows.go_on.set()
         assert found + listed(batches) == expected
     assert rows.num_read <= len(ROWS) + 4, "the batch at work is read to its end, and no other one behind it"
+
+
+def test_who_waits_for_a_batch_is_not_left_waiting_by_a_stop() -> None:
+    """The thread of balanced steps waits for the thread ahead while Ctrl-C stops both: a later stop waits for it."""
+    with make(prefetch=1) as loader:
+        loader.start()
+        feed, task_begins, go_on, waits = loader._stream.feed, *(threading.Event() for _ in range(3))
+        assert isinstance(feed, InThreadFeed)
+        feed._thread.put(lambda: task_begins.set() or go_on.wait(60))  # type: ignore[union-attr]
+        assert task_begins.wait(60)
+        feed.next()
+        waiting = threading.Thread(target=lambda: [waits.set(), suppressing(feed.next)], daemon=True)
+        waiting.start()
+        assert waits.wait(60)
+        while frames()[waiting.ident or 0].f_code.co_name != "next":
+            pass
+        feed.stop(wait=False)
+        go_on.set()
+        waiting.join(60)
+        assert not waiting.is_alive()
+
+
+def suppressing(call: Callable[[], object]) -> None:
+    with contextlib.suppress(Exhausted):
+        call()
+
+
+def test_a_closed_loader_has_no_batches() -> None:
+    made: list[Any] = []
+
+    def ones(samples: list[int]) -> torch.Tensor:
+        batch = torch.tensor(samples)
+        made.append(weakref.ref(batch))
+        return batch
+
+    with make(prefetch=3, collate_fn=ones) as loader:
+        next(iter(loader))
+        loader.close()
+        gc.collect()
+        assert loader.progress()["batches_ready"] == 0
+        assert not any(batch() is not None for batch in made)
 
 
 @pytest.mark.parametrize("end", ["close", "epoch", "load", "reset", "skip", "reopen", "error", "garbage"])

@@ -187,7 +187,7 @@ class InThreadFeed(WrappedFeed):
         self.stop()
         self._process_id = os.getpid()
         self.feed.begin(segment, table, first_u)
-        self._is_stopped, self._finished_batches = False, SimpleQueue()
+        self._is_stopped = False
         self._thread = TaskThread("ahead")
         call_at_exit(self, lambda feed: feed.stop(wait=False))
         self._batches_to_request = self._batches_to_take = inf if segment.stop is None else segment.stop - first_u
@@ -195,9 +195,10 @@ class InThreadFeed(WrappedFeed):
             self._request_one()
 
     def next(self) -> MicroBatch:
-        if not self._batches_to_take:
+        finished_batches = self._finished_batches  # before the check: `stop` changes both in the other order
+        if self._batches_to_take <= 0:
             raise Exhausted
-        micro_batch_or_error = self._finished_batches.get()
+        micro_batch_or_error = finished_batches.get()
         self._batches_to_take -= 1
         if isinstance(micro_batch_or_error, BaseException):
             self._batches_to_take = 0
@@ -218,6 +219,8 @@ class InThreadFeed(WrappedFeed):
         if self._process_id != os.getpid():  # a forked process has no thread
             return
         self._is_stopped, self._batches_to_take = True, 0
+        self._finished_batches.put(Exhausted())  # for a thread that waits for a batch that is not made any more
+        self._finished_batches = SimpleQueue()
         if self._thread is not None:
             self.feed.interrupt()
             if wait:  # otherwise, or after Ctrl-C, the thread may still be in a read: a later `stop` waits
