@@ -9,7 +9,6 @@ changed.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,6 @@ class Bundle:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        if os.path.getsize(path) < 24:
-            raise ValueError(f"{path} is no index, or not whole")
         self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         if self._data[:8].tobytes() != _MAGIC or _checksum(self._data[:-8]) != self._data[-8:].tobytes():
             raise ValueError(f"{path} is no index, or not whole")
