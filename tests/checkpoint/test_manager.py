@@ -85,7 +85,8 @@ class Settings(MutableMapping[str, Any]):
 def test_a_save_and_a_load_leave_what_a_mapping_of_the_user_holds(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     settings = Settings(weight=model.weight, rate=0.5)
-    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "settings": [settings]}
+    state: dict[str, Any] = {"model": model, "settings": [settings]}
+    state["optimizer"] = torch.optim.SGD(model.parameters(), 0.1)
     with CheckpointManager(tmp_path) as manager:
         saving = manager.save(1, state)
         settings["rate"] = 0.25

@@ -211,7 +211,8 @@ def test_a_stateful_without_state_is_left_alone_where_its_name_is_a_value(tmp_pa
     """Of a checkpoint that says nothing of the places of its names."""
     stock_planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save({"keeper": torch.ones(2)}, checkpoint_id=tmp_path / "c", planner=stock_planner)
-    keeper = Keeper(state := {})
+    state: dict[str, Any] = {}
+    keeper = Keeper(state)
     report = checkpoint.load(tmp_path / "c", {"keeper": keeper}, strict=False)
     assert report == LoadReport(unexpected=("keeper",))
     assert keeper.state is state
