@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
@@ -180,6 +181,16 @@ def test_an_iterator_goes_on_after_a_peek_and_a_skip_and_is_invalid_after_what_b
             with pytest.raises(RuntimeError, match=r"no longer valid.*Use the newest"):
                 next(old)
         next(iter(loader))
+
+
+def test_an_iterator_notices_a_process_group_that_is_younger_than_its_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a few batches: it does not ask for each."""
+    batches = iter(rd.DataLoader(range(64), global_batch_size=1, num_logical_shards=1, repeat=True))
+    next(batches)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="built before the process group of 2 ranks"):
+        list(itertools.islice(batches, 16))
 
 
 def test_a_thread_within_next_keeps_the_others_out() -> None:

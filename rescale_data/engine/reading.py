@@ -26,6 +26,8 @@ from rescale_data.errors import checks_argument_types
 
 R = TypeVar("R")
 _logger = logging.getLogger("rescale_data")
+_GROUP_CHECK_INTERVAL = 16
+"""The number of batches after which an iterator looks again for a process group that is younger than its loader."""
 _MAX_WAITS = 1000
 """The number of most recent waits for a batch, from which percentiles are computed."""
 
@@ -359,7 +361,7 @@ class Reading:
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
         stream = self._own_stream
-        if stream is None or batches.number != self._last_taken[0]:
+        if stream is None or batches.number != self._last_taken[0] or not stream.cursor.u % _GROUP_CHECK_INTERVAL:
             stream = self._stream  # asks torch for a process group, which for each batch would cost 2 %
         cursor, steps = stream.cursor, stream.ends.setup.options.steps_per_epoch
         if (cursor.clock.epoch if steps is None else stream.epoch) != self._iterator_epoch:
