@@ -96,11 +96,11 @@ class CheckpointManager(RunReader):
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if async_mode not in ("thread", "disabled"):
-            raise ValueError(f"async_mode={async_mode!r}: choose one of 'thread', 'disabled'.")
-        self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         super().__init__(folder, process_group=_separate_group(process_group), storage_options=storage_options)
-        if len(modes := set(self._ranks.on_each(lambda: async_mode))) > 1:
+        self._rules = self._ranks.on_all(
+            lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
+        )
+        if len(modes := set(self._ranks.on_each(lambda: _require_mode(async_mode)))) > 1:
             raise ValueError(f"async_mode= differs between the ranks, {sorted(modes)}: give all the same.")
         self._owner: Ownership | None = None
         self._ranks.run_on_first(self._become_owner)
@@ -250,6 +250,13 @@ def _done_future() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
+
+
+def _require_mode(async_mode: str) -> str:
+    """Return ``async_mode``; raise ``ValueError`` if it is unknown."""
+    if async_mode not in ("thread", "disabled"):
+        raise ValueError(f"async_mode={async_mode!r}: choose one of 'thread', 'disabled'.")
+    return async_mode
 
 
 def _separate_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

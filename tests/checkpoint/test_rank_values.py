@@ -87,8 +87,9 @@ def save_what_differs(folder: str) -> list[str]:
             manager.save(step, {"w": torch.ones(2), "seed": seed})
             found.append(said(manager.wait))
         assert manager.steps() == [8], "saves go on behind an error"
-    modes: Any = ["thread", "disabled"]
-    found.append(said(lambda: CheckpointManager(f"{folder}/run", async_mode=modes[rank])))
+    for wrong in ({"async_mode": ["thread", "disabled"]}, {"async_mode": ["thread", "x"]}, {"keep_latest": [1, 0]}):
+        given: Any = {name: values[rank] for name, values in wrong.items()}
+        found.append(said(lambda given=given: CheckpointManager(f"{folder}/run", **given)))
     return found
 
 
@@ -115,7 +116,16 @@ def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
     first, second = run(2, save_what_differs, str(tmp_path))
     assert first == second
     words = ["done", *(f"{name}, on ranks 0 and 1" for name in DIFFERENT)]
-    words += ["of step 1. Give", "they name 2", "they name 2", "seed, on ranks 0 and 1", "done", "async_mode= differs"]
+    words += [
+        "of step 1. Give",
+        "they name 2",
+        "they name 2",
+        "seed, on ranks 0 and 1",
+        "done",
+        "async_mode= differs",
+        "async_mode='x'",
+        "keep_latest",
+    ]
     for word, text in zip(words, first, strict=True):
         assert word in text
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "same"]
