@@ -27,7 +27,7 @@ from rescale_data.errors import checks_argument_types
 R = TypeVar("R")
 _logger = logging.getLogger("rescale_data")
 _GROUP_CHECK_INTERVAL = 16
-"""The number of batches after which an iterator looks again for a process group that is younger than its loader."""
+"""The number of batches after which an iterator asks again if there is a process group younger than its loader."""
 _MAX_WAITS = 1000
 """The number of most recent waits for a batch, from which percentiles are computed."""
 

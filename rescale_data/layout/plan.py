@@ -142,10 +142,8 @@ def plan(
         6144
     """
     require_type(Sequence, "a list of sources", sources=sources)
-    o_values, worker_counts = (
-        _checked_ints(1, global_batch_size=global_batch_size),
-        _checked_ints(0, num_workers=num_workers),
-    )
+    o_values = _checked_ints(1, global_batch_size=global_batch_size)
+    worker_counts = _checked_ints(0, num_workers=num_workers)
     if not o_values:
         raise ValueError("global_batch_size is empty: give one O, or those of a ramp.")
     if max(o_values) > _MAX_SAMPLES:
