@@ -208,7 +208,7 @@ def _replay(streams: Sequence[Stream], end_sample: int, skip_ranges: Sequence[tu
     first_stream = streams[0]
     while first_stream.clock.samples < end_sample:
         for stream in streams:
-            while stream.begin_segment() is None:
+            while stream.is_epoch_over():
                 stream.begin_next_epoch()
         next_sample = first_stream.clock.samples
         skip_end = next((stop for start, stop in skip_ranges if start <= next_sample < stop), next_sample)

@@ -363,8 +363,7 @@ class Reading:
         stream = self._own_stream
         if stream is None or batches.number != self._last_taken[0] or not stream.cursor.u % _GROUP_CHECK_INTERVAL:
             stream = self._stream  # asks torch for a process group, which for each batch would cost 2 %
-        cursor, steps = stream.cursor, stream.ends.setup.options.steps_per_epoch
-        if (cursor.clock.epoch if steps is None else stream.epoch) != self._iterator_epoch:
+        if stream.epoch != self._iterator_epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
         # There is no call between this check and the assignment below: two threads cannot both pass.
@@ -377,17 +376,13 @@ class Reading:
         try:
             if watch.thread_id != thread:
                 watch.start()
-            if (
-                steps is not None or cursor.segment is None or cursor.u >= cursor.segment.checks_from_u
-            ) and stream.is_epoch_over():
-                stream.begin_next_epoch()
-                raise StopIteration
             micro_batch = stream.take()
             self._last_taken = (batches.number, thread)
             stream.last_batch_samples = micro_batch.num_real
-            if steps is not None and stream.epoch_ended:
-                stream.release_cache()
             return micro_batch.batch
+        except StopIteration:
+            stream.begin_next_epoch()
+            raise
         finally:
             watch.start_time = None
             waited = time.perf_counter() - started

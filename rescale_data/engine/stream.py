@@ -71,6 +71,7 @@ class Stream:
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.feed, self.ends, self.last_batch_samples = feed, EpochEnds(setup, runner), 0
         self.schema, self.layout = setup.schema, setup.layout
+        self._steps_per_epoch = setup.options.steps_per_epoch
         self._pid = 0  # the process in which the feed has begun
         self.reset()
 
@@ -137,13 +138,13 @@ class Stream:
     @property
     def epoch(self) -> int:
         """The number of the current epoch; it moves with `begin_next_epoch`."""
-        steps = self.setup.options.steps_per_epoch
+        steps = self._steps_per_epoch
         return self.cursor.clock.epoch if steps is None else self.step // steps - self.epoch_ended
 
     @property
     def epoch_ended(self) -> bool:
         """True if the last batch of the epoch was consumed, and the next epoch has not begun."""
-        steps = self.setup.options.steps_per_epoch
+        steps = self._steps_per_epoch
         if steps is None:
             return self.cursor.epoch_ended
         return self.is_at_end_of_steps and self.step // steps > self.cursor.epochs_seen
@@ -151,13 +152,13 @@ class Stream:
     @property
     def is_at_end_of_steps(self) -> bool:
         """True if an epoch of ``steps_per_epoch`` steps ends here; False without such epochs."""
-        steps = self.setup.options.steps_per_epoch
+        steps = self._steps_per_epoch
         return steps is not None and not self.num_in_step and self.step % steps == 0
 
     @property
     def num_batches(self) -> int | str:
         """The number of micro batches in the whole epoch, or a text that says why it is not known."""
-        steps, is_endless = self.setup.options.steps_per_epoch, self.setup.recipe.repeat
+        steps, is_endless = self._steps_per_epoch, self.setup.recipe.repeat
         epoch_size = None if is_endless or steps is not None else self.schema.samples_per_epoch(self.table)
         if epoch_size is not None:
             steps, num_leftover = divmod(epoch_size, self.layout.global_batch_size)
@@ -169,7 +170,7 @@ class Stream:
         """The number of micro batches left in the epoch, or a text that says why it is not known."""
         if self.epoch_ended:
             return 0
-        if (steps := self.setup.options.steps_per_epoch) is not None:
+        if (steps := self._steps_per_epoch) is not None:
             return (steps - self.step % steps) * self.gradient_accumulation_steps - self.num_in_step
         if not self.setup.epoch_size_is_known:
             return self._why_uncounted()
@@ -189,7 +190,7 @@ class Stream:
 
     def is_epoch_over(self) -> bool:
         """True if no batch is left in the epoch; plans the segment of the next batch if there is no plan."""
-        if self.setup.options.steps_per_epoch is None:
+        if self._steps_per_epoch is None:
             return self.begin_segment() is None
         while not self.epoch_ended and self.begin_segment() is None:
             self._begin_next_data_epoch()  # the end of the data does not end an epoch of steps
@@ -197,7 +198,7 @@ class Stream:
 
     def begin_next_epoch(self) -> None:
         """Begin the next epoch, if the last micro batch of the current epoch was consumed."""
-        steps = self.setup.options.steps_per_epoch
+        steps = self._steps_per_epoch
         if steps is None:
             self._begin_next_data_epoch()
         else:
@@ -217,7 +218,7 @@ class Stream:
 
     def load(self, table: Ints, clock: Clock) -> None:
         """Continue from a table whose N rows are all up to date; an epoch of `steps_per_epoch` that ends here has ended."""
-        steps = self.setup.options.steps_per_epoch
+        steps = self._steps_per_epoch
         epochs_seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
         self._go_to(table, clock, epochs_seen=epochs_seen, resumed=True)
 
@@ -255,11 +256,6 @@ class Stream:
         self._failure: BaseException | None = None
         self.feed.stop(wait=wait)
 
-    def release_cache(self) -> None:
-        """Give this loader's part of the cache to other loaders until the next micro batch, unless a feed reads ahead."""
-        if not self.feed.is_ahead:
-            self.ends.runner.release_cache()
-
     # Finding the segment
 
     def begin_segment(self) -> Segment | None:
@@ -281,7 +277,7 @@ class Stream:
         """Return the cursor in the segment of its next micro batch: moved on if its present segment is over."""
         while cursor.segment is not None and not cursor.segment.is_last:
             current = cursor
-            if not self.ends.is_segment_over(current, lambda u, current=current: self._make_until(current, u)):
+            if not self.ends.is_segment_over(current, lambda u, current=current: self._make_until(current, u).next):
                 break
             cursor = self._move_to_next_segment(current)
         return cursor
@@ -305,9 +301,12 @@ class Stream:
 
         If the search for the segment after it fails, the next call raises the error. If the end of the epoch fails, this call
         raises the error, in place of the micro batch.
+
+        Raises:
+            StopIteration: No batch is left in the epoch.
         """
-        cursor = self.cursor
-        if cursor.segment is None or cursor.u + 1 >= cursor.segment.checks_from_u:
+        cursor, segment = self.cursor, self.cursor.segment
+        if segment is None or cursor.u + 1 >= segment.checks_from_u or self._steps_per_epoch is not None:
             return self._take_and_advance()
         micro_batch = self._next_micro_batch(cursor)
         self.cursor = cursor.advanced(micro_batch)
@@ -315,7 +314,9 @@ class Stream:
         return micro_batch
 
     def _take_and_advance(self) -> MicroBatch:
-        micro_batch = self.peek()
+        if self.is_epoch_over():
+            raise StopIteration
+        micro_batch = self._next_micro_batch(self.cursor)
         queue, u = self._queue, self.cursor.u
         cursor = self.cursor.advanced(micro_batch)
         try:
@@ -326,6 +327,8 @@ class Stream:
             cursor = self._at_epoch_end(cursor)
         self.cursor = cursor
         queue.micro_batches.pop(u, None)
+        if self._steps_per_epoch is not None and self.epoch_ended and not self.feed.is_ahead:
+            self.ends.runner.release_cache()
         return micro_batch
 
     def peek(self) -> MicroBatch:
@@ -338,19 +341,20 @@ class Stream:
 
     def start(self) -> None:
         """Start the feed at the next micro batch, if it has not started."""
-        segment = self.begin_segment()
-        if segment is not None:
-            self._find_queue(self.cursor, segment)
+        if self.begin_segment() is not None:
+            self._find_queue(self.cursor)
 
-    def _find_queue(self, cursor: Cursor, segment: Segment) -> MicroBatchQueue:
-        """Return the queue of micro batches of a segment; start the feed at the cursor if it has not started there."""
+    def _find_queue(self, cursor: Cursor) -> MicroBatchQueue:
+        """Return the queue of the micro batches of the cursor's segment; start the feed there if needed."""
         if self.feed.is_ahead and self._pid not in (0, os.getpid()):
             raise RuntimeError(
                 f"This DataLoader reads ahead in process {self._pid}, of which this one is a fork: the workers and threads "
                 f"are not its own. Make another loader here, and load the state into it."
             )
-        queue = self._queue
-        if queue.segment is segment and (cursor.u == queue.next or cursor.u in queue.micro_batches):
+        queue, segment = self._queue, cursor.segment
+        if segment is None or (
+            queue.segment is segment and (cursor.u == queue.next or cursor.u in queue.micro_batches)
+        ):
             return queue
         self._queue, self._pid = MicroBatchQueue(), os.getpid()
         self.feed.begin(segment, cursor.copy().table, cursor.u)
@@ -359,8 +363,7 @@ class Stream:
 
     def _next_micro_batch(self, cursor: Cursor) -> MicroBatch:
         """Return the micro batch at a cursor, from the queue or newly made."""
-        self._make_until(cursor, cursor.u + 1)
-        micro_batch = self._queue.micro_batches.get(cursor.u)
+        micro_batch = self._make_until(cursor, cursor.u + 1).micro_batches.get(cursor.u)
         if micro_batch is None:
             raise DataStateError(
                 "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
@@ -368,11 +371,11 @@ class Stream:
             )
         return micro_batch
 
-    def _make_until(self, cursor: Cursor, stop: int) -> int:
-        """Make micro batches of a segment up to ``stop``, or until a shard ends; return the number of the next micro batch."""
-        if cursor.segment is None:
-            return cursor.u
-        queue = self._find_queue(cursor, cursor.segment)
+    def _make_until(self, cursor: Cursor, stop: int) -> MicroBatchQueue:
+        """Make micro batches of a segment up to ``stop``, or until a shard ends; return the queue that holds them."""
+        queue = self._queue
+        if self.feed.is_ahead or queue.segment is not cursor.segment or queue.next != cursor.u:
+            queue = self._find_queue(cursor)
         while queue.next < stop and not queue.is_exhausted:
             try:
                 queue.micro_batches[queue.next] = self.feed.next()
@@ -385,7 +388,7 @@ class Stream:
                 if isinstance(error, StopIteration):
                     raise RuntimeError(STOP_ITERATION_MESSAGE) from error
                 raise
-        return queue.next
+        return queue
 
     def close(self) -> None:
         """Close the feed; the position in the run does not change."""

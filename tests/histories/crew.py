@@ -182,8 +182,8 @@ def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, timeout: float) -> 
 
 def _take(self: Stream) -> Any:
     """Take a micro batch, and look at nothing that writes rows of the table: a state is to find them unwritten."""
-    if self.cursor.segment is None:
-        self.peek()
+    if self.is_epoch_over():
+        raise StopIteration
     segment: Any = self.cursor.segment
     in_remainder = segment.remainder is not None
     micro_batch = _real_take(self)

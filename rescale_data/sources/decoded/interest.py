@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
@@ -31,7 +32,6 @@ class LoaderDemand(NamedTuple):
 
 
 _demands: dict[int, LoaderDemand] = {}  # by the id of the reader
-os.register_at_fork(after_in_child=_demands.clear)  # the loaders are the parent's
 _warned_owners: dict[int, bool] = new_dict_by_owner()
 _log = logging.getLogger("rescale_data")
 
@@ -42,10 +42,20 @@ def record_served_shards(reader: object, sources: Iterable[Described], shards: S
     The record holds until ``reader`` is garbage-collected, or calls this again: without shards, other readers divide the cache.
     """
     if id(reader) not in _demands:
-        weakref.finalize(reader, _demands.pop, id(reader), None).atexit = False
+        weakref.finalize(reader, _remove_demands, id(reader)).atexit = False
     served_sources = list(sources)
     needed_bytes = sum(_bytes_needed_by(source, len(shards)) for source in served_sources)
     _demands[id(reader)] = LoaderDemand([owner_of(source) for source in served_sources], shards, needed_bytes)
+    num_sources_and_shards.cache_clear()
+
+
+def _remove_demands(*reader_ids: int) -> None:
+    for reader_id in reader_ids:
+        _demands.pop(reader_id, None)
+    num_sources_and_shards.cache_clear()
+
+
+os.register_at_fork(after_in_child=lambda: _remove_demands(*_demands))  # the loaders are the parent's
 
 
 def _demands_on(source_key: int) -> list[LoaderDemand]:
@@ -70,6 +80,7 @@ def served_shards(source_key: int, num_logical_shards: int) -> Sequence[int]:
     return [shard for shards in shards_of_loaders for shard in shards] or range(num_logical_shards)
 
 
+@functools.cache  # for each read of documents a sum over the loaders would cost 1 % of a packed batch
 def num_sources_and_shards(source_key: int) -> tuple[int, int]:
     """Return two counts: the sources, this one included, and the shards that this process reads in turn.
 
