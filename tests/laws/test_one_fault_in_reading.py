@@ -93,6 +93,8 @@ def result(server: Server, case: Case, tmp_path: Path, timeout: float = PATIENCE
             return packed(source, case["on_error"]) if is_packable else rows_of(source)
         case "load":
             return [repr(batch) for batch in loader_of(source, case["on_error"])]
+        case "find":
+            return rd.find_rows(source, [3]) if case["kind"] in ("parquet", "arrow") else rows_of(source)
         case "audit":
             return told_by_audit(source, tmp_path / "run")
         case _:
@@ -116,7 +118,7 @@ def named(error: BaseException) -> str:
 DIMENSIONS: dict[str, list[Any]] = {
     "kind": list(FILES),
     "given": ["folder", "file", "glob", "deep glob"],
-    "operation": ["open", "index", "read", "pack", "load", "audit"],
+    "operation": ["open", "index", "read", "pack", "load", "find", "audit"],
     "read_ahead": [True, False],
     "on_error": ["raise", "skip"],
     "fault": list(FAULTS),

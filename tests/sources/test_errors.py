@@ -30,13 +30,11 @@ SOURCES: dict[str, Any] = {
 
 
 def source_of(path: Path, **kwargs: Any) -> Any:
-    """Open the folder of a file with the source of its format."""
     return SOURCES[path.name.split(".")[1]](path.parent, **kwargs)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a folder of one good file for each format."""
     for suffix in ("parquet", "arrow"):
         write_table(tmp_path / suffix / f"a.{suffix}", {"ids": [[1]], "text": ["a"], "x": [[0.5]], "n": [1]})
     write_jsonl(tmp_path / "jsonl" / "a.jsonl", [{"n": 1}])
@@ -186,7 +184,6 @@ CONTENTS: dict[str, tuple[str, bytes, str]] = {
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("name", CONTENTS)
 def test_contents(name: str, packed: str, tmp_path: Path) -> None:
-    """Of files that are compressed as a whole, too, if their format may be."""
     file, data, words = CONTENTS[name]
     if packed and file.endswith(("parquet", "arrow")):
         return

@@ -40,7 +40,6 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def check(source: Any, rows: list[dict[str, Any]] = ROWS) -> None:
-    """All rows are what was written, the contract holds, and an epoch has each row once."""
     for index, written in enumerate(rows):
         row = source.row(index)
         assert row.keys() == written.keys()

@@ -94,7 +94,6 @@ class TestRows:
 
     @pytest.mark.parametrize("compression", [None, "zstd"])
     def test_values_are_python_and_numpy_ones(self, layout: str, compression: str | None, tmp_path: Path) -> None:
-        """Of batches of any size, the empty ones too."""
         rows = ROWS * 40
         if layout == "parquet":
             path = write_table(tmp_path / "a.parquet", pa.Table.from_pylist(rows, SCHEMA), 7)
@@ -173,7 +172,6 @@ class TestRows:
 
     @suffixes
     def test_columns_are_found_by_their_names(self, suffix: str, tmp_path: Path) -> None:
-        """In another order in each file; a dot in a name is no path."""
         write_table(tmp_path / f"a{suffix}", {"ids": [[1]], "a.b": [1], "a": [{"b": 2}]})
         write_table(tmp_path / f"b{suffix}", {"a": [{"b": 4}], "a.b": [3], "ids": [[2]]})
         source = source_of(tmp_path, suffix)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.sources import arrow
-from rescale_data.testing import assert_rescalable, assert_source
+from rescale_data.testing import assert_source
 from tests.formats import write_table
 from tests.pipelines import as_samples
+from tests.sources.corpora import loader_of
 from tests.sources.far import Far
-from tests.sources.test_rescalable import loader_of, packed
 
 KINDS = ["parquet", "arrow", "compressed", "stream"]
 
@@ -56,7 +56,6 @@ def small_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_those_that_match(
     kind: str, values: Any, size: int, bounds: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Each is named by its place in its file, as an unfiltered source names it."""
     folder = tmp_path_factory.mktemp("data")
     write(folder, kind, [table_of(part) for part in values], size)
     low, high = sorted(bounds)
@@ -77,17 +76,6 @@ def test_rows_are_those_that_match(
     assert [source.locate(i).rpartition("/")[2] for i in range(source.num_rows)] == expected
     assert_source(source)
     assert sum(rows for *_, rows in source.manifest()["files"]) == source.num_rows == len(places)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_rescales(kind: str, tmp_path: Path) -> None:
-    values = np.random.default_rng(0).integers(0, 10, 600).tolist()
-    write(tmp_path, kind, [table_of(values[:350]), table_of(values[350:])], 23)
-    source = source_of(tmp_path, kind, columns=["tokens", "words"], filter=pc.field("n") < 3)
-    chain = [(1, 4, 0), (2, 3, 0), (3, 2, 0), (1, 6, 0)]
-    workers = [(2, 6, 2)] if kind == "parquet" else []
-    assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [*chain, *workers], steps=2)
-    assert_rescalable(partial(loader_of, source, repeat=False, tail="pad", collate_fn=as_samples), chain, steps=5)
 
 
 def test_rows_that_are_not_a_number(tmp_path: Path) -> None:

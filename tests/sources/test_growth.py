@@ -18,7 +18,6 @@ from rescale_data.sources.folders import fold, num_rows
 from rescale_data.testing import full_state_dict
 from tests.formats import write_jsonl, write_table
 from tests.laws.tables import TOPS
-from tests.sources.test_rescalable import packed
 from tests.states import opened
 
 SHARDS, BATCH = 6, 6
@@ -39,7 +38,6 @@ def write_documents(folder: Path, name: str, rows: range, length: Callable[[int]
 
 
 def source_of(folder: Path, kind: str) -> Any:
-    """One of which states keep the list of files, and one of which they keep digests."""
     return rd.JsonlSource(folder) if kind == "jsonl" else rd.ParquetSource(folder, index_dir=index_of(folder))
 
 
@@ -52,7 +50,6 @@ def make_loader(data: Any, **kwargs: Any) -> rd.DataLoader:
 
 
 def segment(source: Any, state: Any, steps: int, world: int = 1, **kwargs: Any) -> tuple[Counter[int], dict[str, Any]]:
-    """What some steps deliver, and the state after them."""
     sizes = {"micro_batch_size": 1, "dp_world_size": world}
     loaders = [make_loader(source, dp_rank=rank, **sizes, **kwargs) for rank in range(world)]
     if state is not None:
@@ -78,31 +75,6 @@ def data(kind: str, tmp_path: Path) -> Path:
     write(tmp_path / "data", kind, "b", range(30))
     write(tmp_path / "data", kind, "d", range(30, 60))
     return tmp_path / "data"
-
-
-@pytest.mark.parametrize("repeat", [False, True])
-@pytest.mark.parametrize("world", [1, 3])
-def test_added_files_join_at_the_next_epoch(
-    kind: str, data: Path, repeat: bool, world: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """60 rows, then 84: the epoch that has begun ends without the new ones, and the next has them all."""
-    first, state = segment(source_of(data, kind), None, 4, repeat=repeat)
-    write(data, kind, "a", range(100, 112))
-    write(data, kind, "c", range(200, 212))
-    source = source_of(data, kind)
-    with caplog.at_level(logging.WARNING, "rescale_data"):
-        rest, state = segment(source, state, 6, world, repeat=repeat)
-    assert "2 files were added" in caplog.text
-    assert "they join at epoch 1" in caplog.text
-    assert first + rest == Counter(range(60))
-    second, state = segment(source, state, 14, repeat=repeat)
-    assert second == Counter([*range(60), *range(100, 112), *range(200, 212)])
-    write(data, kind, "e", range(300, 312))
-    third, _ = segment(source_of(data, kind), state, 14 if repeat else 16, repeat=repeat)
-    if repeat:  # the shards stand in the second epoch's last position, so a third may have begun for none
-        assert sum(third.values()) == 14 * BATCH
-    else:  # an epoch had just ended, so that the next had not begun
-        assert third == Counter([*range(60), *range(100, 112), *range(200, 212), *range(300, 312)])
 
 
 @pytest.mark.parametrize("given", ["", "/*/*.{}", "/**/*.{}", "://"])
@@ -223,7 +195,11 @@ class TestDigests:
             assert num_rows(folded) == 5 * count
 
 
-def first_tokens(shard: rd.Shard, source: Any, kind: str) -> Any:
+def packed(shard: rd.Shard, source: Any) -> Any:
+    return rd.TokenPacker(rd.Reader(source, shard, shuffle=8), column="tokens", seq_len=8, eos_id=7)
+
+
+def first_tokens(shard: rd.Shard, source: Any) -> Any:
     return rd.Map(rd.Reader(source, shard, shuffle=8), first_token)
 
 
@@ -236,10 +212,8 @@ def first_token(sample: Any) -> Any:
 def test_what_is_skipped_counted_and_proved_is_of_the_epoch_that_has_begun(
     pipeline: Any, repeat: bool, tmp_path: Path
 ) -> None:
-    """That is done in the trainer's process, be it with worker processes or before the first batch."""
-
     def loader_at(state: Any, workers: int = 0) -> rd.DataLoader:
-        made = partial(pipeline, source=rd.ParquetSource(tmp_path), kind="parquet")
+        made = partial(pipeline, source=rd.ParquetSource(tmp_path))
         loader = make_loader(made, num_workers=workers, repeat=repeat, verify=True)
         if state is not None:
             loader.load_state_dict(state)

@@ -7,26 +7,20 @@ import os
 import pickle
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from typer.testing import CliRunner
 
 import rescale_data as rd
-from rescale_data.cli.commands import app
 from rescale_data.sources import index as indexing
 from rescale_data.sources.files import once
-from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.folders import fold
 from rescale_data.testing import assert_source
 from tests.formats import write_table
+from tests.sources.corpora import FORMATS, make_source
 from tests.sources.far import Far
 from tests.sources.test_files import resident
-from tests.sources.test_rescalable import make_source
-
-FORMATS = ["parquet", "arrow", "jsonl", "jsonl.gz", "tar", "megatron"]
 
 
 def write(folder: Path, name: str, first: int = 0) -> None:
@@ -50,7 +44,6 @@ def open_and_count(folder: Path) -> tuple[int, int, int, int]:
 
 
 def test_eight_processes_and_ten_thousand_files(far: type[Far], tmp_path: Path) -> None:
-    """Each file is read once in all, each process asks for little, and nothing of the index is pickled."""
     (tmp_path / "data").mkdir()
     first = write_table(tmp_path / "first.parquet", {"x": range(20)}, 10)
     num_files, num_processes = 10_000, 8
@@ -100,7 +93,6 @@ def test_an_indexed_source_is_the_same(kind: str, tmp_path: Path, caplog: pytest
 def test_only_files_that_were_added_or_have_changed_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And those that have changed, or are gone, are named."""
     read: list[str] = []
     footer = rd.ParquetSource._footer
 
@@ -128,21 +120,6 @@ def test_only_files_that_were_added_or_have_changed_are_read(
     assert "d.parquet changed since an index of them was made, and are read anew" in caplog.messages[-1]
     assert [source.row(i)["x"] for i in (0, 20)] == [100, 1000]
     assert read[3:] == ["d.parquet"]
-
-
-def test_an_earlier_index_that_is_deleted_meanwhile_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def list_and_delete(folder: str) -> list[os.DirEntry[str]]:
-        entries = list(os.scandir(folder))
-        [os.unlink(entry.path) for entry in entries if entry.name.endswith(".rdindex")]
-        return entries
-
-    write(tmp_path, "a")
-    indexed(tmp_path)
-    write(tmp_path, "b")
-    monkeypatch.setattr(indexing, "os", SimpleNamespace(**vars(os) | {"scandir": list_and_delete}))
-    assert indexed(tmp_path).num_rows == 40
 
 
 class TestBadIndices:
@@ -176,23 +153,6 @@ class TestBadIndices:
         assert len(list((tmp_path / "index").glob("*.rdindex"))) == 2
 
 
-class TestCommand:
-    @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-    def test_makes_the_index(self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        plain = make_source(kind, tmp_path / "data")
-        found = CliRunner().invoke(app, ["index", str(tmp_path / "data"), "--index-dir", str(tmp_path / "index")])
-        assert found.exit_code == 0, found.output
-        assert "with 200 rows are indexed" in found.output
-        monkeypatch.setattr(type(plain), "_footer", None)
-        assert type(plain)(tmp_path / "data", index_dir=tmp_path / "index").num_rows == 200
-        assert any(Bundle(str(path)) for path in (tmp_path / "index").glob("*.rdindex"))
-
-    def test_says_what_is_wrong(self, tmp_path: Path) -> None:
-        found = CliRunner().invoke(app, ["index", str(tmp_path / "nothing"), "--index-dir", str(tmp_path)])
-        assert found.exit_code == 2
-        assert "nothing" in found.output
-
-
 def test_a_file_that_another_process_makes_before_the_lease_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,15 +161,7 @@ def test_a_file_that_another_process_makes_before_the_lease_is_not_made_again(
             super().__init__(*args, **kwargs)
             path.write_text("whole")
 
-    def opened(name: str) -> str:
-        text = Path(name).read_text()
-        if text != "whole":
-            raise ValueError(text)
-        return text
-
-    path, make = tmp_path / "file", Mock(side_effect=lambda aside: Path(aside).write_text("whole"))
-    path.write_text("cut")
-    assert (once.open_or_create(str(path), opened, make), make.call_count) == ("whole", 1)  # a damaged one is made anew
-    path.write_text("cut")
+    path, make = tmp_path / "file", Mock()
     monkeypatch.setattr(once, "Lease", AfterAnother)
-    assert (once.open_or_create(str(path), opened, make), make.call_count) == ("whole", 1)
+    assert once.open_or_create(str(path), lambda name: Path(name).read_text(), make) == "whole"
+    assert not make.called

@@ -14,13 +14,12 @@ import pytest
 import rescale_data as rd
 from rescale_data.nodes import stream_reader
 from rescale_data.testing import assert_rescalable, full_state_dict
-from tests.sources.test_rescalable import loader_of
+from tests.sources.corpora import loader_of
 
 NUM_STREAMS, LENGTH = 12, 17
 
 
 def numbers(stream: int) -> Iterator[dict[str, int]]:
-    """A stream that is made anew at each call."""
     yield from ({"x": 1000 * stream + i} for i in range(LENGTH + stream % 3))
 
 
@@ -86,7 +85,6 @@ def test_rescales(kind: str, top: str) -> None:
 @pytest.mark.parametrize("num_shards", [5, 14])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_each_stream_once_an_epoch(kind: str, num_shards: int) -> None:
-    """With more shards than streams some have none."""
     source = SOURCES[kind]()
     readers = [rd.StreamReader(source, rd.Shard(i, num_shards)) for i in range(num_shards)]
     for epoch in range(2):
@@ -153,7 +151,6 @@ class TestStreamsThatCanBeReadOnce:
 
 
 def test_a_stream_that_raises_is_opened_again() -> None:
-    """Though a generator has ended by its error."""
     opened: list[int] = []
 
     def fails_once(stream: int) -> Iterator[int]:

@@ -19,7 +19,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.sources.files import local_store
 from rescale_data.sources.files.local_store import LocalStore
-from tests.sources.test_rescalable import DOCS, make_source
+from tests.sources.corpora import DOCS, make_source
 
 pytestmark = pytest.mark.usefixtures("own_cache", "far")
 
@@ -136,7 +136,6 @@ def cut_to(num_bytes: int, path: Path) -> None:
 
 
 def write_into(path: Path) -> None:
-    """Change a byte, at another time."""
     modified = path.stat().st_mtime_ns
     path.chmod(0o600)
     path.write_bytes(b"?" + path.read_bytes()[1:])
@@ -144,7 +143,6 @@ def write_into(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    """Put another file in its place, as old."""
     info, other = path.stat(), path.with_name("other")
     other.write_bytes(b"?" + path.read_bytes()[1:])
     os.utime(other, ns=(info.st_atime_ns, info.st_mtime_ns))

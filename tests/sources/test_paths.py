@@ -33,7 +33,6 @@ def names(paths: Any) -> list[str]:
 
 @pytest.mark.parametrize("place", ["", "file://", "memory:/"])
 def test_folders_globs_and_lists(place: str, folder: Path) -> None:
-    """A folder is searched without hidden names, a glob matches as in a shell, a list has each file once."""
     if place == "memory:/":
         fsspec.filesystem("memory").put(str(folder), str(folder), recursive=True)
     root = f"{place}{folder}"
@@ -89,7 +88,6 @@ class TestLinks:
 
 
 def test_relative_to_where_we_are(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also within a folder whose name looks like a glob."""
     monkeypatch.chdir(folder)
     assert names("b/*.parquet") == ["10.parquet", "2.parquet"]
     assert names(".") == names(folder)

@@ -34,7 +34,6 @@ NUM_ROWS, GROUP = 1200, 300
 
 @pytest.fixture(autouse=True)
 def no_other_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever sources of other tests are still alive."""
     monkeypatch.setattr(Cache, "budget", 40_000)
 
 
@@ -58,7 +57,6 @@ def small(corpus: Path, **kwargs: Any) -> ParquetSource:
 
 
 def in_turn(nodes: list[Any]) -> Any:
-    """One sample of each until all have ended."""
     live = list(nodes)
     while live:
         for node in list(live):
@@ -160,7 +158,6 @@ def test_a_reader_may_end_while_the_others_are_counted(corpus: Path) -> None:
 
 
 def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
-    """Neither overwrites what the other has said, and with a loader its interest goes."""
     sources, loaders = [ParquetSource(corpus), ParquetSource(corpus)], [Loader(), Loader()]
     owner, needed = owner_of(sources[0]), sources[0].fragment_bytes
     assert (num_sources_and_shards(owner), list(served_shards(owner, 3))) == ((1, 1), [0, 1, 2])
@@ -226,7 +223,6 @@ def test_another_filter_has_other_pieces(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_order_of_pieces_does_not_matter(corpus: Path, tmp_path: Path) -> None:
-    """Shards may be at any positions, as after a rescale."""
     source, whole = small(corpus, cache_dir=tmp_path / "cache"), ParquetSource(corpus)
     rng = np.random.default_rng(0)
     for shard, row in zip(rng.integers(0, 50, 99).tolist(), rng.integers(0, 24, 99).tolist(), strict=True):

@@ -21,26 +21,22 @@ from rescale_data.sources.decoded.ahead import decode_runner, fetch_runner
 from rescale_data.sources.decoded.cache import Cache, OpenFileCache, cache
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.paths import find_matching_files
-from rescale_data.sources.files.remote import RemoteError, RemoteFile
+from rescale_data.sources.files.remote import RemoteFile
 from tests.formats import write_megatron, write_table
+from tests.sources.corpora import FORMATS, make_source
 from tests.sources.far import Far
-from tests.sources.test_rescalable import make_source
 
 pytestmark = pytest.mark.usefixtures("own_cache", "far")
 
-FORMATS = ["parquet", "arrow", "jsonl", "jsonl.gz", "tar", "megatron"]
-
 
 def by_url(kind: str, folder: Path, **kwargs: Any) -> Any:
-    """The source of a local folder, read through URLs."""
     local = type(make_source(kind, folder / kind))
-    index = {"index_dir": folder / "index"} if kind in ("jsonl", "jsonl.gz", "tar") else {}
+    index = {"index_dir": folder / "index"} if kind in ("jsonl", "jsonl.gz", "webdataset") else {}
     return local(f"far://{folder / kind}", **index, **kwargs)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_rows_are_those_of_the_files_though_requests_fail(kind: str, tmp_path: Path) -> None:
-    """A request that fails is made again; what one has failed for comes later."""
     local: Any = make_source(kind, tmp_path / kind)
     Far.failures = [ConnectionResetError("reset by peer"), TimeoutError()]
     source = by_url(kind, tmp_path, remote=rd.Remote(retries=2, read_ahead=False))
@@ -50,28 +46,6 @@ def test_rows_are_those_of_the_files_though_requests_fail(kind: str, tmp_path: P
         Far.failures = [OSError("503 slow down"), TimeoutError()]
         assert repr(source.row(index)) == repr(local.row(index))
     assert [repr(source.row(i)) for i in range(200)] == [repr(local.row(i)) for i in range(200)]
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_what_was_brought_is_kept_once(kind: str, tmp_path: Path) -> None:
-    source = by_url(kind, tmp_path)
-    source.row(0)  # the file is open from now on
-    taken: list[int] = []
-    for prepare in (False, True):
-        cache().clear()
-        if prepare:
-            source.prepare(None, 0)
-        source.row(0)
-        taken.append(cache().nbytes)
-    assert taken[0] == taken[1] > 0
-
-
-def test_an_id_is_not_looked_for_in_vain_because_a_request_failed(tmp_path: Path) -> None:
-    write_table(tmp_path / "rows.parquet", {"id": ["a", "b"]})
-    source = rd.ParquetSource(f"far://{tmp_path}", remote=rd.Remote(retries=0))
-    Far.failures = [ConnectionResetError()] * 9
-    with pytest.raises(RemoteError):
-        rd.find_rows(source, ["a"])
 
 
 @pytest.mark.parametrize("given", ["data", "data/**", "data/*/*.bin", "data/[ab]/x.bin"])
@@ -85,15 +59,6 @@ def test_what_cannot_be_listed_is_asked_for_again_and_never_left_out(given: str,
     assert found.names == ("a/x.bin", "b/x.bin")
 
 
-def test_a_short_answer_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x").write_bytes(bytes(range(100)))
-    answers = [b"too short", bytes(range(10, 100))]
-    monkeypatch.setattr(Far, "cat_file", lambda *_, **__: answers.pop(0))
-    file = RemoteFile(Far(), str(tmp_path / "x"), rd.Remote(), 100)
-    assert file.read(10, 5).to_pybytes() == bytes(range(10, 15))
-    assert not answers
-
-
 def test_small_reads_near_each_other_are_one_request(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(range(256)) * 1000)
     file = RemoteFile(Far(), str(tmp_path / "x"), rd.Remote(), 256_000)
@@ -104,7 +69,6 @@ def test_small_reads_near_each_other_are_one_request(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sixteen(tmp_path: Path) -> str:
-    """The URL of sixteen row groups of a hundred rows, in four files."""
     for number in range(4):
         rows = [[number * 1000 + i] * 50 for i in range(400)]
         columns = {"tokens": pa.array(rows, pa.list_(pa.int32()))}
@@ -159,7 +123,6 @@ class TestAhead:
             assert read_ahead or Far.most_at_once == 1
 
     def test_pieces_of_fragments_are_brought_ahead(self, sixteen: str, tmp_path: Path) -> None:
-        """Where they are cut for the logical shards, and kept on the local disk."""
         source = rd.ParquetSource(sixteen, cache_bytes=50_000, cache_dir=tmp_path / "cache")
         loader = rd.DataLoader(source, global_batch_size=8, num_logical_shards=8)
         cache().clear()
