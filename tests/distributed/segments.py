@@ -33,7 +33,6 @@ class Data:
 
 
 def take(loader: rd.DataLoader, num_micro_batches: int) -> list[MicroBatch]:
-    """Micro batches of this rank, over the ends of epochs."""
     found: list[MicroBatch] = []
     batches = iter(loader)
     while len(found) < num_micro_batches:
@@ -45,7 +44,6 @@ def take(loader: rd.DataLoader, num_micro_batches: int) -> list[MicroBatch]:
 
 
 def global_batches(ranks: list[list[MicroBatch]], o: int) -> list[list[Any]]:
-    """The rows of each global batch in rank order."""
     a = o // (len(ranks) * len(ranks[0][0]))
     steps = [[rank[t : t + a] for rank in ranks] for t in range(0, len(ranks[0]), a)]
     return [[sample for rank in step for samples in rank for sample in samples] for step in steps]

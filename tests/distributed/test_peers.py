@@ -10,50 +10,28 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rescale_data as rd
 from rescale_data.engine.ranks import meeting as groups
 from tests.distributed.ranks import run_ranks
+from tests.formats import write_table
+from tests.sources.far import Far
 from tests.states import opened
 
-O, ROWS = 8, 60  # noqa: E741
-
-
-class Counted(LocalFileSystem):
-    """Counts the requests of this process."""
-
-    protocol = "counted"
-    requests = 0
-
-
-def counted(name: str) -> Any:
-    def request(self: Counted, *args: Any, **kwargs: Any) -> Any:
-        Counted.requests += 1
-        return getattr(LocalFileSystem, name)(self, *args, **kwargs)
-
-    return request
-
-
-for each in ("_open", "cat_file", "ls", "info"):
-    setattr(Counted, each, counted(each))
+ROWS = 60
+SIZES: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2, "num_logical_shards": 8}
 
 
 def write(folder: Path) -> None:
-    folder.mkdir()
     for file in range(2):
         rows = range(file * ROWS // 2, (file + 1) * ROWS // 2)
-        table = pa.table(
-            {"row": list(rows), "text": [f"row {row}" for row in rows], "image": [[row] * 3 for row in rows]}
-        )
-        pq.write_table(table, folder / f"{file}.parquet", row_group_size=10)
+        columns = {"row": rows, "text": [f"row {row}" for row in rows], "image": [[row] * 3 for row in rows]}
+        write_table(folder / f"{file}.parquet", columns, 10)
 
 
 def nested(samples: list[Any]) -> Any:
@@ -79,17 +57,15 @@ def pipeline(source: Any, bad: int, shard: rd.Shard) -> Any:
 
 
 def open_data(folder: str, bad: int = -1) -> Any:
-    fsspec.register_implementation("counted", Counted, clobber=True)
-    return functools.partial(pipeline, rd.ParquetSource(f"counted://{folder}"), bad)
+    fsspec.register_implementation("far", Far, clobber=True)
+    return functools.partial(pipeline, rd.ParquetSource(f"far://{folder}"), bad)
 
 
 def make(data: Path, dp: int, bad: int = -1, receives: bool = True, **arguments: Any) -> rd.DataLoader:
     mesh = init_device_mesh("cpu", (dp, 4 // dp), mesh_dim_names=("dp", "tp"))
-    given: dict[str, Any] = {"mesh": mesh["dp"], "global_batch_size": O, "micro_batch_size": 2, "num_logical_shards": 8}
+    given: dict[str, Any] = {**SIZES, "mesh": mesh["dp"], "peers": mesh["tp"], "receives": receives}
     source = functools.partial(open_data, str(data), bad)
-    return rd.DataLoader(
-        source, **{"peers": mesh["tp"], "receives": receives, "collate_fn": nested, **given, **arguments}
-    )
+    return rd.DataLoader(source, **{**given, "collate_fn": nested, **arguments})
 
 
 def row_sums(batch: Any) -> Any:
@@ -126,7 +102,7 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
         found["rest"] = [plain(batch) for batch in batches]
         found["report"] = loader.report()
         found["in a fork"] = exit_code_of_a_fork(loader)
-    found["requests"] = Counted.requests
+    found["requests"] = Far.asked.total()
 
     uneven = make(data, 2)
     for _ in range(1 + me // 2):
@@ -139,7 +115,7 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
     wider = make(data, 1)  # from 2 dp ranks of 2 TP peers each to one of 4
     dcp.load({"loader": wider}, checkpoint_id=folder / "saved")
     found["rescaled"] = [plain(batch) for batch in wider]
-    found["requests of 4"] = Counted.requests
+    found["requests of 4"] = Far.asked.total()
     sent = make(data, 2, collate_fn=None, transfer=row_sums)
     found["sent"] = [sent.peek(), list(sent)]
     stage = make(data, 1, receives=me in (0, 3), pin_memory=True)  # a pipeline of 4 stages
@@ -158,7 +134,8 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
     found["no data"] = said(FileNotFoundError, lambda: by_number(data / "nothing", 1 - me // 2))
     found["seconds until it was said"] = time.monotonic() - began
     training, validation = make(data, 1), make(data, 1)
-    found["of another"] = next(iter(training)) and said_or(RuntimeError, (validation if me == 3 else training).peek)
+    next(iter(training))
+    found["of another"] = said(RuntimeError, validation.peek) if me == 3 else training.peek()
     if me in (2, 3):
         loader = numbers(2, 3)
         found["apart"] = said(RuntimeError, loader.peek if me == 3 else loader.reset) if me == 3 else loader.reset()
@@ -183,15 +160,6 @@ def exit_code_of_a_fork(loader: rd.DataLoader) -> int:
 def by_number(data: Path, dp_rank: int) -> rd.DataLoader:
     peers = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()
     return make(data, 2, mesh=None, peers=peers, dp_rank=dp_rank, dp_world_size=2)
-
-
-def said_or(kind: type[Exception], call: Any) -> str:
-    """What an error says; nothing where there is none."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return ""
 
 
 def after_a_death(dead: int) -> list[str]:
@@ -234,57 +202,32 @@ def rows(batches: list[Any]) -> list[int]:
 
 
 def test_one_reads_and_its_peers_make_no_request(ranks: list[dict[str, Any]]) -> None:
-    assert [found["reads"] for found in ranks] == [True, False, True, False]
-    assert [found["requests"] > 0 for found in ranks] == [True, False, True, False]
-    assert [found["requests of 4"] > 0 for found in ranks] == [True, False, True, False]
+    for name in ("reads", "requests", "requests of 4"):
+        assert [found[name] > 0 for found in ranks] == [True, False, True, False]
 
 
-def test_batches_are_those_of_a_loader(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_batches_are_those_of_a_loader_and_come_to_the_device_of_each_peer(ranks: Any, tmp_path: Path) -> None:
     write(tmp_path / "data")
-    epochs: list[Any] = []
-    for dp_rank in range(2):
-        data = open_data(str(tmp_path / "data"))
-        loader = rd.DataLoader(
-            data, global_batch_size=O, micro_batch_size=2, num_logical_shards=8, dp_rank=dp_rank, dp_world_size=2,
-            collate_fn=nested,
-        )  # fmt: skip
-        epochs.append([plain(batch) for batch in loader])
+    given = {**SIZES, "collate_fn": nested, "dp_world_size": 2}
+    data = open_data(str(tmp_path / "data"))
+    alone = [[plain(batch) for batch in rd.DataLoader(data, **given, dp_rank=rank)] for rank in range(2)]
     for rank, found in enumerate(ranks):
-        epoch = epochs[rank // 2]
+        epoch = alone[rank // 2]
         assert found["first"] + found["rest"] == epoch
         assert found["by number"] == epoch[:5]
-
-
-def test_all_have_the_same_state_and_go_on_as_one_dp_rank_of_4(ranks: list[dict[str, Any]]) -> None:
-    assert all(found["state"] == ranks[0]["state"] for found in ranks)
-    assert all(found["rescaled"] == ranks[0]["rescaled"] for found in ranks)
-    first = [row for found in (ranks[0], ranks[2]) for row in rows(found["first"])]
-    later = rows(ranks[0]["rescaled"])
-    assert len(first) == 20
-    assert len(later) == 40
-    assert sorted(first + later) == list(range(ROWS))
-
-
-def test_a_state_of_dp_ranks_at_different_batches_is_loaded_into_but_not_kept(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert "The ranks save at different batches" in found["pickled"]
-        assert found["rolled back"] == found["rest"]
-
-
-def test_rows_of_one_dp_rank_stay_with_the_one_that_reads(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert "peers= and 2 dp ranks" in found["local"]
-        assert "Call loader.state_dict() on all ranks" in found["local"]
-
-
-def test_each_peer_sends_its_batches_to_its_own_device(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        sums = [sum(batch["row"][2]) for batch in found["first"] + found["rest"]]
+        sums = [sum(batch["row"][2]) for batch in epoch]
         assert found["sent"] == [sums[0], sums]
 
 
-def test_a_fork_of_a_peer_sends_nothing_on_its_connections(ranks: list[dict[str, Any]]) -> None:
-    assert [found["in a fork"] for found in ranks] == [3, 3, 3, 3]
+def test_all_have_the_same_state_and_go_on_as_one_dp_rank_of_4(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["report"]["read_bytes"].minimum > 0
+    for found in ranks:
+        assert found["rolled back"] == found["rest"], "also where dp ranks stood at different batches"
+        assert all(found[name] == ranks[0][name] for name in ("state", "rescaled", "report"))
+    first = [row for found in (ranks[0], ranks[2]) for row in rows(found["first"])]
+    later = rows(ranks[0]["rescaled"])
+    assert (len(first), len(later)) == (20, 40)
+    assert sorted(first + later) == list(range(ROWS))
 
 
 def test_a_stage_that_needs_nothing_has_nothing(ranks: list[dict[str, Any]]) -> None:
@@ -293,32 +236,31 @@ def test_a_stage_that_needs_nothing_has_nothing(ranks: list[dict[str, Any]]) -> 
     assert ranks[1]["stages"] == ranks[2]["stages"] == [None] * 28
 
 
-def test_peers_that_differ_are_told_where(ranks: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(ranks):
-        assert (
-            f"different seed: rank {rank} has {rank // 3}, and the ranks [3] another than rank 0" in found["different"]
-        )
-    assert all("different pipeline" in found["other data"] for found in ranks)
-    assert "make the same calls in the same order" in ranks[3]["apart"]
+SAID: dict[str, tuple[tuple[int, ...], str]] = {
+    "pickled": ((0, 1, 2, 3), "The ranks save at different batches"),
+    "local": ((0, 1, 2, 3), "peers= and 2 dp ranks"),
+    "different": ((0, 1, 2), "different seed: rank {rank} has 0, and the ranks [3] another than rank 0"),
+    "other data": ((0, 1, 2, 3), "different pipeline"),
+    "bad arguments": ((0, 1, 2, 3), "micro_batch_size"),
+    "no files": ((0, 1, 2, 3), "nothing"),
+    "error": ((0, 1), "is bad"),
+    "no data": ((0, 1, 2, 3), "nothing"),
+    "apart": ((3,), "make the same calls in the same order"),
+    "of another": ((3,), "that of another loader"),
+}
+"""What is said on which ranks."""
 
 
-def test_errors_of_the_one_that_reads_are_raised_on_all(ranks: list[dict[str, Any]]) -> None:
-    assert all("micro_batch_size" in found["bad arguments"] for found in ranks)
-    assert all("nothing" in found["no files"] for found in ranks)
-    assert [found["before the error"] for found in ranks] == [2] * 4
-    assert all("is bad" in found["error"] for found in ranks[:2])
+@pytest.mark.parametrize("what", SAID)
+def test_what_is_wrong_is_said_on_all_that_it_concerns(what: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in SAID[what][0]:
+        assert SAID[what][1].format(rank=rank) in ranks[rank][what]
 
 
-def test_data_that_cannot_be_opened_is_told_at_once_where_dp_ranks_are_given_by_number(
-    ranks: list[dict[str, Any]],
-) -> None:
-    assert all("nothing" in found["no data"] for found in ranks)
-    assert max(found["seconds until it was said"] for found in ranks) < 200  # timeout is 300
-
-
-def test_a_call_of_another_loader_among_the_same_peers_is_an_error(ranks: list[dict[str, Any]]) -> None:
-    assert [bool(found["of another"]) for found in ranks] == [False, False, False, True]
-    assert "that of another loader" in ranks[3]["of another"]
+def test_errors_come_in_their_place_and_in_time_and_forks_send_nothing(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert (found["before the error"], found["in a fork"]) == (2, 3)
+        assert found["seconds until it was said"] < 200, "timeout is 300"
 
 
 def test_when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else(ranks: list[dict[str, Any]]) -> None:
@@ -331,8 +273,3 @@ def test_when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else(ranks
         assert f"Rank {rank} waited at most 8 s for {others}: it makes no call, or has died" in first
         assert more
         assert set(more) == {first}
-
-
-def test_a_report_is_that_of_the_dp_ranks_on_all_peers(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["report"]["read_bytes"].minimum > 0
-    assert all(found["report"] == ranks[0]["report"] for found in ranks)
