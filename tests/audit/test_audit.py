@@ -42,7 +42,6 @@ def rows(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
 
 
 def numbers(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
-    """Samples that are no dicts."""
     return rd.Map(reader("web", shard, blocked), lambda row: row["tokens"][:1], version=1)
 
 
@@ -96,8 +95,6 @@ class Segment(NamedTuple):
 
 
 class Recorded:
-    """A run that keeps what its ranks are handed."""
-
     def __init__(self, folder: Any, **arguments: Any) -> None:
         self.folder, self.arguments, self.seen, self.state, self.num_saves = folder, arguments, Seen(), None, 0
 

@@ -1,7 +1,5 @@
 """Folders on a disk and in memory, and processes elsewhere, for all tests of checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

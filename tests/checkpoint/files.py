@@ -1,7 +1,5 @@
 """Where the files of a checkpoint are, for tests that damage them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rescale_data.checkpoint.storage.claims import Save, find
@@ -15,7 +13,6 @@ def save_at(path: Path) -> Save:
 
 
 def data(path: Path) -> Path:
-    """The folder of DCP's files of the checkpoint at `path`."""
     return path / save_at(path).folder
 
 
@@ -24,7 +21,6 @@ def manifest(path: Path) -> Path:
 
 
 def flip(file: Path, at: int) -> None:
-    """Change one bit of a byte."""
     content = bytearray(file.read_bytes())
     content[at] ^= 1
     file.write_bytes(content)

@@ -1,7 +1,5 @@
 """A small training in every wrapping, and what it has learnt as comparable numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -59,7 +57,6 @@ def wrap(model: nn.Module, how: str) -> nn.Module:
 
 
 def whole(value: Any) -> Any:
-    """The whole of a sharded tensor, on every rank."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if not hasattr(value, "local_shards"):
@@ -75,29 +72,36 @@ def whole(value: Any) -> Any:
 class Training:
     """A state in which every value says which step it is of; with another seed all values are others."""
 
-    def __init__(self, how: str = "none", seed: int = 0) -> None:
+    def __init__(self, how: str = "none", seed: int = 0, loader: Any = None) -> None:
         torch.manual_seed(seed)
         self.model = wrap(Plain(), how)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2 * (seed + 1))
-        self.loader = StandInLoader()
+        self.loader = loader or StandInLoader()
         self.extra = {"tensor": torch.zeros(3), "list": [0], "note": f"seed {seed}"}
 
     @property
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "extra": self.extra}
 
+    @property
+    def stock_state(self) -> dict[str, Any]:
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
+        return {**self.state, "model": get_model_state_dict(self.model), "optimizer": optimizer}
+
     def step(self, steps: int = 1) -> None:
         for _ in range(steps):
             self.loader.advance()
-            self.extra["tensor"] += 1
-            self.extra["list"][0] += 1
-            torch.manual_seed(self.loader.step)
-            self.model(torch.randn(8, 6)).square().sum().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.learn()
+
+    def learn(self) -> None:
+        self.extra["tensor"] += 1
+        self.extra["list"][0] += 1
+        torch.manual_seed(self.extra["list"][0])
+        self.model(torch.randn(8, 6)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def numbers(self) -> dict[str, Any]:
-        """Every value, by name, whole."""
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         moments = {f"{name}.{key}": v for name, s in optimizer["state"].items() for key, v in s.items()}
         values = {

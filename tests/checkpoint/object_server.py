@@ -1,7 +1,5 @@
 """An S3 server on loopback, and a proxy before it that fails as networks do."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import struct
@@ -128,7 +126,6 @@ class Server:
 
     @contextmanager
     def recording(self) -> Iterator[list[Request]]:
-        """Yield the list to which the requests of the block are added."""
         log: list[Request] = []
         self._logs.append(log)
         try:

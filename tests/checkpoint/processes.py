@@ -1,7 +1,5 @@
 """Real gloo processes for tests of checkpoints: ranks whose results are compared, and ranks that are killed."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing
@@ -22,7 +20,6 @@ context = multiprocessing.get_context("forkserver")
 
 
 def run(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what ``work(*args)`` returns on each rank; see `run_ranks`."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         return run_ranks(world_size, Path(folder), work, *args)
 

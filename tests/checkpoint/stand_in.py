@@ -1,7 +1,5 @@
 """A stand-in for the data loader: a ``Stateful`` whose state has exactly the form of a loader's; and a state with one."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

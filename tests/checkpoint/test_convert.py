@@ -1,7 +1,5 @@
 """Conversion: nothing is lost on the way, and memory is bounded."""
 
-from __future__ import annotations
-
 import json
 import os
 import pprint
@@ -65,7 +63,6 @@ def assert_loaded(path: Path, expected: dict[str, Any]) -> None:
 
 
 def test_there_and_back(folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In an object store, too; to read files back they are copied to a local disk first."""
     expected, protocol = build(3), "memory" if "://" in folder else "file"
     fsspec.filesystem(protocol).makedirs(folder)
     checkpoint.save(tmp_path / "c", expected)
@@ -152,7 +149,6 @@ def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path, 
 
 
 def converted(folder: Path) -> list[str]:
-    """A checkpoint of ten tensors as safetensors."""
     checkpoint.save(folder / "c", {"model": {f"w{n}": torch.full((10,), float(n)) for n in range(10)}, "step": 5})
     return checkpoint.to_safetensors(folder / "c", folder / "st", max_shard_size=80)
 
@@ -190,7 +186,6 @@ def test_the_index_says_which_files_belong_together(tmp_path: Path) -> None:
 
 
 def stop_at_the_second(stop: Callable[[], object]) -> Callable[..., Iterator[torch.Tensor]]:
-    """As `StoredCheckpoint.stream`, which is stopped before its second tensor."""
     stream = StoredCheckpoint.stream
 
     def stopped(self: StoredCheckpoint, names: list[str], budget: int) -> Iterator[torch.Tensor]:
@@ -315,7 +310,6 @@ watched(checkpoint.from_safetensors, "st", "c3")
 
 
 def test_memory_is_bounded_by_the_budget_and_not_by_the_checkpoint(tmp_path: Path) -> None:
-    """64 MB beside the interpreter; the checkpoint has 160."""
     state = {"loader": StandInLoader(), "t": {str(n): torch.full((1_000_000,), float(n)) for n in range(40)}}
     checkpoint.save(tmp_path / "c", state)
     command = [sys.executable, "-c", BOUNDED, str(tmp_path), str(64 << 20)]

@@ -1,7 +1,5 @@
 """What rescale_data uses of DCP below its functions, with the torch at hand: run this first on a new release."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint exists wholly or not at all, and one that was changed is not loaded."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -26,7 +24,6 @@ from tests.states import opened
 
 
 def truncate(file: Path) -> None:
-    """And flip a bit: the size is checked before anything is read."""
     flip(file, 3000)
     file.write_bytes(file.read_bytes()[:-1])
 
@@ -222,7 +219,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> type[FailingDisk]:
 def test_a_failing_disk_leaves_the_checkpoint_before(
     tmp_path: Path, disk: type[FailingDisk], operation: str, name: str, number: int, words: str
 ) -> None:
-    """Or nothing, where there was none."""
     checkpoint.save(tmp_path / "c", state_at(1))
     disk.fails, disk.number = (operation, name), number
     for path in ("new", "c"):
@@ -261,7 +257,6 @@ CALLS: dict[str, Callable[[CheckpointManager], Any]] = {
 def test_a_failed_upload_is_raised_by_the_next_call(
     tmp_path: Path, disk: type[FailingDisk], call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Here of a disk that fills up within a tensor; and logged when it happened."""
     manager = CheckpointManager(tmp_path)
     manager.save(1, state_at(1))
     manager.wait()

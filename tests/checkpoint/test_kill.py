@@ -3,8 +3,6 @@
 RESCALE_DATA_KILLS sets how often (default 40; 200 take about a minute). Kills at each request to the store: law 7.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -26,7 +24,6 @@ KILLS = int(os.environ.get("RESCALE_DATA_KILLS", "40"))
 
 
 def check(folder: Path, at_least: int) -> int:
-    """Load the newest checkpoint, which is whole, and not older than what was reported as committed."""
     target = state_at(0)
     with CheckpointManager(folder) as manager:
         steps = manager.steps()
@@ -41,7 +38,6 @@ def check(folder: Path, at_least: int) -> int:
 
 
 def last(reports: Connection, committed: int) -> int:
-    """Return the last number that a process reported before its end; `committed` if there is none."""
     try:
         while True:
             committed = reports.recv()

@@ -1,7 +1,5 @@
 """The manager: what is kept, what waits for what, and what a failure leaves."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -12,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import Mock
@@ -60,47 +58,8 @@ def test_values_come_back_of_the_kind_that_they_were(tmp_path: Path, mode: Any) 
     assert repr(loaded) == repr(given)
 
 
-class Settings(MutableMapping[str, Any]):
-    """A mapping of a user, whose shallow copy has the same content."""
-
-    def __init__(self, **content: Any) -> None:
-        self.content = content
-
-    def __getitem__(self, key: str) -> Any:
-        return self.content[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.content[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.content)
-
-    def __len__(self) -> int:
-        return len(self.content)
-
-
-def test_a_save_and_a_load_leave_what_a_mapping_of_the_user_holds(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    settings = Settings(weight=model.weight, rate=0.5)
-    state: dict[str, Any] = {"model": model, "settings": [settings]}
-    state["optimizer"] = torch.optim.SGD(model.parameters(), 0.1)
-    with CheckpointManager(tmp_path) as manager:
-        saving = manager.save(1, state)
-        settings["rate"] = 0.25
-        saving.committed.result()
-        manager.load_latest(state)
-    assert settings["weight"] is model.weight
-    assert settings["rate"] == 0.25
-    assert isinstance(loaded := state["settings"][0], Settings)
-    assert loaded["rate"] == 0.5
-
-
 @pytest.mark.parametrize("how", [*MODES, "stagers that copy once"])
 def test_a_checkpoint_holds_the_step_that_was_saved(tmp_path: Path, how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However far training and the loader have gone on while it was written."""
     if how not in MODES:
         copy_once(monkeypatch)
     mode = how if how in MODES else "thread"
@@ -152,8 +111,6 @@ def test_saves_while_training_runs_collectives_and_saves_by_itself(tmp_path: Pat
 
 
 class GatedStore(DiskStore):
-    """A disk on which data files wait for a gate."""
-
     gate, waiting = threading.Event(), threading.Event()
 
     def open_write(self, path: str) -> BinaryIO:
@@ -226,7 +183,6 @@ def test_the_next_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch:
 
 
 def test_optimizers_step_whatever_hooks_there_are(tmp_path: Path) -> None:
-    """Several managers that stage at once, and hooks of others, registered before and after."""
     training, steps = Training(), []
     hooks = [register_optimizer_step_pre_hook(lambda *_: steps.append("before"))]
     with CheckpointManager(tmp_path / "a") as first, CheckpointManager(tmp_path / "b") as second:
@@ -322,7 +278,6 @@ def test_what_no_rule_keeps_is_deleted_over_restarts(
 def test_what_was_saved_last_stays_though_later_steps_are_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run that went back to step 5."""
     with CheckpointManager(tmp_path / "run", keep_latest=2, async_mode="disabled") as manager:
         for step in (5, 8, 9):
             manager.save(step, {"a": step})

@@ -1,7 +1,5 @@
 """Checkpoints on an S3 server: committed by the last object, whatever the network does."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import uuid

@@ -1,7 +1,5 @@
 """Optimizers that are not the one that was saved: found before anything is loaded, and left out so that training goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path

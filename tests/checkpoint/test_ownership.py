@@ -1,7 +1,5 @@
 """A manager removes what a claim of its own folder made and does not count, and nothing else."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil
@@ -26,14 +24,12 @@ STATE = {"a": torch.ones(3), "b": 1}
 
 
 def save_steps(folder: str | Path, *steps: int, keep_latest: int | None = None) -> None:
-    """As the next owner of a run."""
     with CheckpointManager(folder, keep_latest=keep_latest, async_mode="disabled") as manager:
         for step in steps:
             manager.save(step, {"n": step})
 
 
 def load_latest(folder: str | Path) -> tuple[int | None, int]:
-    """The newest step, and the number in it."""
     target = {"n": 0}
     return RunReader(folder).load_latest(target), target["n"]
 
@@ -80,7 +76,6 @@ def test_a_folder_that_is_not_ours_stays(folder: str, what: str) -> None:
 
 @pytest.mark.parametrize("left_out", ["manifest", "data"])
 def test_a_copy_that_is_not_whole_stays(tmp_path: Path, left_out: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Also one that brings the claims of the run it is a copy of."""
     save_steps(tmp_path / "run", 4, 5)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     for path in (tmp_path / "copy" / "step-5").glob("rescale_data-*" if left_out == "manifest" else "*/*.distcp"):
@@ -122,7 +117,6 @@ def test_a_step_that_somebody_copied_counts(tmp_path: Path) -> None:
 def test_a_step_that_was_taken_away_and_put_back_stays(
     tmp_path: Path, ended: str, elsewhere: Callable[[], None]
 ) -> None:
-    """It does not count there; copied to another folder it does."""
     run, away = tmp_path / "run", tmp_path / "away"
     first = CheckpointManager(run, async_mode="disabled")
     for step in (100, 150):

@@ -1,7 +1,5 @@
 """What is wrong on one rank, or not the same on all, is one error on all; and values that are each rank's own."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import OrderedDict
@@ -132,8 +130,6 @@ def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
 
 
 class FailsOnRankOne:
-    """Its state cannot be saved, or with `loads` not loaded, on rank 1 alone."""
-
     def __init__(self, *, loads: bool = False) -> None:
         self.loads = loads
 
@@ -186,7 +182,6 @@ def fail_on_rank_one(folder: str) -> list[str]:
 
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    """Also where the others are in a collective of the loader: nobody waits there for the rank that refuses."""
     first, second = run(2, fail_on_rank_one, str(tmp_path))
     assert first == second
     words = ["step='one'", "step=-1", "'loss'", "no state"] * 2

@@ -4,8 +4,6 @@ The model has cases of torch's test_state_dict and of fairscale: nested wrapping
 frozen, sizes that ranks do not divide, a buffer.
 """
 
-from __future__ import annotations
-
 import glob
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,8 +22,6 @@ from tests.checkpoint.processes import run
 
 
 class Counting(torch.optim.Optimizer):
-    """An optimizer whose state has a Python number, a 0-d tensor and a tensor."""
-
     def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
 

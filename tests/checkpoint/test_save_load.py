@@ -1,7 +1,5 @@
 """Save and load: what comes back, in every wrapping, and what is said when it does not fit."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
@@ -46,7 +43,6 @@ def load_as(how: str, paths: list[str]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The same training, saved from every wrapping."""
     folder = tmp_path_factory.mktemp("saved")
     return {
         how: (str(folder / how), run(ranks, save_as, how, str(folder / how))[0]) for how, ranks in WRAPPINGS.items()
@@ -57,23 +53,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     ("how", "ranks"), [("none", 0), ("ddp", 3), ("fsdp1", 2), ("fsdp1-flat", 3), ("fsdp2", 3), ("tp", 4)]
 )
 def test_every_wrapping_loads_what_every_other_saved(saved: Saved, how: str, ranks: int) -> None:
-    """And so does one process without a group."""
     paths = [path for path, _ in saved.values()]
     for found in run(ranks, load_as, how, paths) if ranks else [load_as(how, paths)]:
         assert found == [numbers for _, numbers in saved.values()]
-
-
-def state_dicts(training: Training) -> dict[str, Any]:
-    """As stock DCP wants a state."""
-    optimizer = get_optimizer_state_dict(training.model, training.optimizer)
-    return {**training.state, "model": get_model_state_dict(training.model), "optimizer": optimizer}
 
 
 def test_stock_dcp_reads_the_folder_and_a_folder_of_stock_dcp_loads(saved: Saved, tmp_path: Path) -> None:
     path, expected = saved["fsdp2"]
     other = Training(seed=5)
     other.step()
-    dcp.load(state := state_dicts(other), checkpoint_id=path)
+    dcp.load(state := other.stock_state, checkpoint_id=path)
     assert state["loader"].step == 3
     assert state["model"]["up.weight"].tolist() == expected["up.weight"]
     assert state["optimizer"]["state"]["down.bias"]["exp_avg"].tolist() == expected["down.bias.exp_avg"]
@@ -116,8 +105,6 @@ def test_any_names_and_several_models_and_optimizers(tmp_path: Path) -> None:
 
 
 class Keeper:
-    """A ``Stateful`` with whatever state."""
-
     def __init__(self, state: dict[Any, Any]) -> None:
         self.state = state
 
@@ -219,7 +206,6 @@ def test_a_stateful_without_state_is_left_alone_where_its_name_is_a_value(tmp_pa
 
 
 def test_a_load_replaces_plain_values_and_changes_none(tmp_path: Path) -> None:
-    """Another part of the program may hold them, too."""
     checkpoint.save(tmp_path / "c", {"a": ({"x": np.float32(2), "y": {1}},)})
     held: Any = ({"x": np.float32(3), "y": {2}},)
     state = {"a": held}
@@ -238,6 +224,8 @@ def test_read_data_state(saved: Saved, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "two", {"train": StandInLoader(), "eval": {"loader": StandInLoader(4)}})
     with pytest.raises(ValueError, match=r"\['eval.loader', 'train'\]"):
         checkpoint.read_data_state(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"\['eval.loader', 'train'\], and none is named 'loader'"):
+        checkpoint.read_data_state(tmp_path / "two", name="loader")
     assert len(checkpoint.read_data_state(tmp_path / "two", name="eval.loader")["table"]) == 4
     checkpoint.save(tmp_path / "none", {"a": 1})
     with pytest.raises(ValueError, match="no data state"):
@@ -250,8 +238,6 @@ def on_meta() -> nn.Module:
 
 
 class Numbered(SGD):
-    """An optimizer that keeps a number in its state, under the name of no parameter."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
         self.state["steps"] = 1

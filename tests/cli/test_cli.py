@@ -1,7 +1,5 @@
 """The command line: what people see, what scripts read, and the exit codes."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import subprocess
@@ -37,7 +35,6 @@ def call(*arguments: Any, code: int = 0) -> str:
 
 
 def said(*arguments: Any, code: int = 0) -> str:
-    """What a command prints, in one line."""
     return " ".join(call(*arguments, code=code).split())
 
 
@@ -173,7 +170,6 @@ def test_what_is_no_checkpoint_or_no_run_is_told_with_the_cure(run_folder: Path,
 
 
 def test_the_exit_code_tells_damage_from_nothing_there(run_folder: Path) -> None:
-    """Whatever the path is called."""
     (run_folder / "damaged").mkdir()
     (data(run_folder / "step-5") / "__0_0.distcp").unlink()
     for command in ("verify", "show"):

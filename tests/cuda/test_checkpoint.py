@@ -1,7 +1,5 @@
 """Checkpoints of what lies on a GPU, where a value is ready only when the device has come to it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """README's script, changed as README says for GPUs, goes on where it stopped without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

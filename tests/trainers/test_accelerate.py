@@ -12,7 +12,6 @@ accelerate = pytest.importorskip("accelerate")
 
 
 def started(folder: Path) -> tuple[Any, rd.DataLoader]:
-    """Return the accelerator and the loader of a job that has just begun."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,7 +1,5 @@
 """The recipe in docs/published_models.md: a tiny Llama from a folder of Hugging Face into FSDP2, trained, and back."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path
@@ -41,7 +39,6 @@ def make(folder: str, tied: bool) -> None:
 
 
 def train(folder: str, steps: int, to: str | None = None) -> tuple[list[Any], list[float], dict[str, torch.Tensor]]:
-    """Global batches in rank order, losses, and the model in the end."""
     names = recipe()
     model, seen, losses = names["train"](f"{folder}/published", f"{folder}/run", steps)
     if to is not None:
@@ -52,7 +49,6 @@ def train(folder: str, steps: int, to: str | None = None) -> tuple[list[Any], li
 
 
 def rows(ranks: list[Any]) -> list[list[list[int]]]:
-    """Global batches of what each rank has seen."""
     return [
         [row for batch in batches for row in batch] for batches in zip(*(seen for seen, _, _ in ranks), strict=True)
     ]

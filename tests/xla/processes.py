@@ -3,8 +3,6 @@
 pytest ──► a fork server that has imported torch_xla (seconds) and started nothing of it ──fork──► one process a job
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import importlib
@@ -58,7 +56,6 @@ def run_ranks(
 def _run(
     body: Callable[..., Any], calls: list[dict[str, Any]], devices: int, spmd: bool, rendezvous: str = ""
 ) -> list[Any]:
-    """Run the calls side by side, and return their results."""
     os.environ["PJRT_DEVICE"] = "CPU"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rescale_data.xla", "tests.xla.training"])
@@ -80,7 +77,6 @@ def _run(
 def _do(
     path: str, arguments: dict[str, Any], module: str, name: str, devices: int, spmd: bool, rendezvous: str
 ) -> None:
-    """In the forked process."""
     with Path(f"{path}-output").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

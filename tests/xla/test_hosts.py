@@ -1,7 +1,5 @@
 """The loader's ranks are the hosts. Several hosts are simulated: one process each, on this machine, with its own devices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Saved on one mesh, loaded on any other: bit for bit, in place and in the sharding of the run that loads."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

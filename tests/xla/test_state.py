@@ -1,7 +1,5 @@
 """What may be in a state beside sharded parameters, what an optimizer is left with, and what the errors say."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Batches on devices, and a state of those that training has received."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small run whose every part is in one state: a model, AdamW and a loader, with or without XLA."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,8 +40,6 @@ def loader(**topology: Any) -> rd.DataLoader:
 
 @dataclass
 class Run:
-    """One process of a training run."""
-
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loader: Any
@@ -56,7 +52,6 @@ class Run:
         return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
 
     def train(self, steps: int) -> list[float]:
-        """The loss of each step."""
         return [self._step() for _ in range(steps)]
 
     def _step(self) -> float:
@@ -112,7 +107,6 @@ def tensors(run: Run) -> dict[str, torch.Tensor]:
 
 
 def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
