@@ -77,17 +77,17 @@ def rows(
 @app.command()
 def show(
     path: Annotated[str, typer.Argument(help="A checkpoint, or with --html also a run's folder; a path or URL.")],
-    html: Annotated[str | None, typer.Option(help="Write a page with pictures to this file.")] = None,
+    html: Annotated[str | None, typer.Option(help="Write it to this file, as an HTML page.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what the checkpoint at PATH holds: model, optimizer, and how far the data is, shard by shard."""
     from rescale_data.cli import inspect, render
 
     if html is not None:
-        written_path = _run_or_exit(lambda: inspect.write_page(path, html))
+        written_path = _run_or_exit(lambda: render.write_page(html, *inspect.summarize_run(path)))
         return _print_text(as_json, {"html": written_path}, written_path)
     summary = _run_or_exit(lambda: inspect.summarize(path))
-    return _print(as_json, summary, lambda console: render.show_summary(console, summary))
+    return _print(as_json, summary, lambda console: render.show_checkpoints(console, [summary["checkpoint"]], summary))
 
 
 @app.command()

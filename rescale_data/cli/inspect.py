@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,23 +62,18 @@ def summarize(path: StrPath) -> dict[str, Any]:
     return read_checkpoint(path, summary)
 
 
-def write_page(path: StrPath, html_path: StrPath) -> str:
-    """Write an HTML page with pictures about a checkpoint or a run's folder; return the page's path.
+def summarize_run(path: StrPath) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Return the checkpoints at ``path``, a checkpoint or a run's folder, and a summary of the newest readable one, or None.
 
     Raises:
-        FileNotFoundError: nothing at ``path``, or no folder for ``html_path``.
+        FileNotFoundError: nothing at ``path``.
         ValueError: damaged files.
     """
-    from rescale_data.cli.page import render_page
-
     store, folder = open_store(path)
     if _describe(store, folder) is None and store.names(folder):
-        checkpoints, newest = list_checkpoints(path), _summarize_newest(store, folder)
-    else:
-        newest = summarize(path)
-        checkpoints = [newest["checkpoint"]]
-    Path(html_path).write_text(render_page(folder.rpartition("/")[2], checkpoints, newest), encoding="utf-8")
-    return str(html_path)
+        return list_checkpoints(path), _summarize_newest(store, folder)
+    summary = summarize(path)
+    return [summary["checkpoint"]], summary
 
 
 def _summarize_newest(store: Store, folder: str) -> dict[str, Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rescale_data.layout.layout import Layout
 from rescale_data.layout.plan import Plan, plan
 
 
@@ -37,28 +36,11 @@ def answer(
         "global_batch_size": global_batch_size,
         "num_logical_shards": options.num_logical_shards,
         "ranks": [
-            {
-                **_describe_ranks(options, aligned_rank_counts, num_ranks),
-                "allowed": _can_build_loader(global_batch_size, options.num_logical_shards, num_ranks),
-            }
+            _describe_ranks(options, aligned_rank_counts, num_ranks)
             for num_ranks in dict.fromkeys(requested_rank_counts)
         ],
         "largest": largest,
     }
-
-
-def _can_build_loader(global_batch_size: int, num_logical_shards: int, num_ranks: int) -> bool:
-    """True if a loader can be built on this number of ranks, with micro batches of 1 and without workers."""
-    try:
-        Layout(
-            num_logical_shards=num_logical_shards,
-            global_batch_size=global_batch_size,
-            dp_world_size=num_ranks,
-            micro_batch_size=1,
-        )
-    except ValueError:
-        return False
-    return True
 
 
 def _find_largest_fit(aligned_rank_counts: list[int], gpus: int, model_parallel: int) -> dict[str, int]:
@@ -74,6 +56,7 @@ def _describe_ranks(plan: Plan, aligned: list[int], ranks: int) -> dict[str, Any
     workers = {size: {option.num_workers for option in options if option.micro_batch_size == size} for size in sizes}
     return {
         "ranks": ranks,
+        "allowed": plan.global_batch_sizes[0] % ranks == 0 and plan.num_logical_shards >= ranks,  # as `Layout` does
         "keeps_order": bool(options),
         "micro_batches": sizes,
         "workers": sorted(set.intersection(*workers.values())) if workers else [],

@@ -1,10 +1,12 @@
-"""Printed output of the command line: tables, and a bar chart of the shards' progress."""
+"""Output of the command line, printed or as an HTML page: tables, and bar charts of the shards' progress."""
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, starmap
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -14,18 +16,15 @@ from rich.table import Table
 from rescale_data.layout.plan import format_size
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
-
-
-CHECKPOINT_COLUMNS = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
-ENTRY_COLUMNS = ("entry", "tensors", "elements", "size", "dtypes", "plain values")
+_PAGE_WIDTH = 160  # characters
 
 
 def show_list(console: Console, checkpoints: Sequence[Mapping[str, Any]]) -> None:
-    _print_table(console, CHECKPOINT_COLUMNS, map(summary_row, checkpoints))
+    columns = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
+    _print_table(console, columns, map(_checkpoint_row, checkpoints))
 
 
-def summary_row(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the table row of a checkpoint, with the columns `CHECKPOINT_COLUMNS`."""
+def _checkpoint_row(checkpoint: Mapping[str, Any]) -> list[str]:
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in checkpoint.get("metrics", {}).items())
     ranks, created = str(checkpoint.get("world_size", "")), checkpoint.get("created")
     saved_at = "" if created is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
@@ -39,17 +38,31 @@ def summary_row(checkpoint: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def entry_row(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Return the table row of a top-level entry of a checkpoint, with the columns `ENTRY_COLUMNS`."""
+def _entry_row(name: str, entry: Mapping[str, Any]) -> list[str]:
     counts = str(entry["tensors"]), f"{entry['elements']:,}", format_size(entry["bytes"])
     return [name, *counts, " ".join(entry["dtypes"]), str(entry["plain_values"])]
 
 
-def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
-    show_list(console, [summary["checkpoint"]])
-    _print_table(console, ENTRY_COLUMNS, starmap(entry_row, summary["entries"].items()))
+def show_checkpoints(
+    console: Console, checkpoints: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
+) -> None:
+    """Print a table of checkpoints, and what one of them holds, of which there is a summary."""
+    show_list(console, checkpoints)
+    if summary is None:
+        return
+    console.print(f"\nIn [bold]{escape(summary['checkpoint']['name'])}[/bold]")
+    columns = ("entry", "tensors", "elements", "size", "dtypes", "plain values")
+    _print_table(console, columns, starmap(_entry_row, summary["entries"].items()))
     for name, data in summary["data"].items():
         _show_loader_data(console, name, data)
+
+
+def write_page(path: str, checkpoints: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None) -> str:
+    """Write what `show_checkpoints` prints to an HTML page, and return its path."""
+    console = Console(record=True, width=_PAGE_WIDTH, highlight=False, file=io.StringIO())
+    show_checkpoints(console, checkpoints, summary)
+    console.save_html(path)
+    return path
 
 
 def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
@@ -88,36 +101,59 @@ def show_audit(console: Console, answer: Mapping[str, Any], max_samples: int) ->
     )
 
 
-def progress_bar(shard_samples: Sequence[int], width: int) -> str:
-    """Return a bar chart of the samples of logical shards, one character for each shard or a few neighbours."""
-    if not shard_samples:
+def progress_bar(shard_values: Sequence[float], width: int) -> str:
+    """Return a bar chart of the values of logical shards, one character for each shard or a few neighbours."""
+    if not shard_values:
         return ""
-    width = min(width, len(shard_samples))
-    bounds = [len(shard_samples) * column // width for column in range(width + 1)]
-    means = [sum(shard_samples[start:stop]) / (stop - start) for start, stop in pairwise(bounds)]
+    width = min(width, len(shard_values))
+    bounds = [len(shard_values) * column // width for column in range(width + 1)]
+    means = [fmean(shard_values[start:stop]) for start, stop in pairwise(bounds)]
     max_mean = max(*means, 1)
     return "".join(_LEVELS[round(mean / max_mean * (len(_LEVELS) - 1))] for mean in means)
 
 
 def _show_loader_data(console: Console, loader_name: str, data: Mapping[str, Any]) -> None:
-    epochs = ", ".join(
-        f"{source or 'data'} {min_epoch}" + (f" to {max_epoch}" if max_epoch != min_epoch else "")
-        for source, (min_epoch, max_epoch) in data["epochs"].items()
-    )
-    console.print(
-        f"\n[bold]{escape(loader_name)}[/bold]: {data.get('samples', 0):,} samples, {data['steps']:,} global batches"
-    )
-    console.print(f"  epochs: {escape(epochs) or 'none'}")
     shards: list[int] = data["shards"]
+    console.print(
+        f"\n[bold]{escape(loader_name)}[/bold]: {data.get('samples', 0):,} samples, {data['steps']:,} global batches, "
+        f"{len(shards)} logical shards"
+    )
     if shards:
-        console.print(f"  {len(shards)} logical shards, {min(shards):,} to {max(shards):,} samples each")
-        console.print(f"  |{progress_bar(shards, max(10, console.width - 6))}|")
+        console.print(f"{min(shards):,} to {max(shards):,} samples each")
+        console.print(f"|{progress_bar(shards, max(10, console.width - 4))}|")
+    width, left_out = max(10, console.width // 3), data["left_out"].items()
+    _print_table(
+        console,
+        ("source", "epoch", "of the epoch", "shards"),
+        [_progress_row(name, data, width) for name in data["epochs"]],
+    )
+    mixture = [(name, f"{item['share']:.1%}", f"{item['weight']:.1%}") for name, item in data["mixture"].items()]
+    _print_table(console, ("mixture", "so far", "weight"), mixture)
+    _print_table(console, ("left out", "rows"), [(name, f"{count:,}") for name, count in left_out])
+
+
+def _progress_row(source: str, data: Mapping[str, Any], width: int) -> tuple[str, str, str, str]:
+    """Return a table row: progress of ``source`` in all logical shards, in epochs if their length is known, else rows."""
+    rows, (min_epoch, max_epoch) = data["rows"].get(source), data["epochs"][source]
+    epoch = str(min_epoch) if min_epoch == max_epoch else f"{min_epoch} to {max_epoch}"
+    if rows is None:
+        return source or "data", epoch, "", ""
+    rows_per_epoch = data["of_rows"].get(source)
+    if rows_per_epoch is None:
+        return source or "data", epoch, f"rows {min(rows):,} to {max(rows):,}", progress_bar(rows, width)
+    values = [
+        epoch - min_epoch + row / rows_per_epoch for epoch, row in zip(data["epoch_of"][source], rows, strict=True)
+    ]
+    summary = f"{fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
+    return source or "data", epoch, summary, progress_bar(values, width)
 
 
 def _print_table(console: Console, column_titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table, unless it has no rows."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in column_titles:
         table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
-    console.print(table)
+    if table.row_count:
+        console.print(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +10,6 @@ from typing import Protocol
 from rescale_data.errors import checks_argument_types, require_int, require_type
 from rescale_data.layout.layout import default_num_logical_shards, is_aligned
 
-_ROWS_OF_A_SCREEN = 24
 _MAX_SAMPLES = 2**32
 _LOADER_COLUMNS, _READER_COLUMNS = 3, 3  # of the table: samples, remainder and stamp; epoch, row and skipped
 
@@ -39,7 +37,7 @@ class HasRows(Protocol):
 class Plan(Sequence[Option]):
     """The aligned topologies of one or several global batch sizes, in ascending order of W, b and K.
 
-    ``print`` shows what ranks there are in one screen; ``print(plan.table())`` all of it.
+    ``print`` shows them as a table, a row for each number of ranks and workers that go with them.
     """
 
     global_batch_sizes: tuple[int, ...]
@@ -54,36 +52,22 @@ class Plan(Sequence[Option]):
         return self.options[index]
 
     def __str__(self) -> str:
-        by_topology = self._by_topology()
-        lines = [self.table() if len(by_topology) <= _ROWS_OF_A_SCREEN else self._summary(), *self._cost_lines()]
-        return "\n".join(lines)
+        workers_by_sizes = dict[tuple[int, int], list[int]]()
+        for option in self.options:
+            workers_by_sizes.setdefault((option.dp_world_size, option.micro_batch_size), []).append(option.num_workers)
+        sizes_by_workers = dict[tuple[int, str], list[int]]()
+        for (w, b), workers in workers_by_sizes.items():
+            sizes_by_workers.setdefault((w, _joined(workers)), []).append(b)
+        subject = "these" if self.options else "no ranks, micro batch and workers that were asked for"
+        lines = [
+            f"global_batch_size={_joined(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {subject} "
+            f"keep the same global batches",
+            "  ranks W  workers K      micro batches b",
+            *(f"{w:9}  {workers:13}  {_joined(sizes)}" for (w, workers), sizes in sizes_by_workers.items()),
+        ]
+        return "\n".join([*lines, *self._cost_lines()])
 
     __repr__ = __str__
-
-    def table(self) -> str:
-        """Return a text table of all topologies; its gradient accumulation A is for the first global batch size."""
-        table_lines = ["  ranks W  micro batch b  accumulation A  workers K"]
-        table_lines += [f"{w:9}{b:15}{a:16}  {_joined(workers)}" for (w, b, a), workers in self._by_topology().items()]
-        return "\n".join([self._title(), *table_lines])
-
-    def _title(self) -> str:
-        subject = "these" if self.options else "no ranks, micro batch and workers that were asked for"
-        return (
-            f"global_batch_size={_joined(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {subject} "
-            f"keep the same global batches"
-        )
-
-    def _summary(self) -> str:
-        """Return a short text: for each number of workers, the numbers of ranks that fit with at least one micro batch size."""
-        lines = ["  workers K  ranks W"]
-        previous_rank_counts: list[int] = []
-        for k in sorted({option.num_workers for option in self.options}):
-            ranks = sorted({option.dp_world_size for option in self.options if option.num_workers == k})
-            shown_ranks = "the same" if ranks == previous_rank_counts else _joined(ranks)
-            lines += textwrap.wrap(shown_ranks, 110, initial_indent=f"{k:11}  ", subsequent_indent=" " * 13)
-            previous_rank_counts = ranks
-        lines.append(f"  which micro batches with which: the {len(self._by_topology())} rows of print(plan.table())")
-        return "\n".join([self._title(), *lines])
 
     def _cost_lines(self) -> list[str]:
         """Return lines about the memory and checkpoint size that N logical shards cost, and about the smallest source."""
@@ -103,13 +87,6 @@ class Plan(Sequence[Option]):
             f"    the table in a checkpoint: at least {format_size(table_bytes)}",
             f"    the smallest source, {smallest.name}: {smallest.num_rows} rows, {smallest.num_rows / n:.3g} a logical shard",
         ]
-
-    def _by_topology(self) -> dict[tuple[int, int, int], list[int]]:
-        workers_by_topology: dict[tuple[int, int, int], list[int]] = {}
-        for option in self.options:
-            topology = (option.dp_world_size, option.micro_batch_size, option.gradient_accumulation_steps)
-            workers_by_topology.setdefault(topology, []).append(option.num_workers)
-        return workers_by_topology
 
 
 @checks_argument_types
