@@ -20,7 +20,7 @@ from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import merged_state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
-from rescale_data.layout.layout import Layout
+from rescale_data.layout.layout import is_aligned
 from rescale_data.nodes.reader import Reader
 
 
@@ -135,42 +135,31 @@ class ReplayInterval:
             for bounds in self.skipped_ranges
             for bound in bounds
         )
-        global_batch_size, dp_world_size, micro_batch_size = sizes
-        layout = Layout(
-            num_logical_shards=len(self.state_at_end.table),
-            global_batch_size=global_batch_size,
-            dp_world_size=dp_world_size,
-            micro_batch_size=micro_batch_size,
-            num_workers=self.num_workers,
-        )
-        return whole_steps and layout.aligned
+        return whole_steps and is_aligned(len(self.state_at_end.table), *sizes, self.num_workers)
 
     def _streams(self, sizes: tuple[int, int, int], shards: Container[int], *, as_one_rank: bool) -> list[Stream]:
         """Return a stream for each dp rank of the run, or only one for all of them."""
-        global_batch, world_size, batch_size = (sizes[0], 1, sizes[0]) if as_one_rank else sizes
-        return [
-            self._stream(global_batch, world_size, batch_size, rank, 0 if as_one_rank else self.num_workers, shards)
-            for rank in range(world_size)
-        ]
-
-    def _stream(
-        self, global_batch: int, world_size: int, batch_size: int, rank: int, num_workers: int, shards: Container[int]
-    ) -> Stream:
+        global_batch_size, dp_world_size, micro_batch_size = (sizes[0], 1, sizes[0]) if as_one_rank else sizes
         options = Options(
-            global_batch_size=global_batch,
-            micro_batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
             num_logical_shards=len(self.state_at_end.table),
-            dp_rank=rank,
-            dp_world_size=world_size,
-            num_workers=num_workers,
+            dp_rank=0,
+            dp_world_size=dp_world_size,
+            num_workers=0 if as_one_rank else self.num_workers,
             seed=self.state_at_end.header["seed"],
             repeat=self.repeat,
             tail=self.tail,
             verify=any(key.rpartition(".")[2] == Reader.PROOF.key for key in self.state_at_end.values),
         )
-        setup = make_setup(lambda shard: self.pipeline(replace(shard, provenance=True)), options)
-        runner = Runner(setup.recipe, setup.schema)
-        return Stream(setup, runner, TracedFeed(runner, shards))
+        streams: list[Stream] = []
+        for rank in range(dp_world_size):
+            setup = make_setup(
+                lambda shard: self.pipeline(replace(shard, provenance=True)), replace(options, dp_rank=rank)
+            )
+            runner = Runner(setup.recipe, setup.schema)
+            streams.append(Stream(setup, runner, TracedFeed(runner, shards)))
+        return streams
 
 
 def pipeline_differences(pipeline: Pipeline, state: SavedState) -> list[str]:

@@ -92,5 +92,5 @@ class Agreement:
                 made_until = make_until(u + self._num_steps_ahead * self._micro_batches_per_step)
             except Exception as error:
                 self._failure, made_until = error, _WRONG_ROWS if isinstance(error, DataStateError) else _READ_FAILED
-            self._pending = self._ranks.at_position(u).begin_gather_ints([made_until])
+            self._pending = self._ranks.named("read", u).begin_gather_ints([made_until])
         return self._pending

@@ -122,17 +122,12 @@ class BalancedFeed(WrappedFeed):
     def activity(self) -> str:
         return self.feed.activity() or "waiting for the samples of other ranks"
 
-    def interrupt(self) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         if self._exchanges is not None:
             self._exchanges.stop()
-        super().interrupt()
-
-    def stop(self, *, wait: bool = True) -> None:
-        self.interrupt()
         super().stop(wait=wait)
 
     def close(self) -> None:
-        self.interrupt()
         super().close()
         if self._exchanges is not None:
             self._exchanges.close()

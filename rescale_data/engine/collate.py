@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -27,7 +26,7 @@ def collate(samples: Samples) -> Any:
     return {column: _stack(column, [sample[column] for sample in samples]) for column in samples[0]}
 
 
-def pad_collate(pad: Mapping[str, float]) -> PadCollate:
+def pad_collate(pad: Mapping[str, float]) -> Callable[[Samples], dict[str, Any]]:
     """Return a ``collate_fn`` that pads the values of ragged columns at their end, to the longest value of the batch.
 
     Args:
@@ -44,41 +43,36 @@ def pad_collate(pad: Mapping[str, float]) -> PadCollate:
                 [4, 0, 0]])}
     """
     require_type(Mapping, "a dict of columns and values", pad=pad)
-    return PadCollate(dict(pad))
+    return partial(_collate_padded, dict(pad))
 
 
-@dataclass(frozen=True)
-class PadCollate:
-    """The ``collate_fn`` that `pad_collate` returns."""
-
-    pad: dict[str, float]
-
-    def __call__(self, samples: Samples) -> dict[str, Any]:
-        missing_columns = sorted(set(self.pad) - set(samples[0]))
-        if missing_columns:
-            raise ValueError(
-                f"pad_collate was given the columns {missing_columns}, which samples lack; they have {list(samples[0])}."
-            )
-        _require_same_columns(samples)
-        return {column: self._column(column, [sample[column] for sample in samples]) for column in samples[0]}
-
-    def _column(self, column: str, values: list[Any]) -> Any:
-        if column not in self.pad:
-            return _stack(column, values)
-        pad = self.pad[column]
-        try:
-            tensors = _of_one_dtype([_tensor(value, pad) for value in values])
-            if _holds(tensors[0].dtype, pad):
-                return pad_sequence(tensors, batch_first=True, padding_value=pad)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise ValueError(
-                f"pad_collate cannot pad the column {column!r}: {_shapes(values)}. It pads sequences of numbers whose shapes "
-                f"differ in the first dim alone; leave other columns out of pad=."
-            ) from error
+def _collate_padded(pad: Mapping[str, float], samples: Samples) -> dict[str, Any]:
+    missing_columns = sorted(set(pad) - set(samples[0]))
+    if missing_columns:
         raise ValueError(
-            f"pad_collate was given pad={pad!r} for the column {column!r}, whose values are {tensors[0].dtype}: give a number "
-            f"that this dtype holds, or make the values another dtype in the pipeline."
+            f"pad_collate was given the columns {missing_columns}, which samples lack; they have {list(samples[0])}."
         )
+    _require_same_columns(samples)
+    return {column: _pad(column, [sample[column] for sample in samples], pad.get(column)) for column in samples[0]}
+
+
+def _pad(column: str, values: list[Any], padding_value: float | None) -> Any:
+    """Return the values of a column as one tensor, padded at their end; stacked if there is no padding value."""
+    if padding_value is None:
+        return _stack(column, values)
+    try:
+        tensors = _of_one_dtype([_tensor(value, padding_value) for value in values])
+        if _holds(tensors[0].dtype, padding_value):
+            return pad_sequence(tensors, batch_first=True, padding_value=padding_value)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"pad_collate cannot pad the column {column!r}: {_shapes(values)}. It pads sequences of numbers whose shapes "
+            f"differ in the first dim alone; leave other columns out of pad=."
+        ) from error
+    raise ValueError(
+        f"pad_collate was given pad={padding_value!r} for the column {column!r}, whose values are {tensors[0].dtype}: give a "
+        f"number that this dtype holds, or make the values another dtype in the pipeline."
+    )
 
 
 def _tensor(value: Any, pad: float) -> Tensor:

@@ -31,7 +31,7 @@ class Cursor(NamedTuple):
         segment: The segment of the next micro batch; `None` if none is planned, or the epoch has ended.
         last_rows: The rows of the micro batch before u.
         epoch_ended: True if the last batch of the epoch was consumed.
-        epochs_seen: With ``steps_per_epoch``, the number of epochs that are known to have ended.
+        end_of_steps_seen: True if it is known that an epoch of ``steps_per_epoch`` steps ends here, so that the next begins.
         resumed: True if no batch was consumed since a load.
         empty_epochs: The number of epochs that have begun since a batch was consumed.
     """
@@ -44,7 +44,7 @@ class Cursor(NamedTuple):
     segment: Segment | None = None
     last_rows: TableRows | None = None
     epoch_ended: bool = False
-    epochs_seen: int = 0
+    end_of_steps_seen: bool = False
     resumed: bool = False
     empty_epochs: int = 1
 
@@ -53,11 +53,6 @@ class Cursor(NamedTuple):
         """Return the cursor at the counts `clock` and the positions `table`, whose rows are all up to date on this rank."""
         ended = bool((table[:, REMAINDER_COLUMN] == EPOCH_ENDED).all())
         return cls(clock, table, owners, clock.micro_batch(layout), {}, epoch_ended=ended, empty_epochs=int(not ended))
-
-    @property
-    def can_skip_checks(self) -> bool:
-        """True if the next micro batch can be taken without a check for the end of the segment."""
-        return self.segment is not None and self.u < self.segment.checks_from_u
 
     @property
     def positions(self) -> Ints:
@@ -86,7 +81,7 @@ class Cursor(NamedTuple):
                 owners = segment.remainder.owner_ranks_after(owners, u)
         return tuple.__new__(Cursor, (  # faster than `Cursor(...)`, which would cost 3 % of a packed batch
             self.clock, self.table, owners, self.u + 1, self.unwritten_rows, self.segment,
-             micro_batch.rows, False, self.epochs_seen, False, 0
+             micro_batch.rows, False, False, False, 0
         ))  # fmt: skip
 
     def copy(self) -> Cursor:

@@ -188,7 +188,7 @@ class Exchanges:
         communicator = group.communicator
         if communicator is None:
             return numbers[None]
-        return self._communicate(name, lambda call: communicator.gather(call, torch.from_numpy(numbers)).numpy())
+        return self._communicate(name, lambda call: communicator.begin_gather(call, numbers)())
 
     def _communicate(self, name: str, work: Callable[[Call], T]) -> T:
         """Return ``work(call)``, an exchange of this name; a broken connection ends all exchanges, on all ranks."""

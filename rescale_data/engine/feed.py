@@ -59,15 +59,12 @@ class Feed(ABC):
         return ""
 
     def stop(self, *, wait: bool = True) -> None:  # noqa: B027 - where nothing is made ahead there is nothing to stop
-        """Stop making micro batches in this process; `begin` starts again.
+        """Stop making micro batches in this process; a `next` in another thread raises an error, if it waits for other ranks.
 
         Args:
             wait: True to return only when the caller may use the runner and the sources. Otherwise the caller may use them only
                 after another `stop`.
         """
-
-    def interrupt(self) -> None:  # noqa: B027
-        """Make `next` in another thread raise an error if it waits for other ranks; the caller calls `stop` afterwards."""
 
     def close(self) -> None:  # noqa: B027
         """End the worker processes or the thread of the feed; `begin` starts them again."""
@@ -82,23 +79,17 @@ class InProcessFeed(Feed):
         self._collate = collate
         self._turns: TurnFunction | None = None
         self._segment: Segment | None = None
-        self._u, self._pads_tail = 0, False
+        self._u, self._u_step, self._pads_tail = 0, 1, False
         self._make_seconds = self._counted_seconds = 0.0  # spent on making; the part that is already in `counts`
 
-    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_u: int, u_step: int = 1) -> None:
+        """Begin to produce every ``u_step``-th micro batch of a segment from number ``first_u`` on."""
         self.runner.load(table, segment.histories)
-        self._segment = segment
-        self._turns, self._u, self._pads_tail = segment.turn_function(table), first_u, segment.pads
+        self._segment, self._u, self._u_step = segment, first_u, u_step
+        self._turns, self._pads_tail = segment.turn_function(table), segment.pads
 
     def next(self) -> MicroBatch:
-        started = time.perf_counter()
-        micro_batch = self.make(self._u)
-        self._u += 1
-        self._make_seconds += time.perf_counter() - started
-        return micro_batch
-
-    def make(self, u: int) -> MicroBatch:
-        """Return micro batch ``u`` of the segment; ``u`` must grow from call to call, and errors are as in `next`."""
+        started, u = time.perf_counter(), self._u
         turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
         if turns is None or self._segment is None:
             raise Exhausted
@@ -107,7 +98,8 @@ class InProcessFeed(Feed):
         batch = self._draw(turns(u), self._collate)
         if self._pads_tail:
             batch = batch._replace(batch=with_valid(batch.batch, batch.num_real, len(batch.shards)))
-        self._turns = turns
+        self._turns, self._u = turns, u + self._u_step
+        self._make_seconds += time.perf_counter() - started
         return batch
 
     def progress(self) -> dict[str, float]:
@@ -140,9 +132,6 @@ class WrappedFeed(Feed):
 
     def stop(self, *, wait: bool = True) -> None:
         self.feed.stop(wait=wait)
-
-    def interrupt(self) -> None:
-        self.feed.interrupt()
 
     def close(self) -> None:
         self.feed.close()
@@ -222,7 +211,7 @@ class InThreadFeed(WrappedFeed):
         self._finished_batches.put(Exhausted())  # for a thread that waits for a batch that is not made any more
         self._finished_batches = SimpleQueue()
         if self._thread is not None:
-            self.feed.interrupt()
+            self.feed.stop(wait=False)
             if wait:  # otherwise, or after Ctrl-C, the thread may still be in a read: a later `stop` waits
                 self._thread.end()
                 self._thread = None

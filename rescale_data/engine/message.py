@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -71,28 +73,42 @@ class Slabs:
 
 
 class Inbox:
-    """The shared-memory buffers (slabs) that the receiver has from one worker, for one `BeginCommand`.
+    """The messages of one worker for one `BeginCommand`, and the shared-memory buffers (slabs) in which their values lie.
 
     Args:
         pin_memory: True if values are to arrive in page-locked memory.
+
+    Attributes:
+        messages: The messages that have arrived, or an error in place of the next one.
     """
 
     def __init__(self, pin_memory: bool) -> None:
+        self.messages: SimpleQueue[Message | Exception] = SimpleQueue()
         self._slabs: dict[int, torch.Tensor] = {}
+        self._slab, self._byte_ranges = torch.empty(0, device="cpu"), deque[ByteRange]()
         self._pin = pin_memory
 
-    def open(self, message: Message) -> list[tuple[torch.Tensor, ByteRange]]:
-        """Return the slab and the byte range of each packed value in a message; unpack them before the slab is reused."""
-        if message.memory is not None:
-            self._slabs[message.slab_index] = message.memory
-        return [(self._slabs[message.slab_index], byte_range) for byte_range in message.byte_ranges]
+    def next_value(self, seconds: float) -> tuple[Any, bool]:
+        """Return the next value, and True if no value of its slab is left, which may then be written again.
 
-    def unpack(self, memory: torch.Tensor, byte_range: ByteRange) -> Any:
-        """Return one unpacked value; its tensors and arrays are views of a single copy of the bytes."""
-        start, pickle_start, stop = byte_range
+        Tensors and arrays of the value are views of a single copy of the bytes.
+
+        Raises:
+            Empty: No message has come within `seconds`.
+            Exception: The error that has come in place of a message.
+        """
+        if not self._byte_ranges:
+            message = self.messages.get(timeout=seconds)
+            if isinstance(message, Exception):
+                raise message
+            if message.memory is not None:
+                self._slabs[message.slab_index] = message.memory
+            self._slab, self._byte_ranges = self._slabs[message.slab_index], deque(message.byte_ranges)
+        start, pickle_start, stop = self._byte_ranges.popleft()
         copied_bytes = torch.empty(pickle_start - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
-        copied_bytes.copy_(memory[start:pickle_start])
-        return _Unpacker(memory[pickle_start:stop].numpy(), copied_bytes).load()
+        copied_bytes.copy_(self._slab[start:pickle_start])
+        value = _Unpacker(self._slab[pickle_start:stop].numpy(), copied_bytes).load()
+        return value, not self._byte_ranges
 
 
 def to_bytes(value: Any) -> PackedBytes:

@@ -38,27 +38,25 @@ def next_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
         return _end_epoch(cursor, cursor.segment.remainder, ends)
     if cursor.segment.samples_left is None:
         return _next_round(cursor, ends)
-    num_delivered, samples_left = (
-        cursor.segment.samples_before(cursor.u),
-        cursor.segment.samples_left - cursor.segment.samples_delivered(cursor.u),
-    )
+    samples_left = cursor.segment.samples_left - cursor.segment.samples_delivered(cursor.u)
+    num_delivered = cursor.segment.samples_before(cursor.u)
     return _begin_remainder(cursor, cursor.positions.copy(), samples_left, num_delivered, ends, is_known=True)
 
 
 def _plan_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
     """Return the cursor with a planned segment, given a cursor without one whose table rows are all up to date."""
     table, layout = cursor.positions, ends.layout
-    samples, num_left = table[:, SAMPLES].copy(), ends.samples_left_in_epoch(table)
-    if (table[:, REMAINDER_COLUMN] == NO_REMAINDER).all():
+    samples, planned = table[:, SAMPLES].copy(), table[:, REMAINDER_COLUMN].copy()
+    num_left = ends.samples_left_in_epoch(table)
+    if (planned == NO_REMAINDER).all():
         stop = None if num_left is None else max(layout.main_phase_end(samples, num_left, cursor.u), cursor.u)
-        return cursor._replace(segment=_segment(ends, cursor.u, stop, samples, num_left), owners=ends.owners)
-    if num_left is None and not cursor.u:  # a round that has not begun: perhaps planned for another global batch
+        segment = _segment(ends, cursor.u, stop, samples, num_left)
+    elif num_left is None and not cursor.u:  # a round that has not begun: perhaps planned for another global batch
         return _next_round(cursor, ends)
-    planned = table[:, REMAINDER_COLUMN].copy()
-    drawn = samples - Remainder(layout, planned, samples, False).samples_delivered(cursor.u)
-    return cursor._replace(
-        segment=_remainder_segment(ends, cursor.u, planned, drawn, is_known=num_left is not None), owners=ends.owners
-    )
+    else:
+        drawn = samples - Remainder(layout, planned, samples, False).samples_delivered(cursor.u)
+        segment = _remainder_segment(ends, cursor.u, planned, drawn, is_known=num_left is not None)
+    return cursor._replace(segment=segment, owners=ends.owners)
 
 
 def _next_round(cursor: Cursor, ends: EpochEnds) -> Cursor:

@@ -35,36 +35,33 @@ def open_stream(pipeline: Pipeline, options: Options) -> Stream:
         )
     runner = Runner(setup.recipe, setup.schema)
     pins_memory = torch.accelerator.is_available() and (options.pin_memory or is_accelerator(options.transfer))
-    if options.balance is not None:
-        feed: Feed = _balanced_feed(setup, options.balance, runner)
-        feed = FunctionFeed(feed, pin) if pins_memory else feed
-    elif options.num_workers:
-        feed = _pool(setup, options, pin_memory=pins_memory)
+    if options.balance is None:
+        feed = _reading_feed(setup, options, runner, pin_memory=pins_memory)
     else:
-        feed = InProcessFeed(runner, options.collate_fn)
-        feed = FunctionFeed(feed, pin) if pins_memory else feed
+        feed = _balanced_feed(setup, options.balance, runner)
+    is_pool = isinstance(feed, Pool)
+    if pins_memory and not is_pool:
+        feed = FunctionFeed(feed, pin)
     if options.transfer is not None:
         feed = with_transfer(feed, options.transfer, setup.ranks.rank, setup.ranks.world_size)
-    if options.balance is not None and options.ahead:
-        feed = InThreadFeed(feed, setup.layout.gradient_accumulation_steps)
-    elif options.ahead and (options.transfer is not None or not options.num_workers):
-        feed = InThreadFeed(feed, options.ahead)
+    if options.ahead and (options.transfer is not None or not is_pool):
+        one_step = setup.layout.gradient_accumulation_steps
+        feed = InThreadFeed(feed, options.ahead if options.balance is None else one_step)
     return Stream(setup, runner, feed)
 
 
 def _balanced_feed(setup: Setup, balance: Balance, runner: Runner) -> Feed:
     """Return the feed of balanced steps, on top of a feed that reads ahead, so that not all ranks wait for one slow read."""
     options = setup.options
-    if options.num_workers:
-        inner_feed: Feed = _pool(setup, replace(options, collate_fn=as_samples), pin_memory=False)
-    else:
-        inner_feed = InProcessFeed(runner, as_samples)
-        batches_ahead = max(options.ahead, setup.layout.gradient_accumulation_steps)
-        inner_feed = InThreadFeed(inner_feed, batches_ahead) if options.ahead else inner_feed
-    return BalancedFeed(inner_feed, setup, balance)
+    feed = _reading_feed(setup, replace(options, collate_fn=as_samples), runner, pin_memory=False)
+    if options.ahead and not options.num_workers:
+        feed = InThreadFeed(feed, max(options.ahead, setup.layout.gradient_accumulation_steps))
+    return BalancedFeed(feed, setup, balance)
 
 
-def _pool(setup: Setup, options: Options, *, pin_memory: bool) -> Pool:
+def _reading_feed(setup: Setup, options: Options, runner: Runner, *, pin_memory: bool) -> Feed:
+    if not options.num_workers:
+        return InProcessFeed(runner, options.collate_fn)
     pool = Pool(setup.recipe, options, pin_memory=pin_memory)
     if pool.uses_fork and setup.ranks.communicator is not None and is_file_store():
         setup.ranks.warn(_FORK_WARNING)

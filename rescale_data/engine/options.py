@@ -58,7 +58,11 @@ class Options:
                 f"for no thread; with workers the messages that each of them may be ahead, at least 1."
             )
         require_transfer(self.transfer)
-        require_seconds(timeout=self.timeout)
+        if not 0 < self.timeout <= MAX_TIMEOUT_SECONDS:
+            raise ValueError(
+                f"timeout={self.timeout!r}: give the seconds to wait for a worker or another rank, more than 0, at most "
+                f"{MAX_TIMEOUT_SECONDS:,} (23 days)."
+            )
 
     @property
     def ahead(self) -> int:
@@ -69,13 +73,3 @@ class Options:
 
 
 OPTION_NAMES = frozenset(field.name for field in fields(Options))
-
-
-def require_seconds(**arguments: float) -> None:
-    """Raise ``ValueError`` unless each argument is a positive number of seconds, at most `MAX_TIMEOUT_SECONDS`."""
-    for name, seconds in arguments.items():
-        if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
-            raise ValueError(
-                f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0, at most "
-                f"{MAX_TIMEOUT_SECONDS:,} (23 days)."
-            )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from queue import Empty
 
 import torch
 
 from rescale_data.engine.feed import Feed
-from rescale_data.engine.message import ByteRange, Inbox
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.options import Options
 from rescale_data.engine.processes import Crew, Work, context_of, require_pickle
@@ -49,10 +47,8 @@ class Pool(Feed):
     def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
         self._num_begin_commands += 1
         begin = BeginCommand(self._num_begin_commands, segment, first_u, self._num_slabs, table)
-        work, self._num_taken_batches = Work(begin, self._num_workers), 0
+        work, self._num_taken_batches = Work(begin, self._num_workers, pin_memory=self._pin), 0
         self._num_micro_batches = None if segment.stop is None else segment.stop - first_u
-        self._inboxes = [Inbox(self._pin) for _ in range(self._num_workers)]
-        self._byte_ranges = [deque[tuple[torch.Tensor, ByteRange]]() for _ in range(self._num_workers)]
         if self._crew is not None and self._crew.failure is not None:
             self.close()
         if self._crew is None:
@@ -68,21 +64,15 @@ class Pool(Feed):
             raise Exhausted
         work, self._work = self._work, None  # after an error or Ctrl-C, `begin` has to be called
         worker = self._num_taken_batches % self._num_workers
-        byte_ranges, inbox = self._byte_ranges[worker], self._inboxes[worker]
-        if not byte_ranges:
-            try:
-                message = work.message_queues[worker].get(timeout=self._timeout)
-            except Empty:
-                self._end_crew(0)
-                raise TimeoutError(
-                    f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
-                    f"look for what the pipeline waits for."
-                ) from None
-            if isinstance(message, Exception):
-                raise message
-            byte_ranges.extend(inbox.open(message))
-        value: MicroBatch | Exception = inbox.unpack(*byte_ranges.popleft())
-        if not byte_ranges:
+        try:
+            value, is_slab_free = work.inboxes[worker].next_value(self._timeout)
+        except Empty:
+            self._end_crew(0)
+            raise TimeoutError(
+                f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
+                f"look for what the pipeline waits for."
+            ) from None
+        if is_slab_free:
             self._crew.free_slabs[worker].release()
         if isinstance(value, Exception):
             raise value

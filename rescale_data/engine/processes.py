@@ -2,7 +2,7 @@
 
     trainer                 thread of the crew                     worker
     begin(work) ─────bell─► sends the command once the  ──pipe──►  makes messages, while slabs are free
-    work.messages[i] ◄───── worker has answered the one  ◄─pipe──  number and message; number and None: idle
+    work.inboxes[i] ◄────── worker has answered the one  ◄─pipe──  number and message; number and None: idle
     free[i].release() ────────────────────────────────semaphore─►  one more slab is free
 
 One thread alone uses the pipes, so Ctrl-C never leaves half a message in a pipe. Both directions carry less than 4 kB at a
@@ -25,14 +25,13 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
 from rescale_data.engine.board import Board
-from rescale_data.engine.message import Message, from_bytes, to_bytes
+from rescale_data.engine.message import Inbox, from_bytes, to_bytes
 from rescale_data.engine.worker_info import set_worker_info
 from rescale_data.engine.workers import BeginCommand, Worker
 from rescale_data.sources.counts import read_counters
@@ -48,19 +47,20 @@ _MAX_TRACEBACK_CHARS = 2000
 
 
 class Work:
-    """The work of the worker processes for one `BeginCommand`, and the queues in which their messages arrive.
+    """The work of the worker processes for one `BeginCommand`, and an inbox for the messages of each.
 
     Args:
         begin: The command to the workers; `None` ends them.
+        pin_memory: True if batches are to arrive in page-locked memory.
     """
 
-    def __init__(self, begin: BeginCommand | None, num_workers: int) -> None:
+    def __init__(self, begin: BeginCommand | None, num_workers: int, *, pin_memory: bool = False) -> None:
         self.begin_number = -1 if begin is None else begin.command_id
         self.packed_command = None
         if begin is not None:
             packed_begin, start = to_bytes(begin)
             self.packed_command = packed_begin.share_memory_(), start
-        self.message_queues = [SimpleQueue[Message | Exception]() for _ in range(num_workers)]
+        self.inboxes = [Inbox(pin_memory) for _ in range(num_workers)]
 
 
 class Crew:
@@ -168,7 +168,7 @@ class Crew:
         if message is None:
             idle_workers.add(worker_index)
         elif self._work is not None and work_number == self._work.begin_number:
-            self._work.message_queues[worker_index].put(message)
+            self._work.inboxes[worker_index].messages.put(message)
         return True
 
     def _fail(self, number: int, reason: str) -> None:
@@ -181,8 +181,8 @@ class Crew:
 
     def _send_failure(self) -> None:
         if self.failure is not None and self._work is not None:
-            for messages in self._work.message_queues:
-                messages.put(self.failure)
+            for inbox in self._work.inboxes:
+                inbox.messages.put(self.failure)
 
 
 # In a worker

@@ -20,7 +20,7 @@ from rescale_data.engine.shared import BatchCounts, SharedCalls, on_first_peer, 
 from rescale_data.engine.states.load import load_state_dict as load
 from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
 from rescale_data.engine.states.statedict import state_dict as state_of
-from rescale_data.engine.stream import Stream
+from rescale_data.engine.stream import Stream, stream_of
 from rescale_data.engine.watch import SLOW_SECONDS, Watch, describe, waits_for_batches
 from rescale_data.errors import checks_argument_types
 
@@ -78,10 +78,6 @@ class Reading:
         """The object that has the counts of the loader: the stream, or on other peers what the first one has sent."""
         sent_counts = None if self._shared is None else self._shared.counts
         return self._stream if sent_counts is None else sent_counts
-
-    @on_first_peer(RESULT)
-    def _call_on_first_peer(self, function: Callable[[Stream], R]) -> R:
-        return function(self._stream)
 
     # Batches
 
@@ -143,8 +139,6 @@ class Reading:
         Like iterating, collective over the dp ranks where an epoch's end is found by reading (``repeat=False`` with packing
         or filters): all ranks call it, or none. So are `start` and `skip`.
         """
-        if self._stream.is_epoch_over():
-            raise StopIteration
         return self._stream.peek().batch
 
     @on_first_peer(RESULT)
@@ -176,7 +170,7 @@ class Reading:
         if epoch == now + 1 and stream.is_epoch_over():
             stream.begin_next_epoch()
         elif is_resumed_at_end and 0 <= epoch == now - 1:
-            stream.cursor = stream.cursor._replace(epochs_seen=epoch)  # a state there does not say if it was seen
+            stream.cursor = stream.cursor._replace(end_of_steps_seen=False)  # a state there does not say if it was
         elif epoch != now:
             raise ValueError(
                 f"set_epoch({epoch}): the loader is in epoch {now}, and moves on to {now + 1} when its last batch has "
@@ -329,9 +323,8 @@ class Reading:
             require_reopenable(old, stream)
         load(stream, state_of(old.cursor, old.ends) if state is None else state, delivered)
         if state is None:  # keep whether the end of the epoch was seen here
-            end_unseen = old.is_at_end_of_steps and old.epoch_ended and stream.is_at_end_of_steps
-            epochs_seen = stream.cursor.epochs_seen - end_unseen
-            stream.cursor = stream.cursor._replace(resumed=old.cursor.resumed, epochs_seen=epochs_seen)
+            is_seen = not (old.is_at_end_of_steps and old.epoch_ended)
+            stream.cursor = stream.cursor._replace(resumed=old.cursor.resumed, end_of_steps_seen=is_seen)
         change = stream.epoch - old.epoch  # steps_per_epoch may count otherwise; the newest iterator goes on
         stream.last_batch_samples = old.last_batch_samples
         self.close()
@@ -392,6 +385,7 @@ class Reading:
     _take_shared_batch = on_first_peer(BATCH_MESSAGE)(_take_batch)
 
 
+@on_first_peer(RESULT)
 def call_with_stream(loader: Reading, function: Callable[[Stream], R]) -> R:
     """Return ``function(stream)``, computed by the loader's first peer for all peers (collective over the peers)."""
-    return loader._call_on_first_peer(function)  # pyright: ignore[reportPrivateUsage]
+    return function(stream_of(loader))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -100,9 +100,8 @@ class Schema:
         """Return the class names of the nodes whose number of samples is unknown, although the nodes below them know theirs."""
         shard_numbers = np.arange(len(table), dtype=np.int64)
         nodes: list[tuple[tuple[str, ...], Node[Any]]] = []
-        for path, node in self.root.walk():
-            positions = self.slots_at(table, path)
-            if positions is not None and epoch_end(node, positions, shard_numbers) is None:
+        for path, node, positions in self.nodes_with_slots(table):
+            if epoch_end(node, positions, shard_numbers) is None:
                 nodes = [(prefix, parent) for prefix, parent in nodes if path[: len(prefix)] != prefix] + [(path, node)]
         return sorted({type(node.wrapped_node if isinstance(node, Foreign) else node).__name__ for _, node in nodes})
 
@@ -126,9 +125,8 @@ class Schema:
         """Return the counters of the given shards, by name; counters of several readers of one source are added up."""
         counters: dict[str, float] = {}
         shared_names, owned_table = self._shared_source_names(), table[shards]
-        for path, node in self.root.walk():
-            positions = self.slots_at(owned_table, path)
-            if positions is None or not isinstance(node, Reports):
+        for path, node, positions in self.nodes_with_slots(owned_table):
+            if not isinstance(node, Reports):
                 continue
             for key, value in node.progress(positions, shards, owned_table[:, SAMPLES]).items():
                 if node.reads is not None and node.reads.name in shared_names and key.endswith(f"/{node.reads.name}"):
@@ -150,16 +148,22 @@ class Schema:
         self.histories = histories
         adopt_histories(self.root, histories)
 
-    def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
-        """Return the position columns of the node at ``path``, a view of the table; `None` for a node inside a foreign node."""
-        node_slots = slots_of(self.root, path)
-        return None if node_slots is None else table[:, FIRST_SLOT_COLUMN:][:, node_slots]
+    def nodes_with_slots(
+        self, table: Ints, root: Node[Any] | None = None
+    ) -> Iterator[tuple[tuple[str, ...], Node[Any], Ints]]:
+        """Yield each node that is not inside a foreign node, with its path and its position columns, a view of the table.
+
+        Args:
+            root: The pipeline whose nodes are yielded; default: that of the first shard.
+        """
+        for path, node in (self.root if root is None else root).walk():
+            if (node_slots := slots_of(self.root, path)) is not None:
+                yield path, node, table[:, FIRST_SLOT_COLUMN:][:, node_slots]
 
     def prefetch_shards(self, table: Ints, shards: Ints) -> None:
         """Begin to fetch the data that the given shards need first."""
-        for path, node in self.root.walk():
-            positions = self.slots_at(table[shards], path)
-            if positions is not None and isinstance(node, Prepares):
+        for _, node, positions in self.nodes_with_slots(table[shards]):
+            if isinstance(node, Prepares):
                 node.prepare(positions, shards)
 
     @cached_property
@@ -190,11 +194,6 @@ class Schema:
     def columns_json(self) -> str:
         """The table columns of a state as JSON (name, dtype and shape), in the order of the table."""
         return to_json([{"name": field.key, **field.describe()} for field in (STAMP, *self.fields)])
-
-    @property
-    def columns(self) -> dict[str, Any]:
-        """The dtype and shape of each table column of a state, by name, as read from JSON."""
-        return columns_by_name(json.loads(self.columns_json))
 
     @property
     def header_texts(self) -> dict[str, str]:
@@ -231,11 +230,6 @@ def adopt_histories(root: Node[Any], histories: Histories) -> None:
 
 def to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=operator.index)
-
-
-def columns_by_name(columns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the dtype and the shape of each column of a table, by name."""
-    return {column["name"]: {"dtype": column["dtype"], "shape": column["shape"]} for column in columns}
 
 
 def json_round_trip(value: Any) -> Any:

@@ -77,7 +77,11 @@ def make_setup(pipeline: Pipeline, options: Options) -> Setup:
             "epoch_size_is_known": setup.recipe.repeat or setup.epoch_size_is_known,
         }
     )
-    _warn_if_not_aligned(setup)
+    if layout.misfit_reason is not None:
+        ranks.warn(
+            "Not aligned: %s. Nothing is lost or repeated, but the order depends on this topology.",
+            layout.misfit_reason,
+        )
     if options.balance is not None and options.balance.over == "rank" and layout.gradient_accumulation_steps == 1:
         ranks.warn(
             "rd.Balance(over='rank') changes nothing: a rank has one micro batch a step. Give over='host' or 'all'."
@@ -94,23 +98,14 @@ def _require_ranks(balance: Balance | None, ranks: Ranks) -> None:
         )
 
 
-def _warn_if_not_aligned(setup: Setup) -> None:
-    if setup.layout.misfit_reason is not None:
-        setup.ranks.warn(
-            "Not aligned: %s. Nothing is lost or repeated, but the order depends on this topology.",
-            setup.layout.misfit_reason,
-        )
-
-
 def _check_steps(setup: Setup) -> None:
     """Raise ``ValueError`` if `steps_per_epoch` is out of range, or if the pipeline itself knows the size of its epoch."""
     steps_per_epoch = setup.options.steps_per_epoch
     if steps_per_epoch is None:
         return
-    if steps_per_epoch < 1:
-        raise ValueError(f"steps_per_epoch={steps_per_epoch}: it is at least 1.")
-    if steps_per_epoch * setup.layout.gradient_accumulation_steps > sys.maxsize:
-        raise ValueError(f"steps_per_epoch={steps_per_epoch}: len() cannot count so many. Leave it out for no end.")
+    max_steps = sys.maxsize // setup.layout.gradient_accumulation_steps  # len() counts so many batches
+    if not 1 <= steps_per_epoch <= max_steps:
+        raise ValueError(f"steps_per_epoch={steps_per_epoch}: give 1 to {max_steps}, or leave it out for no end.")
     if not setup.recipe.repeat and setup.epoch_size_is_known:
         raise ValueError(
             f"steps_per_epoch={steps_per_epoch}, but the pipeline knows how many samples an epoch has. Leave it out, or give "

@@ -74,8 +74,10 @@ class SharedCalls:
         settings = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
         self._peers = Peers(_peer_ranks(options.peers), options.receives, settings, options.timeout)
         self.counts = BatchCounts() if self._peers.my_index else None
-        if options.dp_rank is not None:
-            _join_meeting(options.dp_rank, options.dp_world_size, options.timeout)
+        dp_rank, dp_world_size = options.dp_rank, options.dp_world_size or 1
+        # Wait for all processes of the job, also the ones that read nothing, before any read, since reads may fail
+        if dp_rank is not None and dist.get_world_size() > 1 and 0 <= dp_rank < dp_world_size > 1:
+            by_dp_rank(dp_rank, dp_world_size, options.timeout)
 
     def share_call(self, loader: object, call_text: str, message_kind: int, work: Callable[[], Any]) -> Any:
         """Return the result of the first peer's `work` on all peers; a batch only on peers that receive batches.
@@ -170,14 +172,6 @@ def _peer_ranks(peers: Any) -> list[int]:
         raise RuntimeError("peers= needs a process group: call torch.distributed.init_process_group first.")
     require_type(MESH_TYPES, "the DeviceMesh or the process group of the ranks that share a dp rank", peers=peers)
     return sorted(ranks_in(peers=peers))
-
-
-def _join_meeting(dp_rank: Any, dp_world_size: Any, timeout: float) -> None:
-    """Wait for all processes of the job, also the ones that read nothing. This comes before any read, since reads may fail."""
-    if not isinstance(dp_rank, int) or not isinstance(dp_world_size, int) or dist.get_world_size() == 1:
-        return
-    if dp_world_size > 1 and 0 <= dp_rank < dp_world_size:  # otherwise the loader raises an error
-        by_dp_rank(dp_rank, dp_world_size, timeout)
 
 
 def _setting(value: Any) -> str:

@@ -76,7 +76,10 @@ def skip(cursor: Cursor, ends: EpochEnds, num_micro_batches: int) -> Cursor:
             cursor = cursor._replace(u=u + num_to_skip)
         num_micro_batches -= cursor.u - u
         cursor = _enter_segment(
-            cursor._replace(empty_epochs=0 if cursor.u > u else cursor.empty_epochs, resumed=False), ends
+            cursor._replace(
+                empty_epochs=0 if cursor.u > u else cursor.empty_epochs, end_of_steps_seen=False, resumed=False
+            ),
+            ends,
         )
     return cursor
 

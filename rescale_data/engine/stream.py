@@ -70,8 +70,7 @@ class Stream:
 
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.feed, self.ends, self.last_batch_samples = feed, EpochEnds(setup, runner), 0
-        self.schema, self.layout = setup.schema, setup.layout
-        self._steps_per_epoch = setup.options.steps_per_epoch
+        self.schema, self.layout, self._steps_per_epoch = setup.schema, setup.layout, setup.options.steps_per_epoch
         self._pid = 0  # the process in which the feed has begun
         self.reset()
 
@@ -144,10 +143,9 @@ class Stream:
     @property
     def epoch_ended(self) -> bool:
         """True if the last batch of the epoch was consumed, and the next epoch has not begun."""
-        steps = self._steps_per_epoch
-        if steps is None:
+        if self._steps_per_epoch is None:
             return self.cursor.epoch_ended
-        return self.is_at_end_of_steps and self.step // steps > self.cursor.epochs_seen
+        return self.is_at_end_of_steps and not self.cursor.end_of_steps_seen
 
     @property
     def is_at_end_of_steps(self) -> bool:
@@ -198,11 +196,10 @@ class Stream:
 
     def begin_next_epoch(self) -> None:
         """Begin the next epoch, if the last micro batch of the current epoch was consumed."""
-        steps = self._steps_per_epoch
-        if steps is None:
+        if self._steps_per_epoch is None:
             self._begin_next_data_epoch()
         else:
-            self.cursor = self.cursor._replace(epochs_seen=self.step // steps, resumed=False)
+            self.cursor = self.cursor._replace(end_of_steps_seen=True, resumed=False)
 
     def _begin_next_data_epoch(self) -> None:
         if self.cursor.epoch_ended:
@@ -214,21 +211,15 @@ class Stream:
         """Go back to the beginning of the run, with the data files as they are now."""
         self.rewind()
         self.schema.adopt({})
-        self._go_to(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
+        self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock(), resumed=False)
 
-    def load(self, table: Ints, clock: Clock) -> None:
+    def load(self, table: Ints, clock: Clock, *, resumed: bool = True) -> None:
         """Continue from a table whose N rows are all up to date; an epoch of `steps_per_epoch` that ends here has ended."""
-        steps = self._steps_per_epoch
-        epochs_seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
-        self._go_to(table, clock, epochs_seen=epochs_seen, resumed=True)
-
-    def _go_to(self, table: Ints, clock: Clock, *, epochs_seen: int = 0, resumed: bool = False) -> None:
         self.rewind()
         self.ends.runner.release_cache()
         self.ends = EpochEnds(replace(self.setup, ranks=self.ranks.after_load), self.ends.runner)
-        self.cursor = Cursor.from_clock(clock, table, self.ends.owners, self.layout)._replace(
-            epochs_seen=epochs_seen, resumed=resumed
-        )
+        cursor = Cursor.from_clock(clock, table, self.ends.owners, self.layout)
+        self.cursor = cursor._replace(end_of_steps_seen=True, resumed=resumed)
 
     def skip(self, num_samples: int) -> None:
         """Skip samples of all ranks as if they were consumed, also across epochs; on failure, the position does not change."""
@@ -260,8 +251,9 @@ class Stream:
 
     def begin_segment(self) -> Segment | None:
         """Return the segment of the next micro batch, and plan it if needed; `None` at the end of the epoch."""
-        if self.cursor.can_skip_checks:
-            return self.cursor.segment
+        segment = self.cursor.segment
+        if segment is not None and self.cursor.u < segment.checks_from_u:
+            return segment
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
         if self._failure is not None:
@@ -277,7 +269,7 @@ class Stream:
         """Return the cursor in the segment of its next micro batch: moved on if its present segment is over."""
         while cursor.segment is not None and not cursor.segment.is_last:
             current = cursor
-            if not self.ends.is_segment_over(current, lambda u, current=current: self._make_until(current, u).next):
+            if not self.ends.is_segment_over(current, lambda u, current=current: self._make_until(current, u)):
                 break
             cursor = self._move_to_next_segment(current)
         return cursor
@@ -303,28 +295,17 @@ class Stream:
         raises the error, in place of the micro batch.
 
         Raises:
-            StopIteration: No batch is left in the epoch.
+            StopIteration: At the end of the epoch.
         """
-        cursor, segment = self.cursor, self.cursor.segment
-        if segment is None or cursor.u + 1 >= segment.checks_from_u or self._steps_per_epoch is not None:
-            return self._take_and_advance()
-        micro_batch = self._next_micro_batch(cursor)
-        self.cursor = cursor.advanced(micro_batch)
-        self._queue.micro_batches.pop(cursor.u, None)
-        return micro_batch
-
-    def _take_and_advance(self) -> MicroBatch:
-        if self.is_epoch_over():
-            raise StopIteration
-        micro_batch = self._next_micro_batch(self.cursor)
-        queue, u = self._queue, self.cursor.u
-        cursor = self.cursor.advanced(micro_batch)
-        try:
-            cursor = self._enter_segment(cursor)
-        except BaseException as error:  # also Ctrl-C: it is raised after this batch has arrived
-            self._failure = error
-        else:
-            cursor = self._at_epoch_end(cursor)
+        micro_batch = self.peek()
+        queue, u, cursor = self._queue, self.cursor.u, self.cursor.advanced(micro_batch)
+        if cursor.segment is None or cursor.u >= cursor.segment.checks_from_u:
+            try:
+                cursor = self._enter_segment(cursor)
+            except BaseException as error:  # also Ctrl-C: it is raised after this batch has arrived
+                self._failure = error
+            else:
+                cursor = self._at_epoch_end(cursor)
         self.cursor = cursor
         queue.micro_batches.pop(u, None)
         if self._steps_per_epoch is not None and self.epoch_ended and not self.feed.is_ahead:
@@ -333,37 +314,12 @@ class Stream:
 
     def peek(self) -> MicroBatch:
         """Return the next micro batch without consuming it; raise `StopIteration` at the end of the epoch."""
-        if not self.cursor.can_skip_checks and self.begin_segment() is None:
+        segment, steps = self.cursor.segment, self._steps_per_epoch
+        if (segment is None or steps is not None or self.cursor.u >= segment.checks_from_u) and self.is_epoch_over():
             raise StopIteration
-        return self._next_micro_batch(self.cursor)
-
-    # Making ahead
-
-    def start(self) -> None:
-        """Start the feed at the next micro batch, if it has not started."""
-        if self.begin_segment() is not None:
-            self._find_queue(self.cursor)
-
-    def _find_queue(self, cursor: Cursor) -> MicroBatchQueue:
-        """Return the queue of the micro batches of the cursor's segment; start the feed there if needed."""
-        if self.feed.is_ahead and self._pid not in (0, os.getpid()):
-            raise RuntimeError(
-                f"This DataLoader reads ahead in process {self._pid}, of which this one is a fork: the workers and threads "
-                f"are not its own. Make another loader here, and load the state into it."
-            )
-        queue, segment = self._queue, cursor.segment
-        if segment is None or (
-            queue.segment is segment and (cursor.u == queue.next or cursor.u in queue.micro_batches)
-        ):
-            return queue
-        self._queue, self._pid = MicroBatchQueue(), os.getpid()
-        self.feed.begin(segment, cursor.copy().table, cursor.u)
-        self._queue = MicroBatchQueue(segment, cursor.u)
-        return self._queue
-
-    def _next_micro_batch(self, cursor: Cursor) -> MicroBatch:
-        """Return the micro batch at a cursor, from the queue or newly made."""
-        micro_batch = self._make_until(cursor, cursor.u + 1).micro_batches.get(cursor.u)
+        u = self.cursor.u
+        self._make_until(self.cursor, u + 1)
+        micro_batch = self._queue.micro_batches.get(u)
         if micro_batch is None:
             raise DataStateError(
                 "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
@@ -371,11 +327,30 @@ class Stream:
             )
         return micro_batch
 
-    def _make_until(self, cursor: Cursor, stop: int) -> MicroBatchQueue:
-        """Make micro batches of a segment up to ``stop``, or until a shard ends; return the queue that holds them."""
-        queue = self._queue
-        if self.feed.is_ahead or queue.segment is not cursor.segment or queue.next != cursor.u:
-            queue = self._find_queue(cursor)
+    # Making ahead
+
+    def start(self) -> None:
+        """Start the feed at the next micro batch, if it has not started."""
+        if self.begin_segment() is not None:
+            self._make_until(self.cursor, self.cursor.u)
+
+    def _make_until(self, cursor: Cursor, stop: int) -> int:
+        """Make micro batches of a segment up to ``stop``, or until a shard ends; return the number of the next micro batch.
+
+        The feed starts at the cursor if it has not started there.
+        """
+        segment, queue = cursor.segment, self._queue
+        if segment is None:
+            return cursor.u
+        if self.feed.is_ahead and self._pid not in (0, os.getpid()):
+            raise RuntimeError(
+                f"This DataLoader reads ahead in process {self._pid}, of which this one is a fork: the workers and threads "
+                f"are not its own. Make another loader here, and load the state into it."
+            )
+        if queue.segment is not segment or (cursor.u != queue.next and cursor.u not in queue.micro_batches):
+            self._queue, self._pid = MicroBatchQueue(), os.getpid()
+            self.feed.begin(segment, cursor.copy().table, cursor.u)
+            queue = self._queue = MicroBatchQueue(segment, cursor.u)
         while queue.next < stop and not queue.is_exhausted:
             try:
                 queue.micro_batches[queue.next] = self.feed.next()
@@ -388,7 +363,7 @@ class Stream:
                 if isinstance(error, StopIteration):
                     raise RuntimeError(STOP_ITERATION_MESSAGE) from error
                 raise
-        return queue
+        return queue.next
 
     def close(self) -> None:
         """Close the feed; the position in the run does not change."""

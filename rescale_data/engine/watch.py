@@ -34,7 +34,7 @@ _WORK_KINDS = (
 """The kind of work that a thread does, by the prefix of its module's name; the first match counts.
 
 The last modules call functions of the user."""
-_WAITING_MODULES = tuple(f"rescale_data.engine.{name}" for name in ("pool", "processes", "feed"))
+_WAITING_MODULES = tuple(f"rescale_data.engine.{name}" for name in ("pool", "message", "feed"))
 """Modules whose functions wait for batches that other threads or processes make."""
 
 

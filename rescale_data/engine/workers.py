@@ -101,10 +101,10 @@ class Worker:
         stop_u = sys.maxsize if command.segment.stop is None else command.segment.stop
         try:
             feed = self._begin_feed(command)
-            for u in range(command.first_u + self._worker_number, stop_u, command.segment.layout.workers_per_rank):
+            for _ in range(command.first_u + self._worker_number, stop_u, command.segment.layout.workers_per_rank):
                 if not self._is_wanted(command):
                     return
-                packed_micro_batch = PackedValue(self._make(feed, u))
+                packed_micro_batch = PackedValue(self._make(feed))
                 read_counters().add(MADE_BATCHES, 1)
                 yield packed_micro_batch
         except Exhausted as error:
@@ -121,14 +121,15 @@ class Worker:
         if feed is None:
             schema = Schema(self.recipe.build(0))  # as in the trainer's process
             feed = self._feed = InProcessFeed(Runner(self.recipe, schema), self._collate)
-        feed.begin(begin.segment, begin.table, 0)
+        first_u, num_workers = begin.first_u + self._worker_number, begin.segment.layout.workers_per_rank
+        feed.begin(begin.segment, begin.table, first_u, num_workers)
         return feed
 
-    def _make(self, feed: InProcessFeed, u: int) -> MicroBatch:
+    def _make(self, feed: InProcessFeed) -> MicroBatch:
         watch = self.watch
         watch.start_time = time.perf_counter()
         try:
-            micro_batch = feed.make(u)
+            micro_batch = feed.next()
         finally:
             watch.start_time = None
         if watch.report_made:

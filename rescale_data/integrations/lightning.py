@@ -7,11 +7,11 @@ it does not know is that the number of ranks may have changed: it counts micro b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities import CombinedLoader
 
 from rescale_data.engine.states.codec import SavedState, at_next_epoch, decode, is_state
 from rescale_data.integrations.dp_ranks import require_ranks
@@ -55,7 +55,7 @@ class DataState(pl.Callback):
 
         It loads none if it considers the epoch to be over.
         """
-        loaders, was_loaded = list(_our_loaders(trainer.train_dataloader)), self._loaded_states is not None
+        loaders, was_loaded = _our_loaders(trainer.train_dataloader), self._loaded_states is not None
         states, self._loaded_states = self._loaded_states or [], None
         if was_loaded and len(states) != len(loaders):
             raise ValueError(
@@ -132,16 +132,9 @@ class DataState(pl.Callback):
             _undo_partial_step(checkpoint["loops"]["fit_loop"], decode(state))
 
 
-def _our_loaders(dataloaders: Any) -> Iterator[DataLoader]:
-    """Yield the loaders of this package among ``dataloaders``: one loader, or nested lists and dicts of loaders."""
-    if isinstance(dataloaders, DataLoader):
-        yield dataloaders
-    elif isinstance(dataloaders, Mapping):
-        for loader in dataloaders.values():
-            yield from _our_loaders(loader)
-    elif isinstance(dataloaders, list | tuple):
-        for loader in dataloaders:
-            yield from _our_loaders(loader)
+def _our_loaders(dataloaders: Any) -> list[DataLoader]:
+    """Return the loaders of this package among ``dataloaders``: one loader, or nested lists and dicts of loaders."""
+    return [loader for loader in CombinedLoader(dataloaders).flattened if isinstance(loader, DataLoader)]
 
 
 def _reset_loaders(dataloaders: Any) -> None:

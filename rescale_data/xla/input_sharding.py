@@ -44,30 +44,21 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 
 def _check_columns(batch: Any, input_sharding: Mapping[str, ShardingSpec | None]) -> None:
-    if not isinstance(batch, Mapping) or set(batch) != set(input_sharding):
-        description = f"the columns {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    columns = dict(cast("Mapping[Any, Any]", batch)) if isinstance(batch, Mapping) else {None: batch}
+    if set(columns) != set(input_sharding) or any(type(value) is not torch.Tensor for value in columns.values()):
+        description = {name: type(value).__name__ for name, value in columns.items()}
         raise ValueError(
-            f"The batch is {description}, input_sharding is for {sorted(input_sharding)}. Name every column, None for "
-            f"those that are replicated."
-        )
-    non_tensors = [column for column, value in batch.items() if type(value) is not torch.Tensor]
-    if non_tensors:
-        raise ValueError(
-            f"The columns {non_tensors} are no tensors, which input_sharding by column cannot place. Leave them out in "
-            f"collate_fn, or give one ShardingSpec for all."
+            f"The batch is {description}, and input_sharding is for {sorted(input_sharding)}. Name every column, None for "
+            f"those that are replicated; leave out in collate_fn what is no torch.Tensor, or give one ShardingSpec for all."
         )
 
 
 def _check_value(name: str, value: Any) -> None:
-    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and type(value) is not torch.Tensor):
+    is_plain = type(value) is torch.Tensor and value.dtype not in _UNSUPPORTED_DTYPES
+    if isinstance(value, np.ndarray | torch.Tensor) and not is_plain:
         raise ValueError(
-            f"{name} is a {type(value).__name__}, which torch_xla leaves on the host. Return a plain torch.Tensor from "
-            f"collate_fn."
-        )
-    if isinstance(value, torch.Tensor) and value.dtype in _UNSUPPORTED_DTYPES:
-        raise ValueError(
-            f"{name} is {value.dtype}, which XLA tensors have not: torch_xla would take its bits for a signed integer. Return "
-            f"it from collate_fn as .to(torch.int64)."
+            f"{name} is a {type(value).__name__} of {value.dtype}, which torch_xla leaves on the host, or takes for a signed "
+            f"integer. Return a plain torch.Tensor from collate_fn, and unsigned integers as .to(torch.int64)."
         )
 
 

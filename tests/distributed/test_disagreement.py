@@ -148,7 +148,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_ranks_that_save_at_different_batches_are_told_and_go_on_from_one_state(ranks: Any) -> None:
     for found in ranks:
         assert "DataStateError" in found["loaded"]
-        assert "are not of sample" in found["loaded"]
+        assert "are not those of their logical shards at sample" in found["loaded"]
         assert found["saved"].startswith("CheckpointException")
         assert all("The ranks save at different batches" in found[name] for name in ("pickled", "saved", "made whole"))
         assert all("others between 12 and 24" in found[name] for name in ("pickled", "made whole"))
@@ -183,7 +183,7 @@ def test_meshes_and_arguments_that_are_refused_and_what_is_said_without_a_mesh(r
                 f"The ranks built their loaders with different {name}; dp rank {rank} has {{'{name}': {value[rank]!r}}}"
                 for name, value in DIFFERENT.items()
             ),
-            "dp_world_size=4, but no process of the group was given dp_rank=2 (2 of the dp ranks are missing)",
+            "dp_world_size=4, but dp_rank=2 was given to 0 processes, and dp_rank=0 to 1. Give each dp rank to as many",
             f"different epoch_size_is_known; dp rank {rank} has",
             "No mesh given: all 2 ranks of the process group read different samples. With TP, PP or CP pass mesh=",
         ]

@@ -5,15 +5,17 @@ With the loader that has them: `tests.test_ahead`; that threads stay as few as t
 
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
-import torch
 
 from rescale_data.engine.exchanges import STATUS_STOPPED, Exchanges
 from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.state import Ints
 from tests.test_interrupt import CtrlC
 
 HANGS = """
@@ -67,10 +69,10 @@ class OneOfTwo:
     def __init__(self) -> None:
         self.statuses: list[int] = []
 
-    def gather(self, call: Any, numbers: torch.Tensor) -> torch.Tensor:
+    def begin_gather(self, call: Any, numbers: Ints) -> Callable[[], Ints]:
         del call
         self.statuses.append(int(numbers[0, 0]))
-        return torch.stack([numbers, numbers])
+        return lambda: np.stack([numbers, numbers])
 
 
 @pytest.mark.parametrize("moment", range(1, 12))

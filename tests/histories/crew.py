@@ -11,11 +11,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 import rescale_data.engine.pool as pool_module
 import rescale_data.engine.setup as setup_module
@@ -84,13 +83,9 @@ class InThread:
         self.hub.put(key, self.me, value)
         return key
 
-    def agree(self, call: Call, values: Any) -> Callable[[], Any]:
-        assert all(type(value) is int for value in values), values
-        key = self._put(call, list(values))
-        return lambda: np.array(self.hub.wait(key), dtype=np.int64)
-
-    def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.hub.wait(self._put(call, tensor.clone())))
+    def begin_gather(self, call: Call, values: Any) -> Callable[[], Any]:
+        key = self._put(call, values.copy())
+        return lambda: np.stack(self.hub.wait(key))
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,8 @@ class InOneProcess:
     def begin(self, segment: Work) -> None:
         begin = from_bytes(*segment.packed_command)
         self.board.wanted_begin = segment.begin_number
-        segment.message_queues = [Messages(worker, begin) for worker in self.workers]
+        for inbox, worker in zip(segment.inboxes, self.workers, strict=True):
+            inbox.messages = cast(Any, Messages(worker, begin))
 
     def end(self, *_: Any) -> None:
         self.board.wanted_begin = -1

@@ -377,7 +377,7 @@ class History:
         shadow.load(seats.state())
         for seat, real in zip(shadow.seats, seats.seats, strict=True):
             cursor, unseen = seat.stream.cursor, real.ended and seats.steps
-            seat.stream.cursor = cursor._replace(resumed=False, epochs_seen=cursor.epochs_seen - unseen)
+            seat.stream.cursor = cursor._replace(resumed=False, end_of_steps_seen=not unseen)
         shadow.take(num, self.books)
         seats.all(lambda seat: seat.loader.skip(num * self.micro))
         seats.begun, seats.left = False, None

@@ -67,16 +67,20 @@ def test_batches_that_cannot_be_placed_are_named() -> None:
         (r"'x' has 2 rows, which do not divide over the 4 devices .* multiple of 4", {"x": whole, "id": None},
          {"micro_batch_size": 2}),
         (r"'id' has the shape \[4\], input_sharding is for 2 dims", whole, {}),
-        (r"the columns \['id', 'x'\], input_sharding is for \['x'\]", {"x": sharding()}, {}),
-        (r"columns \['text'\] are no tensors", {"x": sharding(), "text": None}, {"data": texts}),
+        (r"\{'x': 'Tensor', 'id': 'Tensor'\}, and input_sharding is for \['x'\]", {"x": sharding()}, {}),
+        (r"'text': 'list'\}.* leave out in collate_fn what is no", {"x": sharding(), "text": None}, {"data": texts}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             first(given, **arguments)
     for words, batch, given in (
-        (r"'tokens\.0' is torch\.uint16.*\.to\(torch\.int64\)", {"tokens": [torch.zeros(1, dtype=torch.uint16)]}, None),
-        (r"'tokens' is torch\.uint32", {"tokens": torch.zeros(1, dtype=torch.uint32)}, None),
-        (r"'tokens' is torch\.uint64", {"tokens": torch.zeros(1, dtype=torch.uint64)}, None),
-        ("'x' is a ndarray, which torch_xla leaves on the host", {"x": np.zeros(4)}, None),
+        (
+            r"'tokens\.0' is a Tensor of torch\.uint16.*\.to\(torch\.int64\)",
+            {"tokens": [torch.zeros(1, dtype=torch.uint16)]},
+            None,
+        ),
+        (r"'tokens' is a Tensor of torch\.uint32", {"tokens": torch.zeros(1, dtype=torch.uint32)}, None),
+        (r"'tokens' is a Tensor of torch\.uint64", {"tokens": torch.zeros(1, dtype=torch.uint64)}, None),
+        ("'x' is a ndarray of float64, which torch_xla leaves on the host", {"x": np.zeros(4)}, None),
         ("The batch is a Parameter", torch.nn.Parameter(torch.zeros(4)), None),
         (r"'0' has the shape \[4\], input_sharding is for 2 dims", (torch.zeros(4),), whole),
         (r"'in\.x' has 2 rows", {"in": {"x": torch.zeros(2, 3)}}, whole),

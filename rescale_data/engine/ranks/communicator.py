@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from rescale_data.engine.ranks.meeting import MissingRanks, arrive, call_within, digest, gloo, meet_at_barrier
 from rescale_data.engine.threads import in_a_thread
-from rescale_data.state import Ints
 
+T = TypeVar("T", bound=np.generic)
 _SECONDS_AFTER_A_FAILURE = 10.0
 """Seconds in which each process has to report a failed exchange; a process that does not report is missing."""
 
@@ -67,15 +69,6 @@ class Communicator:
         self._subgroups = dict[str, Communicator]()
         self._group_lock = threading.Lock()
 
-    def agree(self, call: Call, values: Sequence[int]) -> Callable[[], Ints]:
-        """Send a few integers; call the result to wait for the integers of all processes: ``int64[W, len(values)]``."""
-        result = self._gather(call, torch.tensor(values, dtype=torch.int64, device="cpu"))
-        return lambda: result().numpy()
-
-    def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all processes, which have one shape, stacked along a new first dimension (collective)."""
-        return self._gather(call, tensor)()
-
     def exchange(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         """Send tensors to some processes and receive tensors from some, by index; shapes are the same on both sides."""
         self._begin_call(call, sends, receives)()
@@ -88,15 +81,15 @@ class Communicator:
             self._subgroups[name] = Communicator(PrefixStore(name, self._store), list(members).index(self._me), names)
         return self._subgroups[name]
 
-    def _gather(self, call: Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send a tensor to all processes; return a function that waits for the tensors of all, and returns them stacked."""
-        tensor = tensor.contiguous()
-        gathered = torch.empty((len(self._ranks), *tensor.shape), dtype=tensor.dtype, device="cpu")
-        gathered[self._me] = tensor
+    def begin_gather(self, call: Call, values: npt.NDArray[T]) -> Callable[[], npt.NDArray[T]]:
+        """Send an array to all processes; return a function that waits for the arrays of all, of one shape, and stacks them."""
+        gathered = np.empty((len(self._ranks), *values.shape), values.dtype)
+        gathered[self._me] = values
+        tensor, rows = torch.from_numpy(gathered[self._me].copy()), torch.from_numpy(gathered)
         indices = [index for index in range(len(self._ranks)) if index != self._me]
-        result = self._begin_call(call, dict.fromkeys(indices, tensor), {index: gathered[index] for index in indices})
+        result = self._begin_call(call, dict.fromkeys(indices, tensor), {index: rows[index] for index in indices})
 
-        def wait() -> torch.Tensor:
+        def wait() -> npt.NDArray[T]:
             result()
             return gathered
 

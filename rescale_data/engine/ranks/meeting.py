@@ -136,19 +136,14 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
     if len(dp_sizes) > 1:
         raise ValueError(f"The ranks built their loaders with different dp_world_size: {dp_sizes}. All need the same.")
     groups = [[rank for rank, (given_rank, _) in enumerate(answers) if given_rank == n] for n in range(dp_world_size)]
-    missing = [given_rank for given_rank, group in enumerate(groups) if not group]
-    if missing:
+    sizes = [len(group) for group in groups]
+    if min(sizes) < max(sizes):
         raise ValueError(
-            f"dp_world_size={dp_world_size}, but no process of the group was given dp_rank={missing[0]} ({len(missing)} "
-            f"of the dp ranks are missing), so their logical shards would never be read. Give each dp rank to a process "
-            f"at least, or pass mesh= in place of dp_rank= and dp_world_size=."
+            f"dp_world_size={dp_world_size}, but dp_rank={sizes.index(min(sizes))} was given to {min(sizes)} processes, and "
+            f"dp_rank={sizes.index(max(sizes))} to {max(sizes)}. Give each dp rank to as many, its peers, or pass "
+            f"mesh= of the dp ranks in place of dp_rank= and dp_world_size=."
         )
     own_position = groups[dp_rank].index(me)
-    if len({len(group) for group in groups}) > 1:
-        raise ValueError(
-            f"The dp ranks were given to {sorted({len(group) for group in groups})} processes each: give each dp rank to as "
-            f"many (its TP, PP and CP peers), or pass mesh= of the dp ranks."
-        )
     return [group[own_position] for group in groups]
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 
-from rescale_data.engine.ranks.communicator import Call, Communicator
+from rescale_data.engine.ranks.communicator import Call, Communicator, T
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.state import Ints
 
 _logger = logging.getLogger("rescale_data")
+Purpose: TypeAlias = Literal["read", "save", "load"]
 BUILD_LATER_REMEDY = (
     "Build it after torch.distributed.init_process_group(): with Lightning in train_dataloader() of the module or of a "
     "DataModule, with Hugging Face after TrainingArguments(), with accelerate after Accelerator(), with Ray in the function "
@@ -53,7 +53,7 @@ class Ranks:
     loader: int = 0
     num_loads: int = 0
     found_alone: bool = False
-    _purpose: str = "read"
+    _purpose: Purpose = "read"
     _position: tuple[int, ...] = ()
     _agreed_loads: list[int] = field(default_factory=list[int])
 
@@ -70,19 +70,15 @@ class Ranks:
         """True if the other ranks cannot be reached: ``dp_rank`` and ``dp_world_size`` were given without a process group."""
         return self.world_size > 1 and self.communicator is None
 
-    @property
-    def saving(self) -> Ranks:
-        """The same ranks, with collectives named for a save: a rank that saves alone gets an error that names the remedy."""
-        return replace(self, _purpose="save")
+    def named(self, purpose: Purpose, *position: int) -> Ranks:
+        """Return the same ranks with other names of their collectives, so that different purposes and positions never mix.
 
-    @property
-    def loading(self) -> Ranks:
-        """The same ranks, with collectives named for a load: ranks may have made different numbers of loads."""
-        return replace(self, _purpose="load")
-
-    def at_position(self, *numbers: int) -> Ranks:
-        """Return the same ranks, with collectives named by a position in the run, so that different positions never mix."""
-        return replace(self, _position=numbers)
+        Args:
+            purpose: "save": a rank that saves alone gets an error that names the remedy; "load": ranks may have made different
+                numbers of loads; or "read".
+            position: Numbers that say where in the run the ranks are, for "read".
+        """
+        return replace(self, _purpose=purpose, _position=position)
 
     @property
     def after_load(self) -> Ranks:
@@ -117,7 +113,7 @@ class Ranks:
         rows_per_rank = np.bincount(owner, minlength=self.world_size)
         own_rows = np.zeros((rows_per_rank.max(), table.shape[1]), dtype=np.int64)
         own_rows[: rows_per_rank[self.rank]] = table[owner == self.rank]
-        rank_blocks = self._gather(torch.from_numpy(own_rows)).numpy()
+        rank_blocks = self._begin_gather(own_rows, "rows")()
         merged = np.empty_like(table)
         merged[np.argsort(owner, kind="stable")] = np.concatenate(
             [block[:count] for block, count in zip(rank_blocks, rows_per_rank, strict=True)]
@@ -130,13 +126,11 @@ class Ranks:
 
     def begin_gather_ints(self, values: Sequence[int], content: str = "ints") -> Callable[[], Ints]:
         """Send a few integers to all ranks; return a function that waits for the integers of every rank (collective)."""
-        if self.communicator is None:
-            return lambda: np.array([values], dtype=np.int64)
-        return self.communicator.agree(self._call(content), values)
+        return self._begin_gather(np.array(values, dtype=np.int64), content)
 
     def gather_floats(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Gather floating-point numbers from every rank: ``float64[W, len(values)]`` (collective)."""
-        return self._gather(torch.tensor(values, dtype=torch.float64, device="cpu"), "numbers").numpy()
+        return self._begin_gather(np.array(values, dtype=np.float64), "numbers")()
 
     def require_same(self, content: dict[str, Any], action: str = "built their loaders") -> None:
         """Raise ``ValueError`` on every rank if some value differs between ranks; the message names the value (collective)."""
@@ -153,9 +147,8 @@ class Ranks:
         communicator = self.communicator
         if communicator is None:
             return self
-        own_values = [communicator.num_loaders + 1, *map(digest, content.values())]
-        call = Call("build", self.timeout, _BUILD_ON_ALL)
-        all_values = communicator.agree(call, own_values)()
+        own_values = np.array([communicator.num_loaders + 1, *map(digest, content.values())])
+        all_values = communicator.begin_gather(Call("build", self.timeout, _BUILD_ON_ALL), own_values)()
         communicator.num_loaders = int(all_values[:, 0].max())
         self._require(content, all_values[:, 1:])
         return replace(self, loader=communicator.num_loaders)
@@ -169,8 +162,10 @@ class Ranks:
                 f"All ranks need the same arguments and the same files."
             )
 
-    def _gather(self, tensor: torch.Tensor, content: str = "rows") -> torch.Tensor:
-        return tensor[None] if self.communicator is None else self.communicator.gather(self._call(content), tensor)
+    def _begin_gather(self, values: npt.NDArray[T], content: str) -> Callable[[], npt.NDArray[T]]:
+        if self.communicator is None:
+            return lambda: values[None]
+        return self.communicator.begin_gather(self._call(content), values)
 
     def _call(self, content: str) -> Call:
         name, remedy = f"{self._purpose}/{content}/{self.loader}", _CALL_ON_ALL if self._purpose == "save" else _RESTART
@@ -182,5 +177,5 @@ class Ranks:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""
         if self.num_loads > 1 and not self._agreed_loads and self.communicator is not None:
             call = Call(f"read/loads/{self.loader}", self.timeout, _RESTART)
-            self._agreed_loads.append(int(self.communicator.agree(call, [self.num_loads])().max()))
+            self._agreed_loads.append(int(self.communicator.begin_gather(call, np.array([self.num_loads]))().max()))
         return self._agreed_loads[0] if self._agreed_loads else self.num_loads

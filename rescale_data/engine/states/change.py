@@ -52,7 +52,8 @@ def fixed_parameters(schema: Schema, pipeline: NodeParameters) -> NodeParameters
     """Return the parameters of a pipeline that must stay the same for the whole run."""
     changeable: defaultdict[str, set[str]] = defaultdict(set)
     for path, node in schema.root.walk():
-        changeable_now = may_change(node) if _change_takes_effect(schema.root, path) else frozenset[str]()
+        takes_effect = _all_parents_meet(schema.root, path, lambda node: changing.reread_unit(node) is not None)
+        changeable_now = may_change(node) if takes_effect else frozenset[str]()
         form = node.FORM if isinstance(node, HasForm) and _is_drawn_once(schema.root, path) else frozenset[str]()
         if changeable_now or form:
             changeable[path_name(path)] |= {*changeable_now, *form, EARLIER_KEY}
@@ -80,9 +81,8 @@ def _saved_nodes(
     schema: Schema, saved_parameters: NodeParameters, table: Ints
 ) -> Iterator[tuple[NodePath, Node[Any], Mapping[str, Any], Ints]]:
     """Yield each node that the state also has, with its path, its saved parameters and its columns of the table."""
-    for path, node in schema.root.walk():
-        positions = schema.slots_at(table, path)
-        if positions is not None and path_name(path) in saved_parameters:
+    for path, node, positions in schema.nodes_with_slots(table):
+        if path_name(path) in saved_parameters:
             yield path, node, saved_parameters[path_name(path)], positions
 
 
@@ -96,24 +96,19 @@ def apply_changes(schema: Schema, table: Ints) -> int:
     return sum(changing.settle(schema.root, row[FIRST_SLOT_COLUMN:].data) for row in table)
 
 
-def _change_takes_effect(root: Node[Any], path: NodePath) -> bool:
-    """True if every node above the one at ``path`` lets a change of parameters take effect."""
-    return not _any_parent_meets(root, path, lambda node: node.READS_AHEAD and changing.reread_unit(node) is None)
-
-
 def _is_drawn_once(root: Node[Any], path: NodePath) -> bool:
     """True if no node above the one at ``path`` reads its samples a second time."""
-    return not _any_parent_meets(root, path, lambda node: node.READS_AHEAD)
+    return _all_parents_meet(root, path, lambda _: False)
 
 
-def _any_parent_meets(root: Node[Any], path: NodePath, condition: Callable[[Node[Any]], bool]) -> bool:
-    """True if ``condition(node)`` holds for a node above the one at ``path``, or if the path leads into a torchdata node."""
+def _all_parents_meet(root: Node[Any], path: NodePath, condition: Callable[[Node[Any]], bool]) -> bool:
+    """True if each node above the one at ``path`` is ours, and reads nothing a second time unless it meets a condition."""
     node = root
     for name in path:
-        if condition(node) or name not in node.children:
-            return True
+        if name not in node.children or (node.READS_AHEAD and not condition(node)):
+            return False
         node = node.children[name]
-    return False
+    return True
 
 
 def node_changes(schema: Schema, saved_parameters: Mapping[str, Any]) -> tuple[list[ChangedChild], list[ChangedChild]]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rescale_data.engine.schema import NodeParameters, columns_by_name
+from rescale_data.engine.recipe import STAMP
+from rescale_data.engine.schema import NodeParameters
 from rescale_data.engine.states.change import ChangedChild, fixed_parameters, node_changes
 from rescale_data.engine.states.codec import fields_in
 from rescale_data.engine.states.differences import differences, without_functions
@@ -66,7 +67,10 @@ def require_fit(stream: Stream, header: Mapping[str, Any]) -> Translation:
         common = {key: value for key, value in saved.items() if not any(child.owns(key) for child in removed)}
         return {**common, **{key: value for key, value in current.items() if any(child.owns(key) for child in added)}}
 
-    _require_same("fields", translated(columns_by_name(header["columns"]), schema.columns), schema.columns)
+    saved_fields, fields = (
+        {field.key: field.describe() for field in fields} for fields in (fields_in(header), (STAMP, *schema.fields))
+    )
+    _require_same("fields", translated(saved_fields, fields), fields)
     growth = compare_sources(schema, translated(header["sources"], json.loads(schema.sources_json)))
     saved_pipeline = translated(header["pipeline"], pipeline)
     pipelines = without_functions(saved_pipeline, pipeline)

@@ -222,21 +222,15 @@ def _require_ranges(skipped_ranges: Any, num_samples: int) -> None:
 def _require_stamps(stamps: Ints, samples: int) -> None:
     """Raise ``DataStateError`` if a row has the stamp of another logical shard or of another sample."""
     n = len(stamps)
-    wrong = np.flatnonzero(stamps != _stamps(n, samples)).tolist()
-    if not wrong:
-        return
-    written_for = [divmod(-1 - value, n) for value in stamps[wrong].tolist()]
-    moved = [(row, shard) for row, (sample, shard) in zip(wrong, written_for, strict=True) if sample == samples]
-    if moved:
+    wrong_rows = np.flatnonzero(stamps != _stamps(n, samples)).tolist()
+    if wrong_rows:
+        saved_sample, saved_shard = divmod(-1 - int(stamps[wrong_rows[0]]), n)
         raise DataStateError(
-            f"{len(moved)} of {n} rows of the state are those of other logical shards (the first: row {moved[0][0]} is that "
-            f"of shard {moved[0][1]}): one rank's rows were kept for all, or rows changed places. Keep what "
-            f"loader.state_dict() returns, or use torch.distributed.checkpoint; load another checkpoint."
+            f"{len(wrong_rows)} of {n} rows of the state are not those of their logical shards at sample {samples}: row "
+            f"{wrong_rows[0]} is that of shard {saved_shard} at sample {saved_sample}. One rank's rows were kept for all, rows "
+            f"changed places, some rank did not save its rows, or ranks saved at different steps. Load another checkpoint, and "
+            f"keep what loader.state_dict() returns, or use torch.distributed.checkpoint."
         )
-    raise DataStateError(
-        f"The rows of {len(wrong)} of {n} logical shards (the first: {wrong[:5]}) are not of sample {samples}, at which the "
-        f"state was saved: some rank did not save its rows, or ranks saved at different steps. Load another checkpoint."
-    )
 
 
 # States in a checkpoint

@@ -137,11 +137,9 @@ def parse(value: Any) -> History:
 
 def _reader_positions(schema: Schema, table: Ints, path: str) -> Ints:
     """Return the epoch and the row that each shard has reached in a source, a view of the table: ``int64[N, slots]``."""
-    for node_path, _ in schema.root.walk():
+    for node_path, _, reader_rows in schema.nodes_with_slots(table):
         if path_name(node_path) == path:
-            reader_rows = schema.slots_at(table, node_path)
-            if reader_rows is not None:
-                return reader_rows
+            return reader_rows
     raise DataStateError(
         f"Files were added to the source {path!r}, which is read inside a torchdata node that keeps its position to itself. "
         f"Use the nodes of rescale_data around it, or go on with the files that there were."

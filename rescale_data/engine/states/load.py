@@ -62,16 +62,14 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         clock, table = _skip_delivered(stream, saved, clock, table, {**histories_then, **forms_then}, delivered)
         had_remainder = has_remainder(table)
     forms = _translate_positions(stream, translated.pipeline, table) if pipeline_changed else {}
-    loaded_clock = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
-    final_clock, histories = loaded_clock, translated.growth.histories
+    histories = translated.growth.histories
     if translated.growth.added_files:
         histories = _join_added_files(stream, translated.growth, table, forms)
-        if had_remainder and not has_remainder(table):
-            final_clock = loaded_clock.restarted(stream.layout.global_batch_size)
+    loaded_clock = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
     stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **forms})  # from here on nothing raises
     if pipeline_changed:
         _warn_of_changes(stream, translated, apply_changes(stream.schema, table))
-    stream.load(table, final_clock)
+    stream.load(table, loaded_clock)
     _warn_of_epochs(stream, table)
     if loaded_clock.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
         stream.ranks.warn(
@@ -124,7 +122,7 @@ def _skip_delivered(
     call, whole_steps = f"load_state_dict(state, delivered={num_samples})", setup.options.balance is not None
     num_micro_batches = require_micro_batches(call, num_samples, layout, clock, whole_steps=whole_steps)
     clock = _clock_after_load(stream, layout, clock, table, (o, w, b), had_remainder=has_remainder(table))
-    ranks = setup.ranks.loading
+    ranks = setup.ranks.named("load")
     saved_counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
     ranks.require_same({"delivered": num_samples, **saved_counts}, "loaded states")
     ends = EpochEnds(replace(setup, layout=layout, ranks=ranks), stream.ends.runner)
@@ -212,7 +210,7 @@ def _last_epochs_read(stream: Stream, table: Ints, histories: Histories, paths: 
 
     Shards read again to go on within windows and documents that were delivered in part.
     """
-    ranks = stream.ranks.loading
+    ranks = stream.ranks.named("load")
     shards = range(len(table)) if ranks.simulated else stream.ends.owned.tolist()
 
     def on_this_rank() -> list[int]:
@@ -250,10 +248,11 @@ def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[
     A node that `tells_next` does as soon as it has moved in its epoch: a sample says something of the next one.
     """
     begun: list[tuple[Node[Any], Ints]] = []
-    fresh_row = schema.fresh_table(1)
-    for path, node in root.walk():
-        positions, fresh_positions = schema.slots_at(row, path), schema.slots_at(fresh_row, path)
-        if not node.READS_AHEAD or positions is None:
+    fresh_nodes = schema.nodes_with_slots(schema.fresh_table(1))
+    for (_, node, positions), (*_, fresh_positions) in zip(
+        schema.nodes_with_slots(row, root), fresh_nodes, strict=True
+    ):
+        if not node.READS_AHEAD:
             continue
         is_begun = bool(positions[:, position_slots(node.FIELDS)].any())
         if isinstance(node, ReadsBegun) and node.tells_next:

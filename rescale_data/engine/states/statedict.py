@@ -38,7 +38,7 @@ def state_and_reason(cursor: Cursor, ends: EpochEnds) -> tuple[dict[str, Any], s
     """Return the state with all N rows, and the reason why it cannot be kept, which is empty if it can be (collective)."""
     reason = _why_unsavable(cursor, ends)
     state = encode_state(
-        cursor.positions if reason else ends.ranks.saving.merge(cursor.positions, cursor.owners),
+        cursor.positions if reason else ends.ranks.named("save").merge(cursor.positions, cursor.owners),
         cursor.clock_now(ends.layout).samples,
         header_of(cursor, ends),
     )
@@ -156,18 +156,13 @@ def _why_unsavable(cursor: Cursor, ends: EpochEnds) -> str:
     _refuse_simulated(ends)
     _require_saveable(ends)
     ranks, clock = ends.ranks, cursor.clock_now(ends.layout)
-    gathered = ranks.saving.gather_ints([clock.samples, digest(clock.skipped)])
-    (min_samples, min_digest), (max_samples, max_digest) = gathered.min(axis=0).tolist(), gathered.max(axis=0).tolist()
-    if min_samples == max_samples and min_digest == max_digest:
+    gathered = ranks.named("save").gather_ints([clock.samples, digest(clock.skipped)])
+    if (gathered == gathered[0]).all():
         return ""
-    if min_samples == max_samples:
-        return (
-            f"The ranks save after {min_samples} samples, of which they have not left out the same: dp rank {ranks.rank} "
-            f"{clock.skipped}. Call skip() on all ranks, with the same number."
-        )
     return (
-        f"The ranks save at different batches, which no state can describe: dp rank {ranks.rank} after "
-        f"{clock.samples} samples, others between {min_samples} and {max_samples}. Save on all ranks after the same batch."
+        f"The ranks save at different batches, or have not left out the same samples: dp rank {ranks.rank} after "
+        f"{clock.samples} samples without {clock.skipped}, others between {gathered[:, 0].min()} and {gathered[:, 0].max()}. "
+        f"Save on all ranks after the same batch, and call skip() on all, with the same number."
     )
 
 

@@ -1,0 +1,6 @@
+from typing import Any
+
+class CombinedLoader:
+    def __init__(self, iterables: Any) -> None: ...
+    @property
+    def flattened(self) -> list[Any]: ...
