@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from rescale_data.errors import checks_argument_types
 from rescale_data.layout.step_plan import SyncInterval
@@ -137,23 +137,15 @@ def transformer_cost(
         >>> cost({"tokens": range(57_220)})
         114440
     """
-    model_sizes = (active_parameters, layers, attention_width)
-    if [value is not None for value in (crossover, *model_sizes)] not in (
-        [True, False, False, False],
-        [False, True, True, True],
-    ):
+    model_sizes = [value for value in (active_parameters, layers, attention_width) if value is not None]
+    if crossover is None and len(model_sizes) == 3 and min(model_sizes) > 0:
+        num_parameters, num_layers, layer_width = model_sizes
+        crossover, model_sizes = num_parameters / (num_layers * layer_width), []
+    if model_sizes or crossover is None or not crossover >= 1:
         raise ValueError(
-            "transformer_cost: give crossover=, or all of active_parameters=, layers= and attention_width=."
+            f"transformer_cost: crossover={crossover}, active_parameters={active_parameters}, layers={layers}, attention_width="
+            f"{attention_width}: give a crossover= of at least 1 token, or the other three, of which it follows, above 0."
         )
-    if crossover is None:
-        num_parameters, num_layers, layer_width = cast("tuple[float, int, int]", model_sizes)
-        if min(num_parameters, num_layers, layer_width) <= 0:
-            raise ValueError(
-                f"transformer_cost: active_parameters, layers and attention_width are {model_sizes}; give more than 0."
-            )
-        crossover = num_parameters / (num_layers * layer_width)
-    if not crossover >= 1:
-        raise ValueError(f"transformer_cost: crossover={crossover:g} tokens; it is at least 1.")
     return TransformerCost(int(min(crossover, _MAX_MEASURE)))
 
 

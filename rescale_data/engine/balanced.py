@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -62,21 +62,8 @@ class _Step:
     failure: Exception | None = None
 
 
-@dataclass(frozen=True)
-class _ArrangedStep:
-    """The samples of one step that this rank computes after balancing, grouped into micro batches.
-
-    Args:
-        numbers: ``int64[samples, 5]``, the numbers of all samples of the group, as in `_Step`.
-        batch_indices: The indices, in ``numbers``, of the samples of each micro batch.
-        samples_by_index: The samples, by their index in ``numbers``.
-        total_weight: The weight of the whole global batch.
-    """
-
-    numbers: Ints
-    batch_indices: list[Ints]
-    samples_by_index: dict[int, Any]
-    total_weight: int
+_ArrangedBatch: TypeAlias = tuple[list[Any], Ints, int]
+"""The samples of a micro batch that this rank computes, their measures as in `_Step`, and the weight of the global batch."""
 
 
 class BalancedFeed(WrappedFeed):
@@ -137,9 +124,9 @@ class BalancedFeed(WrappedFeed):
         per_step = segment.layout.gradient_accumulation_steps
         step = _Step(segment, self._u, self._u + per_step - self._u % per_step)
         self._read(step, exchanges)
-        arranged = exchanges.run_exchange(lambda: self._arrange(step, exchanges))
+        arranged_batches = exchanges.run_exchange(lambda: self._arrange(step, exchanges))
         self._u = step.stop_u
-        batches = [self._collate_batch(indices, arranged, segment) for indices in arranged.batch_indices]
+        batches = [self._collate_batch(*arranged, segment) for arranged in arranged_batches]
         batches[-1] = batches[-1]._replace(rows=merge_rows([batch.rows for batch in step.micro_batches]))
         return batches
 
@@ -159,18 +146,16 @@ class BalancedFeed(WrappedFeed):
         except Exception as error:
             step.failure = error
 
-    def _arrange(self, step: _Step, exchanges: Exchanges) -> _ArrangedStep:
+    def _arrange(self, step: _Step, exchanges: Exchanges) -> list[_ArrangedBatch]:
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
         samples_before, is_last = int(step.segment.samples_before(step.first_u).sum()), step.stop_u == step.segment.stop
         sample_measures, weight = exchanges.agree(step.failure, samples_before, step.own_measures, is_last=is_last)
         owners = np.repeat(np.arange(self._sample_group.world_size), len(step.own_measures))
         target_ranks, micro_batch = self._plan(step, sample_measures, owners)
         samples = self._move(step, exchanges, owners, target_ranks)
-        is_own = target_ranks == self._sample_group.rank
-        batch_indices = [
-            np.flatnonzero(is_own & (micro_batch == number)) for number in range(step.stop_u - step.first_u)
-        ]
-        return _ArrangedStep(sample_measures, batch_indices, samples, weight)
+        is_own, numbers = target_ranks == self._sample_group.rank, range(step.stop_u - step.first_u)
+        batch_indices = [np.flatnonzero(is_own & (micro_batch == number)) for number in numbers]
+        return [([samples[n] for n in ids.tolist()], sample_measures[ids], weight) for ids in batch_indices]
 
     def _plan(self, step: _Step, sample_measures: Ints, owners: Ints) -> tuple[Ints, Ints]:
         """Return the rank and the micro batch that compute each sample of the step: two arrays ``int64[samples]``."""
@@ -215,16 +200,15 @@ class BalancedFeed(WrappedFeed):
         received_samples = {n: s for i, values in lists.items() for n, s in zip(incoming[i], values, strict=True)}
         return samples | received_samples
 
-    def _collate_batch(self, indices: Ints, arranged: _ArrangedStep, segment: Segment) -> MicroBatch:
-        """Return the micro batch of the samples at the given indices; padding samples of the last global batch come last."""
-        batch = self._collate([arranged.samples_by_index[n] for n in indices.tolist()])
-        num_real = int(arranged.numbers[indices, IS_REAL].sum())
+    def _collate_batch(self, samples: list[Any], measures: Ints, total_weight: int, segment: Segment) -> MicroBatch:
+        """Return the micro batch of some samples; padding samples of the last global batch come last."""
+        batch, num_real = self._collate(samples), int(measures[:, IS_REAL].sum())
         if segment.pads:
-            batch = with_valid(batch, num_real, len(indices))
+            batch = with_valid(batch, num_real, len(measures))
         if self._balance.weight is not None:
-            batch = _with_weight(batch, arranged.total_weight)
+            batch = _with_weight(batch, total_weight)
         no_rows = np.zeros((0, 1), dtype=np.int64)  # the last micro batch of the step carries all its rows
-        return MicroBatch(batch, TableRows(no_rows[:, 0], no_rows), arranged.numbers[indices, SHARD].tolist(), num_real)
+        return MicroBatch(batch, TableRows(no_rows[:, 0], no_rows), measures[:, SHARD].tolist(), num_real)
 
 
 def _group_by_rank(ranks: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:

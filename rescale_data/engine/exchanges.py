@@ -153,25 +153,31 @@ class Exchanges:
         return all_numbers[:, : len(numbers)].reshape(-1, 5), int(summaries[:, 2].sum())
 
     def exchange_lists(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
-        """Send a list to each rank in `outgoing`; return the lists received from the ranks in `incoming`, by rank index."""
+        """Send a list to each rank in `outgoing`; return the lists received from the ranks in `incoming`, by rank index.
+
+        In place of a list that does not pickle, `None` is sent. Its rank raises the error; the other rank says so.
+        """
         communicator = self._sample_group.communicator
         if communicator is None or not (outgoing or incoming):
             return {}
-        payloads, failure = _packed(outgoing)
+        payloads, failure = dict[int, PackedBytes](), None
+        for index, samples in outgoing.items():
+            try:
+                payloads[index] = to_bytes(samples)
+            except Exception as error:
+                payloads[index], failure = to_bytes(None), error
+        bodies = {index: body for index, (body, _) in payloads.items()}
         sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in payloads.items()}
-        sizes |= {index: torch.tensor([-1, 0], device="cpu") for index in outgoing if index not in payloads}
         incoming_sizes = {index: torch.empty(2, dtype=torch.int64, device="cpu") for index in incoming}
         self._communicate("sizes", lambda call: communicator.exchange(call, sizes, incoming_sizes))
-        received_bytes = {
-            index: torch.empty(int(size[0]), dtype=torch.uint8, device="cpu")
-            for index, size in incoming_sizes.items()
-            if size[0] >= 0
+        incoming_bodies = {
+            index: torch.empty(int(size[0]), dtype=torch.uint8, device="cpu") for index, size in incoming_sizes.items()
         }
-        bodies = {index: body for index, (body, _) in payloads.items()}
-        self._communicate("samples", lambda call: communicator.exchange(call, bodies, received_bytes))
-        if failure is not None or len(received_bytes) < len(incoming_sizes):
+        self._communicate("samples", lambda call: communicator.exchange(call, bodies, incoming_bodies))
+        lists = {index: from_bytes(body, int(incoming_sizes[index][1])) for index, body in incoming_bodies.items()}
+        if failure is not None or any(samples is None for samples in lists.values()):
             raise failure or failure_elsewhere(wrong_rows=False)
-        return {index: from_bytes(body, int(incoming_sizes[index][1])) for index, body in received_bytes.items()}
+        return lists
 
     def _gather_all(self, status: int, num_delivered: int, sample_measures: Ints) -> tuple[Ints, Ints]:
         """Gather the sample numbers of each rank in the group, and status, position and weight of each in the weight group."""
@@ -197,17 +203,6 @@ class Exchanges:
         except BaseException:
             self._is_over = True
             raise
-
-
-def _packed(lists: Mapping[int, list[Any]]) -> tuple[dict[int, PackedBytes], Exception | None]:
-    """Return the lists as bytes, up to the first list that does not pickle, and the error of that list, `None` without one."""
-    payloads = dict[int, PackedBytes]()
-    try:
-        for index, samples in lists.items():
-            payloads[index] = to_bytes(samples)
-    except Exception as error:
-        return payloads, error
-    return payloads, None
 
 
 def _status(failure: Exception | None) -> int:

@@ -223,11 +223,8 @@ class Reading:
             By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
         """
         stats, ranks = self.progress(), self._stream.ranks
-        return report_over_ranks(
-            COUNTER_NAMES,
-            ranks.gather_floats([stats[name] for name in COUNTER_NAMES]),
-            ranks.rank if ranks.simulated else 0,
-        )
+        values = ranks.gather_floats([stats[name] for name in COUNTER_NAMES])
+        return report_over_ranks(values, ranks.rank if ranks.simulated else 0)
 
     def _warn_slow(self, seconds: float, frame: FrameType | None) -> None:
         activity = self._stream.feed.activity() if waits_for_batches(frame) else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,15 +45,15 @@ class Report(dict[str, Spread]):
         )
 
 
-def report_over_ranks(counter_names: Sequence[str], values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
+def report_over_ranks(values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
     """Return the `Report` computed from the values of all ranks.
 
     Args:
-        values: ``float64[W, len(names)]``.
+        values: ``float64[W, len(COUNTER_NAMES)]``.
         first_rank: The dp rank of the first row; it may differ from 0 if there is only one row.
     """
     spreads = Report()
-    for name, rank_values in zip(counter_names, values.T, strict=True):
+    for name, rank_values in zip(COUNTER_NAMES, values.T, strict=True):
         worst = rank_values.argmin() if name == READY_COUNTER else rank_values.argmax()
         spreads[name] = Spread(
             float(rank_values.min()), float(np.median(rank_values)), float(rank_values.max()), first_rank + int(worst)

@@ -193,7 +193,7 @@ def test_the_worst_rank_is_named() -> None:
     values = np.tile(np.arange(len(COUNTER_NAMES), dtype=float), (3, 1))
     values[1, COUNTER_NAMES.index("wait_p99_seconds")] = 7.5
     values[2, COUNTER_NAMES.index("batches_ready")] = 1.0
-    found = report_over_ranks(COUNTER_NAMES, values)
+    found = report_over_ranks(values)
     assert found["wait_p99_seconds"] == (2.0, 2.0, 7.5, 1)
     assert found["batches_ready"] == (1.0, 3.0, 3.0, 2)
     assert "wait_p99_seconds 2 / 2 / 7.5 (rank 1), batches_ready 1 / 3 / 3 (rank 2)" in str(found)

@@ -253,12 +253,11 @@ def find_data_state(paths: Iterable[Sequence[Any]], state_name: str | None, orig
         return next(iter(states.values()))
     if state_name is not None and state_name in states:
         return states[state_name]
-    if not states:
-        raise DataStateError(
-            f"The checkpoint {origin} holds no data state of a rescale_data loader. Save the loader in the state, under a key."
-        )
     suffix = "" if state_name is None else f", and none is named {state_name!r}"
-    raise DataStateError(f"The checkpoint {origin} holds the data states {sorted(states)}{suffix}. Name one of them.")
+    raise DataStateError(
+        f"The checkpoint {origin} holds {len(states)} data states of rescale_data loaders, {sorted(states)}{suffix}. Name one "
+        f"of them, or save the loader in the state, under a key."
+    )
 
 
 def with_columns_of(state: Any, saved: torch.Tensor | None) -> Any:
