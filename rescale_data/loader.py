@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing.context import BaseContext, get_spawning_popen
+from multiprocessing.context import BaseContext
 from typing import Any, NoReturn, Self
 
 from torch.distributed import ProcessGroup
@@ -212,14 +212,11 @@ class DataLoader(Reading):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        if get_spawning_popen() is not None:
-            raise TypeError(
-                "A DataLoader does not go to another process (torch.multiprocessing.spawn, ddp_spawn): each has its own ranks "
-                "and files. Build it in the function that is spawned, after init_process_group()."
-            )
         raise TypeError(
             "A DataLoader does not pickle. In a checkpoint it is at the top level of the dict, {'model': ..., 'loader': "
-            "loader}, where DCP asks it for its state; below that DCP takes it for a value."
+            "loader}, where DCP asks it for its state; below that DCP takes it for a value. Another process "
+            "(torch.multiprocessing.spawn, ddp_spawn) has its own ranks and files: build it in the function that is spawned, "
+            "after init_process_group()."
         )
 
     def __bool__(self) -> bool:

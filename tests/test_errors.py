@@ -146,7 +146,7 @@ TYPES: list[tuple[dict[str, Any], str]] = [
     ({"data": 3}, "A int is no pipeline: give a function that makes the nodes of"),
     ({"data": None}, "A NoneType is no pipeline: give a function that makes the nodes of"),
     ({"data": object()}, "A object is no pipeline: give a function that makes the nodes of"),
-    ({"data": OrderedDict}, r"The class OrderedDict was given .*: give OrderedDict\(\.\.\.\), or a function"),
+    ({"data": OrderedDict}, r"The class OrderedDict is no pipeline: give a function .* an object, not its class"),
     *(
         ({"data": data}, r"is no data set: give rd\.ParquetSource.*one split")  # its characters or keys would be rows
         for data in ("corpus/*.parquet", Path("corpus"), {"train": ROWS})
@@ -351,7 +351,7 @@ WRONG_VALUES: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: rd.Shard(4, 4), "index=4, num_logical_shards=4"),
     (lambda: rd.ParquetSource("x", columns=["a", "a"]), r"columns=\['a', 'a'\] has a name twice: give each"),
-    (lambda: loader_of(at_two_places), r"One Reader stands at two places of the pipeline, a and b\.source"),
+    (lambda: loader_of(at_two_places), r"a Reader \(b\.source\) that stands at a, too"),
     (in_two_pipelines, r"Reader \(root\) that an earlier call had returned"),
     (lambda: of_shard(lambda shard: rd.Shard(0, 8)), "shard 0 of 8 in the pipeline of 7 of 8: rows would"),
     (lambda: of_shard(lambda shard: rd.Shard(shard.index, 16)), "shard 0 of 16 in the pipeline of 0 of 8: rows would"),

@@ -45,11 +45,13 @@ def as_pipeline(
     Args:
         shuffle: See `DataLoader`.
     """
+    name = f"The class {data.__name__}" if isinstance(data, type) else f"A {type(data).__name__}"
+    no_pipeline = TypeError(
+        f"{name} is no pipeline: give a function that makes the nodes of one logical shard, Shard -> node, or an object, not "
+        f"its class: a source, a dataset with __len__ and __getitem__, or an rd.IterableSource of streams."
+    )
     if isinstance(data, type) and not issubclass(data, BaseNode):
-        raise TypeError(
-            f"The class {data.__name__} was given where an object is needed: give {data.__name__}(...), or a function that "
-            f"makes the nodes of one logical shard, Shard -> node."
-        )
+        raise no_pipeline
     if isinstance(data, Source | MapStyle | os.PathLike) and not isinstance(data, type | IterableSource):
         is_shuffled = True if shuffle is None else shuffle
         return functools.partial(Reader, as_source(data), shuffle=is_shuffled, by_global_batch=shuffle is False)
@@ -66,8 +68,5 @@ def as_pipeline(
             f"num_streams=...), whose function makes stream number i, or a dataset with __len__ and __getitem__."
         )
     if not callable(data):
-        raise TypeError(
-            f"A {type(data).__name__} is no pipeline: give a function that makes the nodes of one logical shard, Shard -> "
-            f"node, a source, a dataset with __len__ and __getitem__, or an rd.IterableSource of streams."
-        )
+        raise no_pipeline
     return data

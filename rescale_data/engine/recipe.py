@@ -65,15 +65,14 @@ def _require_unique_nodes(root: Node[Any]) -> None:
     """Raise ``ValueError`` if one node occurs twice in the pipeline, or was returned by an earlier call."""
     paths: dict[int, tuple[str, ...]] = {}
     for path, node in root.walk():
-        if (first_path := paths.setdefault(id(node), path)) is not path:
-            raise ValueError(
-                f"One {type(node).__name__} stands at two places of the pipeline, {path_name(first_path)} and "
-                f"{path_name(path)}, and a node has one position. Make one for each: rd.Reader(source, shard), again."
-            )
+        first_path = paths.setdefault(id(node), path)
         if node in _built_nodes:
+            owner = (
+                f"stands at {path_name(first_path)}, too" if first_path is not path else "an earlier call had returned"
+            )
             raise ValueError(
-                f"The pipeline returned a {type(node).__name__} ({path_name(path)}) that an earlier call had returned, and a "
-                f"node has one position. Make all nodes anew in each call, without a cache; sources may be shared."
+                f"The pipeline has a {type(node).__name__} ({path_name(path)}) that {owner}, and a node has one position. Make "
+                f"one for each place, anew in each call and without a cache: rd.Reader(source, shard); sources may be shared."
             )
         _built_nodes.add(node)
 

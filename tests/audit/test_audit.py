@@ -387,7 +387,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Give the pipeline"):
         rd.audit.Audit(tmp_path / "run")
     checkpoint.save(tmp_path / "of a model" / "step-1", {"model": {"x": 1}})
-    with pytest.raises(rd.DataStateError, match="no data state"):
+    with pytest.raises(rd.DataStateError, match="holds 0 data states"):
         rd.audit.Audit(tmp_path / "of a model", cut)
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="or an empty one"):

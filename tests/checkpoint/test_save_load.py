@@ -228,7 +228,7 @@ def test_read_data_state(saved: Saved, tmp_path: Path) -> None:
         checkpoint.read_data_state(tmp_path / "two", name="loader")
     assert len(checkpoint.read_data_state(tmp_path / "two", name="eval.loader")["table"]) == 4
     checkpoint.save(tmp_path / "none", {"a": 1})
-    with pytest.raises(ValueError, match="no data state"):
+    with pytest.raises(ValueError, match="holds 0 data states"):
         checkpoint.read_data_state(tmp_path / "none")
 
 
