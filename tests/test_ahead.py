@@ -18,6 +18,7 @@ import torch
 import rescale_data as rd
 from rescale_data.engine.feed import InThreadFeed
 from rescale_data.engine.runner import Exhausted
+from rescale_data.engine.threads import TaskThread
 from rescale_data.engine.watch import frames
 from tests.states import opened, same_state
 
@@ -121,6 +122,35 @@ def test_ctrl_c_is_heard_within_a_read(request: pytest.FixtureRequest) -> None:
         rows.go_on.set()
         assert found + listed(batches) == expected
     assert rows.num_read <= len(ROWS) + 4, "the batch at work is read to its end, and no other one behind it"
+
+
+class FailsOnceAwaited(Watched):
+    """Its first read fails, once the main thread waits for the end of the thread that reads."""
+
+    def __getitem__(self, row: int) -> int:
+        if not self.num_read:
+            self.num_read = 1
+            self.enough.set()
+            while not is_awaited():
+                os.sched_yield()
+            raise OSError("a read of before")
+        return super().__getitem__(row)
+
+
+def is_awaited() -> bool:
+    frame = frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code is not TaskThread.end.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_a_read_that_ctrl_c_gave_up_fails_nothing_when_it_ends() -> None:
+    rows = FailsOnceAwaited()
+    with make(rows) as loader:
+        loader.start()
+        assert rows.enough.wait(60)
+        loader._stream.rewind(wait=False)  # as Ctrl-C within `next` does
+        assert listed(loader) == listed(make(ahead=0))
 
 
 def test_who_waits_for_a_batch_is_not_left_waiting_by_a_stop() -> None:

@@ -228,14 +228,17 @@ class InThreadFeed(WrappedFeed):
 
     def _make(self) -> None:
         """Make one micro batch in the background thread, unless the feed has stopped or has failed before."""
+        finished_batches = (
+            self._finished_batches
+        )  # before the check, as in `next`: the error of a stopped read is nobody's
         if self._is_stopped:
             return
         self._thread_id = threading.get_ident()
         try:
-            self._finished_batches.put(self.feed.next())
+            finished_batches.put(self.feed.next())
         except BaseException as error:
             self._is_stopped = True
-            self._finished_batches.put(error)
+            finished_batches.put(error)
 
 
 class TracedFeed(InProcessFeed):
