@@ -145,28 +145,44 @@ class Audit:
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
         replay_shards, num_drawn = defaultdict[int, set[int]](set), 0
         intervals, num_shards = self._intervals(), len(self._states[-1].table)
-        num_windows = [None if self._data_changed else _num_windows(schema, path) for path, _ in readers]
-        num_windows = [None if number and self._lists_changed else number for number in num_windows]
-        windows_known = None not in num_windows
-        for (path, reader), num_reader_windows in zip(readers, num_windows, strict=True):
-            if num_reader_windows is None:
+        windows = [self._windows_above(schema, path) for path, _ in readers]
+        for (path, reader), (num_windows, num_documents) in zip(readers, windows, strict=True):
+            if num_windows is None:
                 for index in range(len(intervals)):
                     replay_shards[index].update(range(num_shards))
                 continue
-            positions = SourcePositions.from_states(self._states, path, num_reader_windows)
+            positions = SourcePositions.from_states(self._states, path, num_windows)
             for shard, position in positions.positions(reader, np.array(rows)):
                 num_drawn += positions.is_drawn(shard, position)
                 for index in positions.intervals_of(shard, position):
                     replay_shards[index].add(shard)
             # The windows may hold more documents than an epoch has: they span several.
-            if _MIN_KEPT_SHARE * reader.source.num_rows < _num_documents(schema, path) * num_shards:
+            if _MIN_KEPT_SHARE * reader.source.num_rows < num_documents * num_shards:
                 for shard in range(num_shards):
                     for index in positions.intervals_at_the_end(shard):
                         replay_shards[index].add(shard)
         served = [sample for index in sorted(replay_shards) for sample in intervals[index].replay(replay_shards[index])]
         trimmed = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
         matching_samples = [sample for sample in trimmed if sample.documents]
-        return Found(len(rows), num_drawn if windows_known else len(matching_samples), matching_samples, self.steps)
+        if any(num_windows is None for num_windows, _ in windows):
+            num_drawn = len(matching_samples)
+        return Found(len(rows), num_drawn, matching_samples, self.steps)
+
+    def _windows_above(self, schema: Schema, path: Sequence[str]) -> tuple[int | None, int]:
+        """Return the number of nodes above a reader that read ahead of their samples, and the most documents in their windows.
+
+        The first is `None` if states do not tell what was read: below a node of torchdata, if files or sources were added, and
+        below windows if a blocklist has changed. The second holds if no document is left out.
+        """
+        node, num_windows, num_documents = schema.root, 0, 1
+        for name in path:
+            if name not in node.children:
+                return None, num_documents
+            num_windows += node.READS_AHEAD
+            num_documents *= getattr(node, "window", getattr(node, "seq_len", 1) if num_documents > 1 else 1)
+            node = node.children[name]
+        is_known = not self._data_changed and not (num_windows and self._lists_changed)
+        return num_windows if is_known else None, num_documents
 
     def _intervals(self) -> list[ReplayInterval]:
         start_states = [None, *self._states[:-1]]
@@ -257,23 +273,3 @@ def _states(run: StrPath, loader_name: str | None, storage_options: Mapping[str,
     states = [state_by_samples[counts] for counts in sorted(state_by_samples)]
     skipped = states[-1].clock.skipped  # a checkpoint within a skipped range belongs to an attempt that was given up
     return [state for state in states if not any(start < state.header["samples"] < stop for start, stop in skipped)]
-
-
-def _num_documents(schema: Schema, path: Sequence[str]) -> int:
-    """Return the largest number of documents that the windows above a reader hold, if no document is left out."""
-    node, num_documents = schema.root, 1
-    for name in path:
-        num_documents *= getattr(node, "window", getattr(node, "seq_len", 1) if num_documents > 1 else 1)
-        node = node.children[name]
-    return num_documents
-
-
-def _num_windows(schema: Schema, path: Sequence[str]) -> int | None:
-    """Return the number of nodes above a reader that read ahead of their samples; `None` below a node of torchdata."""
-    node, num_windows = schema.root, 0
-    for name in path:
-        if name not in node.children:
-            return None
-        num_windows += node.READS_AHEAD
-        node = node.children[name]
-    return num_windows

@@ -103,8 +103,6 @@ def show_audit(console: Console, answer: Mapping[str, Any], max_samples: int) ->
 
 def progress_bar(shard_values: Sequence[float], width: int) -> str:
     """Return a bar chart of the values of logical shards, one character for each shard or a few neighbours."""
-    if not shard_values:
-        return ""
     width = min(width, len(shard_values))
     bounds = [len(shard_values) * column // width for column in range(width + 1)]
     means = [fmean(shard_values[start:stop]) for start, stop in pairwise(bounds)]
@@ -118,15 +116,10 @@ def _show_loader_data(console: Console, loader_name: str, data: Mapping[str, Any
         f"\n[bold]{escape(loader_name)}[/bold]: {data.get('samples', 0):,} samples, {data['steps']:,} global batches, "
         f"{len(shards)} logical shards"
     )
-    if shards:
-        console.print(f"{min(shards):,} to {max(shards):,} samples each")
-        console.print(f"|{progress_bar(shards, max(10, console.width - 4))}|")
     width, left_out = max(10, console.width // 3), data["left_out"].items()
-    _print_table(
-        console,
-        ("source", "epoch", "of the epoch", "shards"),
-        [_progress_row(name, data, width) for name in data["epochs"]],
-    )
+    samples_row = ("samples", "", f"{min(shards):,} to {max(shards):,}", progress_bar(shards, width))
+    rows = [samples_row, *(_progress_row(source, data, width) for source in data["epochs"])]
+    _print_table(console, ("source", "epoch", "of the epoch", "each logical shard"), rows)
     mixture = [(name, f"{item['share']:.1%}", f"{item['weight']:.1%}") for name, item in data["mixture"].items()]
     _print_table(console, ("mixture", "so far", "weight"), mixture)
     _print_table(console, ("left out", "rows"), [(name, f"{count:,}") for name, count in left_out])

@@ -75,13 +75,8 @@ def skip(cursor: Cursor, ends: EpochEnds, num_micro_batches: int) -> Cursor:
                 cursor = _move_cursor(cursor, segment, ends, u + num_to_skip)
             cursor = cursor._replace(u=u + num_to_skip)
         num_micro_batches -= cursor.u - u
-        cursor = _enter_segment(
-            cursor._replace(
-                empty_epochs=0 if cursor.u > u else cursor.empty_epochs, end_of_steps_seen=False, resumed=False
-            ),
-            ends,
-        )
-    return cursor
+        cursor = _enter_segment(cursor._replace(empty_epochs=0 if cursor.u > u else cursor.empty_epochs), ends)
+    return cursor._replace(end_of_steps_seen=False, resumed=False)
 
 
 def _enter_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:

@@ -82,7 +82,7 @@ def test_show(run_folder: Path, tmp_path: Path) -> None:
     text = call("show", run_folder / "step-20")
     for part in (
         *("model", "optimizer", "float32", "80 samples, 20 global batches"),
-        *("12 logical shards", "source  2", "█"),
+        *("12 logical shards", "source   2", "█"),
     ):
         assert part in text
     summary = read("show", run_folder / "step-20")
@@ -90,7 +90,7 @@ def test_show(run_folder: Path, tmp_path: Path) -> None:
     assert summary["data"]["loader"]["shards"] == [20] * 12
     assert summary["data"]["loader"]["epochs"] == {"source": [2, 2]}
     save(tmp_path / "c", {"loader": rd.DataLoader(range(40), global_batch_size=4, dp_rank=0, dp_world_size=1)})
-    assert "data    0      0.0%" in call("show", tmp_path / "c"), "of a single source, which has no name in the state"
+    assert "data     0      0.0%" in call("show", tmp_path / "c"), "of a single source, which has no name in the state"
 
 
 def test_verify(run_folder: Path) -> None:
@@ -243,7 +243,6 @@ def test_picture_and_size() -> None:
     assert progress_bar([0, 4, 8], 10) == " ▄█"
     assert progress_bar(list(range(100)), 10)[-1] == "█"
     assert len(progress_bar(list(range(100)), 10)) == 10
-    assert progress_bar([], 10) == ""
     assert [format_size(n) for n in (0, 999, 123456, 5e12)] == ["0 B", "999 B", "123 kB", "5 TB"]
 
 
@@ -253,8 +252,8 @@ def test_a_page_of_a_checkpoint_and_of_a_run(run_folder: Path, tmp_path: Path) -
     assert "page.html" in call("show", step, "--html", page).replace("\n", "")
     text = page.read_text()
     assert "80 samples, 20 global batches, 12 logical shards" in text
-    assert f"|{'█' * 12}|" in text, "each logical shard has given as many samples"
-    assert "▁▂▃" in text, "but is at another row of the source"
+    assert re.search("samples +20 to 20 +█{12}", text)
+    assert "▁▂▃" in text, "each logical shard is at another row of the source"
     assert "http" not in text
     assert "No checkpoint" in call("show", tmp_path / "none", "--html", page, code=2)
     assert "No such file" in call("show", step, "--html", tmp_path / "none" / "page.html", code=2)
