@@ -21,6 +21,7 @@ from rescale_data.checkpoint import CheckpointManager, PerRank
 from tests.checkpoint.files import data, flip
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
+from tests.distributed.ranks import fails
 
 
 class Point(NamedTuple):
@@ -36,14 +37,6 @@ class Progress:
 class Phase(Enum):
     WARM = "warm"
     HOT = "hot"
-
-
-def said(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except (RuntimeError, TypeError, ValueError) as error:
-        return str(error)
-    return "done"
 
 
 def of_all(rank: int) -> dict[str, Any]:
@@ -74,21 +67,23 @@ DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def save_what_differs(folder: str) -> list[str]:
+def disagree(folder: str) -> None:
     rank = dist.get_rank()
-    found = [said(lambda: checkpoint.save(f"{folder}/same", of_all(rank)))]
-    found += [said(lambda of=of: checkpoint.save(f"{folder}/c", of_all(rank) | of(rank))) for of in DIFFERENT.values()]
-    found.append(said(lambda: checkpoint.save(f"{folder}/c", {"w": 1}, step=rank)))
-    found.append(said(lambda: checkpoint.save(f"{folder}/other-{rank}", {"w": 1})))
+    checkpoint.save(f"{folder}/same", of_all(rank))
+    for name, of in DIFFERENT.items():
+        fails(f"{name}, on ranks 0 and 1", checkpoint.save, f"{folder}/c", of_all(rank) | of(rank))
+    fails("of step 1. Give", checkpoint.save, f"{folder}/c", {"w": 1}, step=rank)
+    fails("they name 2", checkpoint.save, f"{folder}/other-{rank}", {"w": 1})
     with CheckpointManager(f"{folder}/run") as manager:
-        for step, seed in ((5 + rank, 0), (7, rank), (8, 0)):
+        for step, seed, words in ((5 + rank, 0, "they name 2"), (7, rank, "seed, on ranks 0 and 1")):
             manager.save(step, {"w": torch.ones(2), "seed": seed})
-            found.append(said(manager.wait))
+            fails(words, manager.wait)
+        manager.save(8, {"w": torch.ones(2), "seed": 0})
+        manager.wait()
         assert manager.steps() == [8], "saves go on behind an error"
-    for wrong in ({"async_mode": ["thread", "disabled"]}, {"async_mode": ["thread", "x"]}, {"keep_latest": [1, 0]}):
-        given: Any = {name: values[rank] for name, values in wrong.items()}
-        found.append(said(lambda given=given: CheckpointManager(f"{folder}/run", **given)))
-    return found
+    fails("async_mode= differs", CheckpointManager, f"{folder}/run", async_mode=["thread", "disabled"][rank])
+    fails("async_mode='x'", CheckpointManager, f"{folder}/run", async_mode=["thread", "x"][rank])
+    fails("keep_latest", CheckpointManager, f"{folder}/run", keep_latest=[1, 0][rank])
 
 
 def warnings_of_metrics(folder: str) -> list[str]:
@@ -111,21 +106,7 @@ def test_metrics_that_differ_are_a_warning_of_the_first_rank(tmp_path: Path) -> 
 
 
 def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
-    first, second = run(2, save_what_differs, str(tmp_path))
-    assert first == second
-    words = ["done", *(f"{name}, on ranks 0 and 1" for name in DIFFERENT)]
-    words += [
-        "of step 1. Give",
-        "they name 2",
-        "they name 2",
-        "seed, on ranks 0 and 1",
-        "done",
-        "async_mode= differs",
-        "async_mode='x'",
-        "keep_latest",
-    ]
-    for word, text in zip(words, first, strict=True):
-        assert word in text
+    run(2, disagree, str(tmp_path))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "same"]
 
 
@@ -143,54 +124,46 @@ class FailsOnRankOne:
             raise RuntimeError("no load on this rank")
 
 
-def fail_on_rank_one(folder: str) -> list[str]:
-    """What each call says that one rank refuses, in which the others meet in a collective of the loader."""
+def fail_on_rank_one(folder: str) -> None:
+    """One rank refuses each call, in which the others meet in a collective of the loader: nobody waits there for it."""
     is_odd = dist.get_rank() == 1
     loader = rd.DataLoader(range(48), global_batch_size=12, micro_batch_size=6, num_logical_shards=24, timeout=10)
     unsavable, unloadable = {"value": FailsOnRankOne()}, {"value": FailsOnRankOne(loads=True)}
     step, metrics = "one" if is_odd else 1, {"loss": "low" if is_odd else 1}
-    direct = CheckpointManager(f"{folder}/direct", async_mode="disabled")
-    background = CheckpointManager(f"{folder}/background")
     checkpoint.save(f"{folder}/whole", {**unloadable, "loader": loader})
     checkpoint.save(f"{folder}/ranks", {"rank": {f"{is_odd:d}": torch.full((100,), int(is_odd))}})
-    found: list[str] = []
-    for manager in (direct, background):
-        for work in (
-            lambda m: m.save(step, {"loader": loader}),
-            lambda m: m.save(-1 if is_odd else 1, {"loader": loader}),
-            lambda m: m.save(1, {"loader": loader}, metrics=metrics),
-            lambda m: m.save(1, {**unsavable, "loader": loader}),
-        ):
-            found.append(said(lambda work=work, m=manager: (work(m), m.wait())))
+
+    def save(manager: Any, *given: Any, **more: Any) -> None:
+        manager.save(*given, **more)
+        manager.wait()
+
+    for mode in ("disabled", "thread"):
+        manager = CheckpointManager(f"{folder}/{mode}", async_mode=mode)
+        fails("step='one'", save, manager, step, {"loader": loader})
+        fails("step=-1", save, manager, -1 if is_odd else 1, {"loader": loader})
+        fails("'loss'", save, manager, 1, {"loader": loader}, metrics=metrics)
+        fails("no state", save, manager, 1, {**unsavable, "loader": loader})
         manager.save(3, {"loader": loader})
         manager.close()
         assert manager.steps() == [3], "saves go on behind an error"
     path, ranks, own = f"{folder}/whole", f"{folder}/ranks", torch.zeros(100, dtype=torch.int64)
-    found += [
-        said(lambda: checkpoint.save(f"{folder}/c", {**unsavable, "loader": loader})),
-        said(lambda: checkpoint.save(f"{folder}/c", {1: 1} if is_odd else {"loader": loader})),
-        said(lambda: checkpoint.save(f"{folder}/c", {"loader": loader}, metrics=metrics)),  # type: ignore[arg-type]
-        said(lambda: checkpoint.load(path, {**unsavable, "loader": loader})),
-        said(lambda: checkpoint.load(path, {**unloadable, "loader": loader})),
-        said(lambda: checkpoint.load(path, {"value": [StandInLoader()] if is_odd else unloadable["value"]})),
-        said(lambda: checkpoint.load(ranks, {"rank": {f"{2 * is_odd}": own}})),
-    ]
+    fails("no state", checkpoint.save, f"{folder}/c", {**unsavable, "loader": loader})
+    fails("keys are strings", checkpoint.save, f"{folder}/c", {1: 1} if is_odd else {"loader": loader})
+    fails("'loss'", checkpoint.save, f"{folder}/c", {"loader": loader}, metrics=metrics)
+    fails("no state", checkpoint.load, path, {**unsavable, "loader": loader})
+    fails("no load", checkpoint.load, path, {**unloadable, "loader": loader})
+    fails("a name of its own", checkpoint.load, path, {"value": [StandInLoader()] if is_odd else unloadable["value"]})
+    words = r"missing in the checkpoint: rank.2, a int64 tensor of shape \[100\] in the state \(on rank 1\)"
+    fails(words, checkpoint.load, ranks, {"rank": {f"{2 * is_odd}": own}})
     if is_odd:
         flip(data(Path(ranks)) / "__1_0.distcp", 700)
     dist.barrier()
-    return [*found, said(lambda: checkpoint.load(ranks, {"rank": {f"{is_odd:d}": own}}))]
+    fails("__1_0.distcp is not what was saved", checkpoint.load, ranks, {"rank": {f"{is_odd:d}": own}})
 
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    first, second = run(2, fail_on_rank_one, str(tmp_path))
-    assert first == second
-    words = ["step='one'", "step=-1", "'loss'", "no state"] * 2
-    words += ["no state", "keys are strings", "'loss'", "no state", "no load", "a name of its own"]
-    words += ["missing in the checkpoint: rank.2, a int64 tensor of shape [100] in the state (on rank 1)"]
-    words += ["__1_0.distcp is not what was saved"]
-    for word, text in zip(words, first, strict=True):
-        assert word in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["background", "direct", "ranks", "whole"]
+    run(2, fail_on_rank_one, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disabled", "ranks", "thread", "whole"]
 
 
 def own(rank: int) -> dict[str, Any]:

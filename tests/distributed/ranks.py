@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
@@ -42,6 +43,19 @@ def run_ranks(
             process.kill()
     files = [own / str(rank) for rank in range(world_size)]
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+
+def fails(words: str, call: Callable[..., Any], *args: Any, kind: Any = BaseException, **kwargs: Any) -> None:
+    """Assert that a call raises an error of a kind that says so."""
+    with pytest.raises(kind, match=words):
+        call(*args, **kwargs)
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the value of each rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _rank(

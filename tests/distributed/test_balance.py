@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 import rescale_data as rd
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fails, gathered, run_ranks
 
 ROWS, GLOBAL = 93, 12
 LENGTHS = np.random.default_rng(0).lognormal(2.5, 0.9, 4 * ROWS).astype(int).clip(1, 200).tolist()
 COST = rd.transformer_cost(crossover=30)
+ALL = rd.Balance(cost=COST, over="all")
 
 
 def first(loader: rd.DataLoader, num_batches: int) -> list[list[int]]:
@@ -97,63 +98,54 @@ def played(loader: rd.DataLoader, num_batches: int) -> tuple[list[list[int]], li
 FEEDS = {"": {}, "thread": {"prefetch": 1}, "workers": {"num_workers": 2, "prefetch": 1}}
 
 
-def compare(over: Any, feed: str, kwargs: dict[str, Any]) -> list[list[int]]:
-    """Return this rank's batches with balance; everything else is compared here."""
-    given = {**FEEDS[feed], **kwargs}
-    expected, tables = played(opened(None, **kwargs), 40)
-    found, balanced = played(opened(rd.Balance(cost=COST, over=over), **given), 40)
-    assert len(tables) == len(balanced)
-    assert all(torch.equal(one, other) for one, other in zip(tables, balanced, strict=True))
-    batches: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(batches, (expected, found))
-    for step in range(20):
-        one, other = (
-            sorted(row for rank in batches for batch in rank[kind][2 * step : 2 * step + 2] for row in batch)
-            for kind in (0, 1)
-        )
-        assert one == other, (step, one, other)
-    assert over == "rank" or any(sorted(a) != sorted(b) for a, b in zip(expected, found, strict=True))
-    return found
-
-
 CASES = [
     ("rank", "", {"repeat": True}),
     ("host", "thread", {"verify": True}),
     ("all", "", {"tail": "pad"}),
     ("host", "thread", {"is_filtered": True, "tail": "pad"}),
+    ("all", "workers", {"repeat": True}),
 ]
-WORKERS = ("all", "workers", {"repeat": True})
-"""Of two ranks."""
 
 
-def skipped_and_refused() -> None:
-    with opened(rd.Balance(cost=COST, over="all"), repeat=True) as loader, opened(None, repeat=True) as plain:
+def global_batches_and_tables_are_those_without_balance() -> None:
+    for over, feed, kwargs in CASES[: 5 if dist.get_world_size() == 2 else 4]:
+        given: Any = {**FEEDS[feed], **kwargs}
+        expected, tables = played(opened(None, **kwargs), 40)
+        found, balanced = played(opened(rd.Balance(cost=COST, over=over), **given), 40)
+        assert len(tables) == len(balanced)
+        assert all(torch.equal(one, other) for one, other in zip(tables, balanced, strict=True))
+        batches = gathered((expected, found))
+        for step in range(20):
+            one, other = (flat(b for rank in batches for b in rank[kind][2 * step : 2 * step + 2]) for kind in (0, 1))
+            assert one == other, (step, one, other)
+        assert over == "rank" or any(sorted(a) != sorted(b) for a, b in zip(expected, found, strict=True))
+
+
+def whole_steps_are_skipped_and_parts_are_refused() -> None:
+    with opened(ALL, repeat=True) as loader, opened(None, repeat=True) as plain:
         plain.skip(3 * GLOBAL)
         loader.skip(3 * GLOBAL)
         state = loader.state_dict()
         assert torch.equal(state["table"], plain.state_dict()["table"])
-        with pytest.raises(ValueError, match=r"ends within a step, .*give whole steps"):
-            loader.skip(GLOBAL // 2)
+        fails(r"ends within a step, .*give whole steps", loader.skip, GLOBAL // 2)
         next(iter(loader))
-        with pytest.raises(ValueError, match="begins within a step: 1 of its 2 micro batches"):
-            loader.skip(GLOBAL)
+        fails("begins within a step: 1 of its 2 micro batches", loader.skip, GLOBAL)
         assert torch.equal(loader.state_dict()["table"], state["table"])
-        with pytest.raises(ValueError, match="give whole steps"):
-            loader.load_state_dict(state, delivered=GLOBAL // 2)
+        fails("give whole steps", loader.load_state_dict, state, delivered=GLOBAL // 2)
         loader.load_state_dict(state, delivered=2 * GLOBAL)
         plain.skip(2 * GLOBAL)
         assert torch.equal(loader.state_dict()["table"], plain.state_dict()["table"])
 
 
-def weighed(over: Any) -> list[int]:
-    balance = rd.Balance(cost=COST, over=over, weight=len_of)
-    with opened(balance, repeat=True, collate_fn=with_lengths) as loader:
-        batches = list(islice(loader, 8))
-    own = torch.tensor([[sum(batch["lengths"]), 0] for batch in batches]).reshape(4, 2, 2)[:, :, 0].sum(dim=1)
-    dist.all_reduce(own)
-    told = [batch["step_weight"] for batch in batches]
-    assert told[::2] == told[1::2] == own.tolist()
-    return told
+def the_weight_is_that_of_the_global_batch() -> None:
+    for over in ("rank", "all"):
+        balance = rd.Balance(cost=COST, over=over, weight=len_of)
+        with opened(balance, repeat=True, collate_fn=with_lengths) as loader:
+            batches = list(islice(loader, 8))
+        own = torch.tensor([sum(batch["lengths"]) for batch in batches]).reshape(4, 2).sum(dim=1)
+        dist.all_reduce(own)
+        told = [batch["step_weight"] for batch in batches]
+        assert told[::2] == told[1::2] == own.tolist()
 
 
 def len_of(sample: Any) -> int:
@@ -164,62 +156,73 @@ def with_lengths(samples: list[Any]) -> dict[str, Any]:
     return {"lengths": [len(sample["tokens"]) for sample in samples]}
 
 
-def failing() -> list[str]:
-    """One rank cannot read a row: all raise before the same step, and go on where they are when it can."""
-    source = Rows()
-    errors = []
-    with opened(rd.Balance(cost=COST, over="all"), source, repeat=True, prefetch=1, timeout=60) as loader:
+def a_row_that_one_rank_cannot_read_is_an_error_on_all_and_all_go_on() -> None:
+    source, found = Rows(), []
+    with opened(ALL, source, repeat=True, prefetch=1, timeout=60) as loader:
         batches = iter(loader)
         whole = [next(batches)["id"] for _ in range(4)]
         loader.reset()
         source.broken = whole[3][0]
         batches = iter(loader)
-        found = []
-        try:
-            for _ in range(4):
-                found.append(next(batches)["id"])
-        except (OSError, RuntimeError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
+        with pytest.raises((OSError, RuntimeError), match=r"corrupt|Another dp rank could not make its") as raised:
+            found.extend(next(batches)["id"] for _ in range(4))
         assert found == whole[:2]
         source.broken = -1
         assert [next(batches)["id"] for _ in range(2)] == whole[2:]
-    return errors
+    assert any("corrupt" in error for error in gathered(str(raised.value)))
 
 
-def apart() -> list[str]:
+def ranks_that_are_at_different_steps_never_exchange_samples() -> None:
     """One rank alone cannot collate a step that the other takes: no rank goes on before all load one state."""
-    calls = [0]
+    calls, me = [0], dist.get_rank()
 
     def collated(samples: list[Any]) -> dict[str, Any]:
         calls[0] += 1
-        if calls[0] == 5 and dist.get_rank() == 1:
+        if calls[0] == 5 and me == 1:
             raise OSError("no memory")
         return ragged(samples)
 
-    errors = []
-    balance = rd.Balance(cost=COST, over="all")
-    with opened(balance, repeat=True, collate_fn=collated, timeout=200) as loader:
-        state, found = loader.state_dict(), []
-        batches = iter(loader)
-        while len(errors) < 3:
-            try:
-                found.append(next(batches)["id"])
-            except (OSError, RuntimeError) as error:
-                errors.append(f"{type(error).__name__}: {error}")
-        assert len(found) == (6 if dist.get_rank() == 0 else 4)
+    with opened(ALL, repeat=True, collate_fn=collated, timeout=200) as loader:
+        state, batches = loader.state_dict(), iter(loader)
+        found = [next(batches)["id"] for _ in range(4 if me else 6)]
+        fails("no memory" if me else "Another dp rank has stopped", next, batches)
+        for _ in range(2):
+            fails(r"The dp ranks are at different places of the run, \[24, 36\] samples", next, batches)
         loader.load_state_dict(state)
         assert first(loader, 4) == found[:4]
-    return errors
 
 
-def unsendable() -> str:
-    source = Rows(locks=dist.get_rank() == 1)
-    with (
-        opened(rd.Balance(cost=COST, over="all"), source, repeat=True, timeout=200) as loader,
-        pytest.raises(Exception, match=r"pickle|Another dp rank") as raised,
-    ):
-        first(loader, 4)
-    return str(raised.value)
+def samples_of_one_rank_that_cannot_be_sent_are_an_error_on_all() -> None:
+    me = dist.get_rank()
+    with opened(ALL, Rows(locks=me == 1), repeat=True, timeout=200) as loader:
+        fails("cannot pickle" if me else "could not make its samples", first, loader, 4)
+
+
+def samples_stay_on_their_host() -> None:
+    with patch("socket.gethostname", lambda: "a" if dist.get_rank() < 2 else "b"):
+        loader = opened(rd.Balance(cost=COST, over="host"), repeat=True)
+    found, expected = (gathered(played(each, 8)[0]) for each in (loader, opened(None, repeat=True)))
+    for step in range(0, 8, 2):
+        assert flat(found[2][step : step + 2]) == flat(expected[2][step : step + 2])
+    assert found[0] != expected[0]
+    assert flat(found[0] + found[1]) == flat(expected[0] + expected[1])
+
+
+PROMISES = [
+    (2, global_batches_and_tables_are_those_without_balance),
+    (3, global_batches_and_tables_are_those_without_balance),
+    (2, whole_steps_are_skipped_and_parts_are_refused),
+    (2, the_weight_is_that_of_the_global_batch),
+    (2, a_row_that_one_rank_cannot_read_is_an_error_on_all_and_all_go_on),
+    (2, ranks_that_are_at_different_steps_never_exchange_samples),
+    (2, samples_of_one_rank_that_cannot_be_sent_are_an_error_on_all),
+    (3, samples_stay_on_their_host),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "promise"), PROMISES)
+def test_ranks(num_ranks: int, promise: Any, tmp_path: Path) -> None:
+    run_ranks(num_ranks, tmp_path, promise)
 
 
 TRAINER = """
@@ -261,76 +264,3 @@ def test_a_rank_that_fails_ends_while_another_one_is_behind(tmp_path: Path) -> N
     finally:
         failing.kill()
         behind.kill()
-
-
-def uneven_hosts() -> list[list[int]]:
-    with patch("socket.gethostname", lambda: "a" if dist.get_rank() < 2 else "b"):
-        loader = opened(rd.Balance(cost=COST, over="host"), repeat=True)
-    found, _ = played(loader, 8)
-    return found
-
-
-def plain_batches() -> list[list[int]]:
-    return played(opened(None, repeat=True), 8)[0]
-
-
-def on_2_ranks() -> dict[str, Any]:
-    found: dict[str, Any] = {"compared": [compare(*case) for case in [*CASES, WORKERS]]}
-    skipped_and_refused()
-    found |= {f"weighed {over}": weighed(over) for over in ("rank", "all")}
-    return {**found, "failing": failing(), "apart": apart(), "unsendable": unsendable()}
-
-
-def on_3_ranks() -> dict[str, Any]:
-    found = {"compared": [compare(*case) for case in CASES]}
-    return {**found, "plain": plain_batches(), "on two hosts": uneven_hosts()}
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, tmp_path_factory.mktemp("two"), on_2_ranks)
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(3, tmp_path_factory.mktemp("three"), on_3_ranks)
-
-
-def test_global_batches_and_tables_are_those_without_balance(two: Any, three: Any) -> None:
-    assert all(len(batches) == 40 for rank in [*two, *three] for batches in rank["compared"])
-
-
-@pytest.mark.parametrize("over", ["rank", "all"])
-def test_the_weight_is_that_of_the_global_batch(over: str, two: Any) -> None:
-    one, other = (rank[f"weighed {over}"] for rank in two)
-    assert one == other
-
-
-def test_an_error_of_one_rank_is_raised_on_all_and_all_go_on(two: Any) -> None:
-    errors = [error for rank in two for error in rank["failing"]]
-    assert len(errors) == 2
-    assert any("corrupt" in error for error in errors)
-    assert all("corrupt" in error or "Another dp rank could not make its samples" in error for error in errors)
-
-
-def test_ranks_that_are_at_different_steps_never_exchange_samples(two: Any) -> None:
-    one, other = (rank["apart"] for rank in two)
-    assert one[0].startswith("RuntimeError: Another dp rank has stopped")
-    assert other[0] == "OSError: no memory"
-    for errors in (one[1:], other[1:]):
-        assert errors
-        assert all("The dp ranks are at different places of the run, [24, 36] samples" in error for error in errors)
-
-
-def test_samples_of_one_rank_that_cannot_be_sent_are_an_error_on_all(two: Any) -> None:
-    one, other = (rank["unsendable"] for rank in two)
-    assert "could not make its samples" in one
-    assert "cannot pickle" in other
-
-
-def test_samples_stay_on_their_host(three: Any) -> None:
-    expected, found = ([rank[name] for rank in three] for name in ("plain", "on two hosts"))
-    for step in range(0, 8, 2):
-        assert flat(found[2][step : step + 2]) == flat(expected[2][step : step + 2])
-    assert found[0] != expected[0]
-    assert flat(found[0] + found[1]) == flat(expected[0] + expected[1])

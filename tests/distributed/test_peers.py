@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rescale_data as rd
 from rescale_data.engine.ranks import meeting as groups
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fails, gathered, run_ranks
 from tests.formats import write_table
 from tests.sources.far import Far
 from tests.states import opened
@@ -80,68 +80,32 @@ def plain(value: Any) -> Any:
     return [plain(of) for of in value] if isinstance(value, list | tuple) else value
 
 
-def said(kind: type[Exception], call: Any) -> str:
-    with pytest.raises(kind) as error:
-        call()
-    return str(error.value)
+def rows(batches: list[Any]) -> list[int]:
+    return [row for batch in batches for row in batch["row"][2]]
 
 
-def on_4_ranks(folder: Path) -> dict[str, Any]:
+def one_reads_and_all_have_the_batches_of_a_loader_and_go_on_as_one_dp_rank_of_4(data: Path, epochs: Any) -> None:
     me = dist.get_rank()
-    data = folder / "data"
-    found: dict[str, Any] = {}
     with make(data, 2) as loader:
         batches, taken = iter(loader), []
         for _ in range(5):
-            found["peeked"] = plain(loader.peek())
+            peeked = plain(loader.peek())
             taken.append(plain(next(batches)))
-        assert taken[-1] == found["peeked"]
-        found |= {"first": taken, "reads": len(loader.progress()) > 1}
-        dcp.save({"loader": loader}, checkpoint_id=folder / "saved")
-        found["state"] = {name: tensor.tolist() for name, tensor in opened(loader.state_dict())["shards"].items()}
-        found["rest"] = [plain(batch) for batch in batches]
-        found["report"] = loader.report()
-        found["in a fork"] = exit_code_of_a_fork(loader)
-    found["requests"] = Far.asked.total()
-
-    uneven = make(data, 2)
-    for _ in range(1 + me // 2):
-        next(iter(uneven))
-    found["pickled"] = said(rd.DataStateError, functools.partial(pickle.dumps, uneven.state_dict()))
-    found["local"] = said(TypeError, uneven.local_state_dict)
-    dcp.load({"loader": uneven}, checkpoint_id=folder / "saved")
-    found["rolled back"] = [plain(batch) for batch in uneven]
-
+            assert taken[-1] == peeked
+        assert (len(loader.progress()) > 1) == (me % 2 == 0)
+        dcp.save({"loader": loader}, checkpoint_id=data.with_name("saved"))
+        state = {name: tensor.tolist() for name, tensor in opened(loader.state_dict())["shards"].items()}
+        assert taken + [plain(batch) for batch in batches] == epochs[me // 2]
+        report = loader.report()
+        assert report["read_bytes"].minimum > 0
+        assert exit_code_of_a_fork(loader) == 3
     wider = make(data, 1)  # from 2 dp ranks of 2 TP peers each to one of 4
-    dcp.load({"loader": wider}, checkpoint_id=folder / "saved")
-    found["rescaled"] = [plain(batch) for batch in wider]
-    found["requests of 4"] = Far.asked.total()
-    sent = make(data, 2, collate_fn=None, transfer=row_sums)
-    found["sent"] = [sent.peek(), list(sent)]
-    stage = make(data, 1, receives=me in (0, 3), pin_memory=True)  # a pipeline of 4 stages
-    found["stages"] = [plain(batch) for batch in stage]
-
-    found["different"] = said(ValueError, lambda: make(data, 1, seed=me // 3))
-    found["other data"] = said(ValueError, lambda: make(folder / str(me), 1))
-    found["bad arguments"] = said(ValueError, lambda: make(data, 2, micro_batch_size=3))
-    found["no files"] = said(FileNotFoundError, lambda: make(folder / "nothing", 2))
-    failing = iter(make(data, 2, bad=found["first"][2]["row"][2][0] if me < 2 else -1))
-    found["before the error"] = len([next(failing) for _ in range(2)])
-    if me < 2:
-        found["error"] = said(KeyError, failing.__next__)
-    found["by number"] = [plain(batch) for batch in by_number(data, me // 2)][:5]
-    began = time.monotonic()
-    found["no data"] = said(FileNotFoundError, lambda: by_number(data / "nothing", 1 - me // 2))
-    found["seconds until it was said"] = time.monotonic() - began
-    training, validation = make(data, 1), make(data, 1)
-    next(iter(training))
-    found["of another"] = said(RuntimeError, validation.peek) if me == 3 else training.peek()
-    if me in (2, 3):
-        loader = numbers(2, 3)
-        found["apart"] = said(RuntimeError, loader.peek if me == 3 else loader.reset) if me == 3 else loader.reset()
-    if me != 2:
-        found["after a death"] = after_a_death(3)
-    return found
+    dcp.load({"loader": wider}, checkpoint_id=data.with_name("saved"))
+    later = rows([plain(batch) for batch in wider])
+    assert gathered((state, report, later)) == [(state, report, later)] * 4
+    first = gathered(rows(taken))
+    assert sorted(first[0] + first[2] + later) == list(range(ROWS))
+    assert (Far.asked.total() > 0) == (me % 2 == 0), "its peers make no request"
 
 
 def exit_code_of_a_fork(loader: rd.DataLoader) -> int:
@@ -157,28 +121,94 @@ def exit_code_of_a_fork(loader: rd.DataLoader) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def a_state_of_dp_ranks_at_different_batches_is_loaded_into_but_not_kept(data: Path, epochs: Any) -> None:
+    me = dist.get_rank()
+    dcp.save({"loader": make(data, 2)}, checkpoint_id=data.with_name("saved"))
+    uneven = make(data, 2)
+    for _ in range(1 + me // 2):
+        next(iter(uneven))
+    fails("The ranks save at different batches", pickle.dumps, uneven.state_dict(), kind=rd.DataStateError)
+    fails(
+        r"peers= and 2 dp ranks[\s\S]*Call loader.state_dict\(\) on all ranks", uneven.local_state_dict, kind=TypeError
+    )
+    dcp.load({"loader": uneven}, checkpoint_id=data.with_name("saved"))
+    assert [plain(batch) for batch in uneven] == epochs[me // 2]
+
+
+def each_peer_sends_its_batches_to_its_own_device_and_a_stage_that_needs_none_has_none(data: Path, epochs: Any) -> None:
+    me = dist.get_rank()
+    sent = make(data, 2, collate_fn=None, transfer=row_sums)
+    sums = [sum(batch["row"][2]) for batch in epochs[me // 2]]
+    assert [sent.peek(), list(sent)] == [sums[0], sums]
+    stages = gathered([plain(batch) for batch in make(data, 1, receives=me in (0, 3), pin_memory=True)])
+    assert stages[0] == stages[3]
+    assert len(rows(stages[0])) == 56
+    assert stages[1] == stages[2] == [None] * 28
+
+
+def peers_that_differ_are_told_where(data: Path, _: Any) -> None:
+    me = dist.get_rank()
+    different = rf"different seed: rank {me} has {me // 3}, and the ranks \[3\] another than rank 0"
+    fails(different, make, data, 1, seed=me // 3, kind=ValueError)
+    fails("different pipeline", make, data.with_name(str(me)), 1, kind=ValueError)
+    training, validation = make(data, 1), make(data, 1)
+    next(iter(training))
+    if me == 3:
+        fails("that of another loader", validation.peek, kind=RuntimeError)
+    else:
+        training.peek()
+    if me in (2, 3):
+        loader = numbers(2, 3)
+        if me == 3:
+            fails("make the same calls in the same order", loader.peek, kind=RuntimeError)
+        else:
+            loader.reset()
+
+
+def errors_of_the_one_that_reads_are_raised_on_all(data: Path, epochs: Any) -> None:
+    me, nothing = dist.get_rank(), data.with_name("nothing")
+    fails("micro_batch_size", make, data, 2, micro_batch_size=3, kind=ValueError)
+    fails("nothing", make, nothing, 2, kind=FileNotFoundError)
+    failing = iter(make(data, 2, bad=epochs[0][2]["row"][2][0] if me < 2 else -1))
+    assert [plain(next(failing)) for _ in range(2)] == epochs[me // 2][:2]
+    if me < 2:
+        fails("is bad", next, failing, kind=KeyError)
+    assert [plain(batch) for batch in by_number(data, me // 2)] == epochs[me // 2]
+    began = time.monotonic()
+    fails("nothing", by_number, nothing, 1 - me // 2, kind=FileNotFoundError)
+    assert time.monotonic() - began < 200, "timeout is 300"
+
+
 def by_number(data: Path, dp_rank: int) -> rd.DataLoader:
     peers = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()
     return make(data, 2, mesh=None, peers=peers, dp_rank=dp_rank, dp_world_size=2)
 
 
-def after_a_death(dead: int) -> list[str]:
-    """Of three peers one is gone, as its sockets tell; what the others hear, who try again and again."""
-    loader = numbers(0, 1, dead, timeout=8.0)
+def when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else(*_: Any) -> None:
+    """Its sockets tell; the others try again and again."""
+    me, heard = dist.get_rank(), list[str]()
+    if me == 2:
+        return
+    loader = numbers(0, 1, 3, timeout=8.0)
     batches = iter(loader)
     next(batches)
-    if dist.get_rank() == dead:
+    if me == 3:
         del batches, loader
-        groups._values_by_group[dist.group.WORLD].pop(("peers", 0, 1, dead))
+        groups._values_by_group[dist.group.WORLD].pop(("peers", 0, 1, 3))
         gc.collect()
-        return []
-    heard: list[str] = []
+        return
     for _ in range(4):
         try:
             heard.append(str(next(batches).tolist()))
         except RuntimeError as error:
             heard.append(str(error))
-    return heard
+    given = [text for text in heard if text.startswith("[")]
+    assert given == [str(list(range(4 * i, 4 * i + 4))) for i in range(1, len(given) + 1)]
+    first, *more = heard[len(given) :]
+    others = "one of the ranks [1, 3]" if me == 0 else "rank 0, which reads"
+    assert f"Rank {me} waited at most 8 s for {others}: it makes no call, or has died" in first
+    assert more
+    assert set(more) == {first}
 
 
 def numbers(*peers: int, **given: Any) -> rd.DataLoader:
@@ -190,86 +220,22 @@ def numbers(*peers: int, **given: Any) -> rd.DataLoader:
     return rd.DataLoader(lambda: range(1000), **where, global_batch_size=4, shuffle=False, **given)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("broadcast")
-    write(folder / "data")
-    return run_ranks(4, folder, on_4_ranks, folder)
+PROMISES = [
+    one_reads_and_all_have_the_batches_of_a_loader_and_go_on_as_one_dp_rank_of_4,
+    a_state_of_dp_ranks_at_different_batches_is_loaded_into_but_not_kept,
+    each_peer_sends_its_batches_to_its_own_device_and_a_stage_that_needs_none_has_none,
+    peers_that_differ_are_told_where,
+    errors_of_the_one_that_reads_are_raised_on_all,
+    when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else,
+]
 
 
-def rows(batches: list[Any]) -> list[int]:
-    return [row for batch in batches for row in batch["row"][2]]
-
-
-def test_one_reads_and_its_peers_make_no_request(ranks: list[dict[str, Any]]) -> None:
-    for name in ("reads", "requests", "requests of 4"):
-        assert [found[name] > 0 for found in ranks] == [True, False, True, False]
-
-
-def test_batches_are_those_of_a_loader_and_come_to_the_device_of_each_peer(ranks: Any, tmp_path: Path) -> None:
-    write(tmp_path / "data")
+@pytest.mark.parametrize("promise", PROMISES)
+def test_four_ranks(promise: Any, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    write(data)
     given = {**SIZES, "collate_fn": nested, "dp_world_size": 2}
-    data = open_data(str(tmp_path / "data"))
-    alone = [[plain(batch) for batch in rd.DataLoader(data, **given, dp_rank=rank)] for rank in range(2)]
-    for rank, found in enumerate(ranks):
-        epoch = alone[rank // 2]
-        assert found["first"] + found["rest"] == epoch
-        assert found["by number"] == epoch[:5]
-        sums = [sum(batch["row"][2]) for batch in epoch]
-        assert found["sent"] == [sums[0], sums]
-
-
-def test_all_have_the_same_state_and_go_on_as_one_dp_rank_of_4(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["report"]["read_bytes"].minimum > 0
-    for found in ranks:
-        assert found["rolled back"] == found["rest"], "also where dp ranks stood at different batches"
-        assert all(found[name] == ranks[0][name] for name in ("state", "rescaled", "report"))
-    first = [row for found in (ranks[0], ranks[2]) for row in rows(found["first"])]
-    later = rows(ranks[0]["rescaled"])
-    assert (len(first), len(later)) == (20, 40)
-    assert sorted(first + later) == list(range(ROWS))
-
-
-def test_a_stage_that_needs_nothing_has_nothing(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["stages"] == ranks[3]["stages"]
-    assert len(ranks[0]["stages"]) == 28
-    assert ranks[1]["stages"] == ranks[2]["stages"] == [None] * 28
-
-
-SAID: dict[str, tuple[tuple[int, ...], str]] = {
-    "pickled": ((0, 1, 2, 3), "The ranks save at different batches"),
-    "local": ((0, 1, 2, 3), "peers= and 2 dp ranks"),
-    "different": ((0, 1, 2), "different seed: rank {rank} has 0, and the ranks [3] another than rank 0"),
-    "other data": ((0, 1, 2, 3), "different pipeline"),
-    "bad arguments": ((0, 1, 2, 3), "micro_batch_size"),
-    "no files": ((0, 1, 2, 3), "nothing"),
-    "error": ((0, 1), "is bad"),
-    "no data": ((0, 1, 2, 3), "nothing"),
-    "apart": ((3,), "make the same calls in the same order"),
-    "of another": ((3,), "that of another loader"),
-}
-"""What is said on which ranks."""
-
-
-@pytest.mark.parametrize("what", SAID)
-def test_what_is_wrong_is_said_on_all_that_it_concerns(what: str, ranks: list[dict[str, Any]]) -> None:
-    for rank in SAID[what][0]:
-        assert SAID[what][1].format(rank=rank) in ranks[rank][what]
-
-
-def test_errors_come_in_their_place_and_in_time_and_forks_send_nothing(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert (found["before the error"], found["in a fork"]) == (2, 3)
-        assert found["seconds until it was said"] < 200, "timeout is 300"
-
-
-def test_when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else(ranks: list[dict[str, Any]]) -> None:
-    for rank in range(2):
-        heard = ranks[rank]["after a death"]
-        batches = [text for text in heard if text.startswith("[")]
-        assert batches == [str(list(range(4 * i, 4 * i + 4))) for i in range(1, len(batches) + 1)]
-        first, *more = heard[len(batches) :]
-        others = "one of the ranks [1, 3]" if rank == 0 else "rank 0, which reads"
-        assert f"Rank {rank} waited at most 8 s for {others}: it makes no call, or has died" in first
-        assert more
-        assert set(more) == {first}
+    epochs = [
+        [plain(batch) for batch in rd.DataLoader(open_data(str(data)), **given, dp_rank=rank)] for rank in range(2)
+    ]
+    run_ranks(4, tmp_path, promise, data, epochs)

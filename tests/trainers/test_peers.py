@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import rescale_data as rd
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import fails, run_ranks
 
 
 def packed() -> Any:
@@ -22,17 +22,11 @@ def make(data: Any) -> rd.DataLoader:
     return rd.DataLoader(data, **ranks, global_batch_size=8, micro_batch_size=4, seed=3, timeout=60.0)
 
 
-def said(call: Any) -> str:
-    with pytest.raises(ValueError, match=r"rd\.DataLoader|the loader") as error:
-        call()
-    return str(error.value)
-
-
 def rows() -> Any:
     return [{"x": torch.tensor([float(row)])} for row in range(32)]
 
 
-def hugging_face(folder: Path) -> list[str]:
+def hugging_face(folder: Path) -> None:
     from rescale_data.integrations import huggingface
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())  # as torchrun tells them to trainers
@@ -46,20 +40,13 @@ def hugging_face(folder: Path) -> list[str]:
         arguments = huggingface.TrainingArguments(str(folder), use_cpu=True, report_to=[], **given)
         return huggingface.DataStateMixin(model, arguments, train_loader=make(data))
 
-    return [
-        said(lambda: trainer(rows, 1)),
-        said(lambda: trainer(rows, 2, per_device_train_batch_size=2)),
-        said(lambda: trainer(packed, 2)),
-        str(trainer(rows, 2).args.gradient_accumulation_steps),
-    ]
+    fails("has 2 data-parallel ranks, but the loader serves its rows to 1", trainer, rows, 1, kind=ValueError)
+    sizes = {"per_device_train_batch_size": 2}
+    fails(r"per_device_train_batch_size=2\), but", trainer, rows, 2, **sizes, kind=ValueError)
+    fails("labels=True", trainer, packed, 2, kind=ValueError)
+    assert trainer(rows, 2).args.gradient_accumulation_steps == 2
 
 
 def test_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("rescale_data.integrations.huggingface")
-    found = run_ranks(2, tmp_path, hugging_face, tmp_path)
-    assert found[0] == found[1]
-    ranks, micro_batch, labels, accumulation = found[0]
-    assert "has 2 data-parallel ranks, but the loader serves its rows to 1" in ranks
-    assert "per_device_train_batch_size=2), but" in micro_batch
-    assert "labels=True" in labels
-    assert accumulation == "2"
+    run_ranks(2, tmp_path, hugging_face, tmp_path)
