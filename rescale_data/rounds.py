@@ -26,23 +26,8 @@ def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
     return shard_starts(shards + 1, num_rows, num_logical_shards) - shard_starts(shards, num_rows, num_logical_shards)
 
 
-def row_range_indices(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
-    """Return the number of the range that each shard reads in an epoch, ``int64[M]``.
-
-    It is the shard's own number if no range is empty.
-    """
-    if num_rows >= num_logical_shards:
-        return shards
-    rounds, round_epochs = np.divmod(epochs, num_logical_shards)
-    range_shifts = np.zeros_like(shards)
-    for number in np.unique(rounds).tolist():
-        begin, range_step = _round_params(num_logical_shards, seed, number)
-        range_shifts += np.where(rounds == number, begin + range_step * round_epochs, 0)
-    return (shards + range_shifts) % num_logical_shards
-
-
 def row_range_index(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
-    """Return the number of the range that one shard reads in one epoch of fewer rows than shards (see `row_range_indices`)."""
+    """Return the number of the range that one shard reads in one epoch of fewer rows than shards."""
     round_number, round_epoch = divmod(epoch, num_logical_shards)
     begin, range_step = _round_params(num_logical_shards, seed, round_number)
     return (shard + begin + range_step * round_epoch) % num_logical_shards

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from rescale_data.order import GlobalBatchOrder
-from rescale_data.rounds import next_epoch_with_rows, row_range_index, row_range_indices, rows_before, shard_sizes
+from rescale_data.rounds import next_epoch_with_rows, row_range_index, rows_before
 from rescale_data.shard import Shard
 from rescale_data.state import Ints
 
@@ -149,8 +149,7 @@ class ShardEpochs:
 
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in the given epoch."""
-        sizes_by_view = np.stack([self._row_counts_in_view(epochs, shards, view) for view in self.views])
-        return sizes_by_view[np.searchsorted(self.view_start_epochs, epochs, side="right") - 1, np.arange(len(shards))]
+        return self.sizes_before(epochs + 1, shards) - self.sizes_before(epochs, shards)
 
     def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
         """Return ``int64[M]``, the number of rows of each given shard in all epochs before the given one."""
@@ -163,12 +162,6 @@ class ShardEpochs:
             since = np.full_like(epochs, v.since_epoch)
             total += rows_before(shards, clipped, *self.round_args(v)) - rows_before(shards, since, *self.round_args(v))
         return total
-
-    def _row_counts_in_view(self, epochs: Ints, shards: Ints, view: EpochView) -> Ints:
-        if self.step_order is not None:
-            return self.step_order.shard_row_counts(shards, view.num_rows)
-        range_indices = row_range_indices(shards, epochs, *self.round_args(view))
-        return shard_sizes(range_indices, view.num_rows, self.shard.num_logical_shards)
 
     def round_args(self, view: EpochView) -> tuple[int, int, int]:
         """Return the arguments common to the functions of `rescale_data.rounds`: rows, logical shards and seed."""
