@@ -61,6 +61,8 @@ class ReadCounters:
 
 
 _counts = ReadCounters()
+# Begun anew in a forked child: another thread of the parent may have held the lock
+os.register_at_fork(after_in_child=_counts.__init__)
 
 
 def read_counters() -> ReadCounters:
@@ -83,12 +85,3 @@ def by_name(counters: Any) -> dict[str, float]:
         "request_bytes": float(counters[REQUEST_BYTES]),
         "retries": float(counters[RETRIES]),
     }
-
-
-def _reset_after_fork() -> None:
-    """Replace the counters in a forked child, since another thread of the parent may have held their lock."""
-    global _counts
-    _counts = ReadCounters()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)

@@ -36,7 +36,9 @@ ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 _INDEX_FORMAT_VERSION = 5
 _OPENING_THREADS = 16
 _INDEX_SUFFIX, _PART_SUFFIX = ".rdindex", ".rdpart"
-_PROBES, _PARTS, _FORMAT_PREFIX = "probes", "parts", "own."
+_PROBES, _PARTS = "probes", "parts"
+FORMAT_PREFIX = "own."
+"""Prefix of the names of `Footer.arrays`, in a part of an index that describes one file."""
 _MAX_SHOWN_NAMES = 5
 _log = logging.getLogger("rescale_data")
 
@@ -193,15 +195,10 @@ def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, 
     def write(temporary_path: str) -> None:
         footers = read_footers(files)
         fragments = join_footers(footers)
-        format_arrays = {_FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
+        format_arrays = {FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
         write_bundle(temporary_path, {"kinds": list(fragments.kinds)}, {**fragments.to_arrays(), **format_arrays})
 
     return open_or_create(index_part, Bundle, write, wait_for_writer=wait)
-
-
-def format_array(index_part: Bundle, name: str) -> Any:
-    """Return the array ``name`` of `Footer.arrays` that a part of an index stores for its only file, memory-mapped."""
-    return index_part.array(_FORMAT_PREFIX + name)
 
 
 def listed_files(bundle: Bundle, files: Files) -> Files:

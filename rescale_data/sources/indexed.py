@@ -26,7 +26,7 @@ from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragmented import DEFAULT_CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Footer, NamedArrays, adjacent_locations, group_pieces
-from rescale_data.sources.index import format_array, make_part
+from rescale_data.sources.index import FORMAT_PREFIX, make_part
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -55,7 +55,7 @@ class OpenIndexedFile:
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return the array ``name`` that was stored when this file was scanned, such as the bytes at which its rows begin."""
-        return format_array(self.index_part, name)
+        return self.index_part.array(FORMAT_PREFIX + name)
 
 
 class IndexedSource(FileSource):

@@ -42,7 +42,6 @@ class ShardShare:
         self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source_key
         self._shard_index, self._range_shift, self._fragments_hash = shard_index, range_shift, fragments_hash
         self._num_rows = int(fragments[-1] if order is None else order.virtual_starts[-1])
-        self._own_ranges: dict[int, RowRange] = {}
 
     @property
     def share_key(self) -> Hashable:
@@ -68,12 +67,7 @@ class ShardShare:
         return row_ranges
 
     def own_row_range(self, fragment: int) -> RowRange:
-        own_range = self._own_ranges.get(fragment)
-        if own_range is None:
-            served = self.served_row_ranges(fragment)
-            own_range = next(row_range for row_range in served if row_range.share_key == self.share_key)
-            self._own_ranges[fragment] = own_range
-        return own_range
+        return next(served for served in self.served_row_ranges(fragment) if served.share_key == self.share_key)
 
     def _virtual_start(self, fragment: int) -> int:
         """Return the index of a fragment's first row among all rows in the order of the epoch."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 
@@ -77,13 +78,13 @@ def _stop_all() -> None:
     _fetch_ahead.stop()
 
 
-def _reset_after_fork() -> None:
-    """Replace the threads in a forked child, which has none, and the locks, which another thread may have held."""
-    global _ahead, _fetch_ahead, _exit_event
-    _ahead, _fetch_ahead, _exit_event = BackgroundRunner(1), BackgroundRunner(_NUM_FETCHING_THREADS), threading.Event()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+# Begun anew in a forked child: it has no threads, and another thread of the parent may have held a lock
+for _reset in (
+    partial(_ahead.__init__, 1),
+    partial(_fetch_ahead.__init__, _NUM_FETCHING_THREADS),
+    _exit_event.__init__,
+):
+    os.register_at_fork(after_in_child=_reset)
 
 # Before Python calls the functions of `atexit`, it waits until the threads of all executors have done all submitted work. The
 # hook that comes before this wait has no public name.

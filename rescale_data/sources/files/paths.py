@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -103,7 +103,11 @@ class Files:
         """
         if self.filesystem is not None:
             return ""
-        return _probe_digest(self.path(file), int(self.sizes[file]), self.stamps[file])
+        last_probe, digest = max(0, int(self.sizes[file]) - _PROBE_BYTES), hashlib.blake2b(digest_size=8)
+        with open(self.path(file), "rb", buffering=0) as opened:
+            for offset in np.linspace(0, last_probe, _NUM_PROBES + 2, dtype=np.int64).tolist():
+                digest.update(os.pread(opened.fileno(), _PROBE_BYTES, offset))
+        return digest.hexdigest()
 
     def is_unchanged_copy(self, file: int, earlier_digest: str) -> bool:
         """True if a local file still has the given digest of sampled bytes.
@@ -145,16 +149,6 @@ class Files:
         filesystem = reconnected(self.filesystem)
         info = attempt(self.remote, filesystem.unstrip_protocol(path), partial(_info_with_size, filesystem, path), 0)
         return RemoteFile(filesystem, path, self.remote, int(info["size"]), _version_stamp(info), self.store)
-
-
-@lru_cache(maxsize=2**16)
-def _probe_digest(path: str, size: int, version_stamp: str) -> str:
-    del version_stamp  # a part of the key: another stamp is another probe
-    digest = hashlib.blake2b(digest_size=8)
-    with open(path, "rb", buffering=0) as file:
-        for offset in np.linspace(0, max(0, size - _PROBE_BYTES), _NUM_PROBES + 2, dtype=np.int64).tolist():
-            digest.update(os.pread(file.fileno(), _PROBE_BYTES, offset))
-    return digest.hexdigest()
 
 
 def find_matching_files(
