@@ -56,6 +56,7 @@ class Pool(Feed):
             seed = [torch.initial_seed(), self._num_crews]
             crew = Crew(self._context, self._worker, self._num_workers, seed)
             self._crew, self._finalizer = crew, weakref.finalize(self, crew.end)
+        self._crew.wait_started()
         self._crew.begin(work)
         self._work = work
 

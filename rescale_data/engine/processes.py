@@ -5,9 +5,9 @@
     work.inboxes[i] ◄────── worker has answered the one  ◄─pipe──  number and message; number and None: idle
     free[i].release() ────────────────────────────────semaphore─►  one more slab is free
 
-One thread alone uses the pipes, so Ctrl-C never leaves half a message in a pipe. Both directions carry less than 4 kB at a
-time: larger values lie in shared memory. Nothing is sent to a worker that may be within a read. So neither side blocks in a
-send.
+One thread alone starts the workers and uses the pipes, so Ctrl-C never leaves half a process or half a message. Both
+directions carry less than 4 kB at a time: larger values lie in shared memory. Nothing is sent to a worker that may be within a
+read. So neither side blocks in a send.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch
 
 from rescale_data.engine.board import Board
 from rescale_data.engine.message import Inbox, from_bytes, to_bytes
+from rescale_data.engine.threads import Flag
 from rescale_data.engine.worker_info import set_worker_info
 from rescale_data.engine.workers import BeginCommand, Worker
 from rescale_data.sources.counts import read_counters
@@ -71,31 +72,28 @@ class Crew:
 
     Attributes:
         free_slabs: A semaphore for each worker, released when one of its slabs may be written again.
-        failure: The error after a worker has died; `None` before.
+        failure: The error after a worker has died, or has not started; `None` before.
     """
 
     def __init__(self, context: BaseContext, worker: Worker, num_workers: int, seed: list[int]) -> None:
         self.board = Board(num_workers)
-        self.failure: RuntimeError | None = None
+        self.failure: Exception | None = None
         self._num_workers, self._trainer_pid = num_workers, os.getpid()
         self.free_slabs = [context.Semaphore(0) for _ in range(num_workers)]
         self._work: Work | None = None
         self._bell_reader, self._bell_writer = Pipe(duplex=False)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for index in range(num_workers):
-            trainer_end, worker_end = context.Pipe()
-            args = (index, num_workers, worker_end, self.free_slabs[index], self.board, worker, [*seed, index])
-            process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-                target=_run_worker, args=args, daemon=True, name=f"rescale_data-worker-{index}"
-            )
-            process.start()
-            worker_end.close()
-            self._pipes.append(trainer_end)
-            self._processes.append(process)
-        share_budget_with(id(self), num_workers)
-        self._thread = threading.Thread(target=self._communicate, daemon=True, name="rescale_data-crew")
+        self._started_flag = Flag()
+        args = context, worker, seed
+        self._thread = threading.Thread(target=self._run, args=args, daemon=True, name="rescale_data-crew")
         self._thread.start()
+
+    def wait_started(self) -> None:
+        """Wait until the workers have started, or raise the error of their start; Ctrl-C leaves the start undisturbed."""
+        self._started_flag.wait()
+        if self.failure is not None:
+            raise self.failure
 
     def begin(self, work: Work) -> None:
         """Make the workers drop their current work, and begin another one."""
@@ -123,6 +121,31 @@ class Crew:
             self._thread.join()
 
     # The thread
+
+    def _run(self, context: BaseContext, worker: Worker, seed: list[int]) -> None:
+        """Start the workers, and communicate with them; in the main thread Ctrl-C within a start breaks the fork server."""
+        try:
+            self._start_processes(context, worker, seed)
+        except Exception as error:
+            self.failure = error
+            for pipe in self._pipes:
+                pipe.close()  # which ends the worker
+        self._started_flag.set()
+        if self.failure is None:
+            self._communicate()
+
+    def _start_processes(self, context: BaseContext, worker: Worker, seed: list[int]) -> None:
+        for index in range(self._num_workers):
+            trainer_end, worker_end = context.Pipe()
+            args = (index, self._num_workers, worker_end, self.free_slabs[index], self.board, worker, [*seed, index])
+            process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+                target=_run_worker, args=args, daemon=True, name=f"rescale_data-worker-{index}"
+            )
+            process.start()
+            worker_end.close()
+            self._pipes.append(trainer_end)
+            self._processes.append(process)
+        share_budget_with(id(self), self._num_workers)
 
     def _communicate(self) -> None:
         live_workers = {process.sentinel: worker_index for worker_index, process in enumerate(self._processes)}

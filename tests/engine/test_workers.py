@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,26 @@ class TestHeldReads:
                 go_on()
             found += itertools.islice(batches, 90 - len(found))
         assert row_numbers(found) == whole
+
+    def test_ctrl_c_while_workers_start(self, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+        """They start once, and the next batch waits for them: half a start leaves a fork server that starts no more."""
+        request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        connect, started = forkserver.connect_to_new_process, list[Any]()
+
+        def connect_and_interrupt(descriptors: Any) -> Any:
+            started.append(connect(descriptors))
+            if len(started) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return started[-1]
+
+        monkeypatch.setattr(forkserver, "connect_to_new_process", connect_and_interrupt)
+        with make(Rows(96), num_workers=2) as loader:
+            batches = iter(loader)
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+            assert row_numbers(batches) == row_numbers(make(Rows(96)))
+        assert len(started) == 2
 
     def test_many_loads(self, tmp_path: Path) -> None:
         """None waits for the read, and of the segments that they begin the worker makes the last alone."""
