@@ -14,19 +14,12 @@ import pyarrow.compute as pc
 import pytest
 
 import rescale_data as rd
-from tests.corpus import documents
 from tests.formats import lines, pack, tar_bytes, write_jsonl, write_megatron, write_table, write_tar
+from tests.laws.tables import FILES
+from tests.sources.test_formats import DOCS, SAMPLES
 
-DOCS = documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4] * 3)
 PACKED = ["", ".gz", ".zst", ".bz2"]
-SAMPLES = [{"jpg": bytes([i]) * (i * 7 % 600), "json": b'{"n": %d}' % i, "cls": b"%d" % (i % 3)} for i in range(40)]
-SOURCES: dict[str, Any] = {
-    "parquet": rd.ParquetSource,
-    "arrow": rd.ArrowSource,
-    "jsonl": rd.JsonlSource,
-    "tar": rd.WebDatasetSource,
-    "bin": rd.MegatronSource,
-}
+SOURCES: dict[str, Any] = {suffix[1:]: source for source, suffix in FILES.values()}
 
 
 def source_of(path: Path, **kwargs: Any) -> Any:

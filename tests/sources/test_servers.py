@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import io
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import rescale_data as rd
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.remote import RemoteError
 from tests.checkpoint.object_server import BUCKET, serving
-from tests.formats import write_table
+from tests.formats import write_megatron, write_table
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -76,25 +77,18 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
     fails: Callable[[str], int] = staticmethod(lambda path: 0)
 
-    def do_GET(self) -> None:
-        self._answer(super().do_GET)
-
-    def do_HEAD(self) -> None:
-        self._answer(super().do_HEAD)
-
-    def _answer(self, answer: Callable[[], None]) -> None:
+    def send_head(self) -> Any:
         if status := type(self).fails(self.path):
             self.send_error(status)
-            return
+            return None
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
         if asked is None:
-            answer()
-            return
+            return super().send_head()
         data = Path(self.translate_path(self.path)).read_bytes()[int(asked[1]) : int(asked[2]) + 1]
         self.send_response(206)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        return io.BytesIO(data)
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
@@ -134,6 +128,15 @@ def test_a_file_that_has_changed_by_its_time(url: str, tmp_path: Path) -> None:
 def test_what_is_not_there(url: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.parquet"):
         rd.ParquetSource(f"{url}/none.parquet")
+
+
+def test_an_index_that_cannot_be_asked_for_is_never_absent(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_megatron(tmp_path / "data" / "docs", [[1, 2], [3]])
+    monkeypatch.setattr(Handler, "fails", staticmethod(lambda asked: 503 * asked.endswith(".idx")))
+    with pytest.raises(RemoteError, match=rf"{url}/docs\.idx.*503"):
+        rd.MegatronSource(f"{url}/docs.bin", remote=rd.Remote(retries=1))
 
 
 @pytest.mark.parametrize("status", [403, 503])
