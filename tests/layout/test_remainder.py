@@ -1,7 +1,6 @@
 """The remainder of an epoch, redistributed over all ranks, against an order that is played out sample by sample."""
 
 import heapq
-from collections import Counter
 
 import numpy as np
 from hypothesis import given
@@ -55,36 +54,16 @@ def in_rank_order(layout: Layout, micro_batches: list[list[list[Row]]]) -> list[
 
 
 @given(remainders())
-def test_every_sample_is_served_once_or_counted(remainder: Remainder) -> None:
-    real = Counter((s, i) for part in rows_of(remainder) for rank in part for s, i, is_real in rank if is_real)
-    first = {
-        (s, remainder.start_samples[s] + j)
-        for s, count in enumerate(remainder.samples_left.tolist())
-        for j in range(count)
-    }
-    assert set(real.values()) <= {1}
-    assert real.keys() <= first
-    dropped = remainder.num_samples - int(remainder.samples_delivered(remainder.num_micro_batches).sum())
-    assert sum(real.values()) + dropped == remainder.num_samples
-    assert dropped < remainder.layout.global_batch_size
-    assert not remainder.pads_last_batch or (real.keys() == first and dropped == 0)
-
-
-@given(remainders())
-def test_padding_fills_the_last_step_with_shards_of_its_own(remainder: Remainder) -> None:
-    steps = in_rank_order(remainder.layout, rows_of(remainder))
-    padded = [[row[:2] for row in step if not row[2]] for step in steps]
-    assert [len(rows) for rows in padded[:-1]] == [0] * len(padded[:-1])
-    assert sum(map(len, padded)) == remainder.num_padded < remainder.layout.global_batch_size
-    if steps:
-        assert set(padded[-1]) <= {(shard, 0) for shard, _, is_real in steps[-1] if is_real}
-
-
-@given(remainders())
-def test_a_step_takes_the_shards_that_have_the_most_left(remainder: Remainder) -> None:
+def test_a_step_takes_the_shards_that_have_the_most_left_until_less_than_a_step_is_left(remainder: Remainder) -> None:
+    """That rest is dropped, or it is the last step, which is padded with the first samples of its own shards."""
     order, o = most_left_first(remainder.samples_left), remainder.layout.global_batch_size
-    for t, rows in enumerate(in_rank_order(remainder.layout, rows_of(remainder))):
-        assert [shard for shard, _, is_real in rows if is_real] == sorted(order[t * o : (t + 1) * o])
+    steps, has_padding = in_rank_order(remainder.layout, rows_of(remainder)), remainder.pads_last_batch
+    assert len(steps) == (-(-len(order) // o) if has_padding else len(order) // o)
+    assert remainder.num_padded == (-len(order) % o if has_padding else 0)
+    for t, rows in enumerate(steps):
+        expected = sorted(order[t * o : (t + 1) * o])
+        assert [shard for shard, _, is_real in rows if is_real] == expected
+        assert {row[:2] for row in rows if not row[2]} <= {(shard, 0) for shard in expected}
 
 
 @given(remainders())
