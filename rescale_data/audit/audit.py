@@ -169,7 +169,7 @@ class Audit:
         return Found(len(rows), num_drawn, matching_samples, self.steps)
 
     def _windows_above(self, schema: Schema, path: Sequence[str]) -> tuple[int | None, int]:
-        """Return the number of nodes above a reader that read ahead of their samples, and the most documents in their windows.
+        """Return how many ancestors of a reader read a window ahead of their samples, and the most documents in these windows.
 
         The first is `None` if states do not tell what was read: below a node of torchdata, if files or sources were added, and
         below windows if a blocklist has changed. The second holds if no document is left out.
@@ -201,7 +201,7 @@ class Audit:
         )
 
     def _readers(self, document: str) -> tuple[Schema, Sequence[tuple[Sequence[str], Reader]], str]:
-        """Return the newest schema with the source that a text names, the readers of the source, and its name."""
+        """Return the newest schema with the source that ``document`` names, the source's readers, and the source's name."""
         source_names = set[str]()
         for schema in self._schemas:
             readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
@@ -233,7 +233,7 @@ class Audit:
 
     @cached_property
     def _lists_changed(self) -> bool:
-        """True if a blocklist has changed in the run: then open windows have begun again, with other rows."""
+        """True if a blocklist has changed in the run: then partly delivered windows were made again, of other rows."""
         list_key = Reader.LISTED[-1].key
         lists = [
             {key: rows.tolist() for key, rows in state.values.items() if key.rpartition(".")[2] == list_key}

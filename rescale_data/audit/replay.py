@@ -67,7 +67,7 @@ class ReplayInterval:
 
     @property
     def stop_step(self) -> int:
-        """The step after the last one of which samples lie before the second checkpoint, also within a step."""
+        """The step after the last one that delivered a sample before the second checkpoint, even if not a whole step."""
         return self.state_at_end.header["step"] + (self.state_at_end.clock.begun(self.state_at_end.sizes[0]) > 0)
 
     def schema(self) -> Schema:
@@ -104,7 +104,7 @@ class ReplayInterval:
             )
 
     def _layout_size_changes(self) -> list[tuple[tuple[int, int, int], int]]:
-        """Return the sizes (O, W, b) that the run had in turn, each with the sample count at which they ended."""
+        """Return each (global batch, dp world size, micro batch) that the run had in turn, with the sample count at its end."""
         header, sizes, start = self.state_at_end.header, self.state_at_end.sizes, self.state_at_start
         end_sample = header["samples"]
         if start is None or start.sizes == sizes:
@@ -128,7 +128,7 @@ class ReplayInterval:
         )
 
     def _fits_one_rank(self, sizes: tuple[int, int, int]) -> bool:
-        """True if one rank can replay all ranks: the run was aligned, and each save and each skip came at the end of a step."""
+        """True if one rank can replay all: the topology did not affect the order, and saves and skips were at ends of steps."""
         end_states = [state for state in (self.state_at_start, self.state_at_end) if state is not None]
         whole_steps = not any(state.clock.begun(state.sizes[0]) for state in end_states) and all(
             any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in end_states)
@@ -214,7 +214,7 @@ def _replay(streams: Sequence[Stream], end_sample: int, skip_ranges: Sequence[tu
 
 
 def _reaches(state: SavedState, end_state: SavedState, shards: Sequence[int]) -> bool:
-    """True if a replay ends where the run did: with the same samples of all shards, and positions of replayed shards."""
+    """True if a replay ends like the run: all shards' sample counts and the positions of the replayed shards are equal."""
     samples, remainder_key = (field.key for field in LOADER_FIELDS)
     reached, target = state.values, end_state.values
     same_progress = torch.equal(reached[samples], target[samples]) and state.header["step"] == end_state.header["step"]

@@ -82,13 +82,13 @@ def refuse_pickled(state: Any) -> None:
 def state_after_first_step(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
 ) -> Mapping[torch.Tensor, dict[str, Any]]:
-    """Return the state after an optimizer's first step, by parameter, if only a device adapter can make it; else ``{}``."""
+    """Return by parameter the state that a device adapter makes for an optimizer before its first step; ``{}`` without one."""
     adapter = adapter_of(parameter for parameter in parameters if not optimizer.state.get(parameter))
     return {} if adapter is None else adapter.first_state(optimizer)
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """True if a value is a DTensor with a mesh and placements, which a sharded tensor of XLA need not have."""
+    """True if a value is a DTensor with a mesh and placements (not a device's own kind, such as a sharded tensor of XLA)."""
     return isinstance(value, DTensor) and not _has_adapter(value)
 
 

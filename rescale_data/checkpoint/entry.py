@@ -59,7 +59,7 @@ class Entry:
 
 
 def for_each(entries: Iterable[T], work: Callable[[T], Result]) -> list[Result]:
-    """Return ``work(entry)`` of each entry; an error is raised after the last: entries behind it may have collectives."""
+    """Return ``work(entry)`` of each entry; raise an error only at the end, as later entries may have collectives."""
     results: list[Result] = []
     errors: list[Exception] = []
     for entry in entries:

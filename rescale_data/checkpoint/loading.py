@@ -151,7 +151,7 @@ _HALF_LOADED = "The state is half loaded: load another checkpoint, over all of i
 def _placeholders(
     entries: list[Entry], reader: StateReader
 ) -> tuple[dict[Entry, Any], dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return the values that DCP loads into, twice: by entry, and by flattened name; and paths of the names."""
+    """Return the values that DCP loads into by entry, the same values by flattened name, and the path of each name."""
     live_values = dict(for_each(entries, lambda entry: (entry, entry.placeholder(reader))))
     state_dict = nest([(entry.path, value) for entry, value in live_values.items()])
     refuse_unsavable(state_dict)

@@ -97,7 +97,7 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int
 
 
 def delete_steps(folder: RunFolder, steps: list[int], *, wait_for_holders: bool) -> dict[str, str]:
-    """Delete steps of a run; return "deleted", "being read" or "undecided" (after one look) for each step.
+    """Delete steps of a run; return for each "deleted", "being read" or "undecided" (one look cannot tell if a reader lives).
 
     Args:
         wait_for_holders: Look twice, about a minute apart, at holders of other hosts.

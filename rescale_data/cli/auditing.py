@@ -15,7 +15,7 @@ from rescale_data.engine.recipe import Pipeline
 
 
 def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | None, **as_loaded: Any) -> dict[str, Any]:
-    """Return the audit's result: ``served`` samples and ``steps``; with ``find`` also the counts ``rows`` and ``drawn``.
+    """Return the audit's result: ``served`` samples and ``steps``; with ``find`` how many ``rows`` match and were ``drawn``.
 
     Args:
         pipelines: ``module:function``, or a source or dataset; looked for in the working directory, too.

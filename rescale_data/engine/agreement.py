@@ -62,7 +62,7 @@ class Agreement:
         self._failure: Exception | None = None
 
     def ends_before(self, u: int, make_until: Callable[[int], int]) -> bool:
-        """True if the main phase of the epoch ends before micro batch ``u`` (collective: all ranks ask for the same ``u``).
+        """True if a shard runs out of samples in the epoch before micro batch ``u`` (collective, with equal ``u``).
 
         Args:
             u: The next micro batch.

@@ -212,7 +212,7 @@ class BalancedFeed(WrappedFeed):
 
 
 def _group_by_rank(ranks: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
-    """Return the values of ``numbers`` grouped by their value in ``ranks``, as a dict of lists, without the index ``me``."""
+    """Group ``numbers`` by the rank at the same index of ``ranks``, without the rank ``me``: ``{rank: numbers}``."""
     return {rank: numbers[ranks == rank].tolist() for rank in np.unique(ranks).tolist() if rank != me}
 
 

@@ -1,4 +1,4 @@
-"""`Board`: shared memory in which workers report counts and activity, and the trainer writes the wanted command's number."""
+"""`Board`: shared memory where workers report counts and activity, and the trainer writes the current command's number."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class EpochEnds:
         return agreement.ends_before(cursor.u, make_until)
 
     def move(self, cursor: Cursor, num_delivered: Ints) -> Ints:
-        """Return the table after this rank has skipped its shards ahead to `num_delivered` delivered samples each."""
+        """Return the table after this rank has advanced each of its shards to the given count of delivered samples."""
         table = cursor.positions.copy()
         self.runner.load(table, self.schema.histories)
         for shard in self.owned.tolist():
@@ -87,7 +87,7 @@ class EpochEnds:
         return table
 
     def plan_round(self, cursor: Cursor) -> tuple[Ints, Ints]:
-        """Read ahead; return the whole table, and the number of samples of each shard to redistribute next, ``int64[N]``.
+        """Read ahead to plan the next round of a remainder; return the whole table and each shard's samples to redistribute.
 
         The numbers add up to less than a global batch only if no shard has more samples.
 

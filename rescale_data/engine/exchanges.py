@@ -49,7 +49,7 @@ _RESTART_REMEDY = (
 
 
 class Exchanges:
-    """Exchanges costs and samples with other ranks after one `begin` of a feed; the exchanges of the `begin` before stop first.
+    """Exchanges costs and samples with other ranks, for one call of a feed's `begin`; first stops those of the previous call.
 
     Args:
         ranks: All data-parallel ranks.
@@ -180,7 +180,7 @@ class Exchanges:
         return lists
 
     def _gather_all(self, status: int, num_delivered: int, sample_measures: Ints) -> tuple[Ints, Ints]:
-        """Gather the sample numbers of each rank in the group, and status, position and weight of each in the weight group."""
+        """Gather sample measures of ranks that exchange samples, and status, position and weight of ranks of one loss."""
         own_numbers = np.zeros((1 + self._size, 5), dtype=np.int64)
         own_numbers[0, :3] = status, num_delivered, sample_measures[:, WEIGHT] @ sample_measures[:, IS_REAL]
         own_numbers[1 : 1 + len(sample_measures)] = sample_measures
@@ -197,7 +197,7 @@ class Exchanges:
         return self._communicate(name, lambda call: communicator.begin_gather(call, numbers)())
 
     def _communicate(self, name: str, work: Callable[[Call], T]) -> T:
-        """Return ``work(call)``, an exchange of this name; a broken connection ends all exchanges, on all ranks."""
+        """Return ``work(call)``, where ``call`` has the name of the exchange; a failure ends all exchanges, on all ranks."""
         try:
             return work(Call(f"balance/{name}/{self._ranks.loader}", MAX_TIMEOUT_SECONDS, _RESTART_REMEDY))
         except BaseException:

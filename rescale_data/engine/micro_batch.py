@@ -26,7 +26,7 @@ class TableRows(NamedTuple):
 
     @property
     def counted_values(self) -> Ints:
-        """The values of the rows, ``int64[M, columns]``, with the uncounted samples added to the sample counts."""
+        """The values of the rows, ``int64[M, columns]``, after `uncounted_samples` have been added to the sample counts."""
         if not self.uncounted_samples:
             return self.values
         values = self.values.copy()

@@ -60,7 +60,7 @@ def _plan_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
 
 
 def _next_round(cursor: Cursor, ends: EpochEnds) -> Cursor:
-    """Return the cursor at the next round of a remainder (the end of an epoch) whose size only reading can find."""
+    """Return the cursor at the next round of a remainder (the end of an epoch) if the size of an epoch is found by reading."""
     table, num_left = ends.plan_round(cursor)
     return _begin_remainder(cursor, table.copy(), num_left, table[:, SAMPLES].copy(), ends, is_known=False)
 

@@ -267,7 +267,7 @@ def _exit_after_parent(trainer: Any) -> None:
 
 
 def _process_exists(pid: int) -> bool:
-    """True if the process exists; a sentinel may not show its end, because processes that it forked may hold it open."""
+    """True if the process exists. Its sentinel may hide its end: processes that were forked from it may hold the pipe open."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

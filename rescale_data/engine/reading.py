@@ -75,7 +75,7 @@ class Reading:
 
     @property
     def _counts(self) -> Stream | BatchCounts:
-        """The object that has the counts of the loader: the stream, or on other peers what the first one has sent."""
+        """The loader's counts: on the first peer of a dp rank its stream, on other peers a copy that the first one sent."""
         sent_counts = None if self._shared is None else self._shared.counts
         return self._stream if sent_counts is None else sent_counts
 
@@ -115,7 +115,7 @@ class Reading:
 
     @property
     def last_batch_samples(self) -> int:
-        """The number of real samples in the newest batch of this rank, which come first; below b only with ``tail="pad"``."""
+        """The number of real samples in the newest batch of this rank; padding, only with ``tail="pad"``, comes after them."""
         return self._counts.last_batch_samples
 
     @on_first_peer(RESULT)
@@ -158,7 +158,7 @@ class Reading:
     @on_first_peer(RESULT)
     @checks_argument_types
     def set_epoch(self, epoch: int) -> None:
-        """Go on to the trainer's epoch at the end of the one before it; within that epoch, do nothing.
+        """Begin epoch ``epoch`` if the previous one has ended; do nothing if the loader is already in ``epoch``.
 
         Collective as iterating.
 
@@ -198,7 +198,7 @@ class Reading:
 
     @property
     def epoch(self) -> int:
-        """The number of the current epoch: the next one from ``StopIteration`` on, or from the ``iter`` that begins it.
+        """The number of the current epoch; it rises at ``StopIteration``, or when ``iter`` begins the next epoch without one.
 
         0 with ``repeat=True`` and no ``steps_per_epoch``; each shard has its own there (see `progress`).
         """

@@ -1,4 +1,4 @@
-"""`Recipe`: the arguments from which any process builds the pipelines of logical shards; also the first table columns."""
+"""`Recipe`: arguments from which any process builds a logical shard's pipeline; and the table columns before the nodes' own."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ class Runner:
 
 @dataclass(slots=True)
 class _RepeatedTurn:
-    """The nodes and the table rows of a turn (micro batch of fixed shards), kept because the same turn comes again.
+    """The nodes and the table rows of a turn (the shards that serve one micro batch), kept since later turns are the same.
 
     Args:
         nodes: The node of each sample of the turn.
@@ -281,7 +281,7 @@ class _RepeatedTurn:
 
 
 def _write_no_rows(nodes: Sequence[Any], buffer: BatchBuffer, first_row: int) -> int:
-    """Return ``first_row``: no further row can be written at once (for nodes without `WritesMany.write_ready`)."""
+    """Write nothing and return ``first_row``: takes the place of `WritesMany.write_ready` for nodes without it."""
     return first_row
 
 

@@ -222,7 +222,7 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
 
 
 def adopt_histories(root: Node[Any], histories: Histories) -> None:
-    """Give each node of a pipeline the manifests of its source, or the earlier forms of its samples."""
+    """Tell the nodes of a pipeline the manifests that their sources have had in the run, or their earlier sample formats."""
     for path, node in root.walk():
         if isinstance(node, Adopts):
             node.adopt(histories.get(path_name(path), ()))

@@ -185,7 +185,7 @@ def _warn_if_not_proved(setup: Setup) -> None:
 
 
 def _check_shards(setup: Setup) -> None:
-    """Raise if logical shards begin in different states; warn if each opens its own sources, or they exceed the cache."""
+    """Raise if logical shards begin in different states; warn if each opens its own sources, or if the cache is too small."""
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)

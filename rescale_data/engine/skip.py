@@ -26,7 +26,7 @@ _STEPS_PER_CHECK = 16
 
 
 def require_micro_batches(call: str, num_samples: int, layout: Layout, clock: Clock, *, whole_steps: bool) -> int:
-    """Return the number of micro batches that some samples after `clock` make, or raise ``ValueError``.
+    """Return how many micro batches ``num_samples`` samples after ``clock`` fill; raise ``ValueError`` if they do not.
 
     Args:
         call: The call of the user, for messages.

@@ -214,7 +214,7 @@ class Stream:
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock(), resumed=False)
 
     def load(self, table: Ints, clock: Clock, *, resumed: bool = True) -> None:
-        """Continue from a table whose N rows are all up to date; an epoch of `steps_per_epoch` that ends here has ended."""
+        """Continue from a table whose N rows are all up to date; after `steps_per_epoch` steps, count the epoch as over."""
         self.rewind()
         self.ends.runner.release_cache()
         self.ends = EpochEnds(replace(self.setup, ranks=self.ranks.after_load), self.ends.runner)

@@ -125,7 +125,7 @@ def _run_tasks(tasks: _Tasks, ended_flag: Flag, owner: ref[TaskThread]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all threads before the interpreter exits; a thread that waits in C code at that time would end it by a signal."""
+    """End all threads before the interpreter exits, because a thread that waits in C code then would crash the process."""
     for owner, function in list(_calls_at_exit.items()):
         function(owner)
     deadline = monotonic() + _SECONDS_AT_EXIT

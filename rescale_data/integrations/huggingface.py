@@ -25,7 +25,7 @@ FILE_NAME = "rescale_data.pt"
 
 
 class DataStateMixin(Trainer):
-    """`Trainer` that saves the data order in its checkpoints: ``class MyTrainer(DataStateMixin, Trainer)``, or as it is.
+    """`Trainer` that saves the data order in checkpoints; use it directly or in ``class MyTrainer(DataStateMixin, Trainer)``.
 
     Args:
         train_loader: What is trained from, in place of ``train_dataset``; built after ``TrainingArguments``, which start the
@@ -85,7 +85,7 @@ class _SaveDataState(TrainerCallback):
         self._loader = loader
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Correct the logged epoch, which the trainer counts anew after a resume; without ``len`` it is ``max_steps`` long."""
+        """Correct the logged epoch, which the trainer counts anew after a resume; without ``len``, ``max_steps`` make one."""
         loader = self._loader
         micro_batches = state.global_step * loader.gradient_accumulation_steps
         state.epoch = micro_batches / len(loader) if has_length(loader) else state.global_step / state.max_steps

@@ -94,7 +94,7 @@ class DataState(pl.Callback):
             _recount(trainer.fit_loop.epoch_loop.batch_progress.current, decode(state), trainer.accumulate_grad_batches)
 
     def _set_accumulation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
-        """Set ``accumulate_grad_batches`` if it is free and not given by the user; raise if it is not the loader's number."""
+        """Set ``accumulate_grad_batches`` to ``steps`` if it may be set and the user has not; else raise if it differs."""
         is_free = pl_module.automatic_optimization and not isinstance(trainer.strategy, DeepSpeedStrategy)
         if trainer.accumulate_grad_batches == 1 and is_free and not self._loader_exists:
             trainer.accumulate_grad_batches = steps

@@ -1,4 +1,4 @@
-"""Picks the shard that has delivered the fewest samples: the order of a worker if the layout is not aligned.
+"""If the order depends on the topology (not aligned), a worker serves next the shard with the fewest delivered samples.
 
 Among equals the lowest index comes first. Sample s of shard i is served in the order of the pair (s, i), so that counts
 follow in closed form.

@@ -96,7 +96,7 @@ class Layout:
 
     @property
     def steps_between_visits(self) -> int:
-        """G, the number of steps until a row of the global batch comes from the same shard again (1 if N divides O)."""
+        """G, the number of steps after which a shard serves the same place of the global batch again (1 if N divides O)."""
         return max(1, self.num_logical_shards // self.global_batch_size)
 
     @property
@@ -238,7 +238,7 @@ def _nearest_sizes(start_size: int, size_fits: Callable[[int], bool]) -> list[in
 
 
 def default_num_logical_shards(global_batch_size: int) -> int:
-    """Return the default number of logical shards, N: 4 * O, or less if that is more than 2,048.
+    """Return the default number of logical shards, N: 4 times the global batch size O, or less if that is more than 2,048.
 
     4 * O keeps the order for K = 0, 1, 2 and 4 workers; above 2,048 it costs too much.
 

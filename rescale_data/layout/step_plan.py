@@ -129,7 +129,7 @@ class StepPlan:
         return bin_of
 
     def _level_costs(self, costs: Ints) -> tuple[int, int]:
-        """Return the target cost of the bins of the first level, which hold the costliest samples, and of other bins."""
+        """Return the target cost of each rank's first bin, which holds the costliest samples, and that of all other bins."""
         total_cost = int(costs.sum())
         mean_cost = -(-total_cost // self.num_bins)
         if self.sync_interval == "step":  # levels do not matter
@@ -231,7 +231,7 @@ def _fill_each(costs: Ints, item_sizes: Ints, rank_of_item: Ints, bins_per_rank:
 
 
 def _bin_ends(costs: Ints, tokens: Ints, max_cost: int, max_tokens: int) -> list[int]:
-    """Return, for each sample, the index after the largest bin that begins with it, within the limits of cost and tokens."""
+    """Return for each sample the index after the last sample of the largest bin, within both limits, that begins with it."""
     bin_sizes = np.minimum(max_cost // costs, max_tokens // tokens)
     return (np.arange(len(costs)) + np.maximum(bin_sizes, 1)).tolist()
 

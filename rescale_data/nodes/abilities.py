@@ -119,7 +119,7 @@ class Writes(Ability):
 
 
 class WritesMany(Ability):
-    """A class of nodes that writes the samples of several of its nodes in one call."""
+    """A node class with a function that writes samples of several of its instances in one call."""
 
     @staticmethod
     @abstractmethod
@@ -213,14 +213,14 @@ class HasForm(Ability):
 
 
 class MayChange(Ability):
-    """A node whose position holds the values in use of parameters that may differ when a state is loaded."""
+    """A node with parameters that may change between save and load; its position holds the values in use."""
 
     changeable: frozenset[str]
     """These `Node.parameters`; empty if this very node has none."""
 
     @abstractmethod
     def begin(self, row: View) -> None:
-        """Write this node's present parameter values into its initial position ``row``, whose other own slots are 0."""
+        """Write this node's present parameter values into its initial position ``row``; its other own slots stay 0."""
 
     @abstractmethod
     def settle(self, position: View) -> None:
@@ -272,7 +272,7 @@ class Mixes(Ability):
 
     @abstractmethod
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        """Return the parameters of earlier segments with which open windows were begun; `Adopts.adopt` needs them to go on.
+        """Return the earlier parameters that `Adopts.adopt` needs to make windows again that were partly yielded with them.
 
         Args:
             saved: The `Node.parameters` of this node in the state, with the previous result of this method under "earlier".

@@ -157,7 +157,7 @@ class Node(BaseNode[T]):
             child.bind(child_position)
 
     def seek(self) -> None:
-        """Drop everything that was derived from the old position. The node and its children have their new ones already."""
+        """Drop all that was derived from the old position; called when the node and its children have their new positions."""
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         state_values = dict(initial_state or {})
@@ -249,7 +249,7 @@ def slots_of(node: Node[Any], path: tuple[str, ...]) -> slice | None:
 
 
 def changing_children(node: Node[Any]) -> Sequence[tuple[Node[Any], slice]]:
-    """Return a node's children whose parameters or data may change between segments, there or below, with their slots."""
+    """Return the children in whose subtree parameters or data may change between segments, each with its slots."""
     return node._changing_children
 
 

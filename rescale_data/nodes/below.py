@@ -119,14 +119,14 @@ def epoch_end(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | 
 
 
 def epoch_end_of_source(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-    """Return `epoch_end` of a node that yields a sample for each of its source; its own integers stay as they are."""
+    """Return `epoch_end` of a node that yields one sample per sample of its source; its own part of the position stays."""
     num_own = slot_offsets(node.FIELDS)[-1]
     end = epoch_end(node.children["source"], rows[:, num_own:], shards)
     return None if end is None else (end[0], np.concatenate([rows[:, :num_own], end[1]], axis=1))
 
 
 def has_equal_epochs(node: Node[Any]) -> bool:
-    """True if each epoch of a node whose end is known moves the position by the same amount, as epochs of its readers do.
+    """True if all epochs of a node move its position by the same amount, provided that the epochs of its readers do.
 
     A node says so by ``repeats_itself = True``; a class with a `Node.next` of its own says so anew.
     """

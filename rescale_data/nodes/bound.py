@@ -1,4 +1,4 @@
-"""`EmptyDrawLimit`: raises an error if a node draws too many samples from an endless source without one to yield."""
+"""`EmptyDrawLimit`: raises an error if a node draws too many samples from an endless source and can yield none."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ class EmptyDrawLimit:
 
 
 def _position_of(node: Node[Any], position: View, path: tuple[str, ...], inner: Node[Any]) -> list[int]:
-    """Return the position of the node ``inner``, taken from ``position`` of ``node`` if possible, else its live position."""
+    """Return the part of ``position`` (of ``node``) for ``inner``, a node below it; the own position of ``inner`` if none."""
     slots = slots_of(node, path)
     return (inner.position if slots is None else position[slots]).tolist()

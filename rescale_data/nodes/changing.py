@@ -21,12 +21,12 @@ from rescale_data.state import position_slots, slot_offsets
 
 
 def reread_unit(node: Node[Any]) -> Literal["document", "window"] | None:
-    """Return the unit that a node reads again to go on within it; `None` if it does not let changes below it take effect."""
+    """Return "document" or "window", which a node reads again to resume within it; `None` if changes below have no effect."""
     return getattr(node, "WITHIN", None)
 
 
 def settle(node: Node[Any], position: View) -> bool:
-    """Apply changes between segments to a position of a node. No node may read again from an earlier position.
+    """Apply changes between segments to a node's position; allowed only if no node will read again from an earlier position.
 
     Some nodes read again from a position, to go on within a document. Such a node passes this call on when it is not within a
     document, and in `next` whenever it begins one.

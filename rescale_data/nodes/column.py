@@ -1,4 +1,4 @@
-"""`ColumnDocuments`: reads documents one at a time from any node with a token column. `DocumentsUntilError`: blocks first."""
+"""`ColumnDocuments` reads a node's documents one at a time; `DocumentsUntilError` reads blocks of them until one fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DocumentValues(dict[str, Any]):
 
 
 def documents_of(node: Node[Any], column: str, reader_name: str, *extractors: ValueExtractor) -> DocumentReader:
-    """Return a reader of a node's token column: many documents at a time, unless that is not possible or more is extracted.
+    """Return a reader of a node's token column: in blocks if the node has that and there are no extractors, else one by one.
 
     The arguments are those of `ColumnDocuments`.
     """

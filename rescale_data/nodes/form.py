@@ -62,7 +62,7 @@ def stages(emitted_counts: int, history: ParameterHistory, present_format: Stage
 
 
 def begin_form(emitted: Ints) -> None:
-    """Move the numbers of samples that windows have yielded to the previous sample format; ``emitted`` changes in place."""
+    """Begin a new sample format: count the samples yielded so far under the previous one; ``emitted`` changes in place."""
     if (emitted >> (2 * _BITS_PER_COUNT)).any():
         raise DataStateError(
             "A third change of seq_len, max_documents or limits within one window of a WholeDocumentPacker. Train on with the "

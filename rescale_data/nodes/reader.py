@@ -250,7 +250,7 @@ class Reader(Node[Any]):
         return num_samples - num_left
 
     def _skip_rows(self, num_rows: int) -> int:
-        """Advance the position by up to ``num_rows`` rows, none of which is blocked; return how many the epoch has."""
+        """Advance by ``num_rows`` rows, or fewer at the end of the epoch, none of them blocked; return how many."""
         epoch, row = self.position[0], self.position[1]
         if row + num_rows > self.rows.num_epoch_rows(epoch):
             num_rows = min(num_rows, self.rows.epoch_end(epoch, self.shard.index)[0] - row)
@@ -299,7 +299,7 @@ class Reader(Node[Any]):
         position[0], position[1] = self.rows.next_epoch(position[0]), 0
 
     def begin_unblocked_epoch(self, position: View) -> None:
-        """Set a position to the beginning of the next epoch, behind all rows of this one; the rest of it has to be blocked."""
+        """Move a position whose epoch has only blocked rows left to the first row of the next epoch that is not blocked."""
         self.to_next_row(position)
         self.begin_next_epoch(position)
         self.pass_blocked(position)

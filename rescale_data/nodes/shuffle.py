@@ -46,7 +46,7 @@ class Window(DerivedValue):
 
 
 class Shuffle(Node[Any]):
-    """Permutes the samples of a node in windows, such as packed sequences, several of which one long document may fill.
+    """Permutes a node's samples within windows, for example after packing, where a long document fills several samples.
 
     The order follows from the seed, the logical shard and the position of the node at the beginning of the window. The state
     is that position and the number of samples yielded from the window. A resume makes the samples of the window again, at most

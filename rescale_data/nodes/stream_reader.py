@@ -128,7 +128,7 @@ class StreamReader(Node[Any]):
         return rows
 
     def _restore_stream(self, stream: object) -> bool:
-        """Keep the state of a stream, or of its iterator, from now on if it has one; return True if a state was loaded."""
+        """Load the saved state into a stream or its iterator, if it keeps one; return True if there was a state to load."""
         self._stateful_stream = stream if self.source.keeps == "state" and isinstance(stream, Stateful) else None
         state_length = self.position[_STATE_LENGTH] if self._stateful_stream is not None else 0
         if self._stateful_stream is None or not state_length:
@@ -164,7 +164,7 @@ class StreamReader(Node[Any]):
 
 
 def _state_fields(num_bytes: int) -> tuple[Field, ...]:
-    """Return the fields of a stream's state; they count, since a stream may say of one row otherwise after a load."""
+    """Return the fields of a stream's state; they count as progress, as a stream may give another state for a row later."""
     return (
         Field(("length",), counts=True, limits=COUNT_LIMITS),
         Field(("state",), torch.uint8, (num_bytes,), counts=True),

@@ -81,7 +81,7 @@ class FragmentedSource(FiledSource):
         self._check_files()
 
     def _map_index(self, bundle: Bundle) -> None:
-        """Take files and fragments from an index on disk, from where they are mapped again after pickling."""
+        """Use files and fragments of a memory-mapped index on disk, which an unpickled source maps again."""
         self._files, self._index = listed_files(bundle, self._files), Fragments.load(bundle)
         self._index_bundle = bundle
 
@@ -153,7 +153,7 @@ class FragmentedSource(FiledSource):
             )
 
     def manifest(self) -> Mapping[str, Any]:
-        """Return a manifest with the list of files; with ``index_dir=``, whose index has the list, with digests of folders."""
+        """Return a manifest with the list of files, or with ``index_dir=`` digests of folders, since the index has the list."""
         files = manifest_entries(self._files, self._index)
         full_manifest = {"format": self.FORMAT, FILES: files, **self._index_arguments()}
         return full_manifest if self._index_dir is None else fold(full_manifest)

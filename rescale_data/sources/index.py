@@ -96,7 +96,7 @@ class IndexFolder:
                 yield Bundle(path)
 
     def _misfit(self, bundle: Bundle) -> str:
-        """Return in words which other index a bundle is; empty if it is an index of this source, under its own name."""
+        """Return why a bundle is not this source's index, or not under its own name, as text for an error; empty if it is."""
         about = bundle.json_metadata.get("about")
         if about != json.loads(json.dumps(self._identity)):
             return f"an index of {about}, not of {self._identity}"

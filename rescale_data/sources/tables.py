@@ -244,7 +244,7 @@ class TableSource(FileSource, TokenSource):
         return self._schemas[int(self._index.kind_of[file])]
 
     def _common_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
-        """Return the schema of the columns that are read; ``ValueError`` if files differ, with two files and a column."""
+        """Return the common schema of the columns to read; ``ValueError`` names two files and a column that differs in them."""
         expected = self._schemas[0]
         names = list(expected.names if columns is None else columns)
         check_columns(expected, names, self._files.path(0))

@@ -40,7 +40,7 @@ def host_mesh() -> DeviceMesh | None:
 
 
 def warn_if_hosts_share_samples(num_ranks: int) -> None:
-    """Warn once if several hosts would train on the same samples, because the loader was not given them."""
+    """Warn once if several hosts would train on the same samples, because the loader was built without a mesh of hosts."""
     if num_ranks == 1 and xr.process_count() > 1:
         _logger.warning(
             "The loader has a single dp rank on %d hosts: all of them read the same samples. That is right where the model "

@@ -149,7 +149,7 @@ def _safetensors() -> Any:
 
 
 def _memory_map_folder(source: Path) -> dict[str, Any]:
-    """Return the memory-mapped tensors of a folder by name: of the files in its index, or of all files without one."""
+    """Return the memory-mapped tensors of a folder by name: from the files in its index, or from all if it has no index."""
     indices = sorted(source.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise ValueError(f"{source} holds {len(indices)} indices, {indices[0].name} and others. Give a folder of each.")
@@ -233,7 +233,7 @@ def _write_files(
     names_by_file: Mapping[str, list[str]],
     byte_budget: int,
 ) -> None:
-    """Write the other values, then the safetensors files, and last the index, if there are several files."""
+    """Write the values that are no tensors, then the safetensors files, and last the index, if there are several files."""
     headers = {file: _header(stored, names) for file, names in names_by_file.items()}
     non_tensor_content = {"values": plain_values, "paths": stored.paths_by_name, "lost": stored.lost_structure}
     store.put(join(folder, NON_TENSORS_FILE), lambda stream: torch.save(non_tensor_content, stream))

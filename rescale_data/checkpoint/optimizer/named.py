@@ -61,7 +61,7 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 @contextmanager
 def _no_first_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Keep torch from stepping an optimizer without state: give its parameters empty entries for a while."""
+    """Give parameters without state an empty one inside the ``with`` block, so that torch makes no first step to create it."""
     stateless = [parameter for parameter in parameters_of(optimizer) if parameter not in optimizer.state]
     for parameter in stateless:
         optimizer.state[parameter] = {}

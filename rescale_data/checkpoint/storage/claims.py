@@ -131,7 +131,7 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
 
 
 def valid_save(file_names: Iterable[str], *claims_and_steps: tuple[Claims, str]) -> Save | None:
-    """Return the save that is the valid checkpoint of a training step, or its deletion, according to the claims; else None.
+    """Return the save or the deletion of a training step that is valid according to the claims; None if there is neither.
 
     Args:
         file_names: In the folder of the step.

@@ -291,7 +291,7 @@ class Ownership:
         return None
 
     def _claim_of(self, owner: Owner) -> dict[str, Any]:
-        """Return the claim of an owner, read once; empty if there is none. In a copied folder its URL is the original's."""
+        """Return an owner's claim, read once; empty if missing. In a copied folder it still has the original folder's URL."""
         if owner not in self._claims_by_owner and owner in self._claims.all_owners:
             self._claims_by_owner[owner] = read_claim(self.store, self.path, owner)
         return self._claims_by_owner.get(owner, {})
@@ -367,7 +367,7 @@ class Ownership:
 
 
 def prepare_target(store: Store, path: str, *, overwrite: bool) -> None:
-    """Raise `ValueError` unless a checkpoint may be saved at ``path``; a link becomes a folder of links to its files."""
+    """Raise `ValueError` unless ``path`` may be saved to; replace a link to a folder by a folder of links to the files."""
     if not (store.is_link(path) and overwrite):
         if store.is_file(path):
             raise ValueError(f"{path} is a file; a checkpoint is a folder. Give another path, or move the file away.")

@@ -1,4 +1,4 @@
-"""Read the plain values of a checkpoint without running code, and warn at a save of values that no load takes.
+"""Read the plain values of a checkpoint without running code; at a save, warn about values that cannot be loaded.
 
     a file of torch.save ──► records (``records.py``) ──► values, by the makers that are listed here
 

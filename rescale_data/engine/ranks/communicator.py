@@ -147,7 +147,7 @@ class Communicator:
             self._group = None
 
     def _find_missing(self, number: int, call: Call) -> list[int] | None:
-        """Return the ranks that do not report the failed gloo group in the same call; `None` if the store cannot be reached."""
+        """Return the ranks that did not report a failure of the same exchange; `None` if the store cannot be reached."""
         seconds, own_tag = min(_SECONDS_AFTER_A_FAILURE, call.seconds), str(call.tag)
         store = PrefixStore(f"lost/{number}", self._store)
         try:

@@ -124,7 +124,7 @@ def call_within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
-    """Return one process of each dp rank, by its job rank: the n-th of each, if this process is the n-th of its dp rank."""
+    """Return a job rank for each dp rank: that of the process with the same index in its dp rank as this one has in its own."""
     return make_once(None, ("dp", dp_rank, dp_world_size), lambda: _meet_by_dp_rank(dp_rank, dp_world_size, timeout))
 
 

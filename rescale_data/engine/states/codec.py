@@ -98,7 +98,7 @@ def header_of(cursor: Cursor, ends: EpochEnds) -> str:
 
 
 def encode_state(table: Ints, samples: int, header: str) -> dict[str, Any]:
-    """Return the state made of a whole table, ``int64[N, slots]``, to which a column of stamps is added, and a header."""
+    """Return a state: the header, and the table ``int64[N, slots]`` with a column of stamps, which identify rows, in front."""
     stamped_table = np.concatenate([_stamps(len(table), samples)[:, None], table], axis=1)
     return {TABLE: torch.from_numpy(stamped_table), HEADER: header}
 

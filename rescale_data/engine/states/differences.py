@@ -33,7 +33,7 @@ def without_earlier(nodes: NodeParameters) -> NodeParameters:
 
 
 def without_functions(saved: NodeParameters, current: NodeParameters) -> tuple[NodeParameters, NodeParameters]:
-    """Return the parameters of two pipelines, to be compared: no code of functions, and no ``version`` that only one gives."""
+    """Return two pipelines' parameters without the code of functions, and without a ``version`` that only one of them has."""
     versioned = {name for name in saved.keys() & current.keys() if VERSION in saved[name] and VERSION in current[name]}
     ignored = {name: {CODE} if name in versioned else {CODE, VERSION} for name in saved.keys() & current.keys()}
     return without_parameters(saved, ignored), without_parameters(current, ignored)

@@ -1,4 +1,4 @@
-"""Growth of the data during a run: added files are read from an epoch on that no logical shard has begun.
+"""Growth of the data during a run: added files are read from the first epoch that no logical shard has begun yet.
 
 The *history* of a source gives its manifests, each by the epoch from which it holds. A state keeps the history under "sources":
 the manifest itself if there is only one, else ``{"by_epoch": [[epoch, manifest], ...]}``.
@@ -37,7 +37,7 @@ class Growth:
     added_files: dict[str, list[str]]
 
     def joined(self, schema: Schema, epochs: Mapping[str, int] | None = None) -> dict[str, History]:
-        """Return the manifests of each source by epoch.
+        """Return the manifests of each source by epoch: the saved ones, and those with the added files.
 
         Args:
             epochs: The epoch at which the added files of each source join; `None` if they join in no epoch, to read as before.
@@ -83,7 +83,7 @@ def compare_sources(schema: Schema, saved: Mapping[str, Any]) -> Growth:
 
 
 def _is_below_another_root(old: Manifest, current: Manifest) -> bool:
-    """True if no file has its old name, and one has its old name after the names of other folders."""
+    """True if the files lie below another root now: no name is an old one, but one is an old one with folders before it."""
     old_names, names = ({name for name, *_ in manifest.get(FILES, ())} for manifest in (old, current))
     old_end = f"/{min(old_names, default='')}"
     return old_names.isdisjoint(names) and any(name.endswith(old_end) for name in names)

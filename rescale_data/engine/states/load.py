@@ -98,7 +98,7 @@ def _earlier_forms(stream: Stream, saved: NodeParameters, table: Ints) -> dict[s
 
 
 def _refuse_changes(schema: Schema, translated: Translation, num_delivered: int) -> None:
-    """Raise ``DataStateError`` if the current pipeline is not the one that delivered the samples after the state."""
+    """Raise ``DataStateError`` if the samples to skip were delivered by another pipeline than the current one."""
     saved, current = map(without_earlier, without_functions(translated.pipeline, schema.pipeline))
     if saved != current:
         raise DataStateError(
@@ -111,7 +111,7 @@ def _refuse_changes(schema: Schema, translated: Translation, num_delivered: int)
 def _skip_delivered(
     stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: Histories, num_samples: int
 ) -> tuple[Clock, Ints]:
-    """Return the clock and the table after more samples in the topology of the state (collective if rows are read).
+    """Skip samples that were delivered after a save, in its topology; return clock and table (collective if rows are read).
 
     Args:
         histories: The data of each source, the forms and weights, as they were when these samples were delivered.
@@ -139,7 +139,7 @@ def _skip_delivered(
 def _clock_after_load(
     stream: Stream, layout: Layout, clock: Clock, table: Ints, saved_sizes: tuple[int, int, int], *, had_remainder: bool
 ) -> Clock:
-    """Return the clock with which the run goes on; remove the remainder from the table if it does not hold there."""
+    """Return the clock with which the run goes on; clear the table's remainder if the current topology cannot continue it."""
     loaded_clock = clock.after_load(saved_sizes, layout)
     if had_remainder and not has_remainder(table):
         loaded_clock = clock.restarted(saved_sizes[0])
@@ -206,7 +206,7 @@ def _join_added_files(stream: Stream, growth: Growth, table: Ints, forms: Mappin
 
 
 def _last_epochs_read(stream: Stream, table: Ints, histories: Histories, paths: Sequence[str]) -> list[int]:
-    """Return the last epoch of each source that shards read again after the load, -1 for none (collective).
+    """Return for each source the last epoch of which a shard has to read rows again to resume, -1 for none (collective).
 
     Shards read again to go on within windows and documents that were delivered in part.
     """

@@ -93,7 +93,7 @@ def circle_of(shard: int, num_logical_shards: int, path: str = "") -> Circle:
 
 @lru_cache(maxsize=64)
 def circle_constants(num_logical_shards: int) -> tuple[int, int]:
-    """Return two constants of the circle: the factor k of shard numbers, and the step from one draw to the next."""
+    """Return two constants of the circle: the factor that shard numbers are multiplied by, and the step between two draws."""
     n = num_logical_shards
     if n == 1:
         return 0, _GOLDEN

@@ -234,7 +234,7 @@ class MixtureDraws:
         return stop
 
     def _skip_sample(self, node: Node[Any]) -> None:
-        """Skip a sample of the chosen source; an inner mixture that yields this sample uses the point of `choose_source`."""
+        """Skip a sample of the chosen source; if that is a mixture by samples, it skips one of the source that it draws."""
         inner = self._inner_draws.get(self.last_source)
         if inner is None or inner.by_tokens:
             if not skip(node, 1):

@@ -144,7 +144,7 @@ class TokenArcs:
             self._total_arc_length += self._arc_lengths[source]
 
     def _mean_and_token_floor(self) -> tuple[int, int]:
-        """Return the rounded values on which the arcs of all sources depend.
+        """Return the rounded mean document length and the rounded token count, on which the arcs of all sources depend.
 
         They are the mean length of all documents, to within an eighth, and the tokens that count, to whole steps.
         """

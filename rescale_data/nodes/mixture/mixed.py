@@ -68,7 +68,7 @@ class MixedDocuments:
         self._drop_documents()
 
     def _drop_documents(self) -> None:
-        """Drop the documents that one call of `read` read: there may be hundreds of sources in each logical shard."""
+        """Drop the documents that a call of `read` has read, since hundreds of sources in each shard would take much memory."""
         self._buffers: dict[int, SourceBuffer] = {}
         self._batched_spans, self._batched_ranges = EMPTY_SPANS, _NO_RANGES
 
@@ -212,7 +212,7 @@ class MixedDocuments:
         return chosen_sources[:num], missing_source
 
     def _read_chosen(self, chosen_sources: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
-        """Read the documents of chosen draws; return the draws before the first without one, and the ended source, or -1."""
+        """Read the documents of chosen draws; return the draws before one whose source has ended, and that source or -1."""
         num_draws, ended_source = len(chosen_sources), -1
         num_wanted = np.bincount(chosen_sources, minlength=self._num_sources)
         if (self._read_sources_together(num_wanted.tolist()) == num_wanted).all():

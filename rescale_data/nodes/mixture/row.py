@@ -53,7 +53,7 @@ class MixtureRow:
         drawn[:] = np.maximum(drawn, ~drawn)
 
     def counts_at(self, position: View) -> list[tuple[int, list[int]]]:
-        """Return the counts at a position, each as its first index and its values: documents, and by tokens also tokens."""
+        """Return (first slot, values) of each kind of count: documents by source, and in a mixture by tokens also tokens."""
         count_slices = [self.drawn_slots, self.token_slots] if self.unit == "tokens" else [self.drawn_slots]
         return [(kind.start, position[kind].tolist()) for kind in count_slices]
 

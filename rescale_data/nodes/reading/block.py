@@ -29,7 +29,7 @@ class Block:
         return epoch == self._epoch and bool(self._parts) and 0 <= row - self._row < len(self._parts[0])
 
     def take(self, epoch: int, row: int, max_documents: int) -> Spans:
-        """Return up to ``max_documents`` documents of one part, from a row on; none if the block does not hold the row.
+        """Return up to ``max_documents`` documents from a row on, of one part of the block; none if the block lacks the row.
 
         A part is dropped when its last document is taken.
         """

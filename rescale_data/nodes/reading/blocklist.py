@@ -148,7 +148,7 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
 
 
 def _kind(value_type: type) -> str:
-    """Return the name of a type of ids, the same for all types of numbers, and for all types of strings and of bytes."""
+    """Return the kind of an id type: one name for all numbers, one for all strings, one for all bytes, else the type's own."""
     return next((kind.__name__ for kind in (Number, str, bytes) if issubclass(value_type, kind)), value_type.__name__)
 
 

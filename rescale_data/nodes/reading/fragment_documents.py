@@ -185,7 +185,7 @@ class FragmentDocuments:
         self._reader.begin_unblocked_epoch(position)
 
     def _copy(self, rows: Ints, part_stops: Sequence[int], source_to_pass_by: TokenSource | None = None) -> list[Spans]:
-        """Return copies of documents, one `Spans` with its own arrays for the documents up to each stop.
+        """Copy documents in groups that end at the given stops; return for each group a `Spans` with arrays of its own.
 
         Args:
             rows: Rows of the source.
@@ -216,7 +216,7 @@ class FragmentDocuments:
         return max(1, int(num_bytes / max(1.0, mean_bytes)))
 
     def _have_room(self, num_fragments: int, shared_fragment: SharedFragment) -> bool:
-        """True if the cache has room for ``num_fragments`` such fragments for each logical shard and each source."""
+        """True if the cache has room for ``num_fragments`` fragments of this size for each logical shard and each source."""
         num_sources, num_shards = num_sources_and_shards(self._source_key)
         return num_sources * num_shards * num_fragments * shared_fragment.nbytes <= cache_share(self._source)
 

@@ -58,7 +58,7 @@ class SpecialTokens:
         return int(spans.length.sum()) + len(self.tokens) * int(np.count_nonzero(spans.array >= 0))
 
     def lengths(self, spans: Spans) -> Ints:
-        """Return ``int64[D]``, the length of each document including its bos and eos tokens; 0 for a mark."""
+        """Return ``int64[D]``, the length of each document with bos and eos; 0 for a mark, which only moves the position."""
         return np.where(spans.array < 0, 0, spans.length + len(self.tokens))
 
     def documents_with_tokens(self, spans: Spans) -> Spans:

@@ -30,7 +30,7 @@ class RowDigestChecker:
         self._reader = reader
 
     def read(self, digest: int, epoch: int, row: int, num_rows: int) -> int:
-        """Return the digest after ``num_rows`` more rows, which begin at ``row`` of an epoch."""
+        """Return the digest with ``num_rows`` more rows added, which the reader reads from ``row`` of an epoch on."""
         stop = min(row + num_rows, self._reader.rows.num_epoch_rows(epoch))
         while row < stop:
             plan = self._reader.plan(epoch, row)
@@ -66,7 +66,7 @@ class RowDigestChecker:
 
 
 def running_hash_sums(rows: Ints) -> memoryview:
-    """Return ``uint64[n + 1]``: item i is the digest of the first i rows; differences are the digests of other runs of rows."""
+    """Return ``uint64[n + 1]``: item i is the digest of the first i rows, item j less item i that of rows ``i .. j - 1``."""
     sums = np.zeros(len(rows) + 1, dtype=np.uint64)
     np.cumsum(_hashes(rows), out=sums[1:])
     return sums.data

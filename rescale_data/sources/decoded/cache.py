@@ -247,7 +247,7 @@ def cache() -> Cache:
 
 
 def open_files() -> OpenFileCache:
-    """Return the `OpenFileCache` of this process, which keep the files that its sources read open."""
+    """Return this process's `OpenFileCache`, which holds the open files of its sources."""
     return _handles
 
 

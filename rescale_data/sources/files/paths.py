@@ -70,7 +70,7 @@ class Files:
         return _prefix(self.root) + self.names[file]
 
     def find_name(self, name: str) -> int:
-        """Return the number of a file, given its name below the root, its path, its URL, or the end of its path."""
+        """Find a file by its name below the root, its path, its URL, or the end of its path; return its index."""
         names, path_end = self.names, name.rpartition("://")[2]
         files: list[int] = []
         for end in (path_end, posixpath.normpath(path_end)):  # in a bucket, a//b is not a/b
@@ -194,7 +194,7 @@ def find_matching_files(
 
 
 def _build_files(given_folders: Iterable[str], size_stamp_by_path: Mapping[str, tuple[int, str]]) -> Files:
-    """Return files below the folder that all ``given_folders`` share, so that names stay if files in other folders join."""
+    """Return files named from the common folder of ``given_folders``, so that names stay if files join in any of these."""
     folders = [path.split("/") for path in given_folders] + [path.split("/")[:-1] for path in size_stamp_by_path]
     shared = [
         name for name, _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(folders), max(folders), strict=False))
@@ -213,7 +213,7 @@ def _folder_of(pattern: str) -> str:
 
 
 def _prefix(root: str) -> str:
-    """Return what stands before the name of a file in its path, given the folder above all files."""
+    """Return the part of a file's path before its relative name: the root folder of all files, with a slash."""
     return root if root in ("", "/") else f"{root}/"
 
 
