@@ -228,9 +228,8 @@ class InThreadFeed(WrappedFeed):
 
     def _make(self) -> None:
         """Make one micro batch in the background thread, unless the feed has stopped or has failed before."""
-        finished_batches = (
-            self._finished_batches
-        )  # before the check, as in `next`: the error of a stopped read is nobody's
+        # Before the check, as in `next`: the error of a stopped read is nobody's
+        finished_batches = self._finished_batches
         if self._is_stopped:
             return
         self._thread_id = threading.get_ident()
