@@ -13,8 +13,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+import rescale_data as rd
 from rescale_data.engine.exchanges import STATUS_STOPPED, Exchanges
+from rescale_data.engine.feed import Feed, FunctionFeed, InThreadFeed
+from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.runner import Exhausted
+from rescale_data.engine.segment import Segment
+from rescale_data.engine.threads import Flag
 from rescale_data.state import Ints
 from tests.test_interrupt import CtrlC
 
@@ -86,3 +92,35 @@ def test_ctrl_c_within_stop_leaves_the_other_ranks_informed(moment: int) -> None
         exchanges.stop()
     exchanges.close()
     assert others.statuses == [STATUS_STOPPED]
+
+
+class WaitsForOthers(Feed):
+    """A feed whose `next` waits for other ranks, until it is stopped."""
+
+    def __init__(self) -> None:
+        self.begun, self.stopped = Flag(), Flag()
+
+    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
+        self.stopped = Flag()
+
+    def next(self) -> MicroBatch:
+        self.begun.set()
+        self.stopped.wait()
+        raise Exhausted
+
+    def stop(self, *, wait: bool = True) -> None:
+        self.stopped.set()
+
+
+def test_a_thread_ahead_that_waits_for_other_ranks_is_stopped_at_once() -> None:
+    loader = rd.DataLoader(list(range(8)), global_batch_size=2, balance=rd.Balance(cost=lambda row: row, over="rank"))
+    segment, below = Segment(loader._stream.layout, 0, None), WaitsForOthers()
+    ahead = InThreadFeed(FunctionFeed(below, list), 1)
+    ahead.begin(segment, loader._stream.table, 0)
+    below.begun.wait()
+    ahead.stop()  # or it would wait for ever
+    balanced: Any = loader._stream.feed
+    balanced._exchanges = SimpleNamespace(stop=below.begun.set, is_stopped=False)
+    below.begun.is_set = False
+    balanced.stop()
+    assert below.begun.is_set
