@@ -97,7 +97,7 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int
 
 
 def delete_steps(folder: RunFolder, steps: list[int], *, wait_for_holders: bool) -> dict[str, str]:
-    """Delete steps of a run; return for each "deleted", "being read" or "undecided" (one look cannot tell if a reader lives).
+    """Delete steps of a run; return for each "deleted", "being read" or, if one look was not enough to know, "undecided".
 
     Args:
         wait_for_holders: Look twice, about a minute apart, at holders of other hosts.

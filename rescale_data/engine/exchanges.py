@@ -49,7 +49,7 @@ _RESTART_REMEDY = (
 
 
 class Exchanges:
-    """Exchanges costs and samples with other ranks, for one call of a feed's `begin`; first stops those of the previous call.
+    """Exchanges costs and samples with other ranks, after a feed's `begin`; first stops the exchanges of an earlier `begin`.
 
     Args:
         ranks: All data-parallel ranks.
@@ -180,7 +180,7 @@ class Exchanges:
         return lists
 
     def _gather_all(self, status: int, num_delivered: int, sample_measures: Ints) -> tuple[Ints, Ints]:
-        """Gather sample measures of ranks that exchange samples, and status, position and weight of ranks of one loss."""
+        """Gather the sample measures in the sample group, and the status, position and weight of ranks in the weight group."""
         own_numbers = np.zeros((1 + self._size, 5), dtype=np.int64)
         own_numbers[0, :3] = status, num_delivered, sample_measures[:, WEIGHT] @ sample_measures[:, IS_REAL]
         own_numbers[1 : 1 + len(sample_measures)] = sample_measures

@@ -129,7 +129,7 @@ def _segment(
     samples_left: Ints | None,
     remainder: Remainder | None = None,
 ) -> Segment:
-    """Return the segment from micro batch ``u`` on: of the main phase of an epoch, or of a remainder."""
+    """Return the segment from micro batch ``u`` on: the part of an epoch before a shard runs out, or the remainder after it."""
     setup, pads = ends.setup, ends.setup.options.tail == "pad"
     checks_from = stop if stop is not None else sys.maxsize if setup.recipe.repeat else 0
     checks_from = 0 if setup.recipe.verify or remainder is not None else checks_from  # a failed proof stays failed

@@ -97,7 +97,7 @@ class Schema:
         return epoch_end(self.root, table[:, FIRST_SLOT_COLUMN:], np.arange(len(table), dtype=np.int64))
 
     def unsized_nodes(self, table: Ints) -> list[str]:
-        """Return the class names of the nodes whose number of samples is unknown, although the nodes below them know theirs."""
+        """Return the class names of nodes that do not know their number of samples, although all nodes below them do."""
         shard_numbers = np.arange(len(table), dtype=np.int64)
         nodes: list[tuple[tuple[str, ...], Node[Any]]] = []
         for path, node, positions in self.nodes_with_slots(table):
@@ -141,7 +141,7 @@ class Schema:
         return {src.name for src in self.sources().values() if by_name.setdefault(src.name, src) is not src}
 
     def adopt(self, histories: Histories) -> None:
-        """Set the manifests of the sources, and the earlier forms of samples, that hold from now on."""
+        """Set the manifests of the sources and the earlier sample formats that hold from now on."""
         if histories != self.histories:
             for name in ("sources_json", "pipeline_json"):
                 vars(self).pop(name, None)  # they are made anew
@@ -222,7 +222,7 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
 
 
 def adopt_histories(root: Node[Any], histories: Histories) -> None:
-    """Tell the nodes of a pipeline the manifests that their sources have had in the run, or their earlier sample formats."""
+    """Give nodes of a pipeline the manifests that their sources have had in the run, or their earlier sample formats."""
     for path, node in root.walk():
         if isinstance(node, Adopts):
             node.adopt(histories.get(path_name(path), ()))

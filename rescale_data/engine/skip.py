@@ -93,7 +93,7 @@ def _move_cursor(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> C
 
 
 def _read_until(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cursor:
-    """Read up to micro batch ``u`` of a main phase, or to its end if that comes first; return the cursor there (collective)."""
+    """Read up to micro batch ``u``, or to the end of an epoch's main phase before it; return the cursor there (collective)."""
     layout, samples, table = ends.layout, segment.samples_before(cursor.u), cursor.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
     until_u, delivered_at_step_end = segment.samples_before(u), segment.samples_before(step_end)

@@ -85,7 +85,7 @@ class _SaveDataState(TrainerCallback):
         self._loader = loader
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Correct the logged epoch, which the trainer counts anew after a resume; without ``len``, ``max_steps`` make one."""
+        """Correct the logged epoch, which the trainer counts anew after a resume; without ``len`` it has ``max_steps``."""
         loader = self._loader
         micro_batches = state.global_step * loader.gradient_accumulation_steps
         state.epoch = micro_batches / len(loader) if has_length(loader) else state.global_step / state.max_steps

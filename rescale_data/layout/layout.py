@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def micro_step_samples(self) -> int:
-        """The number of samples in one micro batch of all ranks together, ``W * b``."""
+        """The number of samples in one micro batch of all ranks together, dp world size times micro batch size."""
         return self.dp_world_size * self.micro_batch_size
 
     @property
@@ -116,7 +116,7 @@ class Layout:
 
     @cached_property
     def misfit_reason(self) -> str | None:
-        """A text that says that the layout is not aligned, with the nearest aligned sizes; `None` if it is aligned."""
+        """A text that says that the order depends on the topology, with the nearest aligned sizes; `None` if aligned."""
         if self.aligned:
             return None
         sizes, cures = self._sizes(), list[str]()

@@ -129,7 +129,7 @@ class StepPlan:
         return bin_of
 
     def _level_costs(self, costs: Ints) -> tuple[int, int]:
-        """Return the target cost of each rank's first bin, which holds the costliest samples, and that of all other bins."""
+        """Return the target costs of each rank's first bin, which holds the costliest samples, and of all other bins."""
         total_cost = int(costs.sum())
         mean_cost = -(-total_cost // self.num_bins)
         if self.sync_interval == "step":  # levels do not matter

@@ -202,14 +202,14 @@ class Adopts(Ability):
 
 
 class HasForm(Ability):
-    """A node with parameters that set only the form of its samples, such as ``seq_len``; it also `Adopts` earlier forms."""
+    """A node with parameters that set only the format of its samples, such as ``seq_len``; it also `Adopts` earlier formats."""
 
     FORM: frozenset[str]
     """The `Node.parameters` that may differ when a state is loaded, and hold from then on."""
 
     @abstractmethod
     def reform(self, rows: Ints) -> None:
-        """Convert positions that were saved with the last form in the node's history; ``rows`` is a view, changed in place."""
+        """Convert positions saved with the last sample format in the node's history; ``rows`` is a view, changed in place."""
 
 
 class MayChange(Ability):

@@ -132,7 +132,7 @@ class Node(BaseNode[T]):
 
     @cached_property
     def _changing_children(self) -> Sequence[tuple[Node[Any], slice]]:
-        """The children whose parameters or data may change between segments, there or below, with their slots."""
+        """The children in whose subtree parameters or data may change between segments, each with its slots."""
         return tuple(
             (child, self._slots(name))
             for name, child in self.children.items()
@@ -254,7 +254,7 @@ def changing_children(node: Node[Any]) -> Sequence[tuple[Node[Any], slice]]:
 
 
 def go_to(node: Node[Any], position: View) -> None:
-    """Copy ``position`` into a node's own row and go on from there."""
+    """Copy ``position`` into a node's own row, and continue from it."""
     node.position[:] = position
     node.bind(node.position)
 

@@ -202,7 +202,7 @@ def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, 
 
 
 def listed_files(bundle: Bundle, files: Files) -> Files:
-    """Return ``files`` with the names, sizes and stamps that an index lists."""
+    """Return ``files`` with the names, sizes and version stamps that an index lists."""
     return files.with_files(Strings(bundle, "names"), bundle.array("sizes"), Strings(bundle, "stamps"))
 
 

@@ -64,7 +64,7 @@ class TableSource(FileSource, TokenSource):
 
     @abstractmethod
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        """Decode some columns of a fragment, and return them as a table."""
+        """Return some columns of a fragment, decoded, as a table."""
 
     def _free_with_holder(self, decoded: object, fragment: int) -> None:
         """Free the mapped memory of a fragment when ``decoded``, an object made from it, is garbage-collected."""

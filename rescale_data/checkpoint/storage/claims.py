@@ -1,4 +1,4 @@
-"""Claims: files that record which process owns a folder of checkpoints, and which manifests there are valid.
+"""Claims: files that record which process owns a folder of checkpoints, and which manifests in the folder are valid.
 
     .claims/<n>-<id>.json                        a claim: its holder, and of each step the save that it accepts
     step-100/<n>-<id>-<k>/                       the data of the k-th save of the owner (n, id)

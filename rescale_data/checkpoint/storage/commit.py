@@ -49,7 +49,7 @@ _owners_of_process = set[Owner]()
 
 
 class SupersededError(ValueError):
-    """Error raised because another process has opened the folder since: this one may not save or remove there."""
+    """Error raised because another process has opened the folder since: this process may no longer save or remove in it."""
 
 
 class Ownership:

@@ -93,7 +93,7 @@ def min_file_bytes(metadata: Metadata) -> dict[str, int]:
 
 
 class Pieces(torch.Tensor):
-    """This process's pieces of a tensor that a device has sharded, with the methods that DCP calls on a DTensor.
+    """The local pieces of a tensor that a device has sharded, with the methods that DCP calls on a DTensor.
 
     It has the shape and the dtype of the whole, and no memory for it.
 
@@ -292,7 +292,7 @@ def read_piece(stream: Any, name: str, start: int, num_bytes: int, crc32: int | 
 
 
 def _buffer_for(used_buffer: Memory, size: int) -> Memory:
-    """Return a buffer that holds ``size`` bytes, aligned, at its end: the used buffer if it can, else a new one."""
+    """Return a buffer that can hold ``size`` aligned bytes at its end, the used buffer if possible."""
     return used_buffer if len(used_buffer) >= size and (len(used_buffer) - size) % _ALIGNED == 0 else Memory.empty(size)
 
 

@@ -64,12 +64,12 @@ class SavedState:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state in the form that `load_state_dict` takes."""
+        """The state as `load_state_dict` takes it."""
         return {TABLE: torch.from_numpy(self.table), HEADER: json.dumps(self.header)}
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The sizes O, W and b of the topology that saved the state."""
+        """The global batch size O, dp world size W and micro batch size b with which the state was saved."""
         o, w, b, _ = (self.header[name] for name in _SIZE_KEYS)
         return o, w, b
 
@@ -174,7 +174,7 @@ def fields_in(header: Mapping[str, Any]) -> list[Field]:
 
 
 def table_of(schema: Schema, saved: SavedState, added: Sequence[ChangedChild]) -> Ints:
-    """Return the positions of a state for the current pipeline, ``int64[N, slots]``, with stamps checked.
+    """Return the positions of a state for the current pipeline, ``int64[N, slots]``; check the stamps that identify rows.
 
     Columns are found by name.
 
@@ -220,7 +220,7 @@ def _require_ranges(skipped_ranges: Any, num_samples: int) -> None:
 
 
 def _require_stamps(stamps: Ints, samples: int) -> None:
-    """Raise ``DataStateError`` if a row has the stamp of another logical shard or of another sample."""
+    """Raise ``DataStateError`` if a row's stamp is of another logical shard or another sample count."""
     n = len(stamps)
     wrong_rows = np.flatnonzero(stamps != _stamps(n, samples)).tolist()
     if wrong_rows:

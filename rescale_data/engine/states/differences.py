@@ -28,7 +28,7 @@ def without_parameters(nodes: NodeParameters, ignored: Mapping[str, Set[str]]) -
 
 
 def without_earlier(nodes: NodeParameters) -> NodeParameters:
-    """Return the parameters of a pipeline without the earlier forms of its samples."""
+    """Return the parameters of a pipeline without its earlier sample formats."""
     return without_parameters(nodes, {path: {EARLIER_KEY} for path in nodes})
 
 

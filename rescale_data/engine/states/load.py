@@ -43,7 +43,7 @@ from rescale_data.state import Ints, position_slots, require_limits
 
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0) -> None:
-    """Load a state into a stream, and go on from there; if it does not fit, raise ``DataStateError`` and change nothing.
+    """Load a state into a stream, to continue from it; if it does not fit, raise ``DataStateError`` and change nothing.
 
     Args:
         delivered: The number of samples that the topology of the state delivered after it.
@@ -93,7 +93,7 @@ def _translate_positions(stream: Stream, saved: NodeParameters, table: Ints) -> 
 
 
 def _earlier_forms(stream: Stream, saved: NodeParameters, table: Ints) -> dict[str, History]:
-    """Adapt positions to the current form of the samples; return the earlier forms and weights that nodes still need."""
+    """Adapt positions to the current sample format; return the earlier formats and weights that nodes still need."""
     return {**reform(stream, saved, table), **earlier_parameters(stream.schema, saved, table)}
 
 

@@ -48,7 +48,7 @@ class MixtureRow:
         return rows[:, self.token_slots].sum(axis=1) if self.unit == "tokens" else rows[:, NUM_DRAWS]
 
     def begin_epoch(self, rows: Ints) -> None:
-        """Clear the marks of ended sources in the positions ``int64[M, slots]``, at the beginning of an epoch."""
+        """Mark no source as ended in the positions ``int64[M, slots]``, at the beginning of an epoch."""
         drawn = rows[:, self.drawn_slots]
         drawn[:] = np.maximum(drawn, ~drawn)
 

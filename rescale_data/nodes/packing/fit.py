@@ -41,7 +41,7 @@ def pack_documents(
     multiple: int,
     payload_sizes: Mapping[str, Sequence[int]],
 ) -> Fit:
-    """Pack documents into samples; after a change of format within a window, pack anew what is left of it.
+    """Pack documents into samples; after a change of format within a window, pack the documents that are left anew.
 
     The pieces that are left after the samples yielded in one form are packed again in the next. The last form is the present
     one.

@@ -98,7 +98,7 @@ def _content(excluded_rows: Any) -> object:
 
 @checks_argument_types
 def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id") -> dict[str, list[int]] | list[int]:
-    """Return the rows whose ``column`` holds one of ``ids``, in a form that JSON can hold, for ``Reader(exclude=)``.
+    """Return the rows whose ``column`` holds one of ``ids``, as JSON values, for ``Reader(exclude=)``.
 
     Every row is read once, so give a source that reads that column alone. A row that cannot be read or has no such column is
     logged with its place, and is not in the list. Errors of a disk or a network are raised.
