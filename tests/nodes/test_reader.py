@@ -1,7 +1,6 @@
-"""`Reader`: every row once an epoch, and the same continuation from wherever it is resumed."""
+"""`Reader`: its order, its epochs and rows that cannot be read. Each row once an epoch: `tests.test_histories`."""
 
 import itertools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +36,11 @@ class Fragmented(rd.Source):
         return f"row {index}"
 
 
-lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 shuffles = st.sampled_from([False, True, 1, 4])
 
 
 def epoch_of(reader: Reader) -> list[int]:
     return [row["x"] for row in reader]
-
-
-@given(lengths, st.integers(1, 12), shuffles)
-@settings(max_examples=50)
-def test_every_row_once_an_epoch_over_all_shards(lengths: list[int], num_shards: int, shuffle: bool | int) -> None:
-    source = Fragmented(*lengths)
-    readers = [Reader(source, Shard(i, num_shards), shuffle=shuffle) for i in range(num_shards)]
-    for epoch in range(3):
-        rows = Counter(row for reader in readers for row in epoch_of(reader))
-        assert rows == Counter(range(source.num_rows))
-        for reader in readers:
-            assert reader.get_state() == {"epoch": epoch + 1, "row": 0, "skipped": 0}
-            reader.reset(reader.get_state())
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any), st.integers(1, 12), shuffles)

@@ -19,15 +19,8 @@ SIZES = [1, 7, N - 1, N + 1]
 CHAIN = [(1, 4, 0), (2, 3, 0), (3, 4, 0), (4, 1, 0), (2, 6, 0)]
 
 
-class Numbers:
-    def __init__(self, num_rows: int, first: int = 0) -> None:
-        self.num_rows, self.first = num_rows, first
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": self.first + index}
+def numbers(num_rows: int, first: int = 0) -> list[dict[str, int]]:
+    return [{"x": first + i} for i in range(num_rows)]
 
 
 def parquet(folder: Path, num_rows: int, **kwargs: Any) -> rd.ParquetSource:
@@ -41,7 +34,7 @@ def parquet(folder: Path, num_rows: int, **kwargs: Any) -> rd.ParquetSource:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_row_once_an_epoch_and_once_a_round_in_each_shard(num_rows: int, shuffle: bool, tmp_path: Path) -> None:
     """Also where fragments are cut up for the shards of one process."""
-    for source in (parquet(tmp_path, num_rows), parquet(tmp_path, num_rows, cache_bytes=1), Numbers(num_rows)):
+    for source in (parquet(tmp_path, num_rows), parquet(tmp_path, num_rows, cache_bytes=1), numbers(num_rows)):
         in_epochs: Counter[tuple[int, str]] = Counter()
         in_rounds: Counter[tuple[int, int, str]] = Counter()
         for shard in range(N):
@@ -62,7 +55,7 @@ def test_each_row_once_an_epoch_and_once_a_round_in_each_shard(num_rows: int, sh
 @pytest.mark.parametrize("repeat", [False, True])
 def test_a_shard_knows_how_much_is_left_of_its_epoch_and_an_endless_one_of_its_round(repeat: bool) -> None:
     for index in range(N):
-        drawing, skipping = (rd.Reader(Numbers(5), rd.Shard(index, N, repeat=repeat)) for _ in range(2))
+        drawing, skipping = (rd.Reader(numbers(5), rd.Shard(index, N, repeat=repeat)) for _ in range(2))
         for _ in range(3 if repeat else N + 1):
             rows = [drawing.position.tolist()]
             rows += [drawing.position.tolist() for _ in drawing]
@@ -93,7 +86,7 @@ def loader_of(pipeline: Any, rank: int, world: int, micro: int, workers: int, **
 
 @pytest.mark.parametrize("num_rows", SIZES)
 def test_in_a_mixture_rows_come_in_turn(num_rows: int) -> None:
-    loader = loader_of(partial(mixed, small=Numbers(num_rows), large=Numbers(1000, first=1000)), 0, 1, 12, 0)
+    loader = loader_of(partial(mixed, small=numbers(num_rows), large=numbers(1000, first=1000)), 0, 1, 12, 0)
     drawn = np.concatenate([batch["x"].numpy() for batch in itertools.islice(loader, 400)])
     small = Counter(drawn[drawn < 1000].tolist())
     assert abs(sum(small.values()) - 480) <= N  # a sample a shard
@@ -103,7 +96,7 @@ def test_in_a_mixture_rows_come_in_turn(num_rows: int) -> None:
 
 
 def kept(shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.Filter(rd.Reader(Numbers(N - 1), shard), _is_row_five)
+    return rd.Filter(rd.Reader(numbers(N - 1), shard), _is_row_five)
 
 
 def test_a_filter_that_leaves_little_is_no_silence() -> None:
@@ -121,7 +114,7 @@ def _is_row_five(sample: dict[str, Any]) -> bool:
 )
 def test_few_rows_a_shard_are_said_once(num_rows: int, is_said: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Few rows, or an uneven number of them."""
-    source = rd.DatasetSource(Numbers(num_rows), name="few")
+    source = rd.DatasetSource(numbers(num_rows), name="few")
     for _ in range(3):
         loader_of(source, 0, 1, 12, 0)
     said = f"few has {num_rows} rows for 24 logical shards, {num_rows / N:.2f} each"
@@ -131,7 +124,7 @@ def test_few_rows_a_shard_are_said_once(num_rows: int, is_said: bool, caplog: py
 
 
 def test_small_sources_of_a_mixture_are_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    few = {f"s{i}": Numbers(5 + i) for i in range(7)}
+    few = {f"s{i}": numbers(5 + i) for i in range(7)}
 
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         return rd.WeightedSampler({name: rd.Reader(each, shard) for name, each in few.items()}, dict.fromkeys(few, 1))
