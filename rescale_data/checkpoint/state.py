@@ -6,6 +6,7 @@ user's state into what DCP knows, at any depth, and takes back what DCP has load
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -27,6 +28,7 @@ from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owning_module
 from rescale_data.checkpoint.rank_values import PerRank, rank_key, source_rank
 from rescale_data.checkpoint.storage.dcp import Contents, StateReader
+from rescale_data.checkpoint.storage.values import is_plain
 from rescale_data.checkpoint.tree import iterate_leaves
 from rescale_data.engine.states.codec import TABLE, with_columns_of
 from rescale_data.state import nest
@@ -148,7 +150,12 @@ def _refuse_nested_stateful(path: Path, value: Any) -> None:
 
 
 def refuse_unsavable(state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` naming each tensor that cannot be saved or loaded (meta, sparse, partial), with a cure."""
+    """Raise ``ValueError`` with a cure for equal names, and tensors that cannot be saved or loaded (meta, sparse, partial)."""
+    name_counts = Counter(".".join(path) for path, _ in iterate_leaves(state_dict, is_plain))
+    if shared_names := [name for name, count in name_counts.items() if count > 1]:
+        raise ValueError(
+            f"The names {shared_names[:5]} are each those of two values of the state: give keys without dots."
+        )
     tensors = {".".join(path): leaf for path, leaf in iterate_leaves(state_dict) if isinstance(leaf, torch.Tensor)}
     refusals = [f"{name} {reason}" for name, tensor in tensors.items() if (reason := _refusal_reason(tensor))]
     if refusals:

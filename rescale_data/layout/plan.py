@@ -173,7 +173,7 @@ def format_size(num_bytes: float) -> str:
 def _checked_ints(minimum: int, **argument: object) -> list[int]:
     """Return an argument that is an int, or a sequence of ints, as a list of ints that are at least ``minimum``."""
     ((name, value),) = argument.items()
-    values: Sequence[object] = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]  # pyright: ignore[reportUnknownVariableType]
+    values: Sequence[object] = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]  # pyright: ignore[reportUnknownVariableType]
     numbers = [number for item in values for number in require_int(**{name: item})]
     for number in numbers:
         if number < minimum:

@@ -254,6 +254,11 @@ NOT_SAVED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a number as a name": (lambda: {1: 2}, TypeError, "keys are strings"),
     "a tuple as a key": (lambda: {"a": {"b": {(3,): 1}}}, TypeError, "'a.b' has the keys"),
     "two keys of one name": (lambda: {"a": {"b": {3: 1, "3": 2}}}, TypeError, "'a.b' has the keys"),
+    "two paths of one name": (
+        lambda: {"a": {"b.c": 1}, "a.b": {"c": 2}},
+        ValueError,
+        r"\['a.b.c'\] are each.*without dots",
+    ),
     "a loader below a number": (lambda: {"a": {"b": {3: StandInLoader()}}}, TypeError, "a name of its own"),
     "a loader in a list": (lambda: {"loaders": [StandInLoader()]}, TypeError, "a name of its own"),
     "an optimizer alone": (lambda: {"opt": SGD(nn.Linear(1, 1).parameters())}, ValueError, "Put its model into the"),

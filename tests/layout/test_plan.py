@@ -63,6 +63,7 @@ def test_the_default_number_of_shards_is_small_and_keeps_the_order_for_0_1_2_and
         ({"global_batch_size": 0}, "global_batch_size=0: it is at least 1"),
         ({"global_batch_size": []}, "give one O"),
         ({"global_batch_size": "12"}, "global_batch_size='12'"),
+        ({"global_batch_size": b"12"}, "global_batch_size=b'12'"),
         ({"global_batch_size": 10**25}, "a plan goes through all its divisors, up to 4294967296"),
         ({"global_batch_size": 12, "micro_batch_size": 0}, "micro_batch_size=0: it is at least 1"),
         ({"global_batch_size": 12, "num_logical_shards": -1}, "num_logical_shards=-1: it is at least 1"),
