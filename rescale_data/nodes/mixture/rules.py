@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from rescale_data.nodes.mixture.schedule import Schedule, schedule_keys_of, weight_pieces_of
+from rescale_data.nodes.mixture.schedule import Schedule, weight_pieces_of
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,11 @@ def weights_at(
 
 def make_rule(weights: Mapping[str, float] | Schedule, max_epochs: Mapping[str, int]) -> WeightRule:
     """Return the rule for given weights and limits on epochs; all logical shards share one object."""
-    names = tuple(sorted(weights.keys[0][1] if isinstance(weights, Schedule) else weights))
+    keys = weights.keys if isinstance(weights, Schedule) else [(0, weights)]
+    names = tuple(sorted(keys[0][1]))
+    schedule_keys = tuple((int(begin), tuple(float(key[name]) for name in names)) for begin, key in keys)
     interpolate = weights.interpolate if isinstance(weights, Schedule) else None
-    return _shared_rule(names, schedule_keys_of(names, weights), interpolate, tuple(sorted(max_epochs.items())))
+    return _shared_rule(names, schedule_keys, interpolate, tuple(sorted(max_epochs.items())))
 
 
 _shared_rule = lru_cache(maxsize=64)(WeightRule)

@@ -66,24 +66,26 @@ class Schedule:
             require_weights(weights, f" in the key at {begin}")
 
 
-def schedule_keys_of(
-    names: Sequence[str], weights: Mapping[str, float] | Schedule
-) -> tuple[tuple[int, tuple[float, ...]], ...]:
-    """Return weights as ``(progress, weights)`` pairs in the order of the names; constant weights are one pair at 0."""
-    keys = weights.keys if isinstance(weights, Schedule) else [(0, weights)]
-    return tuple((int(begin), tuple(float(key[name]) for name in names)) for begin, key in keys)
-
-
 def weight_pieces_of(
     keys: Sequence[tuple[int, tuple[float, ...]]], *, is_linear: bool
 ) -> tuple[list[int], list[tuple[float, ...]]]:
-    """Return the progress at which each piece of constant weights begins, the first at 0, and the weights of each piece."""
-    begins, key_weights = [begin for begin, _ in keys], [value for _, value in keys]
-    return (
-        _linear_steps(begins, [_normalize(value) for value in key_weights])
-        if is_linear and len(keys) > 1
-        else (begins, key_weights)
-    )
+    """Return the progress at which each piece of constant weights begins, the first at 0, and the weights of each piece.
+
+    In place of a linear change there are constant steps; each has the weights of the line at its middle.
+    """
+    if not is_linear or len(keys) == 1:
+        return [begin for begin, _ in keys], [weights for _, weights in keys]
+    shares = [(begin, tuple(weight / math.fsum(weights) for weight in weights)) for begin, weights in keys]
+    step_begins, step_weights = list[int](), list[tuple[float, ...]]()
+    for (begin, old_shares), (end, new_shares) in pairwise(shares):
+        num_steps = min(NUM_LINEAR_STEPS, end - begin)
+        for step in range(num_steps):
+            fraction = (2 * step + 1) / (2 * num_steps)
+            step_begins.append(begin + (end - begin) * step // num_steps)
+            step_weights.append(
+                tuple(old * (1 - fraction) + new * fraction for old, new in zip(old_shares, new_shares, strict=True))
+            )
+    return [*step_begins, shares[-1][0]], [*step_weights, shares[-1][1]]
 
 
 def require_weights(weights: Mapping[str, float], context: str = "") -> None:
@@ -105,23 +107,3 @@ def _is_key_list(keys: object) -> bool:
     if not isinstance(keys, Sequence):
         return False
     return all(isinstance(key, Sequence) and len(key) == 2 and isinstance(key[1], Mapping) for key in keys)
-
-
-def _linear_steps(begins: list[int], key_weights: list[tuple[float, ...]]) -> tuple[list[int], list[tuple[float, ...]]]:
-    """Return constant steps in place of linear changes; each step has the weights of the line at its middle."""
-    step_begins: list[int] = []
-    step_weights: list[tuple[float, ...]] = []
-    for (begin, old_weights), (end, new_weights) in pairwise(zip(begins, key_weights, strict=True)):
-        num_steps = min(NUM_LINEAR_STEPS, end - begin)
-        for step in range(num_steps):
-            fraction = (2 * step + 1) / (2 * num_steps)
-            step_begins.append(begin + (end - begin) * step // num_steps)
-            step_weights.append(
-                tuple(old * (1 - fraction) + new * fraction for old, new in zip(old_weights, new_weights, strict=True))
-            )
-    return [*step_begins, begins[-1]], [*step_weights, key_weights[-1]]
-
-
-def _normalize(weights: tuple[float, ...]) -> tuple[float, ...]:
-    total_weight = math.fsum(weights)
-    return tuple(weight / total_weight for weight in weights)
