@@ -171,46 +171,40 @@ class MixtureDraws:
             The number of samples that were skipped; less if the epoch ended before.
         """
         first_draw = self._position[NUM_DRAWS]
-        stop_draw = (self.skip_across_epochs if across_epochs else self.skip_draws)(
-            self.circle, first_draw, first_draw + num_samples, WHOLE_CIRCLE
+        stop_draw = self.skip_draws(
+            self.circle, first_draw, first_draw + num_samples, WHOLE_CIRCLE, across_epochs=across_epochs
         )
         self._outer_point = None
         return stop_draw - first_draw
 
-    def skip_across_epochs(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
-        """Skip draws as `skip_draws` does, for a caller that continues with the next epoch.
-
-        With ``stop="first"`` the end of a source then does not end the epoch.
-        """
-        original_stop = self._stop_rule
-        self._stop_rule = "never" if original_stop == "first" else original_stop
-        try:
-            return self.skip_draws(circle, first_draw, stop, arc)
-        finally:
-            self._stop_rule = original_stop
-
-    def skip_draws(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
+    def skip_draws(self, circle: Circle, first_draw: int, stop: int, arc: Arc, *, across_epochs: bool) -> int:
         """Skip each of the draws ``first_draw .. stop - 1`` whose point falls into an arc.
 
-        The arc of ``circle`` is the whole circle of this mixture.
+        The arc of ``circle`` is the whole circle of this mixture. If the caller continues ``across_epochs``, the end of a
+        source does not end the epoch with ``stop="first"``.
 
         Returns:
             ``stop``, or the draw at which the epoch ended.
         """
-        while first_draw < stop and (arcs := self._get_arcs()) is not None:
-            num_left = self._samples_left()
-            if isinstance(arcs, TokenArcs) or num_left is None:
-                return self._skip_one_by_one(circle, first_draw, stop, arc)
-            source_arcs = [nested_arc(arcs.arc(source), arc) for source in range(len(num_left))]
-            next_stop, ended_source = first_end(
-                circle, first_draw, self._next_weight_change(circle, first_draw, stop, arc), source_arcs, num_left
-            )
-            for source, source_arc in enumerate(source_arcs):
-                self._skip_source(source, circle, first_draw, next_stop, source_arc)
-            first_draw = next_stop
-            self._change_weights()
-            if ended_source >= 0:
-                self._pass_source_end(ended_source)
+        original_stop = self._stop_rule
+        self._stop_rule = "never" if across_epochs and original_stop == "first" else original_stop
+        try:
+            while first_draw < stop and (arcs := self._get_arcs()) is not None:
+                num_left = self._samples_left()
+                if isinstance(arcs, TokenArcs) or num_left is None:
+                    return self._skip_one_by_one(circle, first_draw, stop, arc)
+                source_arcs = [nested_arc(arcs.arc(source), arc) for source in range(len(num_left))]
+                next_stop, ended_source = first_end(
+                    circle, first_draw, self._next_weight_change(circle, first_draw, stop, arc), source_arcs, num_left
+                )
+                for source, source_arc in enumerate(source_arcs):
+                    self._skip_source(source, circle, first_draw, next_stop, source_arc)
+                first_draw = next_stop
+                self._change_weights()
+                if ended_source >= 0:
+                    self._pass_source_end(ended_source)
+        finally:
+            self._stop_rule = original_stop
         return first_draw
 
     def _next_weight_change(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
@@ -257,8 +251,8 @@ class MixtureDraws:
         while num_left:
             num_before = num_left
             if inner is not None:
-                skip_inner = inner.skip_across_epochs if self._stop_rule == "never" else inner.skip_draws
-                first_draw = skip_inner(circle, first_draw, stop, source_arc)
+                goes_on = self._stop_rule == "never"
+                first_draw = inner.skip_draws(circle, first_draw, stop, source_arc, across_epochs=goes_on)
                 num_left = circle.count(first_draw, stop, source_arc)
             else:
                 num_left -= skip(node, num_left)
