@@ -132,22 +132,22 @@ def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
     name = draw(st.sampled_from(["join", "find", "cut", "permute", "run", "interleave", "append"]))
     ints, sized, number = (lambda kind=kind: draw(kind) for kind in (INTS, SIZED, NUMBERS))
     if name == "join":
-        return name, (draw(ARRAYS), ints(), ints(), draw(ARRAYS))
+        return name, (draw(st.integers(-1, 8)), draw(ARRAYS), ints(), ints(), draw(ARRAYS))
     if name == "find":
         rows = ints()
         return name, (rows, ints(), draw(st.just(np.zeros_like(rows)) | SIZED))
     if name == "cut":
-        return name, (ints(), ints(), ints(), [ints() for _ in range(draw(st.integers(0, 3)))], sized(), sized())
+        return name, (ints(), ints(), ints(), sized(), sized(), *(ints() for _ in range(draw(st.integers(0, 3)))))
     if name == "permute":
-        return name, (draw(st.binary(min_size=15, max_size=17)), number(), ints(), ints(), sized())
+        return name, (number(), draw(st.binary(min_size=15, max_size=17)), ints(), ints(), sized())
     if name == "run":
         num, points = draw(st.integers(0, 3)), sized()
         numbers = np.array(draw(st.lists(NUMBERS | st.integers(0, 99), min_size=5 * num, max_size=5 * num)), np.int64)
-        return name, (points, points.copy(), draw(st.integers(0, 9)), numbers, [ints() for _ in range(num)], number())
+        return name, (draw(st.integers(0, 9)), number(), points, points.copy(), numbers, *(ints() for _ in range(num)))
     if name == "interleave":
         return name, (number(), *(sized() for _ in range(12)))
     arrays = tuple(draw(st.lists(ARRAYS, max_size=2)))
-    return name, (ints(), draw(st.integers(-2, 9)), (arrays, *(ints() for _ in range(6)), None))
+    return name, (ints(), draw(st.integers(-2, 9)), (arrays, None, *(ints() for _ in range(6))))
 
 
 @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

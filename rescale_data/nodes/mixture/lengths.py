@@ -16,10 +16,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import mul
+from operator import gt, mul
 
 import numpy as np
 
+from rescale_data.errors import DataStateError
 from rescale_data.nodes.mixture.circle import CIRCLE, shares
 from rescale_data.nodes.reading.extension import kernel
 from rescale_data.order import Words
@@ -35,6 +36,7 @@ _MAX_DEFICIT = 3  # largest deficit that counts, in multiples of one that double
 _STEP_DOCUMENTS = 1  # documents a source after which the shared values change
 _MIN_SHARE = 1 / 50  # smaller shares count as this one when deficits are judged
 _SHARE_BITS, _MEAN_BITS = 32, 8  # bits of a share, and fraction bits of a mean length
+_MAX_MEAN = 1 << 22  # a longer mean document counts as this one: products then fit 127 bits in C
 
 
 class TokenArcs:
@@ -50,6 +52,11 @@ class TokenArcs:
     def __init__(
         self, weights: tuple[float, ...], num_documents: Sequence[int], tokens: Sequence[int], uncounted: Sequence[int]
     ) -> None:
+        if any(map(gt, uncounted, tokens)):
+            raise DataStateError(
+                "By the state a mixture had drawn more tokens when its weights changed than it has drawn now: the state was "
+                "changed or damaged. Load another checkpoint."
+            )
         self._shares = shares(weights, 1 << _SHARE_BITS)
         is_active = [share > 0 for share in self._shares]
         self._documents_per_step = _STEP_DOCUMENTS * sum(is_active)
@@ -103,22 +110,7 @@ class TokenArcs:
             The number of the next draw, and the source whose length is missing for it, or -1.
         """
         active_change_at = -1 if change_at < 0 else max(0, change_at - self._resting_tokens)
-        first_draw, missing_source = kernel.run(points, sources, first_draw, counters, lengths, active_change_at)
-        if missing_source > -2:
-            return first_draw, missing_source
-        self._set_counts(*counters[1:3].tolist())  # documents are very long: their products need more than 128 bits
-        _, documents, tokens, _, counts = counters
-        for draw in range(first_draw, len(points)):
-            source = self.choose_source(int(points[draw]))
-            source_lengths, count = lengths[source], counts[source]
-            if source_lengths is None or count == len(source_lengths):
-                return draw, source
-            self.add_document(source, int(source_lengths[count]))
-            sources[draw], counts[source] = source, count + 1
-            documents[source], tokens[source] = self.num_documents[source], self.tokens[source]
-            if 0 <= change_at <= self.num_tokens:
-                return draw + 1, -1
-        return len(points), -1
+        return kernel.run(first_draw, active_change_at, points, sources, counters, *lengths)
 
     def draw_fractions(self) -> list[float]:
         """Return the approximate fraction of draws that each source gets, over many draws."""
@@ -148,7 +140,7 @@ class TokenArcs:
 
         They are the mean length of all documents, to within an eighth, and the tokens that count, to whole steps.
         """
-        mean_length = max(1, self._all_tokens // max(1, self._all_documents))
+        mean_length = min(max(1, self._all_tokens // max(1, self._all_documents)), _MAX_MEAN)
         num_dropped_bits = max(0, mean_length.bit_length() - 4)
         mean_length = mean_length >> num_dropped_bits << num_dropped_bits
         token_step = mean_length * self._documents_per_step

@@ -4,14 +4,18 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <stdint.h>
-#include <stdlib.h>
 
 typedef __int128 wide;
 
+int refuse(const char* message); /* all in kernel.c */
+Py_buffer* open_buffers(PyObject* args, Py_ssize_t first, Py_ssize_t least, unsigned written);
+PyObject* close_buffers(Py_buffer* views, PyObject* args, Py_ssize_t first, int is_done);
+
 enum { PRIOR = 20, SLACK = 2, PATIENCE = 6, LONG = 256, MOST = 3, SHARE = 32, FINE = 8 };
 #define SMALL ((int64_t)(0.02 * ((int64_t)1 << SHARE)))
-#define LARGEST ((int64_t)1 << 22) /* tokens of a mean document: beyond, products need more than 127 bits */
-#define MANY ((int64_t)1 << 53)    /* documents or tokens of all sources, for the same reason */
+#define LARGEST ((int64_t)1 << 22) /* tokens of a mean document: with more, products would need more than 127 bits */
+#define MANY ((int64_t)1 << 53)    /* documents or tokens of a source, for the same reason */
+#define ALL ((int64_t)1 << 61)     /* of all sources */
 
 typedef struct {
   Py_ssize_t num;                            /* sources */
@@ -41,7 +45,7 @@ static int look(Arcs* a) {
   const int is_as_long = a->mean * documents <= tokens && tokens < (a->mean + a->low) * documents;
   if (is_as_long && a->due <= a->counted && a->counted < a->due + (wide)a->mean * a->grid) return 0;
   int64_t mean = a->all_tokens / (a->all_documents < 1 ? 1 : a->all_documents), low = 1;
-  mean = mean < 1 ? 1 : mean;
+  mean = mean < 1 ? 1 : mean > LARGEST ? LARGEST : mean;
   while (mean / low >= 16) low *= 2;
   mean -= mean % low;
   int64_t due = a->counted - (int64_t)(a->counted % ((wide)mean * a->grid));
@@ -75,97 +79,64 @@ static Py_ssize_t choose(const Arcs* a, uint64_t point) {
   return at;
 }
 
-/* True if the counts of all sources fit the integers here. */
-static int fits(const Arcs* a) { return a->all_documents <= MANY && a->all_tokens <= MANY && a->mean <= LARGEST; }
-
 static void drew(Arcs* a, Py_ssize_t source, int64_t length) {
   a->documents[source]++, a->tokens[source] += length;
   a->all_documents++, a->all_tokens += length, a->counted += length;
-  const int changed = look(a);
-  if (!fits(a)) return; /* then no other draw is made */
-  if (changed) rebuild(a);
+  if (look(a)) rebuild(a);
   else set(a, source, arc_of(a, source));
 }
 
-/* Add up the counts of all sources; true if all shares and counts are valid and fit. */
-static int sum(Arcs* a, const int64_t* counts) {
+/* Add up the counts of all sources, and make the arcs; true if all shares and counts are valid. */
+static int begin(Arcs* a, const int64_t* counts) {
   int64_t shares = 0;
   for (Py_ssize_t i = 0; i < a->num; i++) {
     const int64_t share = a->shares[i], documents = a->documents[i], tokens = a->tokens[i], since = a->since[i];
-    if (share < 0 || documents < 0 || tokens < 0 || since < 0 || counts[i] < 0) return 0;
-    if (share > MANY || documents > MANY || tokens > MANY || since > tokens || counts[i] > MANY) return 0;
+    const int64_t values[] = {share, documents, tokens, since, counts[i]};
+    for (int k = 0; k < 5; k++)
+      if (values[k] < 0 || values[k] > MANY) return 0;
     a->grid += share > 0, shares += share;
     a->all_documents += documents, a->all_tokens += tokens, a->counted += tokens - since;
-    if (shares > (int64_t)2 << SHARE || !fits(a)) return 0;
+    if (since > tokens || shares > (int64_t)2 << SHARE || a->all_documents > ALL || a->all_tokens > ALL) return 0;
   }
   a->grid = a->grid < 1 ? 1 : a->grid;
-  look(a);
-  return fits(a);
+  look(a), rebuild(a);
+  return 1;
 }
 
-/* run(points, chosen, first, numbers, lengths, change_at): draws from number `first` on. It stops at a source without a length at
- * hand, and after a draw behind which other weights may count. numbers: int64[5, S], for each source its share, documents, tokens,
- * tokens that do not count, and draws in this run. lengths: for each source a buffer of int64, or None. Returns the next draw, and
- * the source that has no length; -1 if there is none, -2 if the numbers are too large. */
+/* run(first, change_at, points, chosen, numbers, *lengths) -> the next draw, and the source that has no length, or -1: draws from
+ * number `first` on. It stops at a source without a length at hand, and after a draw behind which other weights may count. numbers:
+ * int64[5, S], for each source its share, documents, tokens, tokens that do not count, and draws in this run. lengths: for each source
+ * a buffer of int64, or None. */
 PyObject* run(PyObject* module, PyObject* args) {
-  PyObject *points_of, *chosen_of, *numbers_of, *lengths, *result = NULL;
-  long long first, change_at;
-  Py_buffer points, chosen, numbers, *given = NULL;
-  if (!PyArg_ParseTuple(args, "OOLOO!L", &points_of, &chosen_of, &first, &numbers_of, &PyList_Type, &lengths, &change_at)) return NULL;
-  points.obj = chosen.obj = numbers.obj = NULL;
-  Arcs a = {0};
-  a.num = PyList_Size(lengths);
-  if (PyObject_GetBuffer(points_of, &points, PyBUF_SIMPLE) || PyObject_GetBuffer(chosen_of, &chosen, PyBUF_WRITABLE) ||
-      PyObject_GetBuffer(numbers_of, &numbers, PyBUF_WRITABLE))
-    goto done;
-  Py_ssize_t num_points = points.len / 8, num = a.num;
-  if (chosen.len != points.len || numbers.len != 5 * 8 * num || first < 0 || num < 1) {
-    PyErr_SetString(PyExc_ValueError, "sizes of what is drawn by tokens that do not fit");
-    goto done;
-  }
-  int64_t* base = numbers.buf;
-  a.shares = base, a.documents = base + num, a.tokens = base + 2 * num, a.since = base + 3 * num;
-  int64_t* counts = base + 4 * num;
-  given = calloc(num, sizeof(Py_buffer));
-  a.arcs = malloc(num * sizeof(int64_t)), a.tree = malloc((num + 1) * sizeof(int64_t));
-  if (!given || !a.arcs || !a.tree) {
-    PyErr_NoMemory();
-    goto done;
-  }
-  for (Py_ssize_t i = 0; i < num; i++) {
-    PyObject* each = PyList_GetItem(lengths, i);
-    if (!each || (each != Py_None && PyObject_GetBuffer(each, &given[i], PyBUF_SIMPLE))) goto done;
-  }
-  Py_ssize_t next = first, missing = sum(&a, counts) ? -1 : -2;
-  if (missing == -1) rebuild(&a);
-  for (int stops = 0; next < num_points && !stops && missing == -1; next++) {
-    if (!fits(&a)) {
-      missing = -2;
+  enum { POINTS, PICKED, NUMBERS, LENGTHS };
+  Py_buffer* views = open_buffers(args, 2, LENGTHS, 1 << PICKED | 1 << NUMBERS);
+  if (!views) return NULL;
+  const int64_t first = PyLong_AsLongLong(PyTuple_GetItem(args, 0)), change_at = PyLong_AsLongLong(PyTuple_GetItem(args, 1));
+  const Py_ssize_t num_points = views[POINTS].len / 8, num = PyTuple_Size(args) - 2 - LENGTHS;
+  const uint64_t* points = views[POINTS].buf;
+  int64_t *base = views[NUMBERS].buf, *counts = base + 4 * num, *picked = views[PICKED].buf, next = first;
+  Arcs a = {num, base, base + num, base + 2 * num, base + 3 * num, PyMem_Malloc(num * 8), PyMem_Malloc((num + 1) * 8)};
+  Py_ssize_t missing = -1;
+  int is_valid = 0;
+  if (!a.arcs || !a.tree) PyErr_NoMemory();
+  else is_valid = num > 0 && views[PICKED].len == views[POINTS].len && views[NUMBERS].len == 5 * 8 * num && first >= 0 && begin(&a, counts);
+  for (int stops = 0; is_valid && next < num_points && !stops; next++) {
+    const Py_ssize_t source = choose(&a, points[next]);
+    if (source >= num || counts[source] >= views[LENGTHS + source].len / 8) {
+      missing = source, is_valid = source < num;
       break;
     }
-    Py_ssize_t source = choose(&a, ((uint64_t*)points.buf)[next]);
-    if (source >= num || counts[source] >= given[source].len / 8) {
-      missing = source < num ? source : -2;
-      break;
-    }
-    const int64_t length = ((int64_t*)given[source].buf)[counts[source]];
-    if (length < 0 || length > MANY) {
-      missing = -2;
-      break;
-    }
+    const int64_t length = ((int64_t*)views[LENGTHS + source].buf)[counts[source]];
+    is_valid = length >= 0 && length <= MANY - a.tokens[source] && a.all_tokens <= ALL;
+    if (!is_valid) break;
     counts[source]++, drew(&a, source, length);
-    ((int64_t*)chosen.buf)[next] = source;
+    picked[next] = source;
     stops = change_at >= 0 && a.all_tokens >= change_at;
   }
-  result = Py_BuildValue("nn", next, missing);
-done:
-  for (Py_ssize_t i = 0; given && i < a.num; i++)
-    if (given[i].obj) PyBuffer_Release(&given[i]);
-  free(given), free(a.arcs), free(a.tree);
-  Py_buffer* all[] = {&points, &chosen, &numbers};
-  for (int i = 0; i < 3; i++)
-    if (all[i]->obj) PyBuffer_Release(all[i]);
-  return result;
+  if (!is_valid && !PyErr_Occurred()) refuse("sizes of what is drawn by tokens that do not fit, or counts beyond those of any run");
+  PyMem_Free(a.arcs), PyMem_Free(a.tree);
+  close_buffers(views, args, 2, 0);
+  return PyErr_Occurred() ? NULL : Py_BuildValue("nn", (Py_ssize_t)next, missing);
 }
 
 enum { CHOSEN, BEGINS, LENGTH, ENDS, SLOT, VALUE, KINDS, COUNTS, INDEX, NEW_ENDS, NEW_SLOT, NEW_VALUE, NUM_VIEWS };
@@ -197,19 +168,13 @@ static const char* interleave_all(int64_t** b, const Py_ssize_t* sizes, int64_t 
  * the order of draws, and adds the counts of the mixture to the moves of each. All arguments but the first are buffers of int64.
  * begins and counts are changed; the buffers after counts are written. */
 PyObject* interleave(PyObject* module, PyObject* args) {
-  Py_buffer views[NUM_VIEWS];
+  Py_buffer* views = open_buffers(args, 1, NUM_VIEWS, 1 << BEGINS | 31 << COUNTS);
+  if (!views) return NULL;
   int64_t* buffers[NUM_VIEWS];
   Py_ssize_t sizes[NUM_VIEWS];
-  int num = 0;
-  const char* wrong = PyTuple_Size(args) == NUM_VIEWS + 1 ? NULL : "interleave takes a number and twelve buffers";
-  const int64_t number = wrong ? 0 : PyLong_AsLongLong(PyTuple_GetItem(args, 0));
-  for (; !wrong && !PyErr_Occurred() && num < NUM_VIEWS; num++) {
-    const int is_written = num == BEGINS || num >= COUNTS;
-    if (PyObject_GetBuffer(PyTuple_GetItem(args, num + 1), &views[num], is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE)) break;
-    buffers[num] = views[num].buf, sizes[num] = views[num].len / 8;
-  }
-  if (num == NUM_VIEWS) wrong = interleave_all(buffers, sizes, number);
-  while (num > 0) PyBuffer_Release(&views[--num]);
-  if (wrong) PyErr_SetString(PyExc_ValueError, wrong);
-  return PyErr_Occurred() ? NULL : (Py_INCREF(Py_None), Py_None);
+  for (int i = 0; i < NUM_VIEWS; i++) buffers[i] = views[i].buf, sizes[i] = views[i].len / 8;
+  const int64_t number = PyLong_AsLongLong(PyTuple_GetItem(args, 0));
+  const char* wrong = PyErr_Occurred() ? NULL : interleave_all(buffers, sizes, number);
+  if (wrong) refuse(wrong);
+  return close_buffers(views, args, 1, !PyErr_Occurred());
 }

@@ -91,14 +91,14 @@ def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrde
     virtual, first_rows = None, None
     if fragments is not None:
         virtual, first_rows = np.ascontiguousarray(fragments.virtual_starts), np.ascontiguousarray(fragments.first)
-    kernel.permute(order.permutation_key(epoch, first_row), order.range_start + first_row, virtual, first_rows, rows)
+    kernel.permute(order.range_start + first_row, order.permutation_key(epoch, first_row), virtual, first_rows, rows)
     return rows
 
 
 def copy_documents(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
     """Return a copy of documents of one array, concatenated."""
     destination = np.empty(int(length.sum()), dtype=array.dtype)
-    kernel.join(array, np.ascontiguousarray(start), np.ascontiguousarray(length), destination)
+    kernel.join(array.itemsize, array, np.ascontiguousarray(start), np.ascontiguousarray(length), destination)
     return destination
 
 
@@ -122,7 +122,7 @@ def offsets_and_lengths(rows: Ints, fragment: Ints, first_row: Sequence[int], of
         offsets: ``int64`` offsets of each fragment.
     """
     start, length = np.empty_like(rows), np.empty_like(rows)
-    kernel.cut(rows, fragment, np.array(first_row, dtype=np.int64), offsets, start, length)
+    kernel.cut(rows, fragment, np.array(first_row, dtype=np.int64), start, length, *offsets)
     return start, length
 
 

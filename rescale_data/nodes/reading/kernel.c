@@ -12,10 +12,13 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 4 /* changes with the functions that Python calls: see extension.py */
+#define VERSION 5 /* changes with the functions that Python calls: see extension.py */
 
 PyObject* run(PyObject* module, PyObject* args); /* both in draws.c */
 PyObject* interleave(PyObject* module, PyObject* args);
+int refuse(const char* message); /* these for draws.c, too */
+Py_buffer* open_buffers(PyObject* args, Py_ssize_t first, Py_ssize_t least, unsigned written);
+PyObject* close_buffers(Py_buffer* views, PyObject* args, Py_ssize_t first, int is_done);
 
 #if defined(__GNUC__) || defined(__clang__)
 /* Fetch, but not into the nearest cache, which writing fills. Without the second statement, GCC removes functions that only fetch. */
@@ -196,12 +199,40 @@ static void move_to(TokenQueue* s, int64_t d, int64_t o, int64_t size) {
 DEFINE(64)
 DEFINE(32)
 
-/* TokenQueue */
+/* Arguments */
 
-static int error(const char* message) {
+int refuse(const char* message) {
   PyErr_SetString(PyExc_ValueError, message);
   return -1;
 }
+
+static PyObject* close_some(Py_buffer* views, Py_ssize_t num, int is_done) {
+  while (num > 0)
+    if (views[--num].obj) PyBuffer_Release(&views[num]);
+  PyMem_Free(views);
+  if (is_done) Py_INCREF(Py_None);
+  return is_done ? Py_None : NULL;
+}
+
+/* Release the buffers of `open_buffers`; return None, or NULL after an error. */
+PyObject* close_buffers(Py_buffer* views, PyObject* args, Py_ssize_t first, int is_done) {
+  return close_some(views, PyTuple_Size(args) - first, is_done);
+}
+
+/* Open the buffers of all arguments from `first` on, `least` or more, those with a bit in `written` to write; None has no bytes. */
+Py_buffer* open_buffers(PyObject* args, Py_ssize_t first, Py_ssize_t least, unsigned written) {
+  const Py_ssize_t num = PyTuple_Size(args) - first;
+  Py_buffer* views = num < least ? NULL : PyMem_Calloc(num + 1, sizeof(*views));
+  if (!views) PyErr_SetString(num < least ? PyExc_TypeError : PyExc_MemoryError, "too few arguments, or too little memory for them");
+  for (Py_ssize_t i = 0; views && i < num; i++) {
+    PyObject* each = PyTuple_GetItem(args, first + i);
+    const int flags = i < 32 && written >> i & 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+    if (each != Py_None && PyObject_GetBuffer(each, &views[i], flags)) views = (Py_buffer*)close_some(views, i, 0);
+  }
+  return views;
+}
+
+/* TokenQueue */
 
 static PyObject* queue_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   PyObject *position, *reach;
@@ -219,11 +250,11 @@ static PyObject* queue_new(PyTypeObject* type, PyObject* args, PyObject* kwargs)
   if (!s->parts || PyObject_GetBuffer(position, &s->position, PyBUF_WRITABLE) || PyObject_GetBuffer(reach, &s->reach, PyBUF_WRITABLE))
     goto fail;
   if (s->position.len < 8 || s->reach.len != s->position.len - 8) {
-    error("a token queue moves an offset and slots, and its reach is those slots");
+    refuse("a token queue moves an offset and slots, and its reach is those slots");
     goto fail;
   }
   if (*(int64_t*)s->position.buf < 0) {
-    error("a token before the first of its document");
+    refuse("a token before the first of its document");
     goto fail;
   }
   s->offset = *(int64_t*)s->position.buf, s->left = -s->offset;
@@ -281,7 +312,7 @@ static int look_at(PyObject* arrays, int64_t (*found)[3], Py_ssize_t num) {
     const int64_t size = kind == MARK ? 0 : view.len / view.itemsize;
     found[i][0] = (int64_t)view.buf, found[i][1] = size, found[i][2] = kind;
     PyBuffer_Release(&view); /* the appended spans keep the array alive */
-    if (kind == MARK) return error("tokens are integers in the order of the machine");
+    if (kind == MARK) return refuse("tokens are integers in the order of the machine");
   }
   return 0;
 }
@@ -298,11 +329,11 @@ static int read_documents(TokenQueue* s, int64_t (*arrays)[3], int64_t num_array
   int64_t left = s->left;
   if (buffers[ARRAY].len != 8 * num || buffers[START].len != 8 * num || buffers[ENDS].len != 8 * (num + 1) ||
       buffers[VALUE].len != 8 * num_moves)
-    return error("arrays of documents differ in length");
-  if (ends[0] != 0 || ends[num] > num_moves) return error("moves of documents are out of range");
+    return refuse("arrays of documents differ in length");
+  if (ends[0] != 0 || ends[num] > num_moves) return refuse("moves of documents are out of range");
   for (int64_t i = 0; i < num; i++, d++) {
     const int64_t which = array[i], *found = which < 0 ? NULL : arrays[which];
-    if (ends[i + 1] < ends[i]) return error("moves of documents are not in order");
+    if (ends[i + 1] < ends[i]) return refuse("moves of documents are not in order");
     if (which < MARK || which >= num_arrays || start[i] < 0 || length[i] < 0 ||
         (found ? start[i] > found[1] || length[i] > found[1] - start[i] : start[i] | length[i])) {
       PyErr_SetString(PyExc_IndexError, "a document reaches beyond its array, or lies in none");
@@ -314,11 +345,11 @@ static int read_documents(TokenQueue* s, int64_t (*arrays)[3], int64_t num_array
     left += total_of(s, d);
   }
   for (int64_t k = 0; k < num_moves; k++) {
-    if (slot[k] < 0 || slot[k] >= slots) return error("a document moves what is no part of the position");
+    if (slot[k] < 0 || slot[k] >= slots) return refuse("a document moves what is no part of the position");
     s->moves[before + k].slot = slot[k], s->moves[before + k].value = value[k];
   }
   if (num && s->num_documents == 0 && s->offset > total_of(s, s->documents))
-    return error("the position is behind the end of its document: the data is not what it was when the position was saved");
+    return refuse("the position is behind the end of its document: the data is not what it was when the position was saved");
   s->left = left, s->num_documents += num;
   move(s->reach.buf, s->moves + before, s->moves + before + ends[num]);
   return 0;
@@ -333,38 +364,26 @@ static int drop_passed(TokenQueue* s) {
   return PyList_SetSlice(s->parts, 0, passed, NULL);
 }
 
-/* append(arrays, array, start, length, ends, slot, value, owner) */
+/* append(arrays, owner, array, start, length, ends, slot, value) */
 static PyObject* append(PyObject* self, PyObject* args) {
   TokenQueue* s = (TokenQueue*)self;
-  PyObject *arrays, *objects[NUM_BUFFERS], *owner, *result = NULL;
-  Py_buffer buffers[NUM_BUFFERS];
-  int num_buffers = 0;
-  if (!PyArg_ParseTuple(args, "O!OOOOOOO", &PyTuple_Type, &arrays, &objects[ARRAY], &objects[START], &objects[LENGTH], &objects[ENDS],
-                        &objects[SLOT], &objects[VALUE], &owner))
-    return NULL;
-  if (s->busy) {
-    error("a token queue grows while it is drawn from in another thread");
-    return NULL;
+  Py_buffer* buffers = open_buffers(args, 2, NUM_BUFFERS, 0);
+  if (!buffers) return NULL;
+  PyObject* arrays = PyTuple_GetItem(args, 0);
+  const Py_ssize_t num_arrays = PyTuple_Size(arrays); /* -1 and an error if it is no tuple */
+  int64_t(*found)[3] = PyMem_Malloc((num_arrays + 2) * sizeof(*found));
+  int is_done = 0;
+  if (!found) PyErr_NoMemory();
+  else if (s->busy) refuse("a token queue grows while it is drawn from in another thread");
+  else if (num_arrays >= 0 && !look_at(arrays, found, num_arrays) && !make_room(s, buffers[LENGTH].len / 8, buffers[SLOT].len / 8) &&
+           !PyList_Append(s->parts, PyTuple_GetItem(args, 1))) {
+    is_done = !read_documents(s, found, num_arrays, buffers);
+    s->num_parts += is_done;
+    if (!is_done) PyList_SetSlice(s->parts, PyList_Size(s->parts) - 1, PyList_Size(s->parts), NULL);
+    else is_done = !drop_passed(s); /* the last drawn token may have been the last of the older parts */
   }
-  const Py_ssize_t num_arrays = PyTuple_Size(arrays);
-  int64_t(*found)[3] = PyMem_Malloc((num_arrays + 1) * sizeof(*found));
-  if (!found) return PyErr_NoMemory();
-  if (look_at(arrays, found, num_arrays)) goto done;
-  for (; num_buffers < NUM_BUFFERS; num_buffers++)
-    if (PyObject_GetBuffer(objects[num_buffers], &buffers[num_buffers], PyBUF_SIMPLE)) goto done;
-  if (make_room(s, buffers[LENGTH].len / 8, buffers[SLOT].len / 8) || PyList_Append(s->parts, owner)) goto done;
-  if (read_documents(s, found, num_arrays, buffers)) {
-    PyList_SetSlice(s->parts, PyList_Size(s->parts) - 1, PyList_Size(s->parts), NULL);
-    goto done;
-  }
-  s->num_parts++;
-  if (drop_passed(s)) goto done; /* the last drawn token may have been the last of the older parts */
-  result = Py_None;
-  Py_INCREF(result);
-done:
-  while (num_buffers > 0) PyBuffer_Release(&buffers[--num_buffers]);
   PyMem_Free(found);
-  return result;
+  return close_buffers(buffers, args, 2, is_done);
 }
 
 static PyObject* get_parts(PyObject* self, void* unused) {
@@ -412,9 +431,9 @@ static int open_rows(PyObject* object, Py_buffer* view, const Py_buffer* like) {
   if (object == Py_None) return 0;
   if (PyObject_GetBuffer(object, view, PyBUF_STRIDED)) return -1;
   if (view->ndim != 2 || (view->itemsize != 8 && view->itemsize != 4) || view->strides[1] != view->itemsize)
-    return error("a batch is written into rows of int64 or int32");
+    return refuse("a batch is written into rows of int64 or int32");
   if (like && (view->shape[0] != like->shape[0] || view->shape[1] != like->shape[1] || view->itemsize != like->itemsize))
-    return error("the columns of a batch differ in shape or dtype");
+    return refuse("the columns of a batch differ in shape or dtype");
   return 0;
 }
 
@@ -438,7 +457,7 @@ static PyObject* fill(PyObject* module, PyObject* args) {
   if (open_rows(objects[0], &rows[0], NULL) || open_rows(objects[1], &rows[1], &rows[0]) || open_rows(objects[2], &rows[2], &rows[0]))
     goto done;
   if (!rows[0].obj || num > rows[0].shape[0]) {
-    error("a batch has fewer rows than there are token queues");
+    refuse("a batch has fewer rows than there are token queues");
     goto done;
   }
   const int64_t size = rows[0].shape[1], needed = size + (rows[1].obj != NULL);
@@ -452,7 +471,7 @@ static PyObject* fill(PyObject* module, PyObject* args) {
       Py_ssize_t ours = 0;
       while (ours < count && some[ours] != (TokenQueue*)item && ((TokenQueue*)item)->busy) ours++;
       if (((TokenQueue*)item)->busy && ours == count) {
-        error("a token queue is drawn from in two threads");
+        refuse("a token queue is drawn from in two threads");
         status = FAILED;
         break;
       }
@@ -491,46 +510,21 @@ done:
   return result;
 }
 
-/* join(array, start, length, destination): parts of an array, one behind the other */
+/* join(width, array, start, length, destination): parts of an array of numbers of `width` bytes, one behind the other */
 static PyObject* join(PyObject* module, PyObject* args) {
-  PyObject *objects[4], *result = NULL;
-  Py_buffer views[4];
-  int num_views = 0;
-  if (!PyArg_ParseTuple(args, "OOOO", &objects[0], &objects[1], &objects[2], &objects[3])) return NULL;
-  for (; num_views < 4; num_views++)
-    if (PyObject_GetBuffer(objects[num_views], &views[num_views], num_views == 3 ? PyBUF_WRITABLE : PyBUF_ND)) goto done;
-  const int64_t width = views[0].itemsize, num = views[1].len / 8, *start = views[1].buf, *length = views[2].buf;
-  const int64_t size = width > 0 ? views[0].len / width : 0;
+  Py_buffer* views = open_buffers(args, 1, 4, 1 << 3);
+  if (!views) return NULL;
+  const int64_t width = PyLong_AsLongLong(PyTuple_GetItem(args, 0)), size = width > 0 ? views[0].len / width : 0;
+  const int64_t num = views[1].len / 8, *start = views[1].buf, *length = views[2].buf;
   int64_t left = width > 0 && views[2].len == views[1].len ? views[3].len : -1;
   for (int64_t i = 0; i < num && left >= 0; i++) {
     const int is_within = start[i] >= 0 && length[i] >= 0 && start[i] <= size && length[i] <= size - start[i];
     left = is_within ? left - length[i] * width : -1;
   }
-  if (left != 0) {
-    error("the parts do not lie within their array, or do not fill their destination");
-    goto done;
-  }
-  const char* from = views[0].buf;
   char* q = views[3].buf;
-  Py_BEGIN_ALLOW_THREADS
-  for (int64_t i = 0; i < num; i++) {
-    if (i + 1 < num) PREFETCH(from + start[i + 1] * width);
-    memcpy(q, from + start[i] * width, length[i] * width);
-    q += length[i] * width;
-  }
-  Py_END_ALLOW_THREADS
-  result = Py_None;
-  Py_INCREF(result);
-done:
-  while (num_views > 0) PyBuffer_Release(&views[--num_views]);
-  return result;
-}
-
-static int take_buffers(PyObject** objects, Py_buffer* views, int* num_views, int num, int first_writable) {
-  for (; *num_views < num; ++*num_views)
-    if (PyObject_GetBuffer(objects[*num_views], &views[*num_views], *num_views < first_writable ? PyBUF_SIMPLE : PyBUF_WRITABLE))
-      return -1;
-  return 0;
+  for (int64_t i = 0; i < num && !left; q += length[i++] * width) memcpy(q, (char*)views[0].buf + start[i] * width, length[i] * width);
+  if (left) refuse("the parts do not lie within their array, or do not fill their destination");
+  return close_buffers(views, args, 1, !left);
 }
 
 static int64_t last_at_most(const int64_t* sorted, int64_t num, int64_t value) {
@@ -545,24 +539,14 @@ static int64_t last_at_most(const int64_t* sorted, int64_t num, int64_t value) {
 
 /* find(rows, starts, which) -> the fragments in which the rows lie, in order; the index of each row's fragment goes into `which` */
 static PyObject* find(PyObject* module, PyObject* args) {
-  PyObject *objects[3], *result = NULL;
-  Py_buffer views[3];
-  int num_views = 0;
-  int64_t *used = NULL, num_used = 0, at = 0;
-  if (!PyArg_ParseTuple(args, "OOO", &objects[0], &objects[1], &objects[2])) return NULL;
-  if (take_buffers(objects, views, &num_views, 3, 2)) goto done;
+  Py_buffer* views = open_buffers(args, 0, 3, 1 << 2);
+  if (!views) return NULL;
   const int64_t *rows = views[0].buf, *starts = views[1].buf, num = views[0].len / 8, fragments = views[1].len / 8 - 1;
-  int64_t* which = views[2].buf;
-  if (views[2].len != views[0].len || fragments < 1) {
-    error("find takes rows, the first rows of fragments, and room for a number a row");
-    goto done;
-  }
-  used = PyMem_Malloc((num + 1) * sizeof(*used));
-  if (!used) {
-    PyErr_NoMemory();
-    goto done;
-  }
-  for (int64_t i = 0; i < num; i++) {
+  int64_t *which = views[2].buf, *used = NULL, num_used = 0, at = 0;
+  PyObject* result = NULL;
+  if (views[2].len != views[0].len || fragments < 1) refuse("find takes rows, the first rows of fragments, and room for a number a row");
+  else if (!(used = PyMem_Malloc((num + 1) * sizeof(*used)))) PyErr_NoMemory();
+  for (int64_t i = 0; used && i < num; i++) {
     if (!i || rows[i] < starts[at] || rows[i] >= starts[at + 1]) {
       at = last_at_most(starts, fragments, rows[i]);
       int64_t place = num_used ? last_at_most(used, num_used, at) : 0;
@@ -574,57 +558,35 @@ static PyObject* find(PyObject* module, PyObject* args) {
     }
     which[i] = at;
   }
-  for (int64_t i = 0; i < num; i++) which[i] = last_at_most(used, num_used, which[i]);
-  result = PyList_New(num_used);
+  for (int64_t i = 0; used && i < num; i++) which[i] = last_at_most(used, num_used, which[i]);
+  if (used) result = PyList_New(num_used);
   for (int64_t i = 0; result && i < num_used; i++) {
     PyObject* number = PyLong_FromLongLong(used[i]);
     if (!number || PyList_SetItem(result, i, number)) Py_CLEAR(result);
   }
-done:
   PyMem_Free(used);
-  while (num_views > 0) PyBuffer_Release(&views[--num_views]);
+  close_buffers(views, args, 0, 0);
   return result;
 }
 
-/* cut(rows, which, first, offsets, start, length): writes the place and length of each row in the values of its fragment */
+/* cut(rows, which, first, start, length, *offsets): writes the place and length of each row in the values of its fragment */
 static PyObject* cut(PyObject* module, PyObject* args) {
-  PyObject *objects[5], *list, *result = NULL;
-  Py_buffer views[5], *offsets = NULL;
-  int num_views = 0;
-  Py_ssize_t num_offsets = 0;
-  if (!PyArg_ParseTuple(args, "OOOO!OO", &objects[0], &objects[1], &objects[2], &PyList_Type, &list, &objects[3], &objects[4]))
-    return NULL;
-  const Py_ssize_t num_fragments = PyList_Size(list);
-  offsets = PyMem_Malloc((num_fragments + 1) * sizeof(*offsets));
-  if (!offsets) return PyErr_NoMemory();
-  for (; num_offsets < num_fragments; num_offsets++) {
-    PyObject* each = PyList_GetItem(list, num_offsets); /* NULL if a buffer's owner has made the list shorter */
-    if (!each || PyObject_GetBuffer(each, &offsets[num_offsets], PyBUF_SIMPLE)) goto done;
-  }
-  if (take_buffers(objects, views, &num_views, 5, 3)) goto done;
+  Py_buffer *views = open_buffers(args, 0, 5, 3 << 3), *offsets = views ? views + 5 : NULL;
+  if (!views) return NULL;
   const int64_t *rows = views[0].buf, *which = views[1].buf, *first = views[2].buf, num = views[0].len / 8;
-  int64_t *start = views[3].buf, *length = views[4].buf;
-  if (views[1].len != 8 * num || views[3].len != 8 * num || views[4].len != 8 * num || views[2].len != 8 * num_offsets) {
-    error("cut takes a number of fragment, and room for two numbers, of each row, and the first row of each fragment");
-    goto done;
-  }
-  for (int64_t i = 0; i < num; i++) {
-    const int is_known = which[i] >= 0 && which[i] < num_offsets;
+  const int64_t num_fragments = PyTuple_Size(args) - 5, size = 8 * num;
+  int64_t *start = views[3].buf, *length = views[4].buf, i = 0;
+  const int is_fit = views[1].len == size && views[3].len == size && views[4].len == size && views[2].len == 8 * num_fragments;
+  for (; is_fit && i < num; i++) {
+    const int is_known = which[i] >= 0 && which[i] < num_fragments;
     const int64_t at = is_known && rows[i] >= first[which[i]] ? (int64_t)((uint64_t)rows[i] - (uint64_t)first[which[i]]) : -1;
-    if (at < 0 || at >= offsets[which[i]].len / 8 - 1) {
-      PyErr_SetString(PyExc_IndexError, "a row is not in its fragment");
-      goto done;
-    }
+    if (at < 0 || at >= offsets[which[i]].len / 8 - 1) break;
     const int64_t* found = (const int64_t*)offsets[which[i]].buf + at;
     start[i] = found[0], length[i] = (int64_t)((uint64_t)found[1] - (uint64_t)found[0]);
   }
-  result = Py_None;
-  Py_INCREF(result);
-done:
-  while (num_views > 0) PyBuffer_Release(&views[--num_views]);
-  while (num_offsets > 0) PyBuffer_Release(&offsets[--num_offsets]);
-  PyMem_Free(offsets);
-  return result;
+  if (!is_fit) refuse("cut takes a number of fragment, and room for two numbers, of each row, and the first row of each fragment");
+  else if (i < num) PyErr_SetString(PyExc_IndexError, "a row is not in its fragment");
+  return close_buffers(views, args, 0, is_fit && i == num);
 }
 
 /* The random words of order.py: Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). */
@@ -659,34 +621,24 @@ static void argsort(const uint64_t* words, int64_t* order, int64_t* begins, int6
   }
 }
 
-/* permute(key, first, virtual, first_rows, rows): writes ShardOrder.rows of a window whose first virtual row is `first` */
+/* permute(first, key, virtual, first_rows, rows): writes ShardOrder.rows of a window whose first virtual row is `first` */
 static PyObject* permute(PyObject* module, PyObject* args) {
-  enum { VIRTUAL, FIRST_ROWS, ROWS, NUM, MOST_BITS = 20 };
-  PyObject *objects[NUM], *result = NULL;
-  Py_buffer views[NUM] = {{0}, {0}, {0}};
-  const char* key;
-  Py_ssize_t key_size;
-  long long first;
-  int bits = 1;
-  if (!PyArg_ParseTuple(args, "y#LOOO", &key, &key_size, &first, &objects[VIRTUAL], &objects[FIRST_ROWS], &objects[ROWS])) return NULL;
-  for (int i = 0; i < NUM; i++)
-    if (objects[i] != Py_None && PyObject_GetBuffer(objects[i], &views[i], i == ROWS ? PyBUF_WRITABLE : PyBUF_SIMPLE)) goto done;
+  enum { KEY, VIRTUAL, FIRST_ROWS, ROWS, NUM, MOST_BITS = 20 };
+  Py_buffer* views = open_buffers(args, 1, NUM, 1 << ROWS);
+  if (!views) return NULL;
+  const int64_t first = PyLong_AsLongLong(PyTuple_GetItem(args, 0)); /* -1 if it is none */
   const int64_t num = views[ROWS].len / 8, fragments = views[FIRST_ROWS].len / 8;
   const int64_t *virtual = views[VIRTUAL].buf, *first_rows = views[FIRST_ROWS].buf;
   int64_t* rows = views[ROWS].buf;
-  if (key_size != 16 || first < 0 || views[VIRTUAL].len != (virtual ? views[FIRST_ROWS].len + 8 : 0) ||
-      (num && virtual && (!fragments || first < virtual[0] || num > virtual[fragments] || first > virtual[fragments] - num))) {
-    error("a window lies within the rows of its source, and its key has 16 bytes");
-    goto done;
-  }
+  uint64_t *words = NULL, halves[2] = {0, 0};
+  int bits = 1;
   while (bits < MOST_BITS && (int64_t)1 << bits < num) bits++;
-  uint64_t* words = PyMem_Malloc((num + 1 + ((int64_t)1 << bits) + 1) * sizeof(*words));
-  if (!words) {
-    PyErr_NoMemory();
-    goto done;
-  }
-  uint64_t halves[2] = {0, 0};
-  for (int i = 0; i < 16; i++) halves[i / 8] |= (uint64_t)(unsigned char)key[i] << 8 * (i % 8);
+  if (views[KEY].len != 16 || first < 0 || views[VIRTUAL].len != (virtual ? views[FIRST_ROWS].len + 8 : 0) ||
+      (num && virtual && (!fragments || first < virtual[0] || num > virtual[fragments] || first > virtual[fragments] - num)))
+    refuse("a window lies within the rows of its source, and its key has 16 bytes");
+  else if (!(words = PyMem_Malloc((num + 1 + ((int64_t)1 << bits) + 1) * sizeof(*words)))) PyErr_NoMemory();
+  if (!words) return close_buffers(views, args, 1, 0);
+  for (int i = 0; i < 16; i++) halves[i / 8] |= (uint64_t)((unsigned char*)views[KEY].buf)[i] << 8 * (i % 8);
   Py_BEGIN_ALLOW_THREADS
   random_words(halves, words, num);
   argsort(words, rows, (int64_t*)words + num + 1, num, bits);
@@ -701,12 +653,7 @@ static PyObject* permute(PyObject* module, PyObject* args) {
   }
   Py_END_ALLOW_THREADS
   PyMem_Free(words);
-  result = Py_None;
-  Py_INCREF(result);
-done:
-  for (int i = 0; i < NUM; i++)
-    if (views[i].obj) PyBuffer_Release(&views[i]);
-  return result;
+  return close_buffers(views, args, 1, 1);
 }
 
 static int start(PyObject* module) {

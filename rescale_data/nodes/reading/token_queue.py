@@ -55,7 +55,7 @@ class TokenQueue(kernel.TokenQueue, UserHeldValue):
         moves = spans.moves
         numbers = (spans.array, spans.start, spans.length, moves.ends, moves.slot, moves.slot_values)
         try:
-            super().append(spans.arrays, *map(np.ascontiguousarray, numbers), spans)
+            super().append(spans.arrays, spans, *map(np.ascontiguousarray, numbers))
         except ValueError as error:
             raise DataStateError(str(error)) from None
 

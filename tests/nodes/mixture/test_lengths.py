@@ -1,14 +1,11 @@
 """Arcs by tokens follow from counts alone, in integers."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rescale_data.nodes.mixture import lengths as lengths_module
 from rescale_data.nodes.mixture.circle import CIRCLE, circle_of
 from rescale_data.nodes.mixture.lengths import TokenArcs
 
@@ -38,26 +35,33 @@ def test_the_order_follows_from_counts_alone(weights: list[float], lengths: list
 @given(weights, st.sampled_from([0, 1, 30, 900, 10**5, 3 * 10**7]), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_c_draws_is_what_python_draws(weights: list[float], mean: int, seed: int, turns: bool) -> None:
-    """Whatever has been drawn before, also of documents whose products need more than 128 bits."""
+    """Whatever has been drawn before, also of documents that count as shorter than they are."""
     rng, size = np.random.default_rng(seed), len(weights)
     documents = rng.integers(0, 50, size).tolist()
     tokens = [int(count * mean * rng.random() * 2) for count in documents]
     since = [int(count * rng.random()) for count in tokens]
     points = circle_of(3, 8).points(5, 300)
     known: Any = [np.floor(rng.lognormal(0, 1, rng.integers(0, 300)) * mean).astype(np.int64) for _ in weights]
-    found: list[Any] = []
-    too_long = SimpleNamespace(run=lambda points, chosen, first, *others: (first, -2))
-    for way in (lengths_module.kernel, too_long):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lengths_module, "kernel", way)
-            arcs = TokenArcs(tuple(weights), documents, tokens, since)
-            numbers, chosen = arcs.counters(), np.zeros(300, dtype=np.int64)
-            change_at = sum(tokens) + 40 * mean if turns else -1
-            num, missing = arcs.choose_sources(
-                points, chosen, 0, numbers, [None if not len(k) else k for k in known], change_at
-            )
-            found.append((num, missing, chosen[:num].tolist(), numbers.tolist()))
-    assert found[0] == found[1]
+    arcs = TokenArcs(tuple(weights), documents, tokens, since)
+    numbers, chosen = arcs.counters(), np.zeros(300, dtype=np.int64)
+    change_at = sum(tokens) + 40 * mean if turns else -1
+    num, missing = arcs.choose_sources(
+        points, chosen, 0, numbers, [None if not len(k) else k for k in known], change_at
+    )
+    by_draw, next_source = list[int](), -1
+    for point in points.tolist():
+        next_source = arcs.choose_source(point)
+        if by_draw.count(next_source) == len(known[next_source]):
+            break
+        arcs.add_document(next_source, int(known[next_source][by_draw.count(next_source)]))
+        by_draw.append(next_source)
+        next_source = -1
+        if 0 <= change_at <= arcs.num_tokens:
+            break
+    assert (num, missing, chosen[:num].tolist()) == (len(by_draw), next_source, by_draw)
+    assert numbers[4].tolist() == np.bincount(by_draw, minlength=size).tolist()
+    for source, counts in enumerate(zip(arcs.num_documents, arcs.tokens, strict=True)):
+        assert not weights[source] or numbers[1:3, source].tolist() == [*counts]
 
 
 @given(weights, st.sampled_from([1, 30, 900]), st.integers(0, 2**32))
