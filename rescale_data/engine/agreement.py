@@ -62,7 +62,7 @@ class Agreement:
         self._failure: Exception | None = None
 
     def ends_before(self, u: int, make_until: Callable[[int], int]) -> bool:
-        """True if a shard runs out of samples in the epoch before micro batch ``u`` (collective, with equal ``u``).
+        """True if the main phase of the epoch, until a shard runs out of samples, ends before micro batch ``u`` (collective).
 
         Args:
             u: The next micro batch.

@@ -13,7 +13,7 @@ _TEXT_BYTES = 512
 
 
 class Board:
-    """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the wanted command."""
+    """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the current command."""
 
     def __init__(self, num_workers: int) -> None:
         self._wanted_command_id = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()

@@ -155,7 +155,7 @@ class Runner:
         return num_samples, None
 
     def prove(self, shard: int, samples_left: int) -> None:
-        """Raise ``DataStateError`` unless a shard delivered each row of its epoch once, but for its last `samples_left` ones.
+        """Raise ``DataStateError`` unless a shard delivered each row of its epoch once, except its last `samples_left` samples.
 
         These last samples are drawn. A source that ends with them compares the rows that were read with the size of its epoch.
         Any other source compares the rows up to its position.

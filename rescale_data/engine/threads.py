@@ -1,4 +1,4 @@
-"""Background threads, and waits for them that Ctrl-C may interrupt at any moment.
+"""Background threads; Ctrl-C may interrupt a wait for them at any moment.
 
 Not `threading.Event`: an interrupted wait may leave its lock held. Not `Thread.join` for a thread that is at work: after Ctrl-C
 within it, Python takes a running thread for one that has ended.

@@ -161,7 +161,7 @@ def _complete_interrupted_batch(loop: dict[str, Any]) -> None:
 
 
 def _undo_partial_step(loop: dict[str, Any], state: SavedState) -> None:
-    """Reset Lightning's counts to the step's beginning, if a save came within a step that the loader begins anew.
+    """Reset Lightning's counts to the beginning of a step that was saved unfinished, if the loader begins it again.
 
     The model is that of the step's beginning, too: what Lightning has accumulated since is in no checkpoint.
     """

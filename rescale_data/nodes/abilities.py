@@ -171,7 +171,7 @@ class Proves(Ability):
 
     @abstractmethod
     def verify(self) -> None:
-        """Raise ``DataStateError`` if the rows that were read are not those in the position's digest, if this node has one."""
+        """Raise ``DataStateError`` if the position has a digest, and it does not match the rows that were read."""
 
 
 class ReadsBegun(Ability):
@@ -224,7 +224,7 @@ class MayChange(Ability):
 
     @abstractmethod
     def settle(self, position: View) -> None:
-        """Apply changed parameter values from this position on, which is at the beginning of a sample."""
+        """Apply changed parameter values from this position on, the beginning of a sample."""
 
     @abstractmethod
     def pass_blocked(self, position: View) -> None:

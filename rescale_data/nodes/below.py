@@ -39,7 +39,7 @@ def shard_of(node: Node[Any], explicit_shard: Shard | None) -> Shard:
 
 
 def num_nodes_below(node: Node[Any], kind: type[Node[Any]]) -> int:
-    """Return the number of nodes of a class below a node, without those below a mixture, which may change between segments."""
+    """Return the number of nodes of a class below a node, but not below a mixture, whose sources may change."""
     nodes = [(path, inner) for path, inner in node.walk() if path]
     mixtures = [path for path, inner in node.walk() if isinstance(inner, Mixes)]
     return sum(

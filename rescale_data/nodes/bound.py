@@ -40,7 +40,7 @@ class EmptyDrawLimit:
         self._start_positions: list[list[int]] = []
 
     def count_empty_draws(self, num_draws_before: int, position: View | None = None, num: int = 1) -> int:
-        """Return the number of draws without a result, after ``num`` more; raise `DataStateError` if there are too many.
+        """Count ``num`` more draws without a result and return their total; raise `DataStateError` if there are too many.
 
         Args:
             num_draws_before: The count so far.

@@ -53,7 +53,7 @@ def settle(node: Node[Any], position: View) -> bool:
 
 
 def apply_changes(node: Node[Any]) -> None:
-    """Apply changes between segments to a node at its position; do nothing if a node above will read again from before it."""
+    """Apply changes between segments to a node; do nothing if a node above will read again from an earlier position."""
     if not node.reread and changing_children(node):
         settle(node, node.position)
         pass_blocked(node, node.position)

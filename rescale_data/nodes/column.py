@@ -102,7 +102,7 @@ def tokens_of_sample(sample: Any, column: str, reader: str, node: Node[Any]) -> 
 
 
 class DocumentsUntilError:
-    """Reads documents many at a time until a read fails, and from there on as samples of the node.
+    """Reads documents many at a time until a read fails, then one at a time, as samples of the node.
 
     So a user's function sees samples that cannot be read in a block, and an error comes with its row.
 

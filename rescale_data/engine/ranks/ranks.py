@@ -82,7 +82,7 @@ class Ranks:
 
     @property
     def after_load(self) -> Ranks:
-        """The same ranks after a load or a reset, whose exchanges do not mix with earlier ones."""
+        """The same ranks after a load or a reset; their exchanges do not mix with earlier ones."""
         return replace(self, num_loads=max(self.num_loads, *self._agreed_loads, 0) + 1, _agreed_loads=[])
 
     def subset(self, members: Sequence[int]) -> Ranks:

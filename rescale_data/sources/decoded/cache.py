@@ -306,7 +306,7 @@ def _remove_entries(object_id: int) -> None:
 
 
 def _reset_after_fork() -> None:
-    """Replace cache and open files in a forked child: a lock may be held there, and open files would share their offset."""
+    """Replace cache and open files in a forked child: locks may be held, and files would share their offset with the parent."""
     global _cache, _handles
     _cache, _handles = Cache(), OpenFileCache()
     _other_processes.clear()
