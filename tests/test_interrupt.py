@@ -19,6 +19,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.engine import threads
 from rescale_data.engine.feed import InThreadFeed
+from rescale_data.sources.decoded.cache import Cache, OnEvict
 
 BATCH, ROWS = 4, 24
 
@@ -157,6 +158,37 @@ def test_ctrl_c_loses_and_repeats_nothing(
         num_lost, at = num_lost + lost, at + 1
     assert at > (100 if modules else 20)
     assert modules or num_lost < 15  # on its way out of `next`, as if it had come right behind
+
+
+class Budget:
+    cache_bytes = 100
+
+
+class Part(OnEvict):
+    nbytes = 40
+
+    def handle_eviction(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("call", [lambda lru: lru.put((1, "b"), Part()), lambda lru: lru.forget((1, "a"))])
+def test_ctrl_c_within_the_cache_leaves_its_bytes_counted(call: Callable[[Cache], None]) -> None:
+    at, ctrl_c = 1, CtrlC(1)
+    while ctrl_c.came or at == 1:
+        ctrl_c, lru, source = CtrlC(at), Cache(), Budget()
+        lru.register(source)
+        for key in ((0, "a"), (1, "a")):
+            lru.put(key, Part())
+        with contextlib.suppress(KeyboardInterrupt), ctrl_c.pressed():
+            call(lru)
+        lru.put((2, "a"), Part())
+        keys = [(i, name) for i in range(3) for name in "ab"]
+        assert lru.nbytes == 40 * sum(lru.get(key) is not None for key in keys) <= 100
+        for key in keys:
+            lru.forget(key)
+        assert lru.nbytes == 0
+        at += 1
+    assert at > 5
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it came as a generator was closed

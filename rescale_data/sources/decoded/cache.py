@@ -172,20 +172,24 @@ class Cache:
         return value.nbytes
 
     def _pop(self, key: Hashable) -> Any:
-        size = self._key_sizes.pop(key, -1)
-        value = self._ordinary_values.pop(key, None)
-        if size >= 0:
-            self.nbytes -= size
-            self._large_sizes.pop(key, None)
-            owner = _owner(key)
-            self._keys_of_owner[owner].pop(key)
-            if not self._keys_of_owner[owner]:
-                del self._keys_of_owner[owner]
-            if value is None:
-                value = self._derived.pop(key)
-                self._derived_bytes -= size
-                if isinstance(value, UserHeldValue):
-                    value.on_dropped()
+        if key not in self._key_sizes:
+            return None
+        size, owner, entries = self._key_sizes[key], _owner(key), self._ordinary_values
+        if key in self._derived:
+            entries = self._derived
+        value, keys = entries[key], self._keys_of_owner[owner]
+        # No call up to the next comment: Ctrl-C does not come between
+        del self._key_sizes[key], entries[key], keys[key]
+        self.nbytes -= size
+        if entries is self._derived:
+            self._derived_bytes -= size
+        if key in self._large_sizes:
+            del self._large_sizes[key]
+        # All that counts is right from here on
+        if not keys:
+            self._keys_of_owner.pop(owner, None)
+        if isinstance(value, UserHeldValue):
+            value.on_dropped()
         return value
 
     def _shrink(self, budget: int, new_key: Hashable = None) -> None:
