@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rescale_data.engine.message import Inbox, PackedValue, Slabs
-from tests.test_state import tensors
+from tests.test_state import exact, tensors
 
 arrays = st.sampled_from([np.int8, np.uint16, np.int64, np.float32, np.float64, np.complex64, np.bool_]).flatmap(
     lambda dtype: st.lists(st.integers(0, 3), max_size=3).map(
@@ -21,19 +21,6 @@ values = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
     max_leaves=8,
 )
-
-
-def exact(value: Any) -> Any:
-    """Return a value as something that compares, with all its types, shapes and bytes."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, np.ndarray):
-        return value.dtype, value.shape, value.tobytes()
-    if isinstance(value, list):
-        return [exact(each) for each in value]
-    if isinstance(value, dict):
-        return [(key, exact(each)) for key, each in value.items()]
-    return type(value), value
 
 
 def sent(slabs: Slabs, inbox: Inbox, slab: int, batch: list[Any]) -> list[Any]:
