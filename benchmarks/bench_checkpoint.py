@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
-from rescale_data.checkpoint.entry import find_misfits
+from rescale_data.checkpoint.entry import find_mismatches
 from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.storage.metadata import read_metadata
 
@@ -193,7 +193,7 @@ def measure_plans(ranks: int, count: int = 200) -> None:
         metadata = pickle.loads(content) if whose == "DCP's" else read_metadata(content)
         middle = time.perf_counter()
         if whose == "ours":
-            assert not any(find_misfits([], state, Contents.from_metadata(metadata)).values())
+            assert not any(find_mismatches([], state, Contents.from_metadata(metadata)).values())
         planner.set_up_planner(state, metadata, is_coordinator=False)
         assert len(planner.create_local_plan().items) == ranks * count
         print(f"  metadata of {len(content) / 1e6:.1f} MB, {whose:6} {middle - start:7.3f}")

@@ -29,10 +29,10 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 import rescale_data as rd
 from rescale_data.engine.feed import InProcessFeed
 from rescale_data.engine.micro_batch import MicroBatch, TableRows
-from rescale_data.engine.runner import Collate, Runner
+from rescale_data.engine.runner import Collate, ShardRunner
 from rescale_data.engine.stream import Stream
+from rescale_data.layout.batch_shards import AlignedBatchShards, BatchShards
 from rescale_data.layout.layout import Layout
-from rescale_data.layout.turns import AlignedTurns, Turn
 from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.sources.decoded.cache import cache
 
@@ -164,14 +164,18 @@ def bare(source: rd.ArrowSource) -> Iterator[Any]:
         dp_world_size=1,
         micro_batch_size=MICRO_BATCH,
     )
-    turns = [AlignedTurns(layout, 0).turn(u).shards for u in range(layout.period)]
+    turns = [AlignedBatchShards(layout, 0).batch_shards(u).shards for u in range(layout.batch_period)]
     nodes: list[Any] = [pipeline(source, rd.Shard(i, NUM_LOGICAL_SHARDS, 0, True)) for i in range(NUM_LOGICAL_SHARDS)]
     for node in nodes:
         node.reset()
     while True:
         for shards in turns:
-            buffer, drawn, place = BatchBuffer(nodes[0].writes, MICRO_BATCH), [nodes[shard] for shard in shards], 0
-            while (place := nodes[0].write_ready(drawn, buffer, place)) < MICRO_BATCH:
+            buffer, drawn, place = (
+                BatchBuffer(nodes[0].written_columns, MICRO_BATCH),
+                [nodes[shard] for shard in shards],
+                0,
+            )
+            while (place := nodes[0].write_many(drawn, buffer, place)) < MICRO_BATCH:
                 drawn[place].write(buffer, place)
                 place += 1
             yield buffer.batch()
@@ -180,21 +184,21 @@ def bare(source: rd.ArrowSource) -> Iterator[Any]:
 _NO_ROWS = TableRows(slice(0), np.empty((0, 0), dtype=np.int64))
 
 
-class ForgetfulRunner(Runner):
+class ForgetfulRunner(ShardRunner):
     """Draws, and keeps no count of it in the table."""
 
     def load(self, *args: Any) -> None:
         super().load(*args)
         self._nodes: dict[int, list[Any]] = {}
 
-    def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
-        nodes = self._nodes.get(turn.shards[0])
+    def make_micro_batch(self, batch_shards: BatchShards, collate: Collate | None) -> MicroBatch:
+        nodes = self._nodes.get(batch_shards.shards[0])
         if nodes is None:
-            nodes = self._nodes[turn.shards[0]] = [
-                self._active_nodes[shard] or self._activate(shard) for shard in turn.shards
+            nodes = self._nodes[batch_shards.shards[0]] = [
+                self._active_nodes[shard] or self._activate_node(shard) for shard in batch_shards.shards
             ]
-        batch = self._write(nodes, turn.shards)
-        return MicroBatch(batch, _NO_ROWS, turn.shards, len(nodes))
+        batch = self._write(nodes, batch_shards.shards)
+        return MicroBatch(batch, _NO_ROWS, batch_shards.shards, len(nodes))
 
 
 class ForgetfulStream(Stream):

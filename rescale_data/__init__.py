@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 _MODULE_OF_NAME: dict[str, str] = {
-    name: home
-    for home, import_list in re.findall(
+    name: module
+    for module, import_list in re.findall(
         r"^from (\S+) import (.+)", Path(__file__).with_suffix(".pyi").read_text(), re.MULTILINE
     )
     for name in re.findall(r"\bas (\w+)", import_list)
 }
-__all__ = sorted(name for name, home in _MODULE_OF_NAME.items() if home != __name__)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(name for name, module in _MODULE_OF_NAME.items() if module != __name__)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

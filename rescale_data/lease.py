@@ -157,29 +157,29 @@ class LeaseObserver:
 
     def __init__(self, file_system: AbstractFileSystem) -> None:
         self._files: Any = file_system
-        self._last_looks: dict[str, tuple[bytes, float]] = {}
+        self._last_changes: dict[str, tuple[bytes, float]] = {}
 
     def observe_holder(self, path: str) -> tuple[HolderState, Mapping[str, Any]]:
         """Return the state of the holder of the lease at `path`, and the lease's content, empty if it is incomplete."""
         try:
             content: bytes = self._files.cat_file(path)
         except FileNotFoundError:
-            self._last_looks.pop(path, None)
+            self._last_changes.pop(path, None)
             return "gone", {}
-        about = _parse_lease(content)
-        holder_runs = is_running(about.get("holder", {}))
+        lease_fields = _parse_lease(content)
+        holder_runs = is_running(lease_fields.get("holder", {}))
         if holder_runs is not None:
-            return ("alive" if holder_runs else "gone"), about
-        last_content, last_change = self._last_looks.setdefault(path, (content, time.monotonic()))
+            return ("alive" if holder_runs else "gone"), lease_fields
+        last_content, last_change = self._last_changes.setdefault(path, (content, time.monotonic()))
         if last_content != content:
-            self._last_looks[path] = content, time.monotonic()
-            return "alive", about
-        return ("gone" if time.monotonic() - last_change > DEAD_SECONDS else "undecided"), about
+            self._last_changes[path] = content, time.monotonic()
+            return "alive", lease_fields
+        return ("gone" if time.monotonic() - last_change > DEAD_SECONDS else "undecided"), lease_fields
 
 
 def _parse_lease(content: bytes) -> Mapping[str, Any]:
     with suppress(ValueError):
-        about = json.loads(content)
-        if isinstance(about, dict) and isinstance(about.get("holder"), dict):
-            return cast("dict[str, Any]", about)
+        lease_fields = json.loads(content)
+        if isinstance(lease_fields, dict) and isinstance(lease_fields.get("holder"), dict):
+            return cast("dict[str, Any]", lease_fields)
     return {}

@@ -15,9 +15,9 @@ from rescale_data.engine.balance import Balance
 from rescale_data.engine.opening import open_stream
 from rescale_data.engine.options import OPTION_NAMES, Options, Tail
 from rescale_data.engine.ranks.peers import RESULT
-from rescale_data.engine.reading import Reading
+from rescale_data.engine.reading import BaseLoader
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.shared import SharedCalls, on_first_peer
+from rescale_data.engine.shared import PeerCalls, on_first_peer
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import Transfer
 from rescale_data.errors import checks_argument_types
@@ -27,11 +27,11 @@ from rescale_data.sources.source import Source
 
 _RANK_ARGUMENTS = ("mesh", "dp_rank", "dp_world_size")
 _PEER_ARGS = ("peers", "receives")
-# Of the loader of a dp rank with peers; each of these processes keeps the last three in its part of `SharedCalls`
+# Of the loader of a dp rank with peers; each of these processes keeps the last three in its part of `PeerCalls`
 _SHARED_ARGS = ("pipeline", "dp_rank", "dp_world_size", "transfer", "pin_memory", "timeout")
 
 
-class DataLoader(Reading):
+class DataLoader(BaseLoader):
     """Iterates over the micro batches of this rank, in an order that does not depend on ranks, workers or micro batch size.
 
     The position belongs to the loader: ``iter(loader)`` goes on where the last batch was taken, `reset` begins again.
@@ -139,7 +139,7 @@ class DataLoader(Reading):
     ) -> None:
         self.options = Options(**{name: value for name, value in locals().items() if name in OPTION_NAMES})
         self._pipeline = pipeline
-        super().__init__(None if peers is None else SharedCalls(pipeline, self.options))
+        super().__init__(None if peers is None else PeerCalls(pipeline, self.options))
         self._begin_stream()
 
     @on_first_peer(RESULT)
@@ -170,8 +170,8 @@ class DataLoader(Reading):
             raise TypeError(
                 f"reopen() has no argument {unknown}. It takes those of DataLoader: {sorted(vars(self.options))}."
             )
-        fixed_names = _PEER_ARGS if self._shared is None else _PEER_ARGS + _SHARED_ARGS
-        if names := [name for name in fixed_names if name in changed]:
+        fixed_args = _PEER_ARGS if self._shared is None else _PEER_ARGS + _SHARED_ARGS
+        if names := [name for name in fixed_args if name in changed]:
             raise ValueError(
                 f"reopen() keeps the peers of a dp rank, and with peers= what they share: {names} cannot change. Give mesh= of "
                 f"the dp ranks."

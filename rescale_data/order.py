@@ -23,7 +23,7 @@ from numpy.random.bit_generator import ISeedSequence
 
 from rescale_data.state import Ints
 
-Words: TypeAlias = npt.NDArray[np.uint64]
+UInts: TypeAlias = npt.NDArray[np.uint64]
 
 ROWS_PER_BLOCK = 1024
 """Number of rows whose order is computed at once if there is no window."""
@@ -32,7 +32,7 @@ _FEISTEL_ROUNDS = 12
 _SPLITMIX_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
-def random_words(num_words: int, label: str, *key_numbers: int) -> Words:
+def random_words(num_words: int, label: str, *key_numbers: int) -> UInts:
     """Return random words, ``uint64[num_words]``, a function of the label and the numbers alone."""
     return _philox(label, key_numbers).random_raw(num_words)
 
@@ -57,7 +57,7 @@ class _PhiloxKey(ISeedSequence):
     def __init__(self, key: bytes) -> None:
         self._key = np.frombuffer(key, dtype="<u8").astype(np.uint64)
 
-    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> Words:
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> UInts:
         del n_words, dtype  # Philox asks for two words of 64 bits
         return self._key
 
@@ -83,7 +83,7 @@ def encipher(index: Ints, domain_size: int, label: str, *key_numbers: int) -> In
     return image.astype(np.int64)
 
 
-def _feistel(words: Words, bits: int, keys: Words) -> Words:
+def _feistel(words: UInts, bits: int, keys: UInts) -> UInts:
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = (np.uint64((1 << width) - 1) for width in (bits // 2, bits - bits // 2))
     low, high = words & low_mask, words >> low_bits
@@ -93,7 +93,7 @@ def _feistel(words: Words, bits: int, keys: Words) -> Words:
     return high << low_bits | low
 
 
-def splitmix64(words: Words) -> Words:
+def splitmix64(words: UInts) -> UInts:
     """Return the words, hashed by the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
     words = (words ^ words >> np.uint64(30)) * _SPLITMIX_MULTIPLIERS[0]
     words = (words ^ words >> np.uint64(27)) * _SPLITMIX_MULTIPLIERS[1]
@@ -156,8 +156,8 @@ class GlobalBatchOrder:
 
     def first_rows(self, shards: Ints) -> Ints:
         """Return the first row of each shard."""
-        tracks = max(1, self.num_logical_shards // self.global_batch_size)
-        return shards % tracks * self.global_batch_size + shards // tracks * self.rows_per_visit
+        steps_per_visit = max(1, self.num_logical_shards // self.global_batch_size)
+        return shards % steps_per_visit * self.global_batch_size + shards // steps_per_visit * self.rows_per_visit
 
     def shard_row_counts(self, shards: Ints, num_rows: int) -> Ints:
         """Return the number of rows that each shard reads."""
@@ -180,7 +180,7 @@ class ShardOrder:
         num_logical_shards, seed: Of the shard.
         window: Rows that are permuted among themselves; 0 keeps the order of the files.
         permutes_all_rows: One permutation of all rows of the source in place of fragments and windows.
-        step_order: The shard reads its rows of each global batch in place of a range; nothing is permuted.
+        batch_order: The shard reads its rows of each global batch in place of a range; nothing is permuted.
     """
 
     num_rows: int
@@ -189,7 +189,7 @@ class ShardOrder:
     seed: int
     window: int
     permutes_all_rows: bool = False
-    step_order: GlobalBatchOrder | None = None
+    batch_order: GlobalBatchOrder | None = None
 
     @property
     def range_start(self) -> int:
@@ -197,21 +197,21 @@ class ShardOrder:
 
     @cached_property
     def num_shard_rows(self) -> int:
-        if self.step_order is not None:
-            return int(self.step_order.shard_row_counts(np.array([self.range_index]), self.num_rows)[0])
+        if self.batch_order is not None:
+            return int(self.batch_order.shard_row_counts(np.array([self.range_index]), self.num_rows)[0])
         return (self.range_index + 1) * self.num_rows // self.num_logical_shards - self.range_start
 
     @property
     def rows_per_window(self) -> int:
         """The number of rows whose order is computed together."""
-        if self.step_order is not None:  # they lie in one cycle, or in BLOCK rows of the source
-            return max(1, ROWS_PER_BLOCK // self.step_order.rows_per_cycle) * self.step_order.rows_per_visit
+        if self.batch_order is not None:  # they lie in one cycle, or in BLOCK rows of the source
+            return max(1, ROWS_PER_BLOCK // self.batch_order.rows_per_cycle) * self.batch_order.rows_per_visit
         return self.window or ROWS_PER_BLOCK
 
-    def to_virtual(self, first_row: int, stop_row: int) -> Ints:
+    def virtual_rows(self, first_row: int, stop_row: int) -> Ints:
         """Return the virtual rows (numbers after fragments were permuted) of the shard's rows ``first_row .. stop_row - 1``."""
-        if self.step_order is not None:
-            return self.step_order.rows(self.range_index, first_row, stop_row)
+        if self.batch_order is not None:
+            return self.batch_order.rows(self.range_index, first_row, stop_row)
         return np.arange(self.range_start + first_row, self.range_start + stop_row, dtype=np.int64)
 
     def window_bounds(self, row: int) -> tuple[int, int]:
@@ -221,10 +221,10 @@ class ShardOrder:
 
     def unshuffled_rows(self, epoch: int, first_row: int, stop_row: int, fragments: FragmentOrder | None) -> Ints:
         """Return the source's rows for the shard's rows ``first_row .. stop_row - 1``, before windows are permuted."""
-        virtual = self.to_virtual(first_row, stop_row)
+        virtual_rows = self.virtual_rows(first_row, stop_row)
         if self.permutes_all_rows:
-            return encipher(virtual, self.num_rows, "full", self.seed, epoch)
-        return virtual if fragments is None else fragments.rows(virtual)
+            return encipher(virtual_rows, self.num_rows, "full", self.seed, epoch)
+        return virtual_rows if fragments is None else fragments.rows(virtual_rows)
 
     def rows(self, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
         """Return the source's rows in ``span(row)``, in the order in which they are read.

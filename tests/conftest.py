@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rescale_data.engine.processes import PRELOAD
+from rescale_data.engine.processes import PRELOADED
 from rescale_data.sources.decoded.cache import Cache
 from rescale_data.sources.files import remote
 from rescale_data.sources.parquet import ParquetSource
@@ -25,7 +25,7 @@ settings.register_profile("explore", deadline=None, max_examples=1000)  # pytest
 settings.load_profile("reproducible")
 
 # Workers and ranks are forked from a server that has imported what they need, and no data: seconds a process saved.
-PRELOAD += [
+PRELOADED += [
     "hypothesis",
     "pytest",
     "rescale_data.checkpoint.manager",
@@ -33,7 +33,7 @@ PRELOAD += [
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",  # stands for what the first DTensor of a process imports
 ]
-multiprocessing.set_forkserver_preload(PRELOAD)
+multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 @pytest.fixture(autouse=True)

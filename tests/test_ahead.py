@@ -17,7 +17,7 @@ import torch
 
 import rescale_data as rd
 from rescale_data.engine.feed import InThreadFeed
-from rescale_data.engine.runner import Exhausted
+from rescale_data.engine.runner import NoSamplesLeft
 from rescale_data.engine.threads import TaskThread
 from rescale_data.engine.watch import frames
 from tests.states import opened, same_state
@@ -174,7 +174,7 @@ def test_who_waits_for_a_batch_is_not_left_waiting_by_a_stop() -> None:
 
 
 def suppressing(call: Callable[[], object]) -> None:
-    with contextlib.suppress(Exhausted):
+    with contextlib.suppress(NoSamplesLeft):
         call()
 
 

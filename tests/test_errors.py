@@ -715,14 +715,14 @@ def move(self: Any, num_samples: int = 0) -> Any: ...
         (
             (rd.TokenPacker,),
             {"next": move, "write": write, "skip": move},
-            r"next\(\) of its own, and from TokenPacker write_ready\(\), which",
+            r"next\(\) of its own, and from TokenPacker write_many\(\), which",
         ),
-        ((rd.TokenPacker,), {"write": write}, r"write\(\) of its own, and from TokenPacker write_ready\(\), which"),
+        ((rd.TokenPacker,), {"write": write}, r"write\(\) of its own, and from TokenPacker write_many\(\), which"),
         ((rd.WeightedSampler,), {"skip": move}, r"skip\(\) of its own, and from WeightedSampler skip_ahead\(\), which"),
         (
             (type("Mixin", (), {"write": write}), rd.TokenPacker),
             {},
-            r"the write\(\) of Mixin, and from TokenPacker write_ready\(\), which go past it",
+            r"the write\(\) of Mixin, and from TokenPacker write_many\(\), which go past it",
         ),
     ],
 )

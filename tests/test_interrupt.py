@@ -19,7 +19,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.engine import threads
 from rescale_data.engine.feed import InThreadFeed
-from rescale_data.sources.decoded.cache import Cache, OnEvict
+from rescale_data.sources.decoded.cache import Cache, EvictionListener
 
 BATCH, ROWS = 4, 24
 
@@ -164,7 +164,7 @@ class Budget:
     cache_bytes = 100
 
 
-class Part(OnEvict):
+class Part(EvictionListener):
     nbytes = 40
 
     def handle_eviction(self) -> None:

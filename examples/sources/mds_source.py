@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 import rescale_data as rd
-from rescale_data.sources.decoded.cache import cache, open_files, owner_of
+from rescale_data.sources.decoded.cache import cache, open_files, owner_id
 
 CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}
 PLAIN = {"bytes": bytes, "jpeg": bytes, "png": bytes, "str": bytes.decode, "json": json.loads, "str_int": int}
@@ -57,7 +57,7 @@ class MdsSource(rd.Source):
 
     def _bytes(self, number: int) -> np.ndarray:
         """Return ``uint8[bytes]`` of a shard: a memory map, or what this process keeps of the compressed file."""
-        shard, key = self._shards[number], (owner_of(self), number)
+        shard, key = self._shards[number], (owner_id(self), number)
         raw, packed = self.folder / shard["raw_data"]["basename"], shard["zip_data"]
         if packed is None:
             return open_files().get_or_make(key, lambda: np.memmap(raw, np.uint8, "r"))

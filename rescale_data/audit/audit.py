@@ -35,7 +35,7 @@ _MIN_KEPT_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     """The result of `Audit.find`: the samples that served certain rows of a source.
 
     Args:
@@ -123,7 +123,7 @@ class Audit:
             if interval.first_step < stop and first < interval.stop_step:
                 yield from interval.replay(range(len(interval.state_at_end.table)), first, stop)
 
-    def find(self, document: str) -> Found:
+    def find(self, document: str) -> Finding:
         """Find the steps in which a row of a source was served, or the rows of a file.
 
         Only the logical shards are read again that had the row, between the checkpoints where they had it. Below a node of
@@ -159,14 +159,14 @@ class Audit:
             # The windows may hold more documents than an epoch has: they span several.
             if _MIN_KEPT_SHARE * reader.source.num_rows < num_documents * num_shards:
                 for shard in range(num_shards):
-                    for index in positions.intervals_at_the_end(shard):
+                    for index in positions.read_ahead_intervals(shard):
                         replay_shards[index].add(shard)
         served = [sample for index in sorted(replay_shards) for sample in intervals[index].replay(replay_shards[index])]
         trimmed = [replace(sample, documents=[line for line in sample.documents if line in lines]) for sample in served]
         matching_samples = [sample for sample in trimmed if sample.documents]
         if any(num_windows is None for num_windows, _ in windows):
             num_drawn = len(matching_samples)
-        return Found(len(rows), num_drawn, matching_samples, self.steps)
+        return Finding(len(rows), num_drawn, matching_samples, self.steps)
 
     def _windows_above(self, schema: Schema, path: Sequence[str]) -> tuple[int | None, int]:
         """Return how many ancestors of a reader read a window ahead of their samples, and the most documents in these windows.
@@ -234,12 +234,12 @@ class Audit:
     @cached_property
     def _lists_changed(self) -> bool:
         """True if a blocklist has changed in the run: then partly delivered windows were made again, of other rows."""
-        list_key = Reader.LISTED[-1].key
-        lists = [
-            {key: rows.tolist() for key, rows in state.values.items() if key.rpartition(".")[2] == list_key}
+        blocklist_key = Reader.LISTED[-1].key
+        blocklists = [
+            {key: rows.tolist() for key, rows in state.values.items() if key.rpartition(".")[2] == blocklist_key}
             for state in self._states
         ]
-        return any(state_lists != lists[0] for state_lists in lists)
+        return any(state_lists != blocklists[0] for state_lists in blocklists)
 
     @cached_property
     def _schemas(self) -> list[Schema]:

@@ -10,11 +10,11 @@ import torch
 from rescale_data.engine.feed import TracedFeed
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.recipe import LOADER_FIELDS, Pipeline, Recipe
-from rescale_data.engine.runner import Runner
+from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import make_setup
 from rescale_data.engine.states.codec import SavedState, decode
-from rescale_data.engine.states.differences import differences, without_earlier, without_functions
+from rescale_data.engine.states.differences import differences, without_functions, without_history
 from rescale_data.engine.states.growth import compare_sources
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import merged_state_dict
@@ -95,7 +95,7 @@ class ReplayInterval:
                 elif served_sample.step >= from_step:
                     yield served_sample
             state = merged_state_dict(streams)
-        if state is None or not _reaches(decode(state), self.state_at_end, sorted(replayed_shards)):
+        if state is None or not _has_reached(decode(state), self.state_at_end, sorted(replayed_shards)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
                 f"{self.state_at_end.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its "
@@ -109,21 +109,21 @@ class ReplayInterval:
         end_sample = header["samples"]
         if start is None or start.sizes == sizes:
             return [(sizes, end_sample)]
-        old_batch, first_sample = start.sizes[0], start.header["samples"]
-        if self.repeat and old_batch != sizes[0]:  # else the ends of epochs move the origin, too
+        old_size, first_sample = start.sizes[0], start.header["samples"]
+        if self.repeat and old_size != sizes[0]:  # else the ends of epochs move the origin, too
             return [(start.sizes, header["origin"]), (sizes, end_sample)]
         num_steps = header["step"] - self.first_step
         last_step_end = end_sample - (end_sample - header["origin"]) % sizes[0]
         if last_step_end - first_sample == num_steps * sizes[0]:  # from the checkpoint on, which may lie within a step
             return [(sizes, end_sample)]
-        first_sample -= start.clock.begun(old_batch)
-        if old_batch == sizes[0]:  # the step that was begun went on with its ranks
-            return [(start.sizes, min(end_sample, first_sample + old_batch)), (sizes, end_sample)]
-        num_old_steps, remainder = divmod(last_step_end - first_sample - num_steps * sizes[0], old_batch - sizes[0])
+        first_sample -= start.clock.begun(old_size)
+        if old_size == sizes[0]:  # the step that was begun went on with its ranks
+            return [(start.sizes, min(end_sample, first_sample + old_size)), (sizes, end_sample)]
+        num_old_steps, remainder = divmod(last_step_end - first_sample - num_steps * sizes[0], old_size - sizes[0])
         if not remainder and 0 <= num_old_steps <= num_steps:
-            return [(start.sizes, first_sample + num_old_steps * old_batch), (sizes, end_sample)]
+            return [(start.sizes, first_sample + num_old_steps * old_size), (sizes, end_sample)]
         raise DataStateError(
-            f"Between the steps {self.first_step} and {header['step']} the global batch was {old_batch}, is {sizes[0]}, "
+            f"Between the steps {self.first_step} and {header['step']} the global batch was {old_size}, is {sizes[0]}, "
             f"and was something else: no checkpoint in between says what."
         )
 
@@ -157,7 +157,7 @@ class ReplayInterval:
             setup = make_setup(
                 lambda shard: self.pipeline(replace(shard, provenance=True)), replace(options, dp_rank=rank)
             )
-            runner = Runner(setup.recipe, setup.schema)
+            runner = ShardRunner(setup.recipe, setup.schema)
             streams.append(Stream(setup, runner, TracedFeed(runner, shards)))
         return streams
 
@@ -167,7 +167,7 @@ def pipeline_differences(pipeline: Pipeline, state: SavedState) -> list[str]:
     num_shards, seed, global_batch_size = len(state.table), state.header["seed"], state.sizes[0]
     schema = Schema(Recipe(pipeline, num_shards, seed, False, global_batch_size=global_batch_size).build(0))
     pipelines = without_functions(state.header["pipeline"], schema.pipeline)
-    differences_found = differences(*map(without_earlier, pipelines))
+    differences_found = differences(*map(without_history, pipelines))
     try:
         added_files = {} if differences_found else compare_sources(schema, state.header["sources"]).added_files
     except DataStateError as error:
@@ -213,7 +213,7 @@ def _replay(streams: Sequence[Stream], end_sample: int, skip_ranges: Sequence[tu
                 yield Served(step, first_row + index, shard, documents)
 
 
-def _reaches(state: SavedState, end_state: SavedState, shards: Sequence[int]) -> bool:
+def _has_reached(state: SavedState, end_state: SavedState, shards: Sequence[int]) -> bool:
     """True if a replay ends like the run: all shards' sample counts and the positions of the replayed shards are equal."""
     samples, remainder_key = (field.key for field in LOADER_FIELDS)
     reached, target = state.values, end_state.values

@@ -74,7 +74,7 @@ class SourcePositions:
             read_until = read_until - 1
         return iter(np.flatnonzero((shard_positions[:-1] <= position) & (position <= read_until[1:])).tolist())
 
-    def intervals_at_the_end(self, shard: int) -> Iterator[int]:
+    def read_ahead_intervals(self, shard: int) -> Iterator[int]:
         """Yield the intervals in which a shard may have read ahead beyond the last position that a checkpoint shows."""
         return self.intervals_of(shard, _NO_END_POSITION) if self.num_windows else iter(())
 

@@ -1,9 +1,9 @@
 """Adapters for devices whose tensors DCP's own planners cannot split, imported when a state holds such a tensor.
 
-    device type ──► module with an ``adapter`` ──► ``Pieces``, which DCP can cut
+    device type ──► module with an ``adapter`` ──► ``TensorPieces``, which DCP can cut
 
     synchronize()            returns when tensors hold the values that the program has given them so far
-    to_save(tensor)          live ``Pieces`` of it, or the tensor itself where each host holds it whole
+    to_save(tensor)          live ``TensorPieces`` of it, or the tensor itself where each host holds it whole
     to_load(tensor)          the same, with pieces on the CPU that go to the device when all of them are read
     first_state(optimizer)   the state after its first step, by parameter, sharded as it will be; the optimizer stays as it is
 
@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeGuard, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from rescale_data.checkpoint.storage.dcp import Pieces
+from rescale_data.checkpoint.storage.dcp import TensorPieces
 from rescale_data.checkpoint.tree import iterate_leaves, map_leaves
 
 _ADAPTERS = {"xla": "rescale_data.xla.adapter"}
@@ -37,7 +37,7 @@ def adapter_of(values: Iterable[Any]) -> Any:
 
 def detached_copy(live_tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor to save: in host memory if its device has an adapter, else on the same device."""
-    if not isinstance(live_tensor, Pieces):
+    if not isinstance(live_tensor, TensorPieces):
         return live_tensor.detach().cpu() if _has_adapter(live_tensor) else live_tensor.detach().clone()
     return live_tensor.detached_copy()
 
@@ -72,9 +72,9 @@ def refuse_pickled(state: Any) -> None:
     for path, value in iterate_leaves(state):
         tensors = (item for item in nested_values(value) if is_dtensor(item) or _has_adapter(item))
         if not isinstance(value, torch.Tensor) and (tensor := next(tensors, None)) is not None:
-            place = tensor.device_mesh if is_dtensor(tensor) else tensor.device
+            location = tensor.device_mesh if is_dtensor(tensor) else tensor.device
             raise TypeError(
-                f"{'.'.join(path)} is a {type(value).__name__} with a tensor on {place}: DCP would pickle one rank's part "
+                f"{'.'.join(path)} is a {type(value).__name__} with a tensor on {location}: DCP would pickle one rank's part "
                 f"of it, and only the same device and mesh could load that. Put the tensors into a list or a dict."
             )
 

@@ -14,17 +14,17 @@ import torch
 from rescale_data.checkpoint.storage.dcp import Contents, StateReader
 
 T = TypeVar("T")
-Result = TypeVar("Result")
+R = TypeVar("R")
 Path: TypeAlias = tuple[str, ...]
-Misfits: TypeAlias = dict[str, dict[str, str]]
+Mismatches: TypeAlias = dict[str, dict[str, str]]
 """Differences between a state and a checkpoint, in words, by kind and then by flattened name."""
-MISFIT_KINDS = {
+MISMATCH_KINDS = {
     "missing": "missing in the checkpoint",
     "unexpected": "not asked for",  # under a name that is loaded
     "mismatched": "different",  # in shape, dtype or kind
 }
-NOT_ASKED = "not_asked"
-"""Kind of the top-level names that only the checkpoint has, which is no misfit."""
+NOT_REQUESTED = "not_asked"
+"""Kind of the top-level names that only the checkpoint has, which is no mismatch."""
 
 
 @dataclass(eq=False)
@@ -58,9 +58,9 @@ class Entry:
         return self.get_value()
 
 
-def for_each(entries: Iterable[T], work: Callable[[T], Result]) -> list[Result]:
+def for_each(entries: Iterable[T], work: Callable[[T], R]) -> list[R]:
     """Return ``work(entry)`` of each entry; raise an error only at the end, as later entries may have collectives."""
-    results: list[Result] = []
+    results: list[R] = []
     errors: list[Exception] = []
     for entry in entries:
         try:
@@ -72,17 +72,19 @@ def for_each(entries: Iterable[T], work: Callable[[T], Result]) -> list[Result]:
     return results
 
 
-def merge_misfits(all_misfits: list[Misfits]) -> Misfits:
-    """Merge the misfits of all ranks: names missing or different on any rank, names that no rank requests."""
-    merged_misfits = {kind: _merge_texts([differences[kind] for differences in all_misfits]) for kind in all_misfits[0]}
-    for kind in ("unexpected", NOT_ASKED):
-        common_names = set.intersection(*(set(differences[kind]) for differences in all_misfits))
-        merged_misfits[kind] = {name: text for name, text in merged_misfits[kind].items() if name in common_names}
-    return merged_misfits
+def merge_mismatches(all_mismatches: list[Mismatches]) -> Mismatches:
+    """Merge the mismatches of all ranks: names missing or different on any rank, names that no rank requests."""
+    merged_mismatches = {
+        kind: _merge_texts([differences[kind] for differences in all_mismatches]) for kind in all_mismatches[0]
+    }
+    for kind in ("unexpected", NOT_REQUESTED):
+        common_names = set.intersection(*(set(differences[kind]) for differences in all_mismatches))
+        merged_mismatches[kind] = {name: text for name, text in merged_mismatches[kind].items() if name in common_names}
+    return merged_mismatches
 
 
-def find_misfits(entries: list[Entry], wanted_values: dict[str, Any], saved: Contents) -> Misfits:
-    """Return the differences between the state of one rank and the checkpoint, as `Misfits`.
+def find_mismatches(entries: list[Entry], wanted_values: dict[str, Any], saved: Contents) -> Mismatches:
+    """Return the differences between the state of one rank and the checkpoint, as `Mismatches`.
 
     Args:
         wanted_values: What the entries ask for, by flattened name.
@@ -96,14 +98,14 @@ def find_misfits(entries: list[Entry], wanted_values: dict[str, Any], saved: Con
         "missing": {
             name: f"{describe(value)} in the state" for name, value in wanted_values.items() if name not in saved.values
         },
-        "unexpected": {name: describe(saved.values[name]) for name in unexpected if not left_out & _with_parents(name)},
+        "unexpected": {name: describe(saved.values[name]) for name in unexpected if not left_out & _key_prefixes(name)},
         "mismatched": refusals
         | {
             name: text
             for name, value in wanted_values.items()
             if name in saved.values and (text := _difference(value, saved.values[name]))
         },
-        NOT_ASKED: {str(saved.paths[name][0]): "" for name in other_names if name not in unexpected},
+        NOT_REQUESTED: {str(saved.paths[name][0]): "" for name in other_names if name not in unexpected},
     }
 
 
@@ -111,7 +113,7 @@ def fitting_values(
     entries: list[Entry],
     wanted_values: dict[str, Any],
     paths: Mapping[str, tuple[Any, ...]],
-    misfits: Misfits,
+    mismatches: Mismatches,
     saved: Contents,
 ) -> tuple[list[Entry], dict[str, Any]]:
     """Return the entries that are loaded, in part or whole, and their values that fit, by flattened name.
@@ -121,18 +123,18 @@ def fitting_values(
     """
 
     def is_part(name: str, entry: Entry) -> bool:
-        if name not in paths and name in saved.without_path:
+        if name not in paths and name in saved.pathless:
             return f"{name}.".startswith(f"{entry.name}.")
         return (paths.get(name) or saved.paths.get(name, ()))[: len(entry.path)] == entry.path
 
-    misfit_names = {name for kind in MISFIT_KINDS for name in misfits[kind]}
+    mismatch_names = {name for kind in MISMATCH_KINDS for name in mismatches[kind]}
     skipped = {
-        entry for entry in entries if entry.all_or_nothing and any(is_part(name, entry) for name in misfit_names)
+        entry for entry in entries if entry.all_or_nothing and any(is_part(name, entry) for name in mismatch_names)
     }
     values = {
         name: value
         for name, value in wanted_values.items()
-        if name not in misfit_names and not any(is_part(name, entry) for entry in skipped)
+        if name not in mismatch_names and not any(is_part(name, entry) for entry in skipped)
     }
     return [entry for entry in entries if entry not in skipped], values
 
@@ -149,9 +151,7 @@ def _merge_texts(texts_per_rank: list[dict[str, str]]) -> dict[str, str]:
 
 def _is_requested(saved: Contents, name: str, requested: set[str]) -> bool:
     """True if a flattened name of the checkpoint is under one of the requested top-level names."""
-    return (
-        bool(requested & _with_parents(name)) if name in saved.without_path else str(saved.paths[name][0]) in requested
-    )
+    return bool(requested & _key_prefixes(name)) if name in saved.pathless else str(saved.paths[name][0]) in requested
 
 
 def describe(value: Any) -> str:
@@ -167,6 +167,6 @@ def _difference(value: Any, saved_value: Any) -> str:
     return "" if saved_text == state_text else f"{saved_text} in the checkpoint, {state_text} in the state"
 
 
-def _with_parents(key: str) -> set[str]:
+def _key_prefixes(key: str) -> set[str]:
     """Return a dotted name and its prefixes: ``{"a", "a.b", "a.b.c"}`` for ``"a.b.c"``."""
     return {key, *(key[:index] for index, letter in enumerate(key) if letter == ".")}

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint.devices import adapt_tensors, wait_for_device
 from rescale_data.checkpoint.entry import (
-    MISFIT_KINDS,
+    MISMATCH_KINDS,
     Entry,
-    Misfits,
-    find_misfits,
+    Mismatches,
+    find_mismatches,
     fitting_values,
     for_each,
-    merge_misfits,
+    merge_mismatches,
 )
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, refuse_unsavable
@@ -120,14 +120,14 @@ def _restore(reader: StateReader, state: State, ranks: Ranks, strict: bool) -> L
     # Twice: sharded modules have collectives in their get_value(), which all ranks must reach or none.
     entries = ranks.on_all(lambda: entries_of(state, ranks.rank, reader.contents))
     live_values, wanted_values, paths = ranks.on_all(lambda: _placeholders(entries, reader))
-    own_misfits = find_misfits(entries, wanted_values, reader.contents)
-    differences = merge_misfits(ranks.on_each(lambda: own_misfits))
+    own_mismatches = find_mismatches(entries, wanted_values, reader.contents)
+    differences = merge_mismatches(ranks.on_each(lambda: own_mismatches))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
-    if strict and any(differences[kind] for kind in MISFIT_KINDS):
-        raise ValueError(_misfit_message(reader.name, differences, reader.contents))
+    if strict and any(differences[kind] for kind in MISMATCH_KINDS):
+        raise ValueError(_mismatch_message(reader.name, differences, reader.contents))
     if report.not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
-    loaded_entries, values = fitting_values(entries, wanted_values, paths, own_misfits, reader.contents)
+    loaded_entries, values = fitting_values(entries, wanted_values, paths, own_mismatches, reader.contents)
     try:
         loaded_values = ranks.on_all(lambda: reader.load(adapt_tensors(values, "to_load")))
         by_path = {paths[name]: value for name, value in loaded_values.items()}
@@ -158,20 +158,22 @@ def _placeholders(
     return live_values, *flatten(state_dict)
 
 
-def _misfit_message(path: str, misfits: Misfits, saved: Contents) -> str:
+def _mismatch_message(path: str, mismatches: Mismatches, saved: Contents) -> str:
     lines = "\n  ".join(
-        f"{MISFIT_KINDS[kind]}: {key}, {msg}" for kind in MISFIT_KINDS for key, msg in sorted(misfits[kind].items())
+        f"{MISMATCH_KINDS[kind]}: {key}, {msg}"
+        for kind in MISMATCH_KINDS
+        for key, msg in sorted(mismatches[kind].items())
     )
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {lines}\n"
         f"The checkpoint holds {_summary(saved)}.\n"
-        f"Build the state as in the run that saved, or pass strict=False to load what fits.{_advice(misfits, saved)}"
+        f"Build the state as in the run that saved, or pass strict=False to load what fits.{_advice(mismatches, saved)}"
     )
 
 
-def _advice(misfits: Misfits, saved: Contents) -> str:
+def _advice(mismatches: Mismatches, saved: Contents) -> str:
     """Return the advice to restore ``num_logical_shards`` if a loader's table has another shape; else an empty text."""
-    if misfits["mismatched"].keys() & {".".join((*root, TABLE)) for root in data_state_paths(saved.paths.values())}:
+    if mismatches["mismatched"].keys() & {".".join((*root, TABLE)) for root in data_state_paths(saved.paths.values())}:
         return (
             " num_logical_shards is fixed for a whole run, and its default follows global_batch_size: give the loader the "
             "saved one, the first number of those shapes (the world size, the workers, the micro batch and the global batch "

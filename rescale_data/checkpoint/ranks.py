@@ -79,7 +79,7 @@ def _results(outcomes: list[Any]) -> list[Any]:
     return [value for value, _ in outcomes]
 
 
-_CURES = {
+_ADVICE_BY_ERRNO = {
     errno.ENOSPC: "The disk is full. Free space, or keep fewer checkpoints (keep_latest, keep_every, keep_best).",
     errno.EDQUOT: "The disk quota is used up. Free space, or keep fewer checkpoints (keep_latest, keep_every, keep_best).",
     errno.EFBIG: "A file may not grow this large here (ulimit -f, or the file system's limit).",
@@ -90,7 +90,7 @@ _CURES = {
 }
 
 
-def error_with_cure(error: BaseException, activity: str) -> BaseException:
+def error_with_advice(error: BaseException, activity: str) -> BaseException:
     """Return a clearer error to raise in place of ``error``: with the operation that failed and a cure.
 
     Errors of ours stay what they are. Errors of the system keep their type and number and say what was being done, what
@@ -99,9 +99,9 @@ def error_with_cure(error: BaseException, activity: str) -> BaseException:
     if isinstance(error, CheckpointException):
         return _from_dcp_error(error, activity)
     if isinstance(error, OSError) and error.errno is not None:
-        cure = _CURES.get(error.errno, "The checkpoints before it are untouched.")
-        file_text = f" ({error.filename})" if error.filename else ""
-        return type(error)(error.errno, f"{activity} failed: {error.strerror}{file_text}. {cure}")
+        advice = _ADVICE_BY_ERRNO.get(error.errno, "The checkpoints before it are untouched.")
+        filename_text = f" ({error.filename})" if error.filename else ""
+        return type(error)(error.errno, f"{activity} failed: {error.strerror}{filename_text}. {advice}")
     return error
 
 
@@ -109,6 +109,6 @@ def _from_dcp_error(error: CheckpointException, activity: str) -> BaseException:
     first_rank = min(error.failures)
     cause = error.failures[first_rank][0]
     if isinstance(cause, OSError | DataStateError) or type(cause) in (ValueError, TypeError, DamagedCheckpointError):
-        return error_with_cure(cause, activity)
+        return error_with_advice(cause, activity)
     rank_list = ", ".join(map(str, sorted(error.failures)))
     return RuntimeError(f"{activity} failed on rank {rank_list}: {type(cause).__name__}: {cause}")

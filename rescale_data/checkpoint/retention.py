@@ -79,7 +79,7 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved_step: int
         metrics = owner.metrics(steps) if rules.keep_best else {step: {} for step in steps}
         if (later_steps := sorted(step for step in metrics if step > saved_step)) and "later" not in warned_topics:
             warned_topics.add("later")
-            logger.warning(_LATER_STEPS, saved_step, folder.path, later_steps)
+            logger.warning(_LATER_STEPS_MESSAGE, saved_step, folder.path, later_steps)
         steps_to_delete = rules.select_steps_to_delete(metrics)
         if steps_to_delete and (message := rules.missing_metric_message(metrics)) and "missing" not in warned_topics:
             warned_topics.add("missing")
@@ -118,7 +118,7 @@ def delete_steps(folder: RunFolder, steps: list[int], *, wait_for_holders: bool)
 
 
 _NOT_DELETED = "%s: what no rule keeps was not deleted; the next save tries again: %s"
-_LATER_STEPS = (
+_LATER_STEPS_MESSAGE = (
     "Step %s was saved, and %s holds the later steps %s: load_latest loads the last of them. Delete them if the run went back "
     "to an earlier step, or go on in another folder."
 )

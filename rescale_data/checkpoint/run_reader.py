@@ -121,14 +121,15 @@ class RunReader:
     def _prepare_load(self) -> None:
         """Do nothing; a subclass may override it to run code before each load."""
 
-    def _warn(self, step: int, report: LoadReport, by_step: Mapping[int, Exception]) -> None:
-        """Log the newer steps that were not loaded, with a Python warning if one is damaged, and the state's misfits."""
-        if by_step:
+    def _warn(self, step: int, report: LoadReport, errors_by_step: Mapping[int, Exception]) -> None:
+        """Log the newer steps that were not loaded, with a Python warning if one is damaged, and the state's mismatches."""
+        if errors_by_step:
             warning_text = (
-                f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {_describe(by_step)}"
+                f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: "
+                f"{_describe(errors_by_step)}"
             )
             logger.warning(warning_text)
-            if any(isinstance(reason, DamagedCheckpointError) for reason in by_step.values()):
+            if any(isinstance(reason, DamagedCheckpointError) for reason in errors_by_step.values()):
                 warnings.warn(warning_text, RuntimeWarning, stacklevel=3)
         if report.missing or report.unexpected or report.mismatched:
             logger.warning(

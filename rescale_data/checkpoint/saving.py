@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from rescale_data.checkpoint.rank_values import refuse_disagreement
-from rescale_data.checkpoint.ranks import Ranks, error_with_cure
+from rescale_data.checkpoint.ranks import Ranks, error_with_advice
 from rescale_data.checkpoint.state import State, entries_of, state_dict_of
 from rescale_data.checkpoint.storage import dcp
-from rescale_data.checkpoint.storage.claims import SINGLE_STEP, Save
+from rescale_data.checkpoint.storage.claims import ONLY_STEP, SaveId
 from rescale_data.checkpoint.storage.commit import Ownership, prepare_target
 from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, checked_metrics
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
 from rescale_data.checkpoint.storage.values import warn_of_unloadable
-from rescale_data.checkpoint.tree import find_lost_structure
+from rescale_data.checkpoint.tree import flattening_losses
 from rescale_data.errors import checks_argument_types
 
 logger = logging.getLogger(__name__)
@@ -109,13 +109,13 @@ def write_checkpoint(
     Args:
         run: The owner of the run that the checkpoint is a step of, on the first rank; default: it is a run of its own.
     """
-    step_name = SINGLE_STEP if run is None else split(final_path)[1]
+    step_name = ONLY_STEP if run is None else split(final_path)[1]
     ownerships: list[Ownership] = []
-    begun_save: Save | None = None
+    begun_save: SaveId | None = None
 
-    def begin() -> Save:
+    def begin() -> SaveId:
         prepare_target(store, final_path, overwrite=overwrite)
-        ownerships.append(run or Ownership(store, final_path, is_single=True))
+        ownerships.append(run or Ownership(store, final_path, has_one_checkpoint=True))
         return ownerships[0].begin_save(step_name)
 
     description = f"{final_path}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}"
@@ -124,26 +124,26 @@ def write_checkpoint(
     if ranks.is_first:
         warn_of_unloadable(state_dict)
     try:
-        begun_save = draft_save = ranks.run_on_first(begin)
-        file_records = _write_files(store, final_path, draft_save, state_dict, ranks)
+        begun_save = new_save = ranks.run_on_first(begin)
+        file_records = _write_files(store, final_path, new_save, state_dict, ranks)
         manifest = Manifest(
-            save_id=draft_save.folder,
+            save_id=new_save.folder,
             files=file_records,
             world_size=ranks.world_size,
             step=step,
             metrics=metrics or {},
             created=time.time(),
             torch=str(torch.__version__),
-            lost=find_lost_structure(state_dict),
+            lost=flattening_losses(state_dict),
         )
-        ranks.run_on_first(lambda: ownerships[0].commit(step_name, draft_save, manifest))
+        ranks.run_on_first(lambda: ownerships[0].commit(step_name, new_save, manifest))
     except BaseException as error:
         for owner in ownerships:
             with contextlib.suppress(Exception):
                 owner.abandon(step_name, begun_save)
             with contextlib.suppress(OSError):
                 owner.check_not_superseded()  # a newer owner may have removed the files
-        raise error_with_cure(error, f"Saving {final_path}") from error
+        raise error_with_advice(error, f"Saving {final_path}") from error
     for owner in ownerships:
         if run is None:
             owner.remove_obsolete()
@@ -157,7 +157,7 @@ def _compare_arguments(description: str, metrics: Mapping[str, float], ranks: Ra
         raise ValueError(
             f"All ranks save one checkpoint, and they name {len(set(descriptions))}: {targets_text}. Give all the same."
         )
-    other = next((given for given in rank_metrics if given and repr(given) != repr(rank_metrics[0])), None)
+    other = next((values for values in rank_metrics if values and repr(values) != repr(rank_metrics[0])), None)
     if ranks.is_first and other is not None:
         logger.warning(
             "Saving %s: ranks give different metrics, %s on the first and %s on another one. The first rank's are kept, also "
@@ -165,7 +165,7 @@ def _compare_arguments(description: str, metrics: Mapping[str, float], ranks: Ra
         )  # fmt: skip
 
 
-def _write_files(store: Store, target: str, save: Save, state: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
+def _write_files(store: Store, target: str, save: SaveId, state: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
     """Write the data files of all ranks; return the size and checksums of each file, by name."""
     store.written_files, name_prefix, folder = {}, f"{save.folder}/", join(target, save.folder)
     dcp.save(state, store, folder, ranks, name=target, save_id=SAVE_ID_PREFIX + save.folder, file_prefix=name_prefix)

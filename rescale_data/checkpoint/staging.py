@@ -36,7 +36,7 @@ class Stager:
 
     def __init__(self) -> None:
         self._dcp_stager = _new_stager()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._copy_stream = torch.Stream() if torch.accelerator.is_available() else contextlib.nullcontext()
         pending_copies = self._pending_copies = list[Future[None]]()
         # Any optimizer's, since any optimizer may own the parameters; the hook alone does not keep the copies alive.
@@ -53,7 +53,7 @@ class Stager:
         }
         deferred: DeferredTensors = {}
         state_dict = map_leaves(state_dict_of(entries), lambda path, leaf: _copy(path, leaf, optimizer_owned, deferred))
-        done_future = self._thread.submit(self._copy_deferred, deferred, _queued_work(deferred))
+        done_future = self._executor.submit(self._copy_deferred, deferred, _queued_work(deferred))
         self._pending_copies[:] = [done_future]
 
         def copies() -> StagedState:
@@ -81,7 +81,7 @@ class Stager:
     def close(self) -> None:
         self.wait()
         self._hook.remove()
-        self._thread.shutdown()
+        self._executor.shutdown()
         self._dcp_stager.close()
 
 

@@ -34,24 +34,24 @@ def tree_of(
     return root
 
 
-def find_lost_structure(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
+def flattening_losses(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
     """Return the structure that flattened names lose: keys that are not strings, and empty mappings."""
     if isinstance(tree, Mapping):
         lost_entries: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
         for key, inner in cast(Mapping[Any, Any], tree).items():
             inner_path = (*path, str(key))
             lost_entries += [([*inner_path], key)] if isinstance(key, int | float | None) else []
-            lost_entries += find_lost_structure(inner, inner_path)
+            lost_entries += flattening_losses(inner, inner_path)
         return lost_entries
     list_items = cast("list[Any]", tree) if isinstance(tree, list) else []
-    return [lost for index, inner in enumerate(list_items) for lost in find_lost_structure(inner, (*path, index))]
+    return [lost for index, inner in enumerate(list_items) for lost in flattening_losses(inner, (*path, index))]
 
 
 def map_leaves(value: Any, function: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
     """Return a nested value (mappings, lists, tuples) with ``function(path, leaf)`` in place of each leaf."""
     if isinstance(value, Mapping):
         live = cast(Mapping[Any, Any], value)
-        return _of_same_type(live, {key: map_leaves(inner, function, (*path, key)) for key, inner in live.items()})
+        return _with_type_of(live, {key: map_leaves(inner, function, (*path, key)) for key, inner in live.items()})
     if type(value) in (list, tuple):
         return type(value)(map_leaves(inner, function, (*path, index)) for index, inner in enumerate(value))
     return function(path, value)
@@ -82,7 +82,7 @@ def with_loaded(live: Any, loaded: Mapping[tuple[str | int, ...], Any], path: tu
         return live if isinstance(loaded[path], torch.Tensor) else loaded[path]
     if isinstance(live, Mapping):
         items = cast(Mapping[Any, Any], live).items()
-        return _of_same_type(
+        return _with_type_of(
             cast(Mapping[Any, Any], live), {key: with_loaded(value, loaded, (*path, str(key))) for key, value in items}
         )
     if type(live) is list:
@@ -96,7 +96,7 @@ def with_keys_of(live: Any, loaded: Any) -> Any:
         content = cast(Mapping[Any, Any], live)
         keys = {str(key): key for key in content}
         items = cast(Mapping[Any, Any], loaded).items()
-        return _of_same_type(
+        return _with_type_of(
             content, {(key := keys.get(name, name)): with_keys_of(content.get(key), value) for name, value in items}
         )
     if type(live) is list and type(loaded) is list:
@@ -106,7 +106,7 @@ def with_keys_of(live: Any, loaded: Any) -> Any:
     return loaded
 
 
-def _of_same_type(live: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
+def _with_type_of(live: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
     """Return ``content`` in a mapping of the same type as ``live``."""
     if type(live) is dict or not isinstance(live, MutableMapping):
         return content

@@ -233,12 +233,12 @@ def _run_or_exit(work: Callable[[], T]) -> T:
     try:
         return work()
     except Exception as error:
-        is_users = isinstance(error, ValueError | TypeError | OSError)
-        if not is_users and type(error).__module__ == "builtins":
+        is_user_error = isinstance(error, ValueError | TypeError | OSError)
+        if not is_user_error and type(error).__module__ == "builtins":
             raise
         from rescale_data.errors import DamagedCheckpointError
 
-        typer.echo(str(error) if is_users else f"{type(error).__name__}: {error}", err=True)
+        typer.echo(str(error) if is_user_error else f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(1 if isinstance(error, DamagedCheckpointError) else 2) from error
 
 

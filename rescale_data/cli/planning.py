@@ -44,10 +44,10 @@ def answer(
 
 
 def _find_largest_fit(aligned_rank_counts: list[int], gpus: int, model_parallel: int) -> dict[str, int]:
-    fitting = [num_ranks for num_ranks in aligned_rank_counts if num_ranks * model_parallel <= gpus]
-    if not fitting:
+    choices = [num_ranks for num_ranks in aligned_rank_counts if num_ranks * model_parallel <= gpus]
+    if not choices:
         raise ValueError(f"{gpus} GPUs hold no data-parallel rank of {model_parallel} GPUs.")
-    return {"gpus": gpus, "model_parallel": model_parallel, "ranks": fitting[-1], "used": fitting[-1] * model_parallel}
+    return {"gpus": gpus, "model_parallel": model_parallel, "ranks": choices[-1], "used": choices[-1] * model_parallel}
 
 
 def _describe_ranks(plan: Plan, aligned: list[int], ranks: int) -> dict[str, Any]:

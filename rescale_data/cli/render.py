@@ -15,7 +15,7 @@ from rich.table import Table
 
 from rescale_data.layout.plan import format_size
 
-_LEVELS = " ▁▂▃▄▅▆▇█"
+_BAR_CHARS = " ▁▂▃▄▅▆▇█"
 _PAGE_WIDTH = 160  # characters
 
 
@@ -107,7 +107,7 @@ def progress_bar(shard_values: Sequence[float], width: int) -> str:
     bounds = [len(shard_values) * column // width for column in range(width + 1)]
     means = [fmean(shard_values[start:stop]) for start, stop in pairwise(bounds)]
     max_mean = max(*means, 1)
-    return "".join(_LEVELS[round(mean / max_mean * (len(_LEVELS) - 1))] for mean in means)
+    return "".join(_BAR_CHARS[round(mean / max_mean * (len(_BAR_CHARS) - 1))] for mean in means)
 
 
 def _show_loader_data(console: Console, loader_name: str, data: Mapping[str, Any]) -> None:

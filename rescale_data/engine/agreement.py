@@ -20,13 +20,13 @@ T = TypeVar("T")
 _READ_FAILED, _WRONG_ROWS = -1, -2
 
 
-def failure_elsewhere(*, wrong_rows: bool) -> Exception:
+def other_rank_error(*, wrong_rows: bool) -> Exception:
     """Return the error that this rank raises because another rank failed; the failing rank reports the cause."""
     if wrong_rows:
-        return DataStateError("Another dp rank found that its rows are not those of the epoch, and says more.")
+        return DataStateError("Another dp rank found that its rows are not those of the epoch; its error says more.")
     return RuntimeError(
-        "Another dp rank could not make its samples; its error says why. If that passes: asked again, all ranks go on where "
-        "they are."
+        "Another dp rank could not make its samples; its error says why. If the cause passes, the next call "
+        "goes on from here on all ranks."
     )
 
 
@@ -38,59 +38,59 @@ def call_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
         results.append(work())
     except Exception as error:
         failure = error
-    is_wrong = isinstance(failure, DataStateError)
-    worst = int(ranks.gather_ints([is_wrong + (failure is not None)]).max())
+    wrong_rows = isinstance(failure, DataStateError)
+    worst = int(ranks.gather_ints([wrong_rows + (failure is not None)]).max())
     if worst:
-        raise failure if failure is not None and (is_wrong or worst < 2) else failure_elsewhere(wrong_rows=worst == 2)
+        raise failure if failure is not None and (wrong_rows or worst < 2) else other_rank_error(wrong_rows=worst == 2)
     return results[0]
 
 
-class Agreement:
+class EpochEndAgreement:
     """Finds the number of micro batches that all ranks can make before a shard of some rank ends, ahead of time.
 
     Args:
-        first_u: The next micro batch.
+        first_batch: The next micro batch.
         micro_batches_per_step: A, the number of micro batches in a step.
     """
 
-    def __init__(self, ranks: Ranks, first_u: int, micro_batches_per_step: int) -> None:
+    def __init__(self, ranks: Ranks, first_batch: int, micro_batches_per_step: int) -> None:
         self._ranks, self._micro_batches_per_step = ranks, micro_batches_per_step
         self._num_steps_ahead = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
         self._pending: Callable[[], Ints] | None = None  # waits for the exchange that has begun
-        self._agreed_end = first_u
-        self._last_u, self._is_over = -1, False  # the micro batch of the last call of `ends_before`, and its result
+        self._agreed_end = first_batch
+        self._last_u, self._has_ended = -1, False  # the micro batch of the last call of `ends_before`, and its result
         self._failure: Exception | None = None
 
-    def ends_before(self, u: int, make_until: Callable[[int], int]) -> bool:
+    def ends_before(self, u: int, make_batches_until: Callable[[int], int]) -> bool:
         """True if the main phase of the epoch, until a shard runs out of samples, ends before micro batch ``u`` (collective).
 
         Args:
             u: The next micro batch.
-            make_until: Makes micro batches ahead up to a given one, if it can, and returns the first one that is not made.
+            make_batches_until: Makes micro batches ahead up to a given one, if it can; returns the first one that is not made.
         """
         if u > self._last_u:
-            self._is_over, self._last_u = self._end(u, make_until), u
-        return self._is_over and u == self._last_u
+            self._has_ended, self._last_u = self._is_end(u, make_batches_until), u
+        return self._has_ended and u == self._last_u
 
-    def _end(self, u: int, make_until: Callable[[int], int]) -> bool:
+    def _is_end(self, u: int, make_batches_until: Callable[[int], int]) -> bool:
         if u == self._agreed_end:
-            wait_for_ends, self._pending = self._begin_exchange(u, make_until), None
-            made_until = int(wait_for_ends().min())
-            if made_until < 0:
+            wait_for_ends, self._pending = self._begin_exchange(u, make_batches_until), None
+            num_made = int(wait_for_ends().min())
+            if num_made < 0:
                 failure, self._failure = self._failure, None
-                raise failure or failure_elsewhere(wrong_rows=made_until == _WRONG_ROWS)
-            self._agreed_end = made_until // self._micro_batches_per_step * self._micro_batches_per_step
+                raise failure or other_rank_error(wrong_rows=num_made == _WRONG_ROWS)
+            self._agreed_end = num_made // self._micro_batches_per_step * self._micro_batches_per_step
             if self._agreed_end <= u:
                 return True
         if self._num_steps_ahead > 1 and u + self._micro_batches_per_step >= self._agreed_end:
-            self._begin_exchange(u, make_until)
+            self._begin_exchange(u, make_batches_until)
         return False
 
-    def _begin_exchange(self, u: int, make_until: Callable[[int], int]) -> Callable[[], Ints]:
+    def _begin_exchange(self, u: int, make_batches_until: Callable[[int], int]) -> Callable[[], Ints]:
         if self._pending is None:
             try:
-                made_until = make_until(u + self._num_steps_ahead * self._micro_batches_per_step)
+                num_made = make_batches_until(u + self._num_steps_ahead * self._micro_batches_per_step)
             except Exception as error:
-                self._failure, made_until = error, _WRONG_ROWS if isinstance(error, DataStateError) else _READ_FAILED
-            self._pending = self._ranks.named("read", u).begin_gather_ints([made_until])
+                self._failure, num_made = error, _WRONG_ROWS if isinstance(error, DataStateError) else _READ_FAILED
+            self._pending = self._ranks.named("read", u).begin_gather_ints([num_made])
         return self._pending

@@ -19,22 +19,22 @@ import numpy as np
 
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.collate import collate as stack
-from rescale_data.engine.collate import with_valid
+from rescale_data.engine.collate import with_valid_mask
 from rescale_data.engine.exchanges import COST, IS_REAL, SHARD, TOKENS, Exchanges
-from rescale_data.engine.feed import Feed, WrappedFeed
+from rescale_data.engine.feed import BatchFeed, WrappedFeed
 from rescale_data.engine.micro_batch import MicroBatch, TableRows, merge_rows
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.runner import Exhausted
+from rescale_data.engine.runner import NoSamplesLeft
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.setup import Setup
+from rescale_data.engine.setup import LoaderSetup
 from rescale_data.layout.step_plan import StepPlan
 from rescale_data.state import Ints
 
 STEP_WEIGHT = "step_weight"
 
 
-def as_samples(samples: list[Any]) -> list[Any]:
+def keep_samples(samples: list[Any]) -> list[Any]:
     """Return the list of samples unchanged: a ``collate_fn`` that defers collation until the samples have been balanced."""
     return samples
 
@@ -47,16 +47,16 @@ class _Step:
 
     Args:
         segment: The segment that the step belongs to.
-        first_u: The first micro batch of the step.
-        stop_u: The micro batch after its last one.
+        first_batch: The first micro batch of the step.
+        stop_batch: The micro batch after its last one.
         micro_batches: The micro batches as the inner feed has made them.
         own_measures: ``int64[samples, 5]``: cost, tokens, weight and logical shard of each sample, and 1 if the sample is real.
         failure: The error because of which samples are missing; `None` if none are.
     """
 
     segment: Segment
-    first_u: int
-    stop_u: int
+    first_batch: int
+    stop_batch: int
     micro_batches: list[MicroBatch] = field(default_factory=list[MicroBatch])
     own_measures: Ints = field(default_factory=lambda: np.zeros((0, 5), dtype=np.int64))
     failure: Exception | None = None
@@ -70,10 +70,10 @@ class BalancedFeed(WrappedFeed):
     """A feed that makes the micro batches of balanced steps, from samples that this rank and other ranks have read.
 
     Args:
-        feed: Makes micro batches that are lists of samples (`as_samples`).
+        feed: Makes micro batches that are lists of samples (`keep_samples`).
     """
 
-    def __init__(self, feed: Feed, setup: Setup, balance: Balance) -> None:
+    def __init__(self, feed: BatchFeed, setup: LoaderSetup, balance: Balance) -> None:
         super().__init__(feed)
         self._setup, self._balance, self._collate = setup, balance, setup.options.collate_fn or stack
         self._sample_group = setup.ranks.subset(_members(balance, setup.ranks))
@@ -85,16 +85,16 @@ class BalancedFeed(WrappedFeed):
         self._ready_batches: deque[MicroBatch] = deque()
         self._has_warned = False
 
-    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
         num_own = segment.layout.micro_batch_size * segment.layout.gradient_accumulation_steps
         self._exchanges = Exchanges(self._setup.ranks, self._sample_group, self._weight_group, num_own, self._exchanges)
-        self._segment, self._u, self._ready_batches = segment, segment.step_start_u(first_u), deque()
-        self._batches_to_skip = first_u - self._u  # micro batches of the step that were consumed before
+        self._segment, self._u, self._ready_batches = segment, segment.step_start(first_batch), deque()
+        self._batches_to_skip = first_batch - self._u  # micro batches of the step that were consumed before
         self.feed.begin(segment, table, self._u)
 
     def next(self) -> MicroBatch:
         if self._segment is None or self._exchanges is None:
-            raise Exhausted
+            raise NoSamplesLeft
         while not self._ready_batches:
             try:
                 self._ready_batches.extend(self._make_step(self._segment, self._exchanges))
@@ -121,11 +121,11 @@ class BalancedFeed(WrappedFeed):
             self._exchanges = None
 
     def _make_step(self, segment: Segment, exchanges: Exchanges) -> list[MicroBatch]:
-        per_step = segment.layout.gradient_accumulation_steps
-        step = _Step(segment, self._u, self._u + per_step - self._u % per_step)
+        batches_per_step = segment.layout.gradient_accumulation_steps
+        step = _Step(segment, self._u, self._u + batches_per_step - self._u % batches_per_step)
         self._read(step, exchanges)
         arranged_batches = exchanges.run_exchange(lambda: self._arrange(step, exchanges))
-        self._u = step.stop_u
+        self._u = step.stop_batch
         batches = [self._collate_batch(*arranged, segment) for arranged in arranged_batches]
         batches[-1] = batches[-1]._replace(rows=merge_rows([batch.rows for batch in step.micro_batches]))
         return batches
@@ -133,9 +133,9 @@ class BalancedFeed(WrappedFeed):
     def _read(self, step: _Step, exchanges: Exchanges) -> None:
         """Read this rank's samples of a step and measure their costs; an error is stored in ``step.failure``, not raised."""
         try:
-            for _ in range(step.first_u, step.stop_u):
+            for _ in range(step.first_batch, step.stop_batch):
                 if exchanges.is_stopped:
-                    raise Exhausted
+                    raise NoSamplesLeft
                 step.micro_batches.append(self.feed.next())
             sample_numbers = [
                 (*self._balance.measure(sample), shard, sample_index < batch.num_real)
@@ -148,12 +148,15 @@ class BalancedFeed(WrappedFeed):
 
     def _arrange(self, step: _Step, exchanges: Exchanges) -> list[_ArrangedBatch]:
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
-        samples_before, is_last = int(step.segment.samples_before(step.first_u).sum()), step.stop_u == step.segment.stop
+        samples_before, is_last = (
+            int(step.segment.samples_before(step.first_batch).sum()),
+            step.stop_batch == step.segment.stop,
+        )
         sample_measures, weight = exchanges.agree(step.failure, samples_before, step.own_measures, is_last=is_last)
         owners = np.repeat(np.arange(self._sample_group.world_size), len(step.own_measures))
         target_ranks, micro_batch = self._plan(step, sample_measures, owners)
-        samples = self._move(step, exchanges, owners, target_ranks)
-        is_own, numbers = target_ranks == self._sample_group.rank, range(step.stop_u - step.first_u)
+        samples = self._move_samples(step, exchanges, owners, target_ranks)
+        is_own, numbers = target_ranks == self._sample_group.rank, range(step.stop_batch - step.first_batch)
         batch_indices = [np.flatnonzero(is_own & (micro_batch == number)) for number in numbers]
         return [([samples[n] for n in ids.tolist()], sample_measures[ids], weight) for ids in batch_indices]
 
@@ -166,12 +169,12 @@ class BalancedFeed(WrappedFeed):
             tokens=tokens,
             owner_ranks=owners,
             num_ranks=self._sample_group.world_size,
-            num_batches=step.stop_u - step.first_u,
+            num_batches=step.stop_batch - step.first_batch,
             max_tokens=max_tokens,
             sync_interval=balance.sync,
             pads_bins=balance.padded,
             seed=self._setup.recipe.seed,
-            step=step.first_u // layout.gradient_accumulation_steps,
+            step=step.first_batch // layout.gradient_accumulation_steps,
         )
         target_ranks, target_batches = plan.assign_samples()
         if balance.max_tokens is not None and not self._has_warned:
@@ -189,7 +192,7 @@ class BalancedFeed(WrappedFeed):
                 tokens.size,
             )
 
-    def _move(self, step: _Step, exchanges: Exchanges, owners: Ints, target_ranks: Ints) -> dict[int, Any]:
+    def _move_samples(self, step: _Step, exchanges: Exchanges, owners: Ints, target_ranks: Ints) -> dict[int, Any]:
         """Send samples to the ranks that compute them; return the samples read here and received, by index (collective)."""
         my_index, indices = self._sample_group.rank, np.arange(len(target_ranks))
         is_own = owners == my_index
@@ -204,7 +207,7 @@ class BalancedFeed(WrappedFeed):
         """Return the micro batch of some samples; padding samples of the last global batch come last."""
         batch, num_real = self._collate(samples), int(measures[:, IS_REAL].sum())
         if segment.pads:
-            batch = with_valid(batch, num_real, len(measures))
+            batch = with_valid_mask(batch, num_real, len(measures))
         if self._balance.weight is not None:
             batch = _with_weight(batch, total_weight)
         no_rows = np.zeros((0, 1), dtype=np.int64)  # the last micro batch of the step carries all its rows

@@ -77,10 +77,10 @@ def _pad(column: str, values: list[Any], padding_value: float | None) -> Any:
 
 def _tensor(value: Any, pad: float) -> Tensor:
     """Return a value of a sample as a tensor; an empty list gets the dtype of the padding value."""
-    no_dtype = isinstance(value, list | tuple) and not value
+    is_empty = isinstance(value, list | tuple) and not value
     if isinstance(value, Tensor):
         return value
-    return torch.as_tensor(value, dtype=torch.as_tensor(pad, device="cpu").dtype if no_dtype else None, device="cpu")
+    return torch.as_tensor(value, dtype=torch.as_tensor(pad, device="cpu").dtype if is_empty else None, device="cpu")
 
 
 def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
@@ -126,12 +126,12 @@ def _stack(column: str | None, values: list[Any]) -> Any:
         with torch.device("cpu"):  # which takes as long as to stack 32 numbers: only against another default device
             return default_collate(values)
     except (RuntimeError, TypeError, ValueError) as error:
-        subject, cure = "The samples", "Make numbers, arrays or tensors of one shape of them in the pipeline"
+        subject, advice = "The samples", "Make numbers, arrays or tensors of one shape of them in the pipeline"
         if column is not None:
             subject, padding = f"The column {column!r}", f"rd.pad_collate(pad={{{column!r}: 0}})"
-            cure = f"For sequences of different lengths give collate_fn={padding}, pack them with rd.TokenPacker"
+            advice = f"For sequences of different lengths give collate_fn={padding}, pack them with rd.TokenPacker"
         raise ValueError(
-            f"{subject} cannot be stacked into a batch: {_shapes(values)}. {cure}, or give your own collate_fn."
+            f"{subject} cannot be stacked into a batch: {_shapes(values)}. {advice}, or give your own collate_fn."
         ) from error
 
 
@@ -157,14 +157,14 @@ def pin(batch: Any) -> Any:
     )
 
 
-def map_tensors(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
-    """Return the batch with `change` applied to each tensor and each value that has the method `method`, also in containers.
+def map_tensors(batch: Any, method: str, function: Callable[[Any], Any]) -> Any:
+    """Return the batch with `function` applied to each tensor and each value that has the method `method`, also in containers.
 
     Containers are mappings, lists, tuples and named tuples.
     """
     if isinstance(batch, Tensor) or hasattr(batch, method):
-        return change(batch)
-    map_inner = partial(map_tensors, method=method, change=change)
+        return function(batch)
+    map_inner = partial(map_tensors, method=method, function=function)
     if isinstance(batch, Mapping):
         return {key: map_inner(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -172,7 +172,7 @@ def map_tensors(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
     return type(batch)([map_inner(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
 
 
-def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:
+def with_valid_mask(batch: Any, num_real: int, num_samples: int) -> Any:
     """Return a dict batch with ``"valid"`` added, a mask ``Bool[num_samples]`` of real samples; other batches unchanged."""
     if not isinstance(batch, dict):
         return batch

@@ -61,12 +61,12 @@ class Cursor(NamedTuple):
 
     def clock_now(self, layout: Layout) -> Clock:
         """Return the counts of the run as a state saved at this moment contains them."""
-        return self.clock.advanced(self.first_unsaved_u - self.clock.micro_batch(layout), layout)
+        return self.clock.advanced(self.first_unsaved_batch - self.clock.micro_batch(layout), layout)
 
     @property
-    def first_unsaved_u(self) -> int:
+    def first_unsaved_batch(self) -> int:
         """The number of the first micro batch that a state saved at this moment does not include."""
-        return self.u if self.segment is None else self.segment.first_unsaved_u(self.u)
+        return self.u if self.segment is None else self.segment.first_unsaved_batch(self.u)
 
     def advanced(self, micro_batch: MicroBatch) -> Cursor:
         """Return the cursor after `micro_batch`, the next one, was consumed."""
@@ -77,7 +77,7 @@ class Cursor(NamedTuple):
             last_rows.write(self.table)
         owners, segment = self.owners, self.segment
         if segment is not None and segment.remainder is not None:
-            for u in range(segment.first_unsaved_u(self.u), segment.first_unsaved_u(self.u + 1)):
+            for u in range(segment.first_unsaved_batch(self.u), segment.first_unsaved_batch(self.u + 1)):
                 owners = segment.remainder.owner_ranks_after(owners, u)
         return tuple.__new__(Cursor, (  # faster than `Cursor(...)`, which would cost 3 % of a packed batch
             self.clock, self.table, owners, self.u + 1, self.unwritten_rows, self.segment,

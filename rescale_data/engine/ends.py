@@ -14,18 +14,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rescale_data.engine.agreement import Agreement, call_on_all_ranks
+from rescale_data.engine.agreement import EpochEndAgreement, call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES
-from rescale_data.engine.runner import Runner
+from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.setup import Setup
+from rescale_data.engine.setup import LoaderSetup
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import block_of, owner_ranks
 from rescale_data.state import Ints
 
-STEPS_OF_A_ROUND = 4
-_UNKNOWN = -1
+STEPS_PER_ROUND = 4
+_UNKNOWN_END = -1
 
 
 class EpochEnds:
@@ -45,16 +45,16 @@ class EpochEnds:
         verify_error: The reason why the proof of an epoch failed; empty if none failed.
     """
 
-    def __init__(self, setup: Setup, runner: Runner) -> None:
+    def __init__(self, setup: LoaderSetup, runner: ShardRunner) -> None:
         self.setup, self.runner = setup, runner
         self.schema, self.layout, self.ranks = setup.schema, setup.layout, setup.ranks
         topology = self.ranks.world_size, self.layout.num_logical_shards
         self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owner_ranks(*topology)
         self.verify_error = ""
-        self._agreement: tuple[Segment | None, Agreement | None] = None, None
+        self._agreement: tuple[Segment | None, EpochEndAgreement | None] = None, None
         self._epoch = -1  # the epoch that the next three describe
         self._table: Ints | None = None  # with all rows, of a `plan_round` that has not ended
-        self._samples_ahead = 0
+        self._search_depth = 0
         self._epoch_ends = np.empty((0, 0), dtype=np.int64)  # of each shard: samples at the end, and slots after it
 
     def samples_left_in_epoch(self, table: Ints) -> Ints | None:
@@ -62,22 +62,22 @@ class EpochEnds:
         epoch_end = None if self.setup.recipe.repeat else self.schema.epoch_end(table)
         return None if epoch_end is None else epoch_end[0]
 
-    def is_segment_over(self, cursor: Cursor, make_until: Callable[[int], int]) -> bool:
+    def is_segment_over(self, cursor: Cursor, make_batches_until: Callable[[int], int]) -> bool:
         """True if no micro batch of the segment is left (collective if only reading can find the end of the segment).
 
         Args:
-            make_until: Makes micro batches ahead up to a given one, if it can, and returns the first one that is not made.
+            make_batches_until: Makes micro batches ahead up to a given one, if it can; returns the first one that is not made.
         """
         segment = cursor.segment
         if segment is None or segment.stop is not None or self.setup.recipe.repeat:
             return segment is not None and segment.stop == cursor.u
         agreed_segment, agreement = self._agreement
         if agreed_segment is not segment or agreement is None:
-            agreement = Agreement(self.ranks, cursor.u, self.layout.gradient_accumulation_steps)
+            agreement = EpochEndAgreement(self.ranks, cursor.u, self.layout.gradient_accumulation_steps)
             self._agreement = segment, agreement
-        return agreement.ends_before(cursor.u, make_until)
+        return agreement.ends_before(cursor.u, make_batches_until)
 
-    def move(self, cursor: Cursor, num_delivered: Ints) -> Ints:
+    def table_after_skip(self, cursor: Cursor, num_delivered: Ints) -> Ints:
         """Return the table after this rank has advanced each of its shards to the given count of delivered samples."""
         table = cursor.positions.copy()
         self.runner.load(table, self.schema.histories)
@@ -99,16 +99,18 @@ class EpochEnds:
             self._table = self.ranks.merge(cursor.positions, cursor.owners)
         table = self._table
         self.runner.load(table, self.schema.histories)
-        min_samples, samples_read = STEPS_OF_A_ROUND * self.layout.global_batch_size, 0
-        self._samples_ahead = self._samples_ahead or -(-min_samples // len(table))
+        min_samples, samples_read = STEPS_PER_ROUND * self.layout.global_batch_size, 0
+        self._search_depth = self._search_depth or -(-min_samples // len(table))
         while True:
-            ahead, end_samples = self._samples_ahead, self._read(table[:, SAMPLES], samples_read, self._samples_ahead)
-            samples_left = np.where(end_samples == _UNKNOWN, ahead, np.minimum(end_samples - table[:, SAMPLES], ahead))
-            num_unfinished = int((samples_left == ahead).sum())
+            depth, end_samples = self._search_depth, self._read(table[:, SAMPLES], samples_read, self._search_depth)
+            samples_left = np.where(
+                end_samples == _UNKNOWN_END, depth, np.minimum(end_samples - table[:, SAMPLES], depth)
+            )
+            num_unfinished = int((samples_left == depth).sum())
             if samples_left.sum() >= min_samples or not num_unfinished:
-                self._table, self._samples_ahead = None, 0
+                self._table, self._search_depth = None, 0
                 return table, samples_left
-            samples_read, self._samples_ahead = ahead, max(2 * ahead, -(-min_samples // num_unfinished))
+            samples_read, self._search_depth = depth, max(2 * depth, -(-min_samples // num_unfinished))
 
     def next_epoch(self, cursor: Cursor) -> Ints:
         """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
@@ -116,11 +118,11 @@ class EpochEnds:
         if epoch_end is not None:
             return epoch_end[1]
         self._start_epoch_search(cursor)
-        if (self._epoch_ends[:, 0] == _UNKNOWN).any():  # these ends were found before a load
+        if (self._epoch_ends[:, 0] == _UNKNOWN_END).any():  # these ends were found before a load
             self.plan_round(cursor)
         return self._epoch_ends[:, 1:]
 
-    def prove_epoch(self, cursor: Cursor, dropped: Ints) -> None:
+    def verify_epoch(self, cursor: Cursor, dropped: Ints) -> None:
         """Raise ``DataStateError`` on all ranks unless every row of the epoch was delivered once or dropped (collective).
 
         The proof covers all segments of the run.
@@ -130,7 +132,7 @@ class EpochEnds:
         self.runner.load(cursor.positions, self.schema.histories)
         owned = np.flatnonzero(cursor.owners == self.ranks.rank).tolist()
         try:
-            call_on_all_ranks(self.ranks, lambda: [self.runner.prove(shard, int(dropped[shard])) for shard in owned])
+            call_on_all_ranks(self.ranks, lambda: [self.runner.verify(shard, int(dropped[shard])) for shard in owned])
         except DataStateError as error:
             self.verify_error = f"Epoch {cursor.clock.epoch} does not end as it should. {error}"
             raise DataStateError(self.verify_error) from None
@@ -143,11 +145,11 @@ class EpochEnds:
     def _start_epoch_search(self, cursor: Cursor) -> None:
         if self._epoch != cursor.clock.epoch:
             n, num_columns = cursor.table.shape
-            self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT_COLUMN), _UNKNOWN, dtype=np.int64)
-            self._table, self._samples_ahead, self._epoch = None, 0, cursor.clock.epoch
+            self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT_COLUMN), _UNKNOWN_END, dtype=np.int64)
+            self._table, self._search_depth, self._epoch = None, 0, cursor.clock.epoch
 
     def _read(self, sample_counts: Ints, samples_read: int, num_ahead: int) -> Ints:
-        """Read shards up to ``num_ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN`.
+        """Read shards up to ``num_ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN_END`.
 
         Args:
             samples_read: The number of samples already read ahead, of each shard whose end is not known yet.
@@ -156,7 +158,7 @@ class EpochEnds:
         def find() -> Ints:
             epoch_ends = self._epoch_ends.copy()
             for shard in self.owned.tolist():
-                if epoch_ends[shard, 0] == _UNKNOWN:
+                if epoch_ends[shard, 0] == _UNKNOWN_END:
                     num_drawn, next_slots = self.runner.look_ahead(shard, num_ahead - samples_read)
                     if next_slots is not None:
                         epoch_ends[shard] = [sample_counts[shard] + samples_read + num_drawn, *next_slots]

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rescale_data.engine.agreement import failure_elsewhere
+from rescale_data.engine.agreement import other_rank_error
 from rescale_data.engine.message import PackedBytes, from_bytes, to_bytes
 from rescale_data.engine.options import MAX_TIMEOUT_SECONDS
 from rescale_data.engine.ranks.communicator import Call
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.runner import Exhausted
+from rescale_data.engine.runner import NoSamplesLeft
 from rescale_data.engine.threads import TaskThread, WorkResult, call_at_exit
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
@@ -86,7 +86,7 @@ class Exchanges:
         answer = WorkResult[T]()
         with self._lock:
             if self.is_stopped or self._is_over:
-                raise Exhausted
+                raise NoSamplesLeft
             self._answer = answer
             self._thread.put(lambda: answer.run_work(work))
         try:
@@ -99,7 +99,7 @@ class Exchanges:
             ) from None
 
     def stop(self) -> None:
-        """Make a waiting `run_exchange` raise `Exhausted`, inform the other ranks in the next exchange, and return at once."""
+        """Make a waiting `run_exchange` raise `NoSamplesLeft`, inform other ranks in the next exchange; return at once."""
         if os.getpid() != self._process_id:  # a forked process has neither the thread nor the connections
             return
         with self._lock:
@@ -108,7 +108,7 @@ class Exchanges:
             if not (self._thread is None or self._is_over):
                 self._thread.put(self._send_stopped)
             self.is_stopped = True  # only now, since Ctrl-C may come in between
-        self._answer.fail(Exhausted())
+        self._answer.fail(NoSamplesLeft())
 
     def close(self) -> None:
         """Stop, and wait until the last exchange is over, at most 5 seconds."""
@@ -128,7 +128,7 @@ class Exchanges:
         """Exchange the costs of this rank's samples of a step, or the reason why it has no samples (collective).
 
         Args:
-            failure: The reason, `Exhausted` at the end of the epoch; `None` if there are samples.
+            failure: The reason, `NoSamplesLeft` at the end of the epoch; `None` if there are samples.
             num_delivered: The number of samples that the run delivered before the step, the same on all ranks.
             numbers: ``int64[samples, 5]``, the columns `COST` to `IS_REAL`.
             is_last: True if no step follows.
@@ -149,7 +149,7 @@ class Exchanges:
                 f"error came on some of them alone, or they made other calls. Load one state on all of them."
             )
         if max_status != STATUS_MADE:
-            raise failure if failure is not None and _status(failure) == max_status else _failure_elsewhere(max_status)
+            raise failure if failure is not None and _status(failure) == max_status else _other_rank_error(max_status)
         return all_numbers[:, : len(numbers)].reshape(-1, 5), int(summaries[:, 2].sum())
 
     def exchange_lists(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
@@ -169,34 +169,34 @@ class Exchanges:
         bodies = {index: body for index, (body, _) in payloads.items()}
         sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in payloads.items()}
         incoming_sizes = {index: torch.empty(2, dtype=torch.int64, device="cpu") for index in incoming}
-        self._communicate("sizes", lambda call: communicator.exchange(call, sizes, incoming_sizes))
+        self._run_call("sizes", lambda call: communicator.exchange(call, sizes, incoming_sizes))
         incoming_bodies = {
             index: torch.empty(int(size[0]), dtype=torch.uint8, device="cpu") for index, size in incoming_sizes.items()
         }
-        self._communicate("samples", lambda call: communicator.exchange(call, bodies, incoming_bodies))
+        self._run_call("samples", lambda call: communicator.exchange(call, bodies, incoming_bodies))
         lists = {index: from_bytes(body, int(incoming_sizes[index][1])) for index, body in incoming_bodies.items()}
         if failure is not None or any(samples is None for samples in lists.values()):
-            raise failure or failure_elsewhere(wrong_rows=False)
+            raise failure or other_rank_error(wrong_rows=False)
         return lists
 
     def _gather_all(self, status: int, num_delivered: int, sample_measures: Ints) -> tuple[Ints, Ints]:
         """Gather the sample measures in the sample group, and the status, position and weight of ranks in the weight group."""
-        own_numbers = np.zeros((1 + self._size, 5), dtype=np.int64)
-        own_numbers[0, :3] = status, num_delivered, sample_measures[:, WEIGHT] @ sample_measures[:, IS_REAL]
-        own_numbers[1 : 1 + len(sample_measures)] = sample_measures
-        gathered_numbers = self._gather(self._sample_group, "costs", own_numbers)
-        summaries = gathered_numbers[:, 0, :3]
+        own_costs = np.zeros((1 + self._size, 5), dtype=np.int64)
+        own_costs[0, :3] = status, num_delivered, sample_measures[:, WEIGHT] @ sample_measures[:, IS_REAL]
+        own_costs[1 : 1 + len(sample_measures)] = sample_measures
+        gathered_costs = self._gather(self._sample_group, "costs", own_costs)
+        summaries = gathered_costs[:, 0, :3]
         if self._weight_group is not self._sample_group:
-            summaries = self._gather(self._weight_group, "weights", own_numbers[0, :3].copy())
-        return gathered_numbers[:, 1:], summaries
+            summaries = self._gather(self._weight_group, "weights", own_costs[0, :3].copy())
+        return gathered_costs[:, 1:], summaries
 
     def _gather(self, group: Ranks, name: str, numbers: Ints) -> Ints:
         communicator = group.communicator
         if communicator is None:
             return numbers[None]
-        return self._communicate(name, lambda call: communicator.begin_gather(call, numbers)())
+        return self._run_call(name, lambda call: communicator.begin_gather(call, numbers)())
 
-    def _communicate(self, name: str, work: Callable[[Call], T]) -> T:
+    def _run_call(self, name: str, work: Callable[[Call], T]) -> T:
         """Return ``work(call)``, where ``call`` has the name of the exchange; a failure ends all exchanges, on all ranks."""
         try:
             return work(Call(f"balance/{name}/{self._ranks.loader}", MAX_TIMEOUT_SECONDS, _RESTART_REMEDY))
@@ -208,15 +208,15 @@ class Exchanges:
 def _status(failure: Exception | None) -> int:
     if isinstance(failure, DataStateError):
         return STATUS_FAILED
-    return STATUS_MADE if failure is None else STATUS_ENDED if isinstance(failure, Exhausted) else STATUS_UNREAD
+    return STATUS_MADE if failure is None else STATUS_ENDED if isinstance(failure, NoSamplesLeft) else STATUS_UNREAD
 
 
-def _failure_elsewhere(status: int) -> Exception:
+def _other_rank_error(status: int) -> Exception:
     if status == STATUS_ENDED:
-        return Exhausted()
+        return NoSamplesLeft()
     if status == STATUS_STOPPED:
         return RuntimeError(
             "Another dp rank has stopped: an error came there, or it closed, loaded or reset its loader, or ended. All ranks "
             "make the same calls."
         )
-    return failure_elsewhere(wrong_rows=status == STATUS_FAILED)
+    return other_rank_error(wrong_rows=status == STATUS_FAILED)

@@ -18,29 +18,29 @@ from math import inf
 from queue import SimpleQueue
 from typing import Any
 
-from rescale_data.engine.collate import with_valid
+from rescale_data.engine.collate import with_valid_mask
 from rescale_data.engine.micro_batch import MicroBatch
-from rescale_data.engine.runner import Collate, Exhausted, Runner
+from rescale_data.engine.runner import Collate, NoSamplesLeft, ShardRunner
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.threads import TaskThread, call_at_exit
 from rescale_data.engine.watch import describe, frames
-from rescale_data.layout.turns import Turn, TurnFunction
+from rescale_data.layout.batch_shards import BatchShards, BatchShardsFunction
 from rescale_data.sources.counts import MAKE_SECONDS, by_name, read_counters
 from rescale_data.state import Ints
 
 
-class Feed(ABC):
+class BatchFeed(ABC):
     """Base class of feeds: a feed produces the micro batches of a segment in order.
 
     Attributes:
-        is_ahead: True if the feed makes them in the background, from `begin` on.
+        is_prefetching: True if the feed makes them in the background, from `begin` on.
     """
 
-    is_ahead = False
+    is_prefetching = False
 
     @abstractmethod
-    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
-        """Begin to produce micro batches of a segment from number ``first_u`` on, from the positions in ``table``."""
+    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+        """Begin to produce micro batches of a segment from number ``first_batch`` on, from the positions in ``table``."""
 
     @abstractmethod
     def next(self) -> MicroBatch:
@@ -70,35 +70,38 @@ class Feed(ABC):
         """End the worker processes or the thread of the feed; `begin` starts them again."""
 
 
-class InProcessFeed(Feed):
+class InProcessFeed(BatchFeed):
     """A feed that makes each micro batch in the calling process, when `next` is called."""
 
-    def __init__(self, runner: Runner, collate: Collate | None) -> None:
+    def __init__(self, runner: ShardRunner, collate: Collate | None) -> None:
         self.runner = runner
-        self._draw: Callable[[Turn, Collate | None], MicroBatch] = runner.take
+        self._take: Callable[[BatchShards, Collate | None], MicroBatch] = runner.make_micro_batch
         self._collate = collate
-        self._turns: TurnFunction | None = None
+        self._batch_shards: BatchShardsFunction | None = None
         self._segment: Segment | None = None
         self._u, self._u_step, self._pads_tail = 0, 1, False
         self._make_seconds = self._counted_seconds = 0.0  # spent on making; the part that is already in `counts`
 
-    def begin(self, segment: Segment, table: Ints, first_u: int, u_step: int = 1) -> None:
-        """Begin to produce every ``u_step``-th micro batch of a segment from number ``first_u`` on."""
+    def begin(self, segment: Segment, table: Ints, first_batch: int, u_step: int = 1) -> None:
+        """Begin to produce every ``u_step``-th micro batch of a segment from number ``first_batch`` on."""
         self.runner.load(table, segment.histories)
-        self._segment, self._u, self._u_step = segment, first_u, u_step
-        self._turns, self._pads_tail = segment.turn_function(table), segment.pads
+        self._segment, self._u, self._u_step = segment, first_batch, u_step
+        self._batch_shards, self._pads_tail = segment.batch_shards_function(table), segment.pads
 
     def next(self) -> MicroBatch:
         started, u = time.perf_counter(), self._u
-        turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
-        if turns is None or self._segment is None:
-            raise Exhausted
+        batch_shards, self._batch_shards = (
+            self._batch_shards,
+            None,
+        )  # after an error the rows are past what was delivered
+        if batch_shards is None or self._segment is None:
+            raise NoSamplesLeft
         if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker
             self.runner.serve(self._segment.served_shards(u))
-        batch = self._draw(turns(u), self._collate)
+        batch = self._take(batch_shards(u), self._collate)
         if self._pads_tail:
-            batch = batch._replace(batch=with_valid(batch.batch, batch.num_real, len(batch.shards)))
-        self._turns, self._u = turns, u + self._u_step
+            batch = batch._replace(batch=with_valid_mask(batch.batch, batch.num_real, len(batch.shards)))
+        self._batch_shards, self._u = batch_shards, u + self._u_step
         self._make_seconds += time.perf_counter() - started
         return batch
 
@@ -109,17 +112,17 @@ class InProcessFeed(Feed):
         return {"batches_ready": 0.0, **by_name(read_counters().values)}
 
     def close(self) -> None:
-        self._turns = None
+        self._batch_shards = None
 
 
-class WrappedFeed(Feed):
+class WrappedFeed(BatchFeed):
     """Base class of feeds that wrap another feed: passes all calls on to it."""
 
-    def __init__(self, feed: Feed) -> None:
-        self.feed, self.is_ahead = feed, feed.is_ahead
+    def __init__(self, feed: BatchFeed) -> None:
+        self.feed, self.is_prefetching = feed, feed.is_prefetching
 
-    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
-        self.feed.begin(segment, table, first_u)
+    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+        self.feed.begin(segment, table, first_batch)
 
     def next(self) -> MicroBatch:
         return self.feed.next()
@@ -140,7 +143,7 @@ class WrappedFeed(Feed):
 class FunctionFeed(WrappedFeed):
     """A feed that applies a function to each batch of another feed."""
 
-    def __init__(self, feed: Feed, function: Callable[[Any], Any]) -> None:
+    def __init__(self, feed: BatchFeed, function: Callable[[Any], Any]) -> None:
         super().__init__(feed)
         self._function = function
 
@@ -162,9 +165,9 @@ class InThreadFeed(WrappedFeed):
         num_batches: The number of micro batches that the thread may be ahead.
     """
 
-    def __init__(self, feed: Feed, num_batches: int) -> None:
+    def __init__(self, feed: BatchFeed, num_batches: int) -> None:
         super().__init__(feed)
-        self.is_ahead, self._num_batches = True, num_batches
+        self.is_prefetching, self._num_batches = True, num_batches
         self._thread_id = 0
         self._thread: TaskThread | None = None
         self._is_stopped = True
@@ -172,21 +175,21 @@ class InThreadFeed(WrappedFeed):
         self._batches_to_request = self._batches_to_take = 0.0
         self._process_id = os.getpid()  # the process that has the thread
 
-    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
         self.stop()
         self._process_id = os.getpid()
-        self.feed.begin(segment, table, first_u)
+        self.feed.begin(segment, table, first_batch)
         self._is_stopped = False
         self._thread = TaskThread("ahead")
         call_at_exit(self, lambda feed: feed.stop(wait=False))
-        self._batches_to_request = self._batches_to_take = inf if segment.stop is None else segment.stop - first_u
+        self._batches_to_request = self._batches_to_take = inf if segment.stop is None else segment.stop - first_batch
         for _ in range(int(min(self._num_batches, self._batches_to_request))):
             self._request_one()
 
     def next(self) -> MicroBatch:
         finished_batches = self._finished_batches  # before the check: `stop` changes both in the other order
         if self._batches_to_take <= 0:
-            raise Exhausted
+            raise NoSamplesLeft
         micro_batch_or_error = finished_batches.get()
         self._batches_to_take -= 1
         if isinstance(micro_batch_or_error, BaseException):
@@ -208,7 +211,7 @@ class InThreadFeed(WrappedFeed):
         if self._process_id != os.getpid():  # a forked process has no thread
             return
         self._is_stopped, self._batches_to_take = True, 0
-        self._finished_batches.put(Exhausted())  # for a thread that waits for a batch that is not made any more
+        self._finished_batches.put(NoSamplesLeft())  # for a thread that waits for a batch that is not made any more
         self._finished_batches = SimpleQueue()
         if self._thread is not None:
             self.feed.stop(wait=False)
@@ -243,6 +246,6 @@ class InThreadFeed(WrappedFeed):
 class TracedFeed(InProcessFeed):
     """A feed whose micro batches hold the origins (source rows) of the samples of some shards, in place of the samples."""
 
-    def __init__(self, runner: Runner, shards: Container[int]) -> None:
+    def __init__(self, runner: ShardRunner, shards: Container[int]) -> None:
         super().__init__(runner, None)
-        self._draw = lambda turn, _collate: runner.trace(turn, shards)
+        self._take = lambda batch_shards, _collate: runner.make_traced_batch(batch_shards, shards)

@@ -17,20 +17,20 @@ class TableRows(NamedTuple):
     Args:
         visited_shards: The logical shards that the micro batch visited.
         values: ``int64[M, columns]``, an array of its own.
-        uncounted_samples: The number of samples that each row has delivered but does not count yet.
+        samples_to_add: The number of samples that each row has delivered but does not count yet.
     """
 
     visited_shards: slice | Ints
     values: Ints
-    uncounted_samples: int = 0
+    samples_to_add: int = 0
 
     @property
     def counted_values(self) -> Ints:
-        """The values of the rows, ``int64[M, columns]``, after `uncounted_samples` have been added to the sample counts."""
-        if not self.uncounted_samples:
+        """The values of the rows, ``int64[M, columns]``, after `samples_to_add` have been added to the sample counts."""
+        if not self.samples_to_add:
             return self.values
         values = self.values.copy()
-        values[:, SAMPLES] += self.uncounted_samples
+        values[:, SAMPLES] += self.samples_to_add
         return values
 
     def write(self, table: Ints) -> None:
@@ -40,13 +40,13 @@ class TableRows(NamedTuple):
 
 def merge_rows(rows_list: Sequence[TableRows]) -> TableRows:
     """Return the table rows of several micro batches as one `TableRows`, which has the same effect on a table."""
-    visited = np.concatenate([_indices(rows.visited_shards) for rows in rows_list])
+    index = np.concatenate([_indices(rows.visited_shards) for rows in rows_list])
     # If an index comes twice, the last value counts
-    return TableRows(visited, np.concatenate([rows.counted_values for rows in rows_list]))
+    return TableRows(index, np.concatenate([rows.counted_values for rows in rows_list]))
 
 
-def _indices(visited: slice | Ints) -> Ints:
-    return np.arange(visited.start, visited.stop, visited.step) if isinstance(visited, slice) else visited
+def _indices(index: slice | Ints) -> Ints:
+    return np.arange(index.start, index.stop, index.step) if isinstance(index, slice) else index
 
 
 class MicroBatch(NamedTuple):

@@ -85,7 +85,7 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: EpochEnds) -> Cursor:
         )
     next_positions = ends.next_epoch(cursor)  # before all else: it may read, fail, and have to go on
     delivered = remainder.samples_delivered(cursor.u)
-    ends.prove_epoch(cursor, remainder.samples_left - delivered)
+    ends.verify_epoch(cursor, remainder.samples_left - delivered)
     table = cursor.positions.copy()
     table[:, FIRST_SLOT_COLUMN:] = next_positions
     table[:, SAMPLES] = remainder.start_samples + delivered
@@ -131,11 +131,11 @@ def _segment(
 ) -> Segment:
     """Return the segment from micro batch ``u`` on: the part of an epoch before a shard runs out, or the remainder after it."""
     setup, pads = ends.setup, ends.setup.options.tail == "pad"
-    checks_from = stop if stop is not None else sys.maxsize if setup.recipe.repeat else 0
-    checks_from = 0 if setup.recipe.verify or remainder is not None else checks_from  # a failed proof stays failed
+    first_check = stop if stop is not None else sys.maxsize if setup.recipe.repeat else 0
+    first_check = 0 if setup.recipe.verify or remainder is not None else first_check  # a failed proof stays failed
     balanced, histories = setup.options.balance is not None, ends.schema.histories
     return Segment(
-        ends.layout, ends.ranks.rank, stop, u, samples, samples_left, remainder, histories, pads, checks_from, balanced
+        ends.layout, ends.ranks.rank, stop, u, samples, samples_left, remainder, histories, pads, first_check, balanced
     )
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 
 from rescale_data.engine.balance import Balance
-from rescale_data.engine.balanced import BalancedFeed, as_samples
+from rescale_data.engine.balanced import BalancedFeed, keep_samples
 from rescale_data.engine.collate import pin
-from rescale_data.engine.feed import Feed, FunctionFeed, InProcessFeed, InThreadFeed
+from rescale_data.engine.feed import BatchFeed, FunctionFeed, InProcessFeed, InThreadFeed
 from rescale_data.engine.options import Options
-from rescale_data.engine.pool import Pool
+from rescale_data.engine.pool import WorkerFeed
 from rescale_data.engine.ranks.meeting import is_file_store
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.runner import Runner
-from rescale_data.engine.setup import Setup, make_setup
+from rescale_data.engine.runner import ShardRunner
+from rescale_data.engine.setup import LoaderSetup, make_setup
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import is_accelerator, with_transfer
 
@@ -29,17 +29,17 @@ _FORK_WARNING = (
 def open_stream(pipeline: Pipeline, options: Options) -> Stream:
     """Return the stream of micro batches of a new loader, at the start of the run (collective with a process group)."""
     setup = make_setup(pipeline, options)
-    if options.shuffle is False and setup.layout.misfit_reason is not None:
+    if options.shuffle is False and setup.layout.unaligned_reason is not None:
         raise ValueError(
-            f"shuffle=False keeps the order of the dataset where the case is aligned: {setup.layout.misfit_reason}."
+            f"shuffle=False keeps the order of the dataset where the case is aligned: {setup.layout.unaligned_reason}."
         )
-    runner = Runner(setup.recipe, setup.schema)
+    runner = ShardRunner(setup.recipe, setup.schema)
     pins_memory = torch.accelerator.is_available() and (options.pin_memory or is_accelerator(options.transfer))
     if options.balance is None:
         feed = _reading_feed(setup, options, runner, pin_memory=pins_memory)
     else:
         feed = _balanced_feed(setup, options.balance, runner)
-    is_pool = isinstance(feed, Pool)
+    is_pool = isinstance(feed, WorkerFeed)
     if pins_memory and not is_pool:
         feed = FunctionFeed(feed, pin)
     if options.transfer is not None:
@@ -50,19 +50,19 @@ def open_stream(pipeline: Pipeline, options: Options) -> Stream:
     return Stream(setup, runner, feed)
 
 
-def _balanced_feed(setup: Setup, balance: Balance, runner: Runner) -> Feed:
+def _balanced_feed(setup: LoaderSetup, balance: Balance, runner: ShardRunner) -> BatchFeed:
     """Return the feed of balanced steps, on top of a feed that reads ahead, so that not all ranks wait for one slow read."""
     options = setup.options
-    feed = _reading_feed(setup, replace(options, collate_fn=as_samples), runner, pin_memory=False)
+    feed = _reading_feed(setup, replace(options, collate_fn=keep_samples), runner, pin_memory=False)
     if options.ahead and not options.num_workers:
         feed = InThreadFeed(feed, max(options.ahead, setup.layout.gradient_accumulation_steps))
     return BalancedFeed(feed, setup, balance)
 
 
-def _reading_feed(setup: Setup, options: Options, runner: Runner, *, pin_memory: bool) -> Feed:
+def _reading_feed(setup: LoaderSetup, options: Options, runner: ShardRunner, *, pin_memory: bool) -> BatchFeed:
     if not options.num_workers:
         return InProcessFeed(runner, options.collate_fn)
-    pool = Pool(setup.recipe, options, pin_memory=pin_memory)
+    pool = WorkerFeed(setup.recipe, options, pin_memory=pin_memory)
     if pool.uses_fork and setup.ranks.communicator is not None and is_file_store():
         setup.ranks.warn(_FORK_WARNING)
     return pool

@@ -1,8 +1,8 @@
 """Starts and ends worker processes, sends commands to them, receives their messages, and notices when one dies.
 
-    trainer                 thread of the crew                     worker
-    begin(work) ─────bell─► sends the command once the  ──pipe──►  makes messages, while slabs are free
-    work.inboxes[i] ◄────── worker has answered the one  ◄─pipe──  number and message; number and None: idle
+    trainer                 thread of WorkerProcesses              worker
+    begin(run) ──────wake─► sends the command once the  ──pipe──►  makes messages, while slabs are free
+    run.inboxes[i] ◄─────── worker has answered the one  ◄─pipe──  number and message; number and None: idle
     free[i].release() ────────────────────────────────semaphore─►  one more slab is free
 
 One thread alone starts the workers and uses the pipes, so Ctrl-C never leaves half a process or half a message. Both
@@ -30,15 +30,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from rescale_data.engine.board import Board
 from rescale_data.engine.message import Inbox, from_bytes, to_bytes
-from rescale_data.engine.threads import Flag
+from rescale_data.engine.status import WorkerStatus
+from rescale_data.engine.threads import WaitableFlag
 from rescale_data.engine.worker_info import set_worker_info
 from rescale_data.engine.workers import BeginCommand, Worker
 from rescale_data.sources.counts import read_counters
 from rescale_data.sources.decoded.cache import share_budget_with
 
-PRELOAD = ["rescale_data.engine.processes"]
+PRELOADED = ["rescale_data.engine.processes"]
 """Modules that the fork server imports once, before it forks the first worker: code that all workers need, and no data."""
 # The fork server also imports what the trainer has imported of these: pyarrow takes half a second.
 _PIPELINE_MODULES = ("rescale_data.nodes.", "rescale_data.sources.")
@@ -47,7 +47,7 @@ _GRACE_SECONDS = 5.0  # time for a worker to end by itself
 _MAX_TRACEBACK_CHARS = 2000
 
 
-class Work:
+class WorkerRun:
     """The work of the worker processes for one `BeginCommand`, and an inbox for the messages of each.
 
     Args:
@@ -64,7 +64,7 @@ class Work:
         self.inboxes = [Inbox(pin_memory) for _ in range(num_workers)]
 
 
-class Crew:
+class WorkerProcesses:
     """K worker processes, and the thread of the trainer's process that communicates with them.
 
     Args:
@@ -76,17 +76,17 @@ class Crew:
     """
 
     def __init__(self, context: BaseContext, worker: Worker, num_workers: int, seed: list[int]) -> None:
-        self.board = Board(num_workers)
+        self.status = WorkerStatus(num_workers)
         self.failure: Exception | None = None
         self._num_workers, self._trainer_pid = num_workers, os.getpid()
         self.free_slabs = [context.Semaphore(0) for _ in range(num_workers)]
-        self._work: Work | None = None
-        self._bell_reader, self._bell_writer = Pipe(duplex=False)
+        self._worker_run: WorkerRun | None = None
+        self._wake_reader, self._wake_writer = Pipe(duplex=False)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        self._started_flag = Flag()
+        self._started_flag = WaitableFlag()
         args = context, worker, seed
-        self._thread = threading.Thread(target=self._run, args=args, daemon=True, name="rescale_data-crew")
+        self._thread = threading.Thread(target=self._run, args=args, daemon=True, name="rescale_data-workers")
         self._thread.start()
 
     def wait_started(self) -> None:
@@ -95,12 +95,12 @@ class Crew:
         if self.failure is not None:
             raise self.failure
 
-    def begin(self, work: Work) -> None:
+    def begin(self, run: WorkerRun) -> None:
         """Make the workers drop their current work, and begin another one."""
-        self.board.wanted_begin = work.begin_number
-        self._work = work
+        self.status.wanted_command_id = run.begin_number
+        self._worker_run = run
         self._send_failure()
-        self._bell_writer.send_bytes(b".")
+        self._wake_writer.send_bytes(b".")
 
     def end(self, seconds: float = _GRACE_SECONDS) -> None:
         """End the worker processes; kill them if they do not end within `seconds`.
@@ -111,7 +111,7 @@ class Crew:
         # A forked process has no thread, and the workers are its parent's
         if os.getpid() != self._trainer_pid or not self._thread.is_alive():
             return
-        self.begin(Work(None, self._num_workers))
+        self.begin(WorkerRun(None, self._num_workers))
         if threading.current_thread() is self._thread:  # that thread collects garbage, and ends the workers itself
             return
         self._thread.join(seconds)
@@ -137,7 +137,7 @@ class Crew:
     def _start_processes(self, context: BaseContext, worker: Worker, seed: list[int]) -> None:
         for index in range(self._num_workers):
             trainer_end, worker_end = context.Pipe()
-            args = (index, self._num_workers, worker_end, self.free_slabs[index], self.board, worker, [*seed, index])
+            args = (index, self._num_workers, worker_end, self.free_slabs[index], self.status, worker, [*seed, index])
             process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
                 target=_run_worker, args=args, daemon=True, name=f"rescale_data-worker-{index}"
             )
@@ -150,11 +150,11 @@ class Crew:
     def _communicate(self) -> None:
         live_workers = {process.sentinel: worker_index for worker_index, process in enumerate(self._processes)}
         open_pipes = {pipe: worker_index for worker_index, pipe in enumerate(self._pipes)}
-        idle_workers, workers_to_begin, sent_work = set(live_workers.values()), set[int](), None
+        idle_workers, workers_to_begin, sent_run = set(live_workers.values()), set[int](), None
         while live_workers:
-            ready_handles = wait([self._bell_reader, *open_pipes, *live_workers])
-            if self._bell_reader in ready_handles:
-                self._bell_reader.recv_bytes()
+            ready_handles = wait([self._wake_reader, *open_pipes, *live_workers])
+            if self._wake_reader in ready_handles:
+                self._wake_reader.recv_bytes()
             dead_workers = [live_workers.pop(sentinel) for sentinel in list(live_workers) if sentinel in ready_handles]
             for pipe, worker_index in list(open_pipes.items()):
                 while (pipe in ready_handles or worker_index in dead_workers) and pipe.poll():
@@ -164,13 +164,13 @@ class Crew:
             for worker_index in dead_workers:
                 self._processes[worker_index].join()
                 self._fail(worker_index, f"exit code {self._processes[worker_index].exitcode}")
-            if self._work is not sent_work:
-                sent_work, workers_to_begin = self._work, set(live_workers.values())
+            if self._worker_run is not sent_run:
+                sent_run, workers_to_begin = self._worker_run, set(live_workers.values())
                 for worker_index in workers_to_begin - idle_workers:
-                    self.free_slabs[worker_index].release()  # a worker that waits for a slab then looks at the board
+                    self.free_slabs[worker_index].release()  # a worker that waits for a slab then looks at the status
             for worker_index in workers_to_begin & idle_workers:
                 with suppress(OSError):  # the worker is dying, which its sentinel shows later
-                    self._pipes[worker_index].send(sent_work and sent_work.packed_command)
+                    self._pipes[worker_index].send(sent_run and sent_run.packed_command)
             workers_to_begin, idle_workers = workers_to_begin - idle_workers, idle_workers - workers_to_begin
         share_budget_with(id(self), 0)
 
@@ -184,14 +184,14 @@ class Crew:
         except (EOFError, OSError):
             return False
         try:
-            work_number, message = pickle.loads(message_bytes)
+            run_number, message = pickle.loads(message_bytes)
         except Exception as error:  # its memory cannot be mapped here: no file descriptor is left, or the worker died
             self._fail(worker_index, f"the memory of its message is lost, {error!r}")
             return True
         if message is None:
             idle_workers.add(worker_index)
-        elif self._work is not None and work_number == self._work.begin_number:
-            self._work.inboxes[worker_index].messages.put(message)
+        elif self._worker_run is not None and run_number == self._worker_run.begin_number:
+            self._worker_run.inboxes[worker_index].messages.put(message)
         return True
 
     def _fail(self, number: int, reason: str) -> None:
@@ -203,8 +203,8 @@ class Crew:
         self._send_failure()
 
     def _send_failure(self) -> None:
-        if self.failure is not None and self._work is not None:
-            for inbox in self._work.inboxes:
+        if self.failure is not None and self._worker_run is not None:
+            for inbox in self._worker_run.inboxes:
                 inbox.messages.put(self.failure)
 
 
@@ -216,7 +216,7 @@ def _run_worker(
     num_workers: int,
     pipe: Connection,
     slab_semaphore: Any,
-    board: Board,
+    status: WorkerStatus,
     worker: Worker,
     seed: list[int],
 ) -> None:
@@ -230,8 +230,8 @@ def _run_worker(
             begin: BeginCommand = from_bytes(*command)
             try:
                 if not worker.is_attached:
-                    worker.attach(worker_index, board)
-                    read_counters().move_values_to(board.counters(worker_index))
+                    worker.attach(worker_index, status)
+                    read_counters().move_values_to(status.counters(worker_index))
                     worker.watch.start()
                 _reset_semaphore(slab_semaphore, begin.num_slabs)
                 for message in worker.messages(begin, slab_semaphore.acquire):
@@ -259,9 +259,9 @@ def _seed_generators(seed_numbers: list[int]) -> int:
     return seed
 
 
-def _exit_after_parent(trainer: Any) -> None:
+def _exit_after_parent(parent: Any) -> None:
     """End this process once the trainer's process has ended; otherwise workers and their fork server would live on."""
-    while not wait([trainer.sentinel], _CHECK_SECONDS) and _process_exists(trainer.pid):
+    while not wait([parent.sentinel], _CHECK_SECONDS) and _process_exists(parent.pid):
         pass
     os._exit(1)
 
@@ -285,7 +285,7 @@ def context_of(argument: str | BaseContext) -> BaseContext:
         raise ValueError(f"multiprocessing_context={argument!r}: give one of {methods}, or a multiprocessing context.")
     if argument == "forkserver":
         used_modules = sorted(name for name in sys.modules if name.startswith(_PIPELINE_MODULES))
-        multiprocessing.set_forkserver_preload([*PRELOAD, *used_modules, "__main__"])  # no effect if the server runs
+        multiprocessing.set_forkserver_preload([*PRELOADED, *used_modules, "__main__"])  # no effect if the server runs
         forkserver.ensure_running()  # the server imports torch while the trainer builds its model
     return multiprocessing.get_context(argument) if isinstance(argument, str) else argument
 

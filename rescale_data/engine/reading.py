@@ -1,4 +1,4 @@
-"""`Reading`: the iterators, states and counters of a loader, over its stream."""
+"""`BaseLoader`: the iterators, states and counters of a loader, over its stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from rescale_data.engine.ranks.peers import BATCH_MESSAGE, PEEKED_MESSAGE, RESULT
 from rescale_data.engine.reopening import require_reopenable
 from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
-from rescale_data.engine.shared import BatchCounts, SharedCalls, on_first_peer, require_number
+from rescale_data.engine.shared import BatchCounts, PeerCalls, on_first_peer, require_number
 from rescale_data.engine.states.load import load_state_dict as load
 from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
 from rescale_data.engine.states.statedict import state_dict as state_of
@@ -28,7 +28,7 @@ R = TypeVar("R")
 _logger = logging.getLogger("rescale_data")
 _GROUP_CHECK_INTERVAL = 16
 """The number of batches after which an iterator asks again if there is a process group younger than its loader."""
-_MAX_WAITS = 1000
+_NUM_RECENT_WAITS = 1000
 """The number of most recent waits for a batch, from which percentiles are computed."""
 
 
@@ -42,20 +42,20 @@ class BatchIterator(Iterator[Any]):
         return self._next_batch(self)
 
 
-class Reading:
+class BaseLoader:
     """Reads a stream: the base class of `DataLoader`, with all methods that do not depend on its arguments.
 
     Args:
         shared: Makes each call together with the peers of this process, of which the first one alone has a stream.
     """
 
-    def __init__(self, shared: SharedCalls | None) -> None:
+    def __init__(self, shared: PeerCalls | None) -> None:
         self._own_stream: Stream | None = None  # the subclass opens it; peers of the process that reads have none
         self._shared = shared
         self._num_iterators = self._iterator_epoch = 0  # only the newest one is valid, up to the end of this epoch
         self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
-        self._recent_wait_seconds: deque[float] = deque(maxlen=_MAX_WAITS)
+        self._recent_wait_seconds: deque[float] = deque(maxlen=_NUM_RECENT_WAITS)
         # An unreferenced loader is freed at once, with its workers
         weak_warn_slow = weakref.WeakMethod(self._warn_slow)
         self._watch = Watch(SLOW_SECONDS, lambda seconds, frame: (warn := weak_warn_slow()) and warn(seconds, frame))
@@ -87,11 +87,11 @@ class Reading:
         After a load of a state that was saved there iterators are empty until ``next`` of one has raised
         ``StopIteration``. Older iterators are invalid.
         """
-        self._iter()
+        self._begin_iteration()
         return BatchIterator(self._num_iterators, self._take_batch if self._shared is None else self._take_shared_batch)
 
     @on_first_peer(RESULT)
-    def _iter(self) -> None:
+    def _begin_iteration(self) -> None:
         stream = self._stream
         if stream.epoch_ended and not stream.cursor.resumed:
             stream.begin_next_epoch()
@@ -127,7 +127,7 @@ class Reading:
         """
         if not self._stream.is_epoch_over():
             self._stream.start()
-            if not self._stream.feed.is_ahead:
+            if not self._stream.feed.is_prefetching:
                 self._stream.peek()
 
     @on_first_peer(PEEKED_MESSAGE)
@@ -165,15 +165,15 @@ class Reading:
         Raises:
             ValueError: It is another epoch.
         """
-        stream, now = self._stream, self._stream.epoch
+        stream, current = self._stream, self._stream.epoch
         is_resumed_at_end = stream.is_at_end_of_steps and stream.cursor.resumed and not stream.clock.in_step
-        if epoch == now + 1 and stream.is_epoch_over():
+        if epoch == current + 1 and stream.is_epoch_over():
             stream.begin_next_epoch()
-        elif is_resumed_at_end and 0 <= epoch == now - 1:
+        elif is_resumed_at_end and 0 <= epoch == current - 1:
             stream.cursor = stream.cursor._replace(end_of_steps_seen=False)  # a state there does not say if it was
-        elif epoch != now:
+        elif epoch != current:
             raise ValueError(
-                f"set_epoch({epoch}): the loader is in epoch {now}, and moves on to {now + 1} when its last batch has "
+                f"set_epoch({epoch}): the loader is in epoch {current}, and moves on to {current + 1} when its last batch has "
                 f"been taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
             )
 
@@ -251,7 +251,7 @@ class Reading:
 
     @on_first_peer(RESULT)
     def _state_dict(self) -> tuple[dict[str, Any], str]:
-        self._warn_of_threads()
+        self._warn_of_other_thread()
         return state_and_reason(self._stream.cursor, self._stream.ends)
 
     @on_first_peer(RESULT)
@@ -263,7 +263,7 @@ class Reading:
         Raises:
             TypeError: The loader has ``peers=`` and several dp ranks: the first peer alone has the rows.
         """
-        self._warn_of_threads()
+        self._warn_of_other_thread()
         num_dp_ranks = self._stream.layout.dp_world_size
         if self._shared is not None and num_dp_ranks > 1:
             raise TypeError(
@@ -334,7 +334,7 @@ class Reading:
         """Invalidate all iterators, because the ranks or the position have changed."""
         self._num_iterators += 1
 
-    def _warn_of_threads(self) -> None:
+    def _warn_of_other_thread(self) -> None:
         """Warn if another thread takes the batches: a checkpoint would lose the batches that it has queued."""
         iterator_number, thread = self._last_taken
         if iterator_number == self._num_iterators and thread != threading.get_ident():
@@ -383,6 +383,6 @@ class Reading:
 
 
 @on_first_peer(RESULT)
-def call_with_stream(loader: Reading, function: Callable[[Stream], R]) -> R:
+def call_with_stream(loader: BaseLoader, function: Callable[[Stream], R]) -> R:
     """Return ``function(stream)``, computed by the loader's first peer for all peers (collective over the peers)."""
     return function(stream_of(loader))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from weakref import WeakSet
 
 from rescale_data.nodes.base import BaseNode, Node
-from rescale_data.nodes.foreign import as_node, refuse_ranks
+from rescale_data.nodes.foreign import as_node, refuse_rank_readers
 from rescale_data.shard import Shard
 from rescale_data.state import Field
 
@@ -18,7 +18,7 @@ _built_nodes: WeakSet[Node[Any]] = WeakSet()
 Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
 
 History: TypeAlias = list[tuple[int, Mapping[str, Any]]]
-Histories: TypeAlias = Mapping[str, History]
+DataHistories: TypeAlias = Mapping[str, History]
 """The manifests (descriptions of the data) of each source, by the path of its reader: ``(first epoch, manifest)`` pairs.
 
 By the path of a packer, the forms that its samples had (`rescale_data.nodes.form.History`)."""
@@ -52,7 +52,7 @@ class Recipe:
         try:
             shard = Shard(index, self.num_logical_shards, self.seed, self.repeat, self.verify, self.global_batch_size)
             root = as_node(self.pipeline(shard))
-            refuse_ranks(root, shard)
+            refuse_rank_readers(root, shard)
             _require_unique_nodes(root)
             _require_own_shard(root, shard)
             return root

@@ -19,9 +19,9 @@ def require_reopenable(old_stream: Stream, new_stream: Stream) -> None:
         )
     sizes, new_sizes = ((s.layout.global_batch_size, s.layout.micro_batch_size) for s in (old_stream, new_stream))
     is_balanced = old_stream.setup.options.balance is not None or new_stream.setup.options.balance is not None
-    begun, per_step = old_stream.num_in_step, old_stream.layout.gradient_accumulation_steps
-    if begun and (sizes != new_sizes or is_balanced):
+    num_begun, per_step = old_stream.num_in_step, old_stream.layout.gradient_accumulation_steps
+    if num_begun and (sizes != new_sizes or is_balanced):
         raise ValueError(
-            f"reopen() within a step, with another global batch or micro batch: {begun} of its {per_step} micro batches "
-            f"have been taken. Call it when loader.step is {old_stream.step + 1}, after {per_step - begun} more."
+            f"reopen() within a step, with another global batch or micro batch: {num_begun} of its {per_step} micro batches "
+            f"have been taken. Call it when loader.step is {old_stream.step + 1}, after {per_step - num_begun} more."
         )

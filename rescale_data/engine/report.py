@@ -22,7 +22,7 @@ COUNTER_NAMES = (
 )
 
 
-class Spread(NamedTuple):
+class RankSpread(NamedTuple):
     """The minimum, median and maximum of one number over all dp ranks, and the rank with the worst value.
 
     Args:
@@ -35,7 +35,7 @@ class Spread(NamedTuple):
     worst: int
 
 
-class Report(dict[str, Spread]):
+class Report(dict[str, RankSpread]):
     """Statistics over all dp ranks of the numbers of `DataLoader.progress`, by name; ``str()`` returns one line for a log."""
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ def report_over_ranks(values: npt.NDArray[np.float64], first_rank: int = 0) -> R
     spreads = Report()
     for name, rank_values in zip(COUNTER_NAMES, values.T, strict=True):
         worst = rank_values.argmin() if name == READY_COUNTER else rank_values.argmax()
-        spreads[name] = Spread(
+        spreads[name] = RankSpread(
             float(rank_values.min()), float(np.median(rank_values)), float(rank_values.max()), first_rank + int(worst)
         )
     return spreads

@@ -10,15 +10,15 @@ import numpy as np
 
 from rescale_data.engine.collate import collate as stack
 from rescale_data.engine.micro_batch import MicroBatch, TableRows
-from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES, Histories, Recipe
-from rescale_data.engine.schema import Schema, adopt_histories
+from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES, DataHistories, Recipe
+from rescale_data.engine.schema import Schema, set_histories
 from rescale_data.errors import DataStateError
-from rescale_data.layout.turns import Turn
-from rescale_data.nodes.abilities import Proves, WritesMany
+from rescale_data.layout.batch_shards import BatchShards
+from rescale_data.nodes.abilities import ProvesRows, WritesManySamples
 from rescale_data.nodes.base import Node, initial
 from rescale_data.nodes.batch_buffer import BatchBuffer
-from rescale_data.nodes.below import borrow, columns_of, epoch_end, pass_epochs, skip, skip_ahead
-from rescale_data.nodes.bound import SILENT_EPOCHS
+from rescale_data.nodes.below import borrow, columns_of, epoch_end, skip, skip_ahead, skip_epochs
+from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.sources.decoded.interest import record_served_shards
 from rescale_data.state import Ints
@@ -26,11 +26,11 @@ from rescale_data.state import Ints
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
 
-class Exhausted(Exception):
+class NoSamplesLeft(Exception):
     """Error raised if a logical shard has no sample left in this epoch (``repeat=False``)."""
 
 
-class Runner:
+class ShardRunner:
     """Draws samples from the pipelines of logical shards, and keeps the table of their positions.
 
     A pipeline is built when it is first used, and bound to its row, so that each draw moves the row.
@@ -43,15 +43,15 @@ class Runner:
         self._recipe, self.schema = recipe, schema
         self.table = schema.fresh_table(recipe.num_logical_shards)
         self.is_serving = False
-        self._histories: Histories = {}
+        self._histories: DataHistories = {}
         self._built_nodes: dict[int, Node[Any]] = {}
         self._active_nodes: list[Node[Any] | None] = [None] * recipe.num_logical_shards
         self._columns = columns_of(schema.root)
-        self._write_ready = schema.root.write_ready if isinstance(schema.root, WritesMany) else _write_no_rows
+        self._write_ready = schema.root.write_many if isinstance(schema.root, WritesManySamples) else _write_no_rows
         self._sample_counts = self.table[:, SAMPLES]  # a view
-        self._repeated_turns: dict[int, _RepeatedTurn] = {}  # for turns that come again
+        self._repeated_batches: dict[int, _RepeatedBatch] = {}  # for shards that come again
 
-    def load(self, table: Ints, histories: Histories) -> None:
+    def load(self, table: Ints, histories: DataHistories) -> None:
         """Set all positions to the ones in a table; later samples are drawn from there.
 
         Args:
@@ -62,7 +62,7 @@ class Runner:
             self._histories, self._built_nodes = histories, {}
             self.schema.adopt(histories)
         self.table[:], self.is_serving = table, False
-        self._active_nodes, self._repeated_turns = [None] * len(table), {}
+        self._active_nodes, self._repeated_batches = [None] * len(table), {}
 
     def serve(self, shards: Ints) -> None:
         """Set the shards that this process reads from now on; their sources begin to read ahead, and divide the cache."""
@@ -75,53 +75,58 @@ class Runner:
         self.is_serving = False
         record_served_shards(self, (), ())
 
-    def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
-        """Draw one micro batch from the logical shards that `turn` names, and return it with the advanced table rows.
+    def make_micro_batch(self, batch_shards: BatchShards, collate: Collate | None) -> MicroBatch:
+        """Draw one micro batch from the logical shards that `batch_shards` names, and return it with the advanced table rows.
 
         Args:
             collate: Makes a batch of samples. `None` stacks them; pipelines that can write then write them in place.
         """
-        repeated_turn = self._repeated_turns.get(id(turn))
-        if repeated_turn is not None and collate is None:
-            batch = self._write(repeated_turn.nodes, turn.shards)
-            repeated_turn.uncounted_samples += repeated_turn.samples_per_row
+        repeated_batch = self._repeated_batches.get(id(batch_shards))
+        if repeated_batch is not None and collate is None:
+            batch = self._write(repeated_batch.nodes, batch_shards.shards)
+            repeated_batch.samples_to_add += repeated_batch.samples_per_row
             # `tuple.__new__` takes half the time of a call of the class: together 2 % of a packed batch
-            values = repeated_turn.table_rows.copy()
-            rows = tuple.__new__(TableRows, (turn.index, values, repeated_turn.uncounted_samples))
-            return tuple.__new__(MicroBatch, (batch, rows, turn.shards, len(repeated_turn.nodes)))
-        if turn.sample_numbers is not None:  # `_sample_at` counts each sample
+            values = repeated_batch.table_rows.copy()
+            rows = tuple.__new__(TableRows, (batch_shards.index, values, repeated_batch.samples_to_add))
+            return tuple.__new__(MicroBatch, (batch, rows, batch_shards.shards, len(repeated_batch.nodes)))
+        if batch_shards.sample_numbers is not None:  # `_sample_at` counts each sample
             samples = [
-                self._sample_at(*draw) for draw in zip(turn.shards, turn.sample_numbers, turn.is_real, strict=True)
+                self._sample_at(*draw)
+                for draw in zip(batch_shards.shards, batch_shards.sample_numbers, batch_shards.is_real, strict=True)
             ]
-            return self._as_micro_batch((collate or stack)(samples), turn)
+            return self._as_micro_batch((collate or stack)(samples), batch_shards)
         if collate is None and self._columns:
-            nodes = [self._active_nodes[shard] or self._activate(shard) for shard in turn.shards]
-            batch = self._write(nodes, turn.shards)
-            if isinstance(turn.shard_counts, int):
-                self._repeated_turns[id(turn)] = _RepeatedTurn(turn, nodes, self.table[turn.index], turn.shard_counts)
+            nodes = [self._active_nodes[shard] or self._activate_node(shard) for shard in batch_shards.shards]
+            batch = self._write(nodes, batch_shards.shards)
+            if isinstance(batch_shards.shard_counts, int):
+                self._repeated_batches[id(batch_shards)] = _RepeatedBatch(
+                    batch_shards, nodes, self.table[batch_shards.index], batch_shards.shard_counts
+                )
         else:
-            batch = (collate or stack)([self._draw(shard) for shard in turn.shards])
-        self._sample_counts[turn.index] += turn.shard_counts
-        return self._as_micro_batch(batch, turn)
+            batch = (collate or stack)([self._draw(shard) for shard in batch_shards.shards])
+        self._sample_counts[batch_shards.index] += batch_shards.shard_counts
+        return self._as_micro_batch(batch, batch_shards)
 
-    def trace(self, turn: Turn, shards: Container[int]) -> MicroBatch:
+    def make_traced_batch(self, batch_shards: BatchShards, shards: Container[int]) -> MicroBatch:
         """Return one micro batch with the origin of each sample in place of the sample: a list of lines, one for each document.
 
         Args:
             shards: The shards whose samples are drawn. Samples of other shards are left out. In an endless stream their
                 pipelines are not even moved, so the positions of these shards are wrong from there on.
         """
-        sample_lines: list[list[str]] = [[] for _ in turn.shards]
-        for sample_index, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
-            if turn.sample_numbers is not None:
-                self.skip(shard, turn.sample_numbers[sample_index] - int(self._sample_counts[shard]))
+        sample_lines: list[list[str]] = [[] for _ in batch_shards.shards]
+        for sample_index, shard in enumerate(
+            batch_shards.shards if batch_shards.num_real < 0 else batch_shards.shards[: batch_shards.num_real]
+        ):
+            if batch_shards.sample_numbers is not None:
+                self.skip(shard, batch_shards.sample_numbers[sample_index] - int(self._sample_counts[shard]))
             if shard in shards:
                 sample_lines[sample_index] = _origin_lines(self._draw(shard), self._active_nodes[shard])
             elif not self._recipe.repeat:
                 self.skip(shard, 1)
                 continue
             self._sample_counts[shard] += 1
-        return self._as_micro_batch(sample_lines, turn)
+        return self._as_micro_batch(sample_lines, batch_shards)
 
     def skip(self, shard: int, num_samples: int) -> None:
         """Skip samples of a shard, in constant time if its pipeline knows the number of samples in an epoch."""
@@ -129,7 +134,7 @@ class Runner:
         while num_samples:
             node = self._active_nodes[shard]
             if node is None:
-                node = self._activate(shard)
+                node = self._activate_node(shard)
             if epoch_end(node, self._slots(shard)[None], np.array([shard])) is None:
                 num_samples -= skip_ahead(node, num_samples)
                 if num_samples:
@@ -139,7 +144,7 @@ class Runner:
             num_samples -= skip(node, num_samples)
             if num_samples:
                 self._active_nodes[shard] = None
-                num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
+                num_samples -= skip_epochs(node, self._slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
         """Draw up to `num_samples` samples of a shard to find the end of its epoch; call `load` before serving the shard again.
@@ -150,11 +155,11 @@ class Runner:
         for num_drawn in range(num_samples):
             try:
                 self._draw(shard)
-            except Exhausted:
+            except NoSamplesLeft:
                 return num_drawn, self._slots(shard).copy()
         return num_samples, None
 
-    def prove(self, shard: int, samples_left: int) -> None:
+    def verify(self, shard: int, samples_left: int) -> None:
         """Raise ``DataStateError`` unless a shard delivered each row of its epoch once, except its last `samples_left` samples.
 
         These last samples are drawn. A source that ends with them compares the rows that were read with the size of its epoch.
@@ -172,15 +177,17 @@ class Runner:
                 f"fault; go back to a checkpoint from before this epoch and report it."
             )
         for _, inner_node in node.walk():
-            if isinstance(inner_node, Proves):
+            if isinstance(inner_node, ProvesRows):
                 inner_node.verify()
 
     def _slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT_COLUMN:]
 
-    def _as_micro_batch(self, batch: Any, turn: Turn) -> MicroBatch:
-        num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
-        return MicroBatch(batch, TableRows(turn.index, self.table[turn.index].copy()), turn.shards, num_real)
+    def _as_micro_batch(self, batch: Any, batch_shards: BatchShards) -> MicroBatch:
+        num_real = len(batch_shards.shards) if batch_shards.num_real < 0 else batch_shards.num_real
+        return MicroBatch(
+            batch, TableRows(batch_shards.index, self.table[batch_shards.index].copy()), batch_shards.shards, num_real
+        )
 
     def _write(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
         buffer = BatchBuffer(self._columns, len(shards))
@@ -193,15 +200,15 @@ class Runner:
     def _draw(self, shard: int, buffer: BatchBuffer | None = None, row: int = 0) -> Any:
         """Return the next sample of a shard; with a buffer, write the sample into the buffer and return nothing."""
         num_ends = 0  # of epochs
-        while num_ends <= SILENT_EPOCHS:
+        while num_ends <= MAX_EMPTY_EPOCHS:
             node: Any = self._active_nodes[shard]
             if node is None:
-                node = self._activate(shard)
+                node = self._activate_node(shard)
             try:
                 return node.next() if buffer is None else node.write(buffer, row)
             except StopIteration:
                 if not self._recipe.repeat:
-                    raise Exhausted from None
+                    raise NoSamplesLeft from None
                 self._active_nodes[shard], num_ends = None, num_ends + 1  # its row begins the next epoch
             except Exception as error:
                 self._built_nodes.pop(shard, None)  # a torchdata node may stay broken
@@ -237,10 +244,10 @@ class Runner:
 
     def _build(self, shard: int) -> Node[Any]:
         node = self._recipe.build(shard)
-        adopt_histories(node, self._histories)
+        set_histories(node, self._histories)
         return node
 
-    def _activate(self, shard: int) -> Node[Any]:
+    def _activate_node(self, shard: int) -> Node[Any]:
         node = self._built_nodes.get(shard)
         if node is None:
             node = self._built_nodes[shard] = self._build(shard)
@@ -263,25 +270,25 @@ class Runner:
 
 
 @dataclass(slots=True)
-class _RepeatedTurn:
-    """The nodes and the table rows of a turn (the shards that serve one micro batch), kept since later turns are the same.
+class _RepeatedBatch:
+    """The nodes and the table rows of one micro batch, kept because later micro batches have the same shards.
 
     Args:
-        nodes: The node of each sample of the turn.
-        table_rows: A view of the rows of the table that the turn visits.
-        samples_per_row: The number of samples that each of these rows gives in the turn.
-        uncounted_samples: The number of samples that each row has given, and does not count yet, since that is expensive.
+        nodes: The node of each sample.
+        table_rows: A view of the rows of the table that the shards have.
+        samples_per_row: The number of samples that each of these rows gives.
+        samples_to_add: The number of samples that each row has given, and does not count yet, since that is expensive.
     """
 
-    turn: Turn
+    batch_shards: BatchShards
     nodes: list[Node[Any]]
     table_rows: Ints
     samples_per_row: int
-    uncounted_samples: int = 0
+    samples_to_add: int = 0
 
 
 def _write_no_rows(nodes: Sequence[Any], buffer: BatchBuffer, first_row: int) -> int:
-    """Write nothing and return ``first_row``: takes the place of `WritesMany.write_ready` for nodes without it."""
+    """Write nothing and return ``first_row``: takes the place of `WritesManySamples.write_many` for nodes without it."""
     return first_row
 
 

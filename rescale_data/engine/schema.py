@@ -16,15 +16,15 @@ from rescale_data.engine.recipe import (
     NO_REMAINDER,
     SAMPLES,
     STAMP,
-    Histories,
+    DataHistories,
     path_name,
 )
-from rescale_data.nodes.abilities import Adopts, Prepares, Reports
+from rescale_data.nodes.abilities import AdoptsHistory, Prefetches, Reports
 from rescale_data.nodes.base import Node, initial, slots_of
 from rescale_data.nodes.below import epoch_end, has_provenance
 from rescale_data.nodes.foreign import Foreign
 from rescale_data.nodes.form import EARLIER_KEY
-from rescale_data.sources.source import Described
+from rescale_data.sources.source import BaseSource
 from rescale_data.state import Ints, encode, field_of, flatten, position_slots, state_of
 
 NodeParameters: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -33,9 +33,9 @@ NodeParameters: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 def _require_same_provenance(root: Node[Any]) -> None:
     """Raise ``ValueError`` if some readers of the pipeline give the provenance of their rows and others do not."""
-    named = {path_name(path): has_provenance(node) for path, node in root.walk() if node.reads is not None}
-    if len(set(named.values())) > 1:
-        providing, lacking = ([path for path, is_named in named.items() if is_named is flag] for flag in (True, False))
+    provides = {path_name(path): has_provenance(node) for path, node in root.walk() if node.reads is not None}
+    if len(set(provides.values())) > 1:
+        providing, lacking = ([path for path, gives in provides.items() if gives is flag] for flag in (True, False))
         raise ValueError(
             f"The rows of {providing} come with their provenance, those of {lacking} do not. Give provenance=True to every "
             f"rd.Reader of the pipeline, or to none."
@@ -52,7 +52,7 @@ class Schema:
     def __init__(self, root: Node[Any]) -> None:
         _require_same_provenance(root)
         self.root, self._seeds = root, _seeds(root)
-        self.histories: Histories = {}
+        self.histories: DataHistories = {}
         self.fields = (*LOADER_FIELDS, *root.fields)
         field_keys = [field.key for field in (*self.fields, STAMP)]
         duplicates = sorted({key for key in field_keys if field_keys.count(key) > 1})
@@ -117,7 +117,7 @@ class Schema:
         end_of_epoch = self.epoch_end(beginning_table)
         return None if end_of_epoch is None else int(end_of_epoch[0].sum())
 
-    def sources(self) -> dict[str, Described]:
+    def sources(self) -> dict[str, BaseSource]:
         """Return the sources of the pipeline, by the path of the node that reads each."""
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
 
@@ -137,16 +137,16 @@ class Schema:
 
     def _shared_source_names(self) -> set[str]:
         """Return the names that several sources of the pipeline share."""
-        by_name: dict[str, Described] = {}
+        by_name: dict[str, BaseSource] = {}
         return {src.name for src in self.sources().values() if by_name.setdefault(src.name, src) is not src}
 
-    def adopt(self, histories: Histories) -> None:
+    def adopt(self, histories: DataHistories) -> None:
         """Set the manifests of the sources and the earlier sample formats that hold from now on."""
         if histories != self.histories:
             for name in ("sources_json", "pipeline_json"):
                 vars(self).pop(name, None)  # they are made anew
         self.histories = histories
-        adopt_histories(self.root, histories)
+        set_histories(self.root, histories)
 
     def nodes_with_slots(
         self, table: Ints, root: Node[Any] | None = None
@@ -163,7 +163,7 @@ class Schema:
     def prefetch_shards(self, table: Ints, shards: Ints) -> None:
         """Begin to fetch the data that the given shards need first."""
         for _, node, positions in self.nodes_with_slots(table[shards]):
-            if isinstance(node, Prepares):
+            if isinstance(node, Prefetches):
                 node.prepare(positions, shards)
 
     @cached_property
@@ -221,10 +221,10 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
     return parameters
 
 
-def adopt_histories(root: Node[Any], histories: Histories) -> None:
+def set_histories(root: Node[Any], histories: DataHistories) -> None:
     """Give nodes of a pipeline the manifests that their sources have had in the run, or their earlier sample formats."""
     for path, node in root.walk():
-        if isinstance(node, Adopts):
+        if isinstance(node, AdoptsHistory):
             node.adopt(histories.get(path_name(path), ()))
 
 

@@ -7,13 +7,13 @@ from functools import partial
 
 import numpy as np
 
-from rescale_data.engine.recipe import SAMPLES, Histories, History
+from rescale_data.engine.recipe import SAMPLES, DataHistories, History
+from rescale_data.layout.batch_shards import AlignedBatchShards, BatchShardsFunction, UnalignedBatchShards
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.remainder import Remainder
-from rescale_data.layout.turns import AlignedTurns, BalancedTurns, TurnFunction
 from rescale_data.state import Ints
 
-_LOOKAHEAD = 64  # in micro batches of one worker
+_LOOKAHEAD_BATCHES = 64  # in micro batches of one worker
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,58 +23,61 @@ class Segment:
     Args:
         stop: The micro batch after the last one, counted from `Clock.origin`; `None` if there is no last one, or only reading
             can find it.
-        first_u: The first micro batch of the segment.
-        samples: ``int64[N]``, the samples that each shard had delivered at `first_u`; in a remainder, at the beginning of the
-            `Remainder`.
+        first_batch: The first micro batch of the segment.
+        samples: ``int64[N]``, the samples that each shard had delivered at `first_batch`; in a remainder, at the beginning of
+            the `Remainder`.
         samples_left: ``int64[N]``, the samples that each shard had left of the epoch at that time; `None` if only reading can
             find them.
         remainder: The plan of the remainder of an epoch; `None` in the main phase, where the layout is the plan.
-        histories: The data of each source, by epoch (`Histories`).
+        histories: The data of each source, by epoch (`DataHistories`).
         pads: True if batches say which of their samples are real.
         saves_whole_steps: True if the rows of a step count as consumed with its last micro batch (balanced steps).
-        checks_from_u: Up to this micro batch, nothing has to be looked for between two micro batches: no end of the segment, no
+        first_check_u: Up to this micro batch, nothing has to be looked for between two micro batches: no end of the segment, no
             failed proof; else 0.
     """
 
     layout: Layout
     rank: int
     stop: int | None
-    first_u: int = 0
+    first_batch: int = 0
     samples: Ints = field(default_factory=partial(np.zeros, 0, np.int64))
     samples_left: Ints | None = None
     remainder: Remainder | None = None
-    histories: Histories = field(default_factory=dict[str, History])
+    histories: DataHistories = field(default_factory=dict[str, History])
     pads: bool = False
-    checks_from_u: int = 0
+    first_check_u: int = 0
     saves_whole_steps: bool = False
 
-    def turn_function(self, table: Ints) -> TurnFunction:
-        """Return a function (`TurnFunction`) that names the logical shards that this rank serves in a micro batch."""
+    def batch_shards_function(self, table: Ints) -> BatchShardsFunction:
+        """Return a function (`BatchShardsFunction`) that names the logical shards that this rank serves in a micro batch."""
         if self.remainder is not None:
-            return partial(self.remainder.turn, self.rank)
+            return partial(self.remainder.batch_shards, self.rank)
         if self.layout.aligned:
-            return AlignedTurns(self.layout, self.rank).turn
-        return BalancedTurns(self.layout, self.rank, table[:, SAMPLES]).turn
+            return AlignedBatchShards(self.layout, self.rank).batch_shards
+        return UnalignedBatchShards(self.layout, self.rank, table[:, SAMPLES]).batch_shards
 
     def served_shards(self, u: int) -> Ints:
         """Return the shards of the worker that makes micro batch ``u``; in a remainder, only the ones that it serves soon."""
         workers = self.layout.workers_per_rank
         if self.remainder is None:
             return self.layout.served_shards(self.rank, u % workers)
-        upcoming = range(u, min(u + _LOOKAHEAD * workers, self.remainder.num_micro_batches), workers)
+        upcoming = range(u, min(u + _LOOKAHEAD_BATCHES * workers, self.remainder.num_micro_batches), workers)
         return np.unique(
             np.concatenate(
-                [np.arange(len(self.remainder.samples_left))[self.remainder.turn(self.rank, n).index] for n in upcoming]
+                [
+                    np.arange(len(self.remainder.samples_left))[self.remainder.batch_shards(self.rank, n).index]
+                    for n in upcoming
+                ]
             )
         )
 
-    def step_start_u(self, u: int) -> int:
+    def step_start(self, u: int) -> int:
         """Return the first micro batch, within this segment, of the step that contains micro batch ``u``."""
-        return max(self.first_u, u - u % self.layout.gradient_accumulation_steps)
+        return max(self.first_batch, u - u % self.layout.gradient_accumulation_steps)
 
-    def first_unsaved_u(self, u: int) -> int:
+    def first_unsaved_batch(self, u: int) -> int:
         """Return the first micro batch that a state does not include if it is saved before micro batch ``u``."""
-        return self.step_start_u(u) if self.saves_whole_steps else u
+        return self.step_start(u) if self.saves_whole_steps else u
 
     @property
     def is_last(self) -> bool:
@@ -86,7 +89,7 @@ class Segment:
         """Return the samples that each shard delivers in this segment before micro batch ``u``, on all ranks: ``int64[N]``."""
         if self.remainder is not None:
             return self.remainder.samples_delivered(u)
-        return self.layout.samples_delivered(self.samples, self.first_u, u)
+        return self.layout.samples_delivered(self.samples, self.first_batch, u)
 
     def samples_before(self, u: int) -> Ints:
         """Return the samples that each shard has delivered in the run before micro batch ``u``: ``int64[N]``."""

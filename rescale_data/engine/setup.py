@@ -1,4 +1,4 @@
-"""Checks the arguments of a loader, and makes its `Setup`: the pipeline, its schema, the layout and the ranks."""
+"""Checks the arguments of a loader, and makes its `LoaderSetup`: the pipeline, its schema, the layout and the ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe, path_name
 from rescale_data.engine.schema import Schema
 from rescale_data.layout.layout import Layout, default_num_logical_shards
-from rescale_data.nodes.abilities import Proves
+from rescale_data.nodes.abilities import ProvesRows
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader
-from rescale_data.sources.decoded.cache import new_dict_by_owner, owner_of
+from rescale_data.sources.decoded.cache import new_dict_by_owner, owner_id
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
 _FEW_ROWS, _EVEN_ROWS = 8, 20  # rows a shard; from 20 on, an endless stream gives all rows equally often, within 5 %
@@ -28,7 +28,7 @@ _log = logging.getLogger("rescale_data")
 
 
 @dataclass(frozen=True)
-class Setup:
+class LoaderSetup:
     """The checked arguments of a loader, with the recipe, schema, layout and ranks that follow from them."""
 
     options: Options
@@ -43,7 +43,7 @@ class Setup:
         return self.schema.epoch_end(self.schema.fresh_table(self.layout.num_logical_shards)) is not None
 
 
-def make_setup(pipeline: Pipeline, options: Options) -> Setup:
+def make_setup(pipeline: Pipeline, options: Options) -> LoaderSetup:
     """Return the setup of a loader, with defaults; raise if the loader cannot run (collective with a process group)."""
     o = options.global_batch_size
     ranks = find_ranks(options.mesh, options.dp_rank, options.dp_world_size, options.timeout)
@@ -58,7 +58,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> Setup:
     recipe = Recipe(pipeline, layout.num_logical_shards, options.seed, options.repeat, options.verify, o)
     schema = Schema(recipe.build(0))  # shard 0 on every rank, so that the schema is the same in any topology
     _check_memory(schema, layout)
-    setup = Setup(options, recipe, schema, layout, ranks)
+    setup = LoaderSetup(options, recipe, schema, layout, ranks)
     _check_epoch(setup)
     _check_steps(setup)
     _check_shards(setup)
@@ -77,10 +77,10 @@ def make_setup(pipeline: Pipeline, options: Options) -> Setup:
             "epoch_size_is_known": setup.recipe.repeat or setup.epoch_size_is_known,
         }
     )
-    if layout.misfit_reason is not None:
+    if layout.unaligned_reason is not None:
         ranks.warn(
             "Not aligned: %s. Nothing is lost or repeated, but the order depends on this topology.",
-            layout.misfit_reason,
+            layout.unaligned_reason,
         )
     if options.balance is not None and options.balance.over == "rank" and layout.gradient_accumulation_steps == 1:
         ranks.warn(
@@ -98,7 +98,7 @@ def _require_ranks(balance: Balance | None, ranks: Ranks) -> None:
         )
 
 
-def _check_steps(setup: Setup) -> None:
+def _check_steps(setup: LoaderSetup) -> None:
     """Raise ``ValueError`` if `steps_per_epoch` is out of range, or if the pipeline itself knows the size of its epoch."""
     steps_per_epoch = setup.options.steps_per_epoch
     if steps_per_epoch is None:
@@ -150,7 +150,7 @@ def _check_memory(schema: Schema, layout: Layout) -> None:
         )
 
 
-def _check_epoch(setup: Setup) -> None:
+def _check_epoch(setup: LoaderSetup) -> None:
     """Raise ``ValueError`` if an epoch has less than one global batch, or if ranks could not agree on its end."""
     if setup.recipe.repeat:
         return
@@ -174,24 +174,24 @@ def _check_epoch(setup: Setup) -> None:
         )
 
 
-def _warn_if_not_proved(setup: Setup) -> None:
+def _warn_if_not_proved(setup: LoaderSetup) -> None:
     """Warn if `verify` cannot prove an epoch, because some rows are not read by a `Reader`."""
     leaves = {path: node for path, node in setup.schema.root.walk() if len([*node.walk()]) == 1}
-    unproved = [path_name(path) for path, node in leaves.items() if not isinstance(node, Proves)]
+    unproved = [path_name(path) for path, node in leaves.items() if not isinstance(node, ProvesRows)]
     if setup.recipe.verify and unproved:
         setup.ranks.warn(
             "verify=True proves nothing of the rows of %s: only an rd.Reader keeps a digest of what it reads.", unproved
         )
 
 
-def _check_shards(setup: Setup) -> None:
+def _check_shards(setup: LoaderSetup) -> None:
     """Raise if logical shards begin in different states; warn if each opens its own sources, or if the cache is too small."""
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
-    in_sync_sources = [reader.source for reader in readers if reader.rows.step_order]
+    step_ordered_sources = [reader.source for reader in readers if reader.rows.batch_order]
     # shards that read a source in step all read the same fragment at the same time
-    unsynchronized = {id(source): source for source in sources.values() if source not in in_sync_sources}
+    unsynchronized = {id(source): source for source in sources.values() if source not in step_ordered_sources}
     plan_memory = sum(reader.rows.plan_bytes for reader in readers)
     warn_if_thrashing(
         unsynchronized.values(), len(layout.owned_shards(setup.ranks.rank)), plan_memory, num_workers=layout.num_workers
@@ -218,10 +218,10 @@ def _check_shards(setup: Setup) -> None:
 
 def _warn_if_small(readers: Iterable[Reader]) -> None:
     """Warn once about all sources that are small for N: a logical shard has few of their rows, or none in most epochs."""
-    small = [node for node in readers if node.shard.repeat and _is_small(node) and owner_of(node.source) not in _warned]
+    small = [node for node in readers if node.shard.repeat and _is_small(node) and owner_id(node.source) not in _warned]
     if not small:
         return
-    _warned.update((owner_of(node.source), True) for node in small)
+    _warned.update((owner_id(node.source), True) for node in small)
     smallest = min(small, key=lambda node: node.source.num_rows)
     name, num_rows, num_shards = smallest.source.name, smallest.source.num_rows, smallest.shard.num_logical_shards
     _log.warning(

@@ -1,4 +1,4 @@
-"""`SharedCalls`: the calls of a loader that the TP, PP and CP peers of a dp rank share.
+"""`PeerCalls`: the calls of a loader that the TP, PP and CP peers of a dp rank share.
 
 The first peer reads, and sends its batches to the other peers. These build no pipeline, open no file, make no request and start
 no worker. All calls except the numbers, `progress` and `close` are collective over the peers: the first peer makes the call,
@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.message import to_bytes
 from rescale_data.engine.options import Options
 from rescale_data.engine.ranks.find_ranks import MESH_TYPES, ranks_in
-from rescale_data.engine.ranks.meeting import by_dp_rank
-from rescale_data.engine.ranks.peers import BATCH_MESSAGE, RESULT, Peers
+from rescale_data.engine.ranks.meeting import members_by_dp_rank
+from rescale_data.engine.ranks.peers import BATCH_MESSAGE, RESULT, PeerGroup
 from rescale_data.engine.stream import STOP_ITERATION_MESSAGE, Stream
 from rescale_data.engine.transfer import transfer_function
 from rescale_data.errors import require_callable, require_type, to_picklable
@@ -47,7 +47,7 @@ class BatchCounts(NamedTuple):
         return cls() if stream is None else cls(*(_count_or_reason(stream, name) for name in cls._fields))
 
 
-class SharedCalls:
+class PeerCalls:
     """Makes each call of a loader together with its peers: the first peer does the work, and sends the result to the others.
 
     Args:
@@ -72,12 +72,12 @@ class SharedCalls:
         self._transfer = transfer_function(options.transfer)
         arguments = {"pipeline": pipeline, **vars(options)}
         settings = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
-        self._peers = Peers(_peer_ranks(options.peers), options.receives, settings, options.timeout)
+        self._peers = PeerGroup(_peer_ranks(options.peers), options.receives, settings, options.timeout)
         self.counts = BatchCounts() if self._peers.my_index else None
         dp_rank, dp_world_size = options.dp_rank, options.dp_world_size or 1
         # Wait for all processes of the job, also the ones that read nothing, before any read, since reads may fail
         if dp_rank is not None and dist.get_world_size() > 1 and 0 <= dp_rank < dp_world_size > 1:
-            by_dp_rank(dp_rank, dp_world_size, options.timeout)
+            members_by_dp_rank(dp_rank, dp_world_size, options.timeout)
 
     def share_call(self, loader: object, call_text: str, message_kind: int, work: Callable[[], Any]) -> Any:
         """Return the result of the first peer's `work` on all peers; a batch only on peers that receive batches.
@@ -87,10 +87,12 @@ class SharedCalls:
             call_text: The method and its arguments, the same on all peers.
         """
         self._peers.require_no_fork()
-        value = self._receive(call_text) if self._peers.my_index else self._work(loader, call_text, message_kind, work)
+        value = (
+            self._receive(call_text) if self._peers.my_index else self._run_work(loader, call_text, message_kind, work)
+        )
         return self._transfer_batch(value) if message_kind != RESULT and value is not None else value
 
-    def _work(self, loader: Any, call_text: str, message_kind: int, work: Callable[[], Any]) -> Any:
+    def _run_work(self, loader: Any, call_text: str, message_kind: int, work: Callable[[], Any]) -> Any:
         call_digest = self._peers.digest_of(call_text)
         try:
             value = work()

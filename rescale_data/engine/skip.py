@@ -88,7 +88,7 @@ def _enter_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
 
 def _move_cursor(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cursor:
     """Return the cursor at micro batch ``u`` of its segment; each rank advances the table rows that it owns (collective)."""
-    table = call_on_all_ranks(ends.ranks, partial(ends.move, cursor, segment.samples_before(u)))
+    table = call_on_all_ranks(ends.ranks, partial(ends.table_after_skip, cursor, segment.samples_before(u)))
     return cursor._replace(u=u, table=table, owners=ends.owners)
 
 
@@ -96,25 +96,25 @@ def _read_until(cursor: Cursor, segment: Segment, ends: EpochEnds, u: int) -> Cu
     """Read up to micro batch ``u``, or to the end of an epoch's main phase before it; return the cursor there (collective)."""
     layout, samples, table = ends.layout, segment.samples_before(cursor.u), cursor.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
-    until_u, delivered_at_step_end = segment.samples_before(u), segment.samples_before(step_end)
+    delivered_at_u, delivered_at_step_end = segment.samples_before(u), segment.samples_before(step_end)
 
     def find() -> int:
         samples_left = np.full(len(table), _NOT_ENDED)
         ends.runner.load(table, segment.histories)
         for shard in ends.owned.tolist():
-            num_drawn, next_slots = ends.runner.look_ahead(shard, int(until_u[shard] - samples[shard]))
+            num_drawn, next_slots = ends.runner.look_ahead(shard, int(delivered_at_u[shard] - samples[shard]))
             table[shard] = ends.runner.table[shard]
             if next_slots is None:  # it does not end before u; does it end within the next step?
                 num_more_samples, next_slots = ends.runner.look_ahead(
-                    shard, int(delivered_at_step_end[shard] - until_u[shard])
+                    shard, int(delivered_at_step_end[shard] - delivered_at_u[shard])
                 )
                 num_drawn += num_more_samples
             if next_slots is not None:
                 samples_left[shard] = num_drawn
         return max(cursor.u, layout.main_phase_end(samples, samples_left, cursor.u))
 
-    stop_u = int(ends.ranks.gather_ints([call_on_all_ranks(ends.ranks, find)]).min())
-    if stop_u > u:
-        table[ends.owned, SAMPLES] = until_u[ends.owned]
+    stop_batch = int(ends.ranks.gather_ints([call_on_all_ranks(ends.ranks, find)]).min())
+    if stop_batch > u:
+        table[ends.owned, SAMPLES] = delivered_at_u[ends.owned]
         return cursor._replace(table=table, u=u)
-    return _move_cursor(cursor, segment, ends, stop_u)._replace(segment=replace(segment, stop=stop_u))
+    return _move_cursor(cursor, segment, ends, stop_batch)._replace(segment=replace(segment, stop=stop_batch))

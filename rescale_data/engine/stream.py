@@ -8,13 +8,13 @@ from typing import Protocol, runtime_checkable
 
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import EpochEnds
-from rescale_data.engine.feed import Feed
+from rescale_data.engine.feed import BatchFeed
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.next_segment import next_segment
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.runner import Exhausted, Runner
+from rescale_data.engine.runner import NoSamplesLeft, ShardRunner
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.setup import Setup
+from rescale_data.engine.setup import LoaderSetup
 from rescale_data.engine.skip import require_micro_batches, skip
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
@@ -44,13 +44,13 @@ class MicroBatchQueue:
 
     Args:
         segment: The segment; `None` if the feed has not begun.
-        first_u: The number of the first micro batch that the feed makes.
+        first_batch: The number of the first micro batch that the feed makes.
     """
 
     __slots__ = ("is_exhausted", "micro_batches", "next", "segment")
 
-    def __init__(self, segment: Segment | None = None, first_u: int = 0) -> None:
-        self.segment, self.next, self.is_exhausted = segment, first_u, False
+    def __init__(self, segment: Segment | None = None, first_batch: int = 0) -> None:
+        self.segment, self.next, self.is_exhausted = segment, first_batch, False
         self.micro_batches: dict[int, MicroBatch] = {}
 
 
@@ -68,7 +68,7 @@ class Stream:
         last_batch_samples: The number of real samples in the newest batch.
     """
 
-    def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
+    def __init__(self, setup: LoaderSetup, runner: ShardRunner, feed: BatchFeed) -> None:
         self.feed, self.ends, self.last_batch_samples = feed, EpochEnds(setup, runner), 0
         self.schema, self.layout, self._steps_per_epoch = setup.schema, setup.layout, setup.options.steps_per_epoch
         self._pid = 0  # the process in which the feed has begun
@@ -77,7 +77,7 @@ class Stream:
     # The place of the run
 
     @property
-    def setup(self) -> Setup:
+    def setup(self) -> LoaderSetup:
         return self.ends.setup
 
     @property
@@ -227,7 +227,7 @@ class Stream:
         num_micro_batches = require_micro_batches(call, num_samples, self.layout, self.clock, whole_steps=is_balanced)
         if not num_micro_batches:
             return
-        if self.cursor.first_unsaved_u != self.cursor.u:
+        if self.cursor.first_unsaved_batch != self.cursor.u:
             raise ValueError(
                 f"{call} with balance= begins within a step: {self.num_in_step} of its "
                 f"{self.gradient_accumulation_steps} micro batches have been taken. Take the others first."
@@ -252,7 +252,7 @@ class Stream:
     def begin_segment(self) -> Segment | None:
         """Return the segment of the next micro batch, and plan it if needed; `None` at the end of the epoch."""
         segment = self.cursor.segment
-        if segment is not None and self.cursor.u < segment.checks_from_u:
+        if segment is not None and self.cursor.u < segment.first_check_u:
             return segment
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
@@ -269,7 +269,7 @@ class Stream:
         """Return the cursor in the segment of its next micro batch: moved on if its present segment is over."""
         while cursor.segment is not None and not cursor.segment.is_last:
             current = cursor
-            if not self.ends.is_segment_over(current, lambda u, current=current: self._make_until(current, u)):
+            if not self.ends.is_segment_over(current, lambda u, current=current: self._make_batches_until(current, u)):
                 break
             cursor = self._move_to_next_segment(current)
         return cursor
@@ -299,7 +299,7 @@ class Stream:
         """
         micro_batch = self.peek()
         queue, u, cursor = self._queue, self.cursor.u, self.cursor.advanced(micro_batch)
-        if cursor.segment is None or cursor.u >= cursor.segment.checks_from_u:
+        if cursor.segment is None or cursor.u >= cursor.segment.first_check_u:
             try:
                 cursor = self._enter_segment(cursor)
             except BaseException as error:  # also Ctrl-C: it is raised after this batch has arrived
@@ -308,17 +308,17 @@ class Stream:
                 cursor = self._at_epoch_end(cursor)
         self.cursor = cursor
         queue.micro_batches.pop(u, None)
-        if self._steps_per_epoch is not None and self.epoch_ended and not self.feed.is_ahead:
+        if self._steps_per_epoch is not None and self.epoch_ended and not self.feed.is_prefetching:
             self.ends.runner.release_cache()
         return micro_batch
 
     def peek(self) -> MicroBatch:
         """Return the next micro batch without consuming it; raise `StopIteration` at the end of the epoch."""
         segment, steps = self.cursor.segment, self._steps_per_epoch
-        if (segment is None or steps is not None or self.cursor.u >= segment.checks_from_u) and self.is_epoch_over():
+        if (segment is None or steps is not None or self.cursor.u >= segment.first_check_u) and self.is_epoch_over():
             raise StopIteration
         u = self.cursor.u
-        self._make_until(self.cursor, u + 1)
+        self._make_batches_until(self.cursor, u + 1)
         micro_batch = self._queue.micro_batches.get(u)
         if micro_batch is None:
             raise DataStateError(
@@ -332,9 +332,9 @@ class Stream:
     def start(self) -> None:
         """Start the feed at the next micro batch, if it has not started."""
         if self.begin_segment() is not None:
-            self._make_until(self.cursor, self.cursor.u)
+            self._make_batches_until(self.cursor, self.cursor.u)
 
-    def _make_until(self, cursor: Cursor, stop: int) -> int:
+    def _make_batches_until(self, cursor: Cursor, stop: int) -> int:
         """Make micro batches of a segment up to ``stop``, or until a shard ends; return the number of the next micro batch.
 
         The feed starts at the cursor if it has not started there.
@@ -342,7 +342,7 @@ class Stream:
         segment, queue = cursor.segment, self._queue
         if segment is None:
             return cursor.u
-        if self.feed.is_ahead and self._pid not in (0, os.getpid()):
+        if self.feed.is_prefetching and self._pid not in (0, os.getpid()):
             raise RuntimeError(
                 f"This DataLoader reads ahead in process {self._pid}, of which this one is a fork: the workers and threads "
                 f"are not its own. Make another loader here, and load the state into it."
@@ -355,7 +355,7 @@ class Stream:
             try:
                 queue.micro_batches[queue.next] = self.feed.next()
                 queue.next += 1
-            except Exhausted:
+            except NoSamplesLeft:
                 queue.is_exhausted = True
             except BaseException as error:
                 # The runner is past the cursor now: the next call begins at the cursor again. Ctrl-C does not wait for a read.

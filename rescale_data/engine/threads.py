@@ -20,21 +20,21 @@ T = TypeVar("T")
 _SECONDS_AT_EXIT = 5.0
 
 
-class Flag:
+class WaitableFlag:
     """A flag that one thread sets once, and that one other thread may wait for."""
 
     def __init__(self) -> None:
-        self.is_set, self._wakes = False, SimpleQueue[None]()
+        self.is_set, self._wake_queue = False, SimpleQueue[None]()
 
     def set(self) -> None:
         self.is_set = True
-        self._wakes.put(None)
+        self._wake_queue.put(None)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until the flag is set, at most `seconds`; return True if it is set."""
         if not self.is_set:
             with suppress(Empty):
-                self._wakes.get(timeout=seconds)
+                self._wake_queue.get(timeout=seconds)
         return self.is_set
 
 
@@ -85,7 +85,7 @@ class TaskThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks, self._ended_flag = _Tasks(), Flag()
+        self._tasks, self._ended_flag = _Tasks(), WaitableFlag()
         # Puts itself when self is collected; Ctrl-C within a `__del__` would be lost
         owner = ref(self, self._tasks.put)
         args = self._tasks, self._ended_flag, owner
@@ -116,7 +116,7 @@ def call_at_exit(owner: T, function: Callable[[T], object]) -> None:
     _calls_at_exit[owner] = function
 
 
-def _run_tasks(tasks: _Tasks, ended_flag: Flag, owner: ref[TaskThread]) -> None:
+def _run_tasks(tasks: _Tasks, ended_flag: WaitableFlag, owner: ref[TaskThread]) -> None:
     while (task := tasks.get()) is not None and task is not owner:
         task()
         del task  # what it refers to can be collected

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from rescale_data.engine.collate import map_tensors
-from rescale_data.engine.feed import Feed, FunctionFeed
+from rescale_data.engine.feed import BatchFeed, FunctionFeed
 from rescale_data.engine.segment import Segment
 from rescale_data.errors import require_callable
 from rescale_data.state import Ints
@@ -39,7 +39,7 @@ def require_transfer(transfer: object) -> None:
         require_callable(transfer=transfer)
 
 
-def with_transfer(feed: Feed, transfer: Transfer, dp_rank: int, dp_world_size: int) -> Feed:
+def with_transfer(feed: BatchFeed, transfer: Transfer, dp_rank: int, dp_world_size: int) -> BatchFeed:
     """Return a feed that applies a transfer to each batch of another feed."""
     if isinstance(transfer, torch.device | str):
         return ToDevice(feed, torch.device(transfer))
@@ -65,14 +65,14 @@ class ToDevice(FunctionFeed):
     A copy is queued behind the work that training has queued, as if training itself copied with ``non_blocking=True``.
     """
 
-    def __init__(self, feed: Feed, device: torch.device) -> None:
+    def __init__(self, feed: BatchFeed, device: torch.device) -> None:
         super().__init__(feed, partial(_to_device, device))
         self._device, self._device_stream = device, nullcontext()
 
-    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
+    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
         if is_accelerator(self._device):
             self._device_stream: Any = torch.accelerator.current_stream(self._device)
-        super().begin(segment, table, first_u)
+        super().begin(segment, table, first_batch)
 
     def next(self) -> Any:
         with self._device_stream:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from types import FrameType
 
-from rescale_data.engine.threads import Flag
+from rescale_data.engine.threads import WaitableFlag
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import find_shard
 from rescale_data.sources.counts import read_counters
@@ -63,14 +63,14 @@ class Watch:
         self.start_time: float | None = None
         self.report_after_seconds, self._report, self._clock = report_after_seconds, report, clock
         self.thread_id, self.report_made, self._reported_start_time = 0, False, -1.0
-        self._stop_flag = Flag()
+        self._stop_flag = WaitableFlag()
         self._watcher: threading.Thread | None = None
         self._watcher_pid = 0  # the process that has the background thread
 
     def start(self) -> None:
         """Start to watch the calling thread, from a background thread that looks at intervals."""
         if not self.thread_id:
-            self._stop_flag = Flag()
+            self._stop_flag = WaitableFlag()
             args = weakref.ref(self), min(1.0, max(0.01, self.report_after_seconds / 4)), self._stop_flag
             thread = threading.Thread(target=_watch_loop, args=args, daemon=True, name="rescale_data-watch")
             thread.start()
@@ -93,7 +93,7 @@ class Watch:
         self._report(self._clock() - began, frames().get(self.thread_id))
 
 
-def _watch_loop(watch_ref: weakref.ref[Watch], pause_seconds: float, stop_flag: Flag) -> None:
+def _watch_loop(watch_ref: weakref.ref[Watch], pause_seconds: float, stop_flag: WaitableFlag) -> None:
     while not stop_flag.wait(pause_seconds) and (watch := watch_ref()) is not None:
         with suppress(Exception):  # other threads change what it looks at
             watch.report_if_slow()

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from rescale_data.engine.board import Board
 from rescale_data.engine.feed import InProcessFeed
 from rescale_data.engine.message import MAX_MESSAGE_VALUES, Message, PackedValue, Slabs
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.options import Options
 from rescale_data.engine.recipe import Recipe
-from rescale_data.engine.runner import Exhausted, Runner
+from rescale_data.engine.runner import NoSamplesLeft, ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
+from rescale_data.engine.status import WorkerStatus
 from rescale_data.engine.watch import SLOW_SECONDS, Watch, describe
 from rescale_data.errors import to_picklable
 from rescale_data.sources.counts import MADE_BATCHES, MAKE_SECONDS, read_counters
@@ -37,14 +37,14 @@ class BeginCommand:
 
     Args:
         command_id: The number of the command, counted by the pool; a segment may be begun several times.
-        first_u: The first micro batch; worker i makes ``first_u + i``, ``first_u + i + K``, ...
+        first_batch: The first micro batch; worker i makes ``first_u + i``, ``first_u + i + K``, ...
         num_slabs: The number of slabs that a worker uses in turn.
         table: ``int64[N, columns]``, the positions of all logical shards at the first micro batch.
     """
 
     command_id: int
     segment: Segment
-    first_u: int
+    first_batch: int
     num_slabs: int
     table: Ints
 
@@ -57,20 +57,20 @@ class Worker:
         self._report_after_seconds, self.is_attached = SLOW_SECONDS / 2, False  # before the trainer warns
         self._feed: InProcessFeed | None = None
 
-    def attach(self, worker_number: int, board: Board) -> None:
-        """Set the number of this worker, and the shared-memory board on which it reports work that takes long."""
+    def attach(self, worker_number: int, status: WorkerStatus) -> None:
+        """Set the number of this worker, and the shared memory in which it reports work that takes long."""
         if self._init_fn is not None:
             self._init_fn(worker_number)
         self.is_attached = True
-        self._worker_number, self._board = worker_number, board
+        self._worker_number, self._status = worker_number, status
         self.watch = Watch(
-            self._report_after_seconds, lambda _, frame: board.write_activity(worker_number, describe(frame))
+            self._report_after_seconds, lambda _, frame: status.write_activity(worker_number, describe(frame))
         )
 
     def messages(self, command: BeginCommand, await_slab: Callable[[], object]) -> Iterator[Message]:
         """Yield messages with the micro batches of a segment, until other work is wanted or an error occurs.
 
-        An error, or `Exhausted`, is the last value.
+        An error, or `NoSamplesLeft`, is the last value.
 
         The first messages are small, so that the first batch does not wait for more batches.
 
@@ -95,19 +95,21 @@ class Worker:
             slab, max_batches = (slab + 1) % command.num_slabs, min(2 * max_batches, MAX_MESSAGE_VALUES)
 
     def _is_wanted(self, command: BeginCommand) -> bool:
-        return self._board.wanted_begin == command.command_id
+        return self._status.wanted_command_id == command.command_id
 
     def _values(self, command: BeginCommand) -> Iterator[PackedValue]:
-        stop_u = sys.maxsize if command.segment.stop is None else command.segment.stop
+        stop_batch = sys.maxsize if command.segment.stop is None else command.segment.stop
         try:
             feed = self._begin_feed(command)
-            for _ in range(command.first_u + self._worker_number, stop_u, command.segment.layout.workers_per_rank):
+            for _ in range(
+                command.first_batch + self._worker_number, stop_batch, command.segment.layout.workers_per_rank
+            ):
                 if not self._is_wanted(command):
                     return
                 packed_micro_batch = PackedValue(self._make(feed))
                 read_counters().add(MADE_BATCHES, 1)
                 yield packed_micro_batch
-        except Exhausted as error:
+        except NoSamplesLeft as error:
             yield PackedValue(error)
         except Exception as error:
             sendable_error = to_picklable(error)
@@ -115,14 +117,14 @@ class Worker:
             yield PackedValue(sendable_error)
 
     def _begin_feed(self, begin: BeginCommand) -> InProcessFeed:
-        self._board.write_activity(self._worker_number, "")
+        self._status.write_activity(self._worker_number, "")
         read_counters().values[MADE_BATCHES] = 0
         feed = self._feed
         if feed is None:
             schema = Schema(self.recipe.build(0))  # as in the trainer's process
-            feed = self._feed = InProcessFeed(Runner(self.recipe, schema), self._collate)
-        first_u, num_workers = begin.first_u + self._worker_number, begin.segment.layout.workers_per_rank
-        feed.begin(begin.segment, begin.table, first_u, num_workers)
+            feed = self._feed = InProcessFeed(ShardRunner(self.recipe, schema), self._collate)
+        first_batch, num_workers = begin.first_batch + self._worker_number, begin.segment.layout.workers_per_rank
+        feed.begin(begin.segment, begin.table, first_batch, num_workers)
         return feed
 
     def _make(self, feed: InProcessFeed) -> MicroBatch:
@@ -134,5 +136,5 @@ class Worker:
             watch.start_time = None
         if watch.report_made:
             watch.report_made = False
-            self._board.write_activity(self._worker_number, "")
+            self._status.write_activity(self._worker_number, "")
         return micro_batch

@@ -95,8 +95,8 @@ class DataState(pl.Callback):
 
     def _set_accumulation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
         """Set ``accumulate_grad_batches`` to ``steps`` if it may be set and the user has not; else raise if it differs."""
-        is_free = pl_module.automatic_optimization and not isinstance(trainer.strategy, DeepSpeedStrategy)
-        if trainer.accumulate_grad_batches == 1 and is_free and not self._loader_exists:
+        is_settable = pl_module.automatic_optimization and not isinstance(trainer.strategy, DeepSpeedStrategy)
+        if trainer.accumulate_grad_batches == 1 and is_settable and not self._loader_exists:
             trainer.accumulate_grad_batches = steps
         if trainer.accumulate_grad_batches != steps:
             raise ValueError(
@@ -167,28 +167,28 @@ def _undo_partial_step(loop: dict[str, Any], state: SavedState) -> None:
     """
     global_batch_size, dp_world_size, micro_batch_size = state.sizes
     progress = loop["epoch_loop.batch_progress"]
-    num_begun = progress["current"]["ready"] % (global_batch_size // (dp_world_size * micro_batch_size))
-    if num_begun and not state.clock.begun(global_batch_size):
+    num_in_step = progress["current"]["ready"] % (global_batch_size // (dp_world_size * micro_batch_size))
+    if num_in_step and not state.clock.begun(global_batch_size):
         loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it again
         for lightning_counts in (progress["current"], progress["total"]):
             for name in _COUNTER_NAMES:
-                lightning_counts[name] -= num_begun
+                lightning_counts[name] -= num_in_step
 
 
-def _recount(batch_counts: Any, state: SavedState, num_new: int) -> None:
+def _recount(batch_counts: Any, state: SavedState, new_accum: int) -> None:
     """Convert Lightning's counts of micro batches in the epoch to the present number of micro batches a step.
 
     "completed", which is one less in some saves, stays one less.
     """
     global_batch_size, dp_world_size, micro_batch_size = state.sizes
-    num_old = global_batch_size // (dp_world_size * micro_batch_size)
-    steps, num_begun = divmod(batch_counts.ready, num_old)
-    if num_begun and num_old != num_new:
+    old_accum = global_batch_size // (dp_world_size * micro_batch_size)
+    steps, num_in_step = divmod(batch_counts.ready, old_accum)
+    if num_in_step and old_accum != new_accum:
         raise ValueError(
-            f"The checkpoint was saved after {num_begun} of {num_old} micro batches of a step, and the loader now makes "
-            f"{num_new}. Lightning counts micro batches: resume it once with {num_old}, or from a checkpoint at the end of "
+            f"The checkpoint was saved after {num_in_step} of {old_accum} micro batches of a step, and the loader now makes "
+            f"{new_accum}. Lightning counts micro batches: resume it once with {old_accum}, or from a checkpoint at the end of "
             f"a step."
         )
-    count_change = steps * num_new + num_begun - batch_counts.ready
+    count_change = steps * new_accum + num_in_step - batch_counts.ready
     for name in _COUNTER_NAMES:
         setattr(batch_counts, name, getattr(batch_counts, name) + count_change)

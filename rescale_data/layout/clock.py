@@ -68,5 +68,5 @@ class Clock:
             saved_sizes: O, W and b of the save.
         """
         current_sizes = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
-        at_step = not self.begun(saved_sizes[0]) and saved_sizes[0] == current_sizes[0]
-        return self if at_step or saved_sizes == current_sizes else self.restarted(saved_sizes[0])
+        is_at_step_start = not self.begun(saved_sizes[0]) and saved_sizes[0] == current_sizes[0]
+        return self if is_at_step_start or saved_sizes == current_sizes else self.restarted(saved_sizes[0])

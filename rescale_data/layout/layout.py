@@ -105,7 +105,7 @@ class Layout:
         return max(1, self.global_batch_size // self.num_logical_shards)
 
     @property
-    def period(self) -> int:
+    def batch_period(self) -> int:
         """The number of micro batches after which an aligned layout repeats the same sequence of shards."""
         return self.steps_between_visits * self.gradient_accumulation_steps
 
@@ -115,7 +115,7 @@ class Layout:
         return is_aligned(*self._sizes().values())
 
     @cached_property
-    def misfit_reason(self) -> str | None:
+    def unaligned_reason(self) -> str | None:
         """A text that says that the order depends on the topology, with the nearest aligned sizes; `None` if aligned."""
         if self.aligned:
             return None
@@ -144,42 +144,44 @@ class Layout:
         """Return the shards, ascending, that one worker of a rank serves: in the micro batches u with ``u % K == worker``."""
         if not self.aligned:
             return np.array(self.owned_shards(rank, worker), dtype=np.int64)
-        t, m = np.divmod(np.arange(worker, self.period, self.workers_per_rank), self.gradient_accumulation_steps)
+        t, m = np.divmod(np.arange(worker, self.batch_period, self.workers_per_rank), self.gradient_accumulation_steps)
         first_row = rank * self.global_batch_size // self.dp_world_size + m[:, None] * self.micro_batch_size
         batch_rows = first_row + np.arange(self.micro_batch_size)
         return np.unique(batch_rows // self.samples_per_visit * self.steps_between_visits + t[:, None])
 
-    def samples_delivered(self, samples_before: Ints, first_u: int, stop_u: int) -> Ints:
+    def samples_delivered(self, samples_before: Ints, first_batch: int, stop_batch: int) -> Ints:
         """Return the number of samples that each shard delivers in the micro batches ``first_u .. stop_u - 1``.
 
         Args:
-            samples_before: ``int64[N]``, the samples that each has delivered before ``first_u``.
+            samples_before: ``int64[N]``, the samples that each has delivered before ``first_batch``.
 
         Returns:
             ``int64[N]``.
         """
         if self.aligned:
-            return self._samples_since_origin(stop_u) - self._samples_since_origin(first_u)
-        num_turns = self._turns(stop_u) - self._turns(first_u)
+            return self._samples_since_origin(stop_batch) - self._samples_since_origin(first_batch)
+        num_turns = self._turns(stop_batch) - self._turns(first_batch)
         return water_fill(samples_before, num_turns * self.micro_batch_size, self._block_starts)
 
-    def main_phase_end(self, samples: Ints, num_left: Ints, first_u: int) -> int:
+    def main_phase_end(self, samples: Ints, num_left: Ints, first_batch: int) -> int:
         """Return the micro batch at which the main phase of an epoch ends: the last step boundary before a shard runs out.
 
         Args:
-            samples: ``int64[N]``, the samples that each shard has delivered before ``first_u``.
+            samples: ``int64[N]``, the samples that each shard has delivered before ``first_batch``.
             num_left: ``int64[N]``, the samples that each has left.
-            first_u: The next micro batch, counted from `origin`.
+            first_batch: The next micro batch, counted from `origin`.
 
         Returns:
-            u, a multiple of A; less than ``first_u`` if the step that ``first_u`` is part of cannot be completed.
+            u, a multiple of A; less than ``first_batch`` if the step that ``first_batch`` is part of cannot be completed.
         """
         a = self.gradient_accumulation_steps
         if self.aligned:
-            total_samples = num_left + self._samples_since_origin(first_u)
+            total_samples = num_left + self._samples_since_origin(first_batch)
             steps = self._first_visit() + (total_samples // self.samples_per_visit) * self.steps_between_visits
             return int(steps.min()) * a
-        turns = self._turns(first_u) + feasible_picks(samples, num_left, self._block_starts) // self.micro_batch_size
+        turns = (
+            self._turns(first_batch) + feasible_picks(samples, num_left, self._block_starts) // self.micro_batch_size
+        )
         return int((turns * self.workers_per_rank + np.arange(len(turns)) % self.workers_per_rank).min()) // a * a
 
     @cached_property
@@ -200,12 +202,12 @@ class Layout:
     def _samples_since_origin(self, u: int) -> Ints:
         """Return the samples that each shard of an aligned layout delivers before micro batch ``u``: ``int64[N]``."""
         t, m = divmod(u, self.gradient_accumulation_steps)
-        g, c, track = self.steps_between_visits, self.samples_per_visit, self._first_visit()
+        g, c, first_visit = self.steps_between_visits, self.samples_per_visit, self._first_visit()
         row_in_rank = (
             np.arange(self.num_logical_shards, dtype=np.int64) // g * c % (self.global_batch_size // self.dp_world_size)
         )
-        begun_samples = np.clip(m * self.micro_batch_size - row_in_rank, 0, c) * (track == t % g)
-        return (t - track + g - 1) // g * c + begun_samples
+        begun_samples = np.clip(m * self.micro_batch_size - row_in_rank, 0, c) * (first_visit == t % g)
+        return (t - first_visit + g - 1) // g * c + begun_samples
 
 
 def block_of(rank: int, world_size: int, num_logical_shards: int) -> range:
@@ -240,9 +242,8 @@ def _nearest_sizes(start_size: int, size_fits: Callable[[int], bool]) -> list[in
 def default_num_logical_shards(global_batch_size: int) -> int:
     """Return the default number of logical shards, N: 4 times the global batch size O, or less if that is more than 2,048.
 
-    4 * O keeps the order for K = 0, 1, 2 and 4 workers; above 2,048 it costs too much.
-
-    Then it is 2 * O or O; of a larger O the part, not below 256, that most world sizes divide.
+    4 * O keeps the order for K = 0, 1, 2 and 4 workers; above 2,048 it costs too much. Then N is 2 * O or O. If O is more than
+    2,048, N is the divisor of O from 256 to 2,048 that most world sizes divide, or O itself if it has no such divisor.
     """
     o = global_batch_size
     if o <= _MAX_SHARDS:

@@ -15,7 +15,7 @@ _LOADER_COLUMNS, _READER_COLUMNS = 3, 3  # of the table: samples, remainder and 
 
 
 @dataclass(frozen=True)
-class Option:
+class LayoutOption:
     """One topology: dp world size W, micro batch size b, workers K, and A, the micro batches of a rank in one step."""
 
     dp_world_size: int
@@ -34,7 +34,7 @@ class HasRows(Protocol):
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Sequence[Option]):
+class Plan(Sequence[LayoutOption]):
     """The aligned topologies of one or several global batch sizes, in ascending order of W, b and K.
 
     ``print`` shows them as a table, a row for each number of ranks and workers that go with them.
@@ -42,13 +42,13 @@ class Plan(Sequence[Option]):
 
     global_batch_sizes: tuple[int, ...]
     num_logical_shards: int
-    options: tuple[Option, ...]
+    options: tuple[LayoutOption, ...]
     sources: tuple[HasRows, ...]
 
     def __len__(self) -> int:
         return len(self.options)
 
-    def __getitem__(self, index: int) -> Option:  # type: ignore[override]
+    def __getitem__(self, index: int) -> LayoutOption:  # type: ignore[override]
         return self.options[index]
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def plan(
         ValueError: A number is out of range.
 
     Returns:
-        A sequence of `Option` that prints as a table.
+        A sequence of `LayoutOption` that prints as a table.
 
     Example:
         >>> import rescale_data as rd
@@ -119,41 +119,41 @@ def plan(
         6144
     """
     require_type(Sequence, "a list of sources", sources=sources)
-    o_values = _checked_ints(1, global_batch_size=global_batch_size)
+    global_sizes = _checked_ints(1, global_batch_size=global_batch_size)
     worker_counts = _checked_ints(0, num_workers=num_workers)
-    if not o_values:
+    if not global_sizes:
         raise ValueError("global_batch_size is empty: give one O, or those of a ramp.")
-    if max(o_values) > _MAX_SAMPLES:
+    if max(global_sizes) > _MAX_SAMPLES:
         raise ValueError(
-            f"global_batch_size={max(o_values)}: a plan goes through all its divisors, up to {_MAX_SAMPLES}."
+            f"global_batch_size={max(global_sizes)}: a plan goes through all its divisors, up to {_MAX_SAMPLES}."
         )
     _checked_ints(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
-    shard_counts = _default_shard_counts(o_values) if num_logical_shards is None else [num_logical_shards]
+    shard_counts = _default_shard_counts(global_sizes) if num_logical_shards is None else [num_logical_shards]
     plans = {
-        n: _options(o_values, n, micro_batch_size, worker_counts)
+        n: _options(global_sizes, n, micro_batch_size, worker_counts)
         for n in _checked_ints(1, num_logical_shards=shard_counts)
     }
     n, options = max(plans.items(), key=lambda item: (len(item[1]), -item[0]))
-    return Plan(tuple(o_values), n, tuple(options), tuple(sources))
+    return Plan(tuple(global_sizes), n, tuple(options), tuple(sources))
 
 
-def _default_shard_counts(o_values: Sequence[int]) -> list[int]:
+def _default_shard_counts(global_sizes: Sequence[int]) -> list[int]:
     """Return the numbers of logical shards to try for these global batch sizes."""
-    defaults = {default_num_logical_shards(o) for o in o_values}
-    return [*defaults] if len(set(o_values)) == 1 else [*defaults, math.lcm(*o_values), math.gcd(*o_values)]
+    defaults = {default_num_logical_shards(o) for o in global_sizes}
+    return [*defaults] if len(set(global_sizes)) == 1 else [*defaults, math.lcm(*global_sizes), math.gcd(*global_sizes)]
 
 
-def _options(o_values: Sequence[int], n: int, b: int | None, worker_counts: Sequence[int]) -> list[Option]:
-    """Return the topologies that are aligned with every global batch size in ``o_values``."""
-    sizes_gcd = math.gcd(*o_values)
+def _options(global_sizes: Sequence[int], n: int, b: int | None, worker_counts: Sequence[int]) -> list[LayoutOption]:
+    """Return the topologies that are aligned with every global batch size in ``global_sizes``."""
+    sizes_gcd = math.gcd(*global_sizes)
     possible_sizes = [b] if b is not None else _divisors(sizes_gcd)
     return [
-        Option(w, size, k, o_values[0] // (w * size))
+        LayoutOption(w, size, k, global_sizes[0] // (w * size))
         for w in _divisors(sizes_gcd)
         for size in possible_sizes
         if sizes_gcd % (w * size) == 0
         for k in worker_counts
-        if all(is_aligned(n, o, w, size, k) for o in o_values)
+        if all(is_aligned(n, o, w, size, k) for o in global_sizes)
     ]
 
 

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.layout.balance import water_fill
+from rescale_data.layout.batch_shards import BatchShards
 from rescale_data.layout.layout import Layout
-from rescale_data.layout.turns import Turn
 from rescale_data.state import Ints
 
-_Rows: TypeAlias = tuple[Ints, Ints, npt.NDArray[np.bool_]]  # shard, sample number, whether it is real; O each
+_StepSamples: TypeAlias = tuple[Ints, Ints, npt.NDArray[np.bool_]]  # shard, sample number, whether it is real; O each
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Remainder:
     samples_left: Ints
     start_samples: Ints
     pads_last_batch: bool
-    _recent_steps: dict[int, _Rows] = field(default_factory=dict, repr=False)
+    _recent_steps: dict[int, _StepSamples] = field(default_factory=dict, repr=False)
 
     @property
     def num_samples(self) -> int:
@@ -65,9 +65,9 @@ class Remainder:
         t, m = divmod(u, self.layout.gradient_accumulation_steps)
         served = self._num_served(t * self.layout.global_batch_size)
         if m:
-            shards, _, real = self._step_rows(t)
+            shards, _, is_real = self._step_samples(t)
             served = served + np.bincount(
-                shards[real & (self._micro_batch_of_row < m)], minlength=len(self.samples_left)
+                shards[is_real & (self._micro_batch_of_row < m)], minlength=len(self.samples_left)
             )
         return served
 
@@ -78,22 +78,22 @@ class Remainder:
             owner_ranks: The same before it.
         """
         t, m = divmod(u, self.layout.gradient_accumulation_steps)
-        shards, _, real_mask = self._step_rows(t)
+        shards, _, real_mask = self._step_samples(t)
         batch_rows = np.flatnonzero(real_mask & (self._micro_batch_of_row == m))
         new_owner = owner_ranks.copy()  # of a shard that several ranks serve, the highest has its last sample
         new_owner[shards[batch_rows]] = batch_rows // (self.layout.global_batch_size // self.layout.dp_world_size)
         return new_owner
 
-    def turn(self, rank: int, u: int) -> Turn:
+    def batch_shards(self, rank: int, u: int) -> BatchShards:
         """Return the shard and the number of each sample that ``rank`` delivers in micro batch ``u`` of the remainder."""
         layout = self.layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
         first_row = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
         own_rows = slice(first_row, first_row + layout.micro_batch_size)
-        shards, sample_numbers, real_mask = self._step_rows(t)
+        shards, sample_numbers, real_mask = self._step_samples(t)
         shards, sample_numbers, real_mask = shards[own_rows], sample_numbers[own_rows], real_mask[own_rows]
         shard_index, shard_counts = np.unique(shards[real_mask], return_counts=True)
-        return Turn(shards.tolist(), shard_index, shard_counts, sample_numbers.tolist(), int(real_mask.sum()))
+        return BatchShards(shards.tolist(), shard_index, shard_counts, sample_numbers.tolist(), int(real_mask.sum()))
 
     def _num_served(self, num_samples: int) -> Ints:
         """Return how many of the first ``num_samples`` samples of the remainder each shard serves: ``int64[N]``."""
@@ -107,14 +107,14 @@ class Remainder:
         row_in_rank = np.arange(layout.global_batch_size) % (layout.global_batch_size // layout.dp_world_size)
         return row_in_rank // layout.micro_batch_size
 
-    def _step_rows(self, t: int) -> _Rows:
+    def _step_samples(self, t: int) -> _StepSamples:
         """Return the shard and the number of each sample in step ``t`` of the remainder, and a mask of real samples."""
         if t not in self._recent_steps:
             self._recent_steps.clear()
             self._recent_steps[t] = self._make_step(t)
         return self._recent_steps[t]
 
-    def _make_step(self, t: int) -> _Rows:
+    def _make_step(self, t: int) -> _StepSamples:
         o = self.layout.global_batch_size
         served_before, served_after = self._num_served(t * o), self._num_served((t + 1) * o)
         picked_shards = np.repeat(np.arange(len(self.samples_left)), served_after - served_before)

@@ -66,10 +66,10 @@ class StepPlan:
                 group = fill_bins(loads, ones, zeros, self.num_batches)
             rank = self._assign_ranks(group[bin_of], np.zeros(self.num_ranks, dtype=np.int64))
             return rank, _largest_in_middle(loads, group, self.num_batches)[bin_of]
-        level = np.empty(self.num_bins, dtype=np.int64)
-        level[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.num_ranks
-        level_order = permutation(self.num_batches, "balance", self.seed, self.step)
-        return self._assign_ranks(bin_of, level), level_order[level][bin_of]
+        level_of_bin = np.empty(self.num_bins, dtype=np.int64)
+        level_of_bin[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.num_ranks
+        batch_of_level = permutation(self.num_batches, "balance", self.seed, self.step)
+        return self._assign_ranks(bin_of, level_of_bin), batch_of_level[level_of_bin][bin_of]
 
     def num_tokens(self, rank: Ints, micro_batch: Ints) -> Ints:
         """Return the number of tokens in each micro batch of each rank: ``int64[ranks * micro_batches]``."""
@@ -86,8 +86,8 @@ class StepPlan:
             zeros, rank_limit = np.zeros(self.num_ranks, dtype=np.int64), limit * self.num_batches
             rank = _fill_all(self.costs, self.tokens, zeros, rank_limit, min_items=self.num_batches)
             return rank * self.num_batches + _fill_each(self.costs, self.tokens, rank, self.num_batches, limit)
-        first_cost, other_cost = self._level_costs(self.costs)
-        offsets = np.full(self.num_bins, first_cost - other_cost, dtype=np.int64)
+        top_cost, other_cost = self._target_costs(self.costs)
+        offsets = np.full(self.num_bins, top_cost - other_cost, dtype=np.int64)
         offsets[: self.num_ranks] = 0
         return _fill_all(self.costs, self.tokens, offsets, limit)
 
@@ -100,42 +100,42 @@ class StepPlan:
         """
         cost_order = np.lexsort((-self.tokens, -self.costs))
         costs, tokens = np.maximum(self.costs[cost_order], 1), self.tokens[cost_order]
-        first_cost, low = self._level_costs(costs)
-        num_first = self.num_ranks if self.sync_interval == "micro" else 0
+        top_cost, low = self._target_costs(costs)
+        num_top = self.num_ranks if self.sync_interval == "micro" else 0
 
-        def cut(cost_limit: int) -> list[int] | None:
+        def cut_bins(cost_limit: int) -> list[int] | None:
             """Return the first sample of each bin, and the end, if bins of this cost hold all samples; else `None`."""
             other_ends = _bin_ends(costs, tokens, cost_limit, most_tokens)
-            first_ends = _bin_ends(costs, tokens, max(cost_limit, first_cost), most_tokens)
+            top_ends = _bin_ends(costs, tokens, max(cost_limit, top_cost), most_tokens)
             bin_starts, bin_end, max_bin_end = [0], 0, len(costs) - self.num_bins
             for bin_number in range(self.num_bins):
-                bin_end, max_bin_end = (first_ends if bin_number < num_first else other_ends)[bin_end], max_bin_end + 1
+                bin_end, max_bin_end = (top_ends if bin_number < num_top else other_ends)[bin_end], max_bin_end + 1
                 bin_end = min(bin_end, max_bin_end)  # one is left for each other bin
                 bin_starts.append(bin_end)
             return bin_starts if bin_end == len(costs) else None
 
         most_tokens, high = max(self.max_tokens, int(tokens.max())), int(costs[0]) * len(costs)
-        while (bin_starts := cut(high)) is None:
+        while (bin_starts := cut_bins(high)) is None:
             most_tokens += most_tokens // 16 + 1
-        while (new_starts := cut(2 * low)) is None:
+        while (new_starts := cut_bins(2 * low)) is None:
             low *= 2
         bin_starts, high = new_starts, 2 * low
         while high - low > 1 + low // _COST_PRECISION:
             middle = (low + high) // 2
-            new_starts = cut(middle)
+            new_starts = cut_bins(middle)
             low, high, bin_starts = (middle, high, bin_starts) if new_starts is None else (low, middle, new_starts)
         bin_of = np.empty(len(costs), dtype=np.int64)
         bin_of[cost_order] = np.repeat(np.arange(self.num_bins), np.diff(bin_starts))
         return bin_of
 
-    def _level_costs(self, costs: Ints) -> tuple[int, int]:
+    def _target_costs(self, costs: Ints) -> tuple[int, int]:
         """Return the target costs of each rank's first bin, which holds the costliest samples, and of all other bins."""
         total_cost = int(costs.sum())
         mean_cost = -(-total_cost // self.num_bins)
         if self.sync_interval == "step":  # levels do not matter
             return mean_cost, max(1, mean_cost)
-        first_cost = max(int(costs.max()), mean_cost)
-        return first_cost, max(1, (total_cost - first_cost * self.num_ranks) // max(self.num_bins - self.num_ranks, 1))
+        top_cost = max(int(costs.max()), mean_cost)
+        return top_cost, max(1, (total_cost - top_cost * self.num_ranks) // max(self.num_bins - self.num_ranks, 1))
 
     def _assign_ranks(self, group_of_sample: Ints, level_of_group: Ints) -> Ints:
         """Return the rank of each sample, chosen so that few tokens have to move from the ranks that own them.
@@ -155,11 +155,11 @@ class StepPlan:
         rank = np.full(len(level_of_group), -1, dtype=np.int64)
         is_free = np.ones((len(level_of_group) // self.num_ranks, self.num_ranks), dtype=np.bool_)
         while len(groups):
-            is_match = _is_first(groups) & _is_first(level_of_group[groups] * self.num_ranks + candidate_ranks)
+            is_match = _first_mask(groups) & _first_mask(level_of_group[groups] * self.num_ranks + candidate_ranks)
             rank[groups[is_match]] = candidate_ranks[is_match]
             is_free[level_of_group[groups[is_match]], candidate_ranks[is_match]] = False
-            is_left = (rank[groups] < 0) & is_free[level_of_group[groups], candidate_ranks]
-            groups, candidate_ranks = groups[is_left], candidate_ranks[is_left]
+            is_possible = (rank[groups] < 0) & is_free[level_of_group[groups], candidate_ranks]
+            groups, candidate_ranks = groups[is_possible], candidate_ranks[is_possible]
         unassigned = np.flatnonzero(rank < 0)
         rank[unassigned[np.argsort(level_of_group[unassigned], kind="stable")]] = np.nonzero(is_free)[1]
         return rank[group_of_sample]
@@ -190,8 +190,8 @@ def fill_bins(costs: Ints, item_sizes: Ints, loads: Ints, size_limit: int, *, fe
         bins = open_bins[np.argsort(loads[open_bins], kind="stable")][: len(unassigned)]
         items = unassigned[: len(bins)]
         lowest_load = np.minimum.accumulate(loads[bins] + costs[items])  # of the bins that have just taken one
-        in_turn = (loads[bins[1:]] <= lowest_load[:-1]) & (np.cumsum(~needs_item[bins])[1:] <= num_spare)
-        num_turns = 1 + int(np.argmin(np.append(in_turn, False)))
+        can_take_next = (loads[bins[1:]] <= lowest_load[:-1]) & (np.cumsum(~needs_item[bins])[1:] <= num_spare)
+        num_turns = 1 + int(np.argmin(np.append(can_take_next, False)))
         items, bins, unassigned = items[:num_turns], bins[:num_turns], unassigned[num_turns:]
         fits = needs_item[bins] | (used_sizes[bins] <= size_limit - item_sizes[items])
         unassigned, items, bins = np.concatenate([items[~fits], unassigned]), items[fits], bins[fits]
@@ -222,8 +222,8 @@ def _fill_each(costs: Ints, item_sizes: Ints, rank_of_item: Ints, bins_per_rank:
         must_fill_empty = is_empty.sum(axis=1) >= counts[ranks] - turn  # each item that is left goes to an empty bin
         fits = is_empty | (used_sizes[ranks] <= (size_limit - item_sizes[items])[:, None])
         fits = np.where(must_fill_empty[:, None], is_empty, fits)
-        full_cost = loads.max() + 1 + used_sizes[ranks]
-        bin_index = np.argmin(np.where(fits, loads[ranks], full_cost), axis=1)
+        full_bin_load = loads.max() + 1 + used_sizes[ranks]
+        bin_index = np.argmin(np.where(fits, loads[ranks], full_bin_load), axis=1)
         bin_of[items] = bin_index
         loads[ranks, bin_index] += costs[items]
         used_sizes[ranks, bin_index] += item_sizes[items]
@@ -255,7 +255,7 @@ def _largest_in_middle(loads: Ints, group_of_bin: Ints, num_micro_batches: int) 
     return micro_batch
 
 
-def _is_first(values: Ints) -> npt.NDArray[np.bool_]:
+def _first_mask(values: Ints) -> npt.NDArray[np.bool_]:
     """Return a mask of the values that occur for the first time: ``bool[values]``."""
     is_first = np.zeros(len(values), dtype=np.bool_)
     is_first[np.unique(values, return_index=True)[1]] = True

@@ -107,23 +107,23 @@ class HasTexts(Ability):
 # To write in place
 
 
-class Writes(Ability):
+class WritesRows(Ability):
     """A node that writes its samples into the rows of a `BatchBuffer`."""
 
-    writes: ColumnFormats
+    written_columns: ColumnFormats
     """The columns of samples that are dicts of 1-D arrays of known length and dtype; empty if samples are something else."""
 
     @abstractmethod
     def write(self, buffer: BatchBuffer, place: int) -> None:
-        """Draw the next sample into row ``place`` of a buffer of `writes`; the end of an epoch is as in `Node.next`."""
+        """Draw the next sample into row ``place`` of a buffer of `written_columns`; an epoch ends as in `Node.next`."""
 
 
-class WritesMany(Ability):
+class WritesManySamples(Ability):
     """A node class with a function that writes samples of several of its instances in one call."""
 
     @staticmethod
     @abstractmethod
-    def write_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
+    def write_many(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
         """Write the next sample of each node into the buffer, one per row from ``first`` on; stop at one that needs more work.
 
         Args:
@@ -132,7 +132,7 @@ class WritesMany(Ability):
             first: The first row to write.
 
         Returns:
-            The first row that was not written, because a copy is not enough. The caller uses `Writes.write` for it.
+            The first row that was not written, because a copy is not enough. The caller uses `WritesRows.write` for it.
         """
 
 
@@ -153,7 +153,7 @@ class Reports(Ability):
         """
 
 
-class Prepares(Ability):
+class Prefetches(Ability):
     """A node that can begin to fetch data before it is drawn from."""
 
     @abstractmethod
@@ -166,7 +166,7 @@ class Prepares(Ability):
         """
 
 
-class Proves(Ability):
+class ProvesRows(Ability):
     """A node that may keep a digest of the rows that were read (`Shard.verify`)."""
 
     @abstractmethod
@@ -174,21 +174,21 @@ class Proves(Ability):
         """Raise ``DataStateError`` if the position has a digest, and it does not match the rows that were read."""
 
 
-class ReadsBegun(Ability):
+class RereadsDocument(Ability):
     """A node that reads ahead (`READS_AHEAD`) and can read a partly drawn document again without drawing a sample."""
 
-    tells_next: bool
+    reveals_next: bool
     """True if a sample of this node reveals how the next one begins: by the label of its last token."""
 
     @abstractmethod
-    def read_begun(self) -> None:
+    def reread_document(self) -> None:
         """Read the partly drawn document again, so that the node can go on within it."""
 
 
 # To change between the segments of a run; see `rescale_data.nodes.changing`
 
 
-class Adopts(Ability):
+class AdoptsHistory(Ability):
     """A node that needs to know which data or parameters earlier segments of a run used."""
 
     @abstractmethod
@@ -202,7 +202,7 @@ class Adopts(Ability):
 
 
 class HasForm(Ability):
-    """A node with parameters that set only the format of its samples, such as ``seq_len``; it also `Adopts` earlier formats."""
+    """A node with parameters that set only the format of its samples, such as ``seq_len``; it is `AdoptsHistory`, too."""
 
     FORM: frozenset[str]
     """The `Node.parameters` that may differ when a state is loaded, and hold from then on."""
@@ -223,27 +223,27 @@ class MayChange(Ability):
         """Write this node's present parameter values into its initial position ``row``; its other own slots stay 0."""
 
     @abstractmethod
-    def settle(self, position: View) -> None:
+    def apply_changes_at(self, position: View) -> None:
         """Apply changed parameter values from this position on, the beginning of a sample."""
 
     @abstractmethod
-    def pass_blocked(self, position: View) -> None:
+    def skip_blocked_rows(self, position: View) -> None:
         """Move this position, which is at the beginning of a sample, past the rows on a blocklist."""
 
     @abstractmethod
-    def is_blocked(self, position: View) -> bool:
+    def is_on_blocklist(self, position: View) -> bool:
         """True if the sample that was begun at this position is on a new blocklist."""
 
     @abstractmethod
-    def is_lost(self, position: View) -> bool:
+    def is_sample_lost(self, position: View) -> bool:
         """True if the present blocklist and sources no longer show which sample begins at this position."""
 
     @abstractmethod
-    def is_stale(self, position: View) -> bool:
+    def is_outdated(self, position: View) -> bool:
         """True if this position was written with another blocklist, or with the weight of a source that was removed."""
 
     @abstractmethod
-    def is_pending(self, position: View) -> bool:
+    def has_pending_change(self, position: View) -> bool:
         """True if a change between segments has not taken effect yet in this node's own slots of the position."""
 
 
@@ -272,7 +272,7 @@ class Mixes(Ability):
 
     @abstractmethod
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        """Return the earlier parameters that `Adopts.adopt` needs to make windows again that were partly yielded with them.
+        """Return the earlier parameters that `AdoptsHistory.adopt` needs for windows that were partly yielded with them.
 
         Args:
             saved: The `Node.parameters` of this node in the state, with the previous result of this method under "earlier".

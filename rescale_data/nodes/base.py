@@ -31,7 +31,7 @@ from torchdata.nodes import Unbatcher as Unbatcher
 
 from rescale_data.nodes.abilities import MayChange
 from rescale_data.shard import Shard
-from rescale_data.sources.source import Described
+from rescale_data.sources.source import BaseSource
 from rescale_data.state import Field, join_fields, position_slots, require_limits, row_of, slot_offsets, state_of
 
 T = TypeVar("T")
@@ -41,8 +41,8 @@ _NO_CHILDREN: dict[str, Any] = {}  # shared by all leaves: there may be many
 
 
 _BYPASSING_METHODS = {
-    "next": ("open_documents", "texts", "write", "write_ready", "skip", "skip_ahead", "epoch_end"),
-    "write": ("write_ready",),
+    "next": ("open_documents", "texts", "write", "write_many", "skip", "skip_ahead", "epoch_end"),
+    "write": ("write_many",),
     "skip": ("skip_ahead",),
 }
 """For a method, the methods that give, leave out or count samples without calling it (`rescale_data.nodes.abilities`)."""
@@ -87,7 +87,7 @@ class Node(BaseNode[T]):
     """True if this node yields one sample for each sample of its only child, ``source``. A class with a `next` of its own says
     so anew."""
 
-    reads: Described | None = None
+    reads: BaseSource | None = None
     """The source whose rows this node reads, if it reads any itself."""
 
     of_shard: Shard | None = None
@@ -307,5 +307,5 @@ def as_node(node: object) -> Node[Any]:
 
 
 @as_node.register(Node)
-def _identity(node: Node[Any]) -> Node[Any]:
+def _same_node(node: Node[Any]) -> Node[Any]:
     return node

@@ -69,6 +69,6 @@ class BatchBuffer:
 
 def written_sample(node: Any) -> dict[str, Any]:
     """Return the next sample of a node that `Writes`: it writes the sample into a buffer with one row."""
-    buffer = BatchBuffer(node.writes, 1)
+    buffer = BatchBuffer(node.written_columns, 1)
     node.write(buffer, 0)
     return buffer.sample()

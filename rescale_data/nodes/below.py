@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.nodes.abilities import Counts, HasDocuments, HasTexts, MayChange, Mixes, Skips, SkipsAhead, Writes
+from rescale_data.nodes.abilities import Counts, HasDocuments, HasTexts, MayChange, Mixes, Skips, SkipsAhead, WritesRows
 from rescale_data.nodes.base import Node, bind_once, draw_and_drop, record_epoch_end, slots_of
 from rescale_data.nodes.batch_buffer import ColumnFormats
 from rescale_data.nodes.reader import Reader
@@ -61,7 +61,7 @@ def readers_of(node: Node[Any], start: int) -> list[tuple[Reader, int]]:
     return [(reader, start + slots.start) for reader, slots in readers if slots is not None]
 
 
-def pass_epochs(node: Node[Any], row: Ints, shard: int, samples_to_skip: int) -> int:
+def skip_epochs(node: Node[Any], row: Ints, shard: int, samples_to_skip: int) -> int:
     """Advance a node's position by whole epochs, up to the epoch that holds the last of the next ``samples_to_skip`` samples.
 
     Args:
@@ -81,14 +81,14 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, samples_to_skip: int) ->
         return 0
     if not any(reader.rows.is_small or reader.rows.is_growing for reader, _ in readers):  # each epoch is like the next
         epoch_size = int(end[0][0])
-        num_passed = (samples_to_skip - 1) // epoch_size if epoch_size else 0
-        row += num_passed * (end[1][0] - row)
-        return num_passed * epoch_size
+        num_skipped = (samples_to_skip - 1) // epoch_size if epoch_size else 0
+        row += num_skipped * (end[1][0] - row)
+        return num_skipped * epoch_size
     reader, slot = readers[0]
     if not all(inner is reader or inner.one_for_one for inner in nodes):  # a window spans several epochs of a round
         return 0
-    row[slot], num_passed = reader.rows.epoch_after_rows(int(row[slot]), samples_to_skip, shard)
-    return num_passed
+    row[slot], num_skipped = reader.rows.epoch_after_rows(int(row[slot]), samples_to_skip, shard)
+    return num_skipped
 
 
 # Abilities: the node's own method, or what holds for a node without the ability
@@ -120,9 +120,9 @@ def epoch_end(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | 
 
 def epoch_end_of_source(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
     """Return `epoch_end` of a node that yields one sample per sample of its source; its own part of the position stays."""
-    num_own = slot_offsets(node.FIELDS)[-1]
-    end = epoch_end(node.children["source"], rows[:, num_own:], shards)
-    return None if end is None else (end[0], np.concatenate([rows[:, :num_own], end[1]], axis=1))
+    num_own_slots = slot_offsets(node.FIELDS)[-1]
+    end = epoch_end(node.children["source"], rows[:, num_own_slots:], shards)
+    return None if end is None else (end[0], np.concatenate([rows[:, :num_own_slots], end[1]], axis=1))
 
 
 def has_equal_epochs(node: Node[Any]) -> bool:
@@ -201,7 +201,7 @@ def texts_of(node: Node[Any], column: str) -> TextReader | None:
 
 def columns_of(node: Node[Any]) -> ColumnFormats:
     """Return the columns that a node writes; empty if it writes none."""
-    return node.writes if isinstance(node, Writes) else {}
+    return node.written_columns if isinstance(node, WritesRows) else {}
 
 
 def has_provenance(node: Node[Any]) -> bool:

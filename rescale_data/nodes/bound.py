@@ -9,18 +9,18 @@ from rescale_data.nodes.base import Node, View, slots_of
 from rescale_data.nodes.below import find_shard, source_names
 
 _DRAWS_PER_CHECK = 256  # draws between two checks
-SILENT_EPOCHS = 2
+MAX_EMPTY_EPOCHS = 2
 """Whole epochs without a result after which a source is taken to have none."""
 _MAX_EPOCHS_IF_SOME_IDLE = 64
 _MAX_DRAWS = 2**24  # the limit where no source of ours shows progress
 
 
-def limit_silent_epochs(num_silent_epochs: int) -> None:
+def limit_empty_epochs(num_empty_epochs: int) -> None:
     """Raise ``DataStateError`` if an endless stream of documents had no token in more whole epochs than are allowed."""
-    if num_silent_epochs > SILENT_EPOCHS:
+    if num_empty_epochs > MAX_EMPTY_EPOCHS:
         raise DataStateError(
-            f"A logical shard had no token in {SILENT_EPOCHS} whole epochs: its documents are empty, filtered out or dropped. "
-            f"Check the column and the filters, or give fewer logical shards."
+            f"A logical shard had no token in {MAX_EMPTY_EPOCHS} whole epochs: its documents are empty, filtered out or "
+            f"dropped. Check the column and the filters, or give fewer logical shards."
         )
 
 
@@ -61,18 +61,18 @@ class EmptyDrawLimit:
             self._start_positions = positions
             return
         epochs = [new[0] - old[0] for new, old in zip(positions, self._start_positions, strict=True) if new != old]
-        num_idle = len(positions) - len(epochs)
-        required_epochs = _MAX_EPOCHS_IF_SOME_IDLE if num_idle else SILENT_EPOCHS + 1
-        if num_draws >= _MAX_DRAWS if not epochs else min(epochs) > SILENT_EPOCHS and max(epochs) >= required_epochs:
+        num_idle_sources = len(positions) - len(epochs)
+        required_epochs = _MAX_EPOCHS_IF_SOME_IDLE if num_idle_sources else MAX_EMPTY_EPOCHS + 1
+        if num_draws >= _MAX_DRAWS if not epochs else min(epochs) > MAX_EMPTY_EPOCHS and max(epochs) >= required_epochs:
             self._raise_limit_error(num_draws)
 
     def _raise_limit_error(self, num_draws: int) -> None:
         names, shard = ", ".join(source_names(self._node)), find_shard(self._node)
-        in_shard = "" if shard is None else f" in logical shard {shard.index} of {shard.num_logical_shards}"
+        shard_text = "" if shard is None else f" in logical shard {shard.index} of {shard.num_logical_shards}"
         raise DataStateError(
-            f"{self._name} has drawn {num_draws} samples in a row from {names or 'its source'}{in_shard} "
-            f"and kept none, over more than {SILENT_EPOCHS} whole epochs: all were filtered out, skipped or empty. Check the "
-            f"predicate or the column, or give fewer logical shards or more data."
+            f"{self._name} has drawn {num_draws} samples in a row from {names or 'its source'}{shard_text} "
+            f"and kept none, over more than {MAX_EMPTY_EPOCHS} whole epochs: all were filtered out, skipped or empty. Check "
+            f"the predicate or the column, or give fewer logical shards or more data."
         )
 
 

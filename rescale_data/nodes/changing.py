@@ -1,6 +1,6 @@
 """Changes of a pipeline or its data since a state was saved, as they take effect in the nodes.
 
-between documents   the change takes effect (`settle`), and rows on a new blocklist are passed (`pass_blocked`)
+between documents   the change takes effect (`apply_changes_at`), and rows on a new blocklist are passed (`skip_blocked_rows`)
 within a document   the document goes on as it began, and the change waits; if a child or list it needs is gone, it begins again
 
 A `Reader` and a `WeightedSampler` have values in use in their positions (`abilities.MayChange`). The functions here ask them,
@@ -25,7 +25,7 @@ def reread_unit(node: Node[Any]) -> Literal["document", "window"] | None:
     return getattr(node, "WITHIN", None)
 
 
-def settle(node: Node[Any], position: View) -> bool:
+def apply_changes_at(node: Node[Any], position: View) -> bool:
     """Apply changes between segments to a node's position; allowed only if no node will read again from an earlier position.
 
     Some nodes read again from a position, to go on within a document. Such a node passes this call on when it is not within a
@@ -35,70 +35,72 @@ def settle(node: Node[Any], position: View) -> bool:
         True if a begun document or window begins again, because it needs a child or a blocklist that is gone.
     """
     if isinstance(node, MayChange):
-        node.settle(position)
+        node.apply_changes_at(position)
     if not node.READS_AHEAD:
-        return sum(settle(child, position[slots]) for child, slots in changing_children(node)) > 0
+        return sum(apply_changes_at(child, position[slots]) for child, slots in changing_children(node)) > 0
     if reread_unit(node) is None:
         return False
     source, source_position, restarts = node.children["source"], position[slot_offsets(node.FIELDS)[-1] :], False
-    if _is_within(node, position):
+    if _is_begun(node, position):
         restarts = (
-            is_lost(source, source_position) if reread_unit(node) == "document" else is_stale(source, source_position)
+            is_sample_lost(source, source_position)
+            if reread_unit(node) == "document"
+            else is_outdated(source, source_position)
         )
         if not restarts:
             return False
         for slot in position_slots(node.FIELDS):
             position[slot] = 0
-    return settle(source, source_position) or restarts
+    return apply_changes_at(source, source_position) or restarts
 
 
 def apply_changes(node: Node[Any]) -> None:
     """Apply changes between segments to a node; do nothing if a node above will read again from an earlier position."""
     if not node.reread and changing_children(node):
-        settle(node, node.position)
-        pass_blocked(node, node.position)
+        apply_changes_at(node, node.position)
+        skip_blocked_rows(node, node.position)
 
 
-def pass_blocked(node: Node[Any], position: View) -> None:
+def skip_blocked_rows(node: Node[Any], position: View) -> None:
     """Move a position of a node, which is at the beginning of a sample, past the rows on a blocklist."""
     if isinstance(node, MayChange):
-        node.pass_blocked(position)
-    if changing_children(node) and not (node.READS_AHEAD and (reread_unit(node) is None or _is_within(node, position))):
+        node.skip_blocked_rows(position)
+    if changing_children(node) and not (node.READS_AHEAD and (reread_unit(node) is None or _is_begun(node, position))):
         for child, slots in changing_children(node):
-            pass_blocked(child, position[slots])
+            skip_blocked_rows(child, position[slots])
 
 
-def is_blocked(node: Node[Any], position: View) -> bool:
+def is_on_blocklist(node: Node[Any], position: View) -> bool:
     """True if the sample that was begun at a position of a node is on a new blocklist."""
     if isinstance(node, MayChange):
-        return node.is_blocked(position)
-    return is_blocked(*_source(node, position)) if node.one_for_one else is_lost(node, position)
+        return node.is_on_blocklist(position)
+    return is_on_blocklist(*_source(node, position)) if node.one_for_one else is_sample_lost(node, position)
 
 
-def is_lost(node: Node[Any], position: View) -> bool:
+def is_sample_lost(node: Node[Any], position: View) -> bool:
     """True if the present blocklist and sources no longer show which sample begins at a position of a node."""
     if isinstance(node, MayChange):
-        return node.is_lost(position)
-    return is_lost(*_source(node, position)) if node.one_for_one else is_stale(node, position)
+        return node.is_sample_lost(position)
+    return is_sample_lost(*_source(node, position)) if node.one_for_one else is_outdated(node, position)
 
 
-def is_stale(node: Node[Any], position: View) -> bool:
+def is_outdated(node: Node[Any], position: View) -> bool:
     """True if a position was written with another blocklist, or with the weight of a source that was removed."""
-    if isinstance(node, MayChange) and node.is_stale(position):
+    if isinstance(node, MayChange) and node.is_outdated(position):
         return True
-    return any(is_stale(child, position[slots]) for child, slots in changing_children(node))
+    return any(is_outdated(child, position[slots]) for child, slots in changing_children(node))
 
 
-def is_pending(node: Node[Any], position: View) -> bool:
-    """True if a change between segments has not taken effect yet in a position of a node (`settle`)."""
-    if isinstance(node, MayChange) and node.is_pending(position):
+def has_pending_change(node: Node[Any], position: View) -> bool:
+    """True if a change between segments has not taken effect yet in a position of a node (`apply_changes_at`)."""
+    if isinstance(node, MayChange) and node.has_pending_change(position):
         return True
-    return any(is_pending(child, position[slots]) for child, slots in changing_children(node))
+    return any(has_pending_change(child, position[slots]) for child, slots in changing_children(node))
 
 
 def _source(node: Node[Any], position: View) -> tuple[Node[Any], View]:
     return node.children["source"], position[slot_offsets(node.FIELDS)[-1] :]
 
 
-def _is_within(node: Node[Any], position: View) -> bool:
+def _is_begun(node: Node[Any], position: View) -> bool:
     return any(position[slot] for slot in position_slots(node.FIELDS))

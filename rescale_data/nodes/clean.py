@@ -14,11 +14,11 @@ from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.changing import apply_changes
 from rescale_data.nodes.column import tokens_of_sample
 from rescale_data.nodes.reading.documents import DocumentReader
-from rescale_data.nodes.reading.picked import PickedDocuments
+from rescale_data.nodes.reading.picked import EditedDocuments
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
-_PIECE, _SHORT = 0, 1
+_PIECE_SLOT, _SHORT_SLOT = 0, 1
 
 
 class CleanDocuments(Node[dict[str, Any]]):
@@ -80,11 +80,11 @@ class CleanDocuments(Node[dict[str, Any]]):
         num_empty = 0
         while not self._is_epoch_over:
             pieces = self._current_pieces()
-            piece_number = self.position[_PIECE]
+            piece_number = self.position[_PIECE_SLOT]
             if piece_number + 1 >= len(pieces):
                 self._to_next_document()
             else:
-                self.position[_PIECE] = piece_number + 1
+                self.position[_PIECE_SLOT] = piece_number + 1
             if piece_number < len(pieces):
                 return {**self._sample, self.column: self._tokens[pieces[piece_number]]}
             num_empty = self._draw_limit.count_empty_draws(num_empty)
@@ -94,7 +94,9 @@ class CleanDocuments(Node[dict[str, Any]]):
         if column != self.column:
             return None
         documents, limit = open_documents(self._source, column), EmptyDrawLimit(self._source, type(self).__name__)
-        return documents and PickedDocuments(documents, self._all_pieces, limit, dropped_slot=_SHORT, piece_slot=_PIECE)
+        return documents and EditedDocuments(
+            documents, self._all_pieces, limit, dropped_slot=_SHORT_SLOT, piece_slot=_PIECE_SLOT
+        )
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return dtype_of(self._source, column)
@@ -123,7 +125,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         }
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        return {"short_documents": float(rows[:, _SHORT].sum())}
+        return {"short_documents": float(rows[:, _SHORT_SLOT].sum())}
 
     def _current_pieces(self) -> list[slice]:
         """Return the pieces of the current document, read if needed; none if it is too short or the epoch has ended."""
@@ -138,10 +140,10 @@ class CleanDocuments(Node[dict[str, Any]]):
                 return []
             self._tokens = tokens_of_sample(self._sample, self.column, type(self).__name__, self._source)
             self._pieces = self.pieces(self._tokens.data)
-            self.position[_SHORT] += not self._pieces
+            self.position[_SHORT_SLOT] += not self._pieces
         return self._pieces
 
     def _to_next_document(self) -> None:
         self._bookmark[:] = self._source.position
-        self.position[_PIECE] = 0
+        self.position[_PIECE_SLOT] = 0
         self._pieces = None

@@ -11,8 +11,8 @@ import torch
 
 from rescale_data.nodes.base import Node, View, go_to
 from rescale_data.nodes.below import may_change, open_documents
-from rescale_data.nodes.changing import pass_blocked
-from rescale_data.nodes.guard import add_location_note, describe
+from rescale_data.nodes.changing import skip_blocked_rows
+from rescale_data.nodes.error_handler import add_location_note, describe
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
@@ -83,13 +83,13 @@ class ColumnDocuments:
             raise
         next_position = copy_of(self._node.position)
         if self._has_changeable_node:
-            pass_blocked(self._node, next_position)
+            skip_blocked_rows(self._node, next_position)
         owner = document_values if len(document_values) > 1 else None
         return Spans.of_one_document(tokens, PositionUpdates.between(position, next_position), owner)
 
     def begin_next_epoch(self, position: memoryview) -> None:
         position[:] = self._node.position
-        pass_blocked(self._node, position)
+        skip_blocked_rows(self._node, position)
 
 
 def tokens_of_sample(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:

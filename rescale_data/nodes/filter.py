@@ -15,11 +15,11 @@ from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import dtype_of, open_documents, source_names
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import ColumnDocuments, DocumentsUntilError
+from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.function import function_identity
-from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
-from rescale_data.nodes.reading.picked import PickedDocuments
+from rescale_data.nodes.reading.picked import EditedDocuments
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
@@ -72,7 +72,7 @@ class Filter(Node[Any]):
         self._fn_identity = function_identity(predicate, version)
         self.predicate = predicate
         self._source = self.children["source"]
-        self._error_handler, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
+        self._error_handler, self._draw_limit = error_handler(self, on_error), EmptyDrawLimit(self)
         self._predicate_name = (
             f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(source_names(self))}"
         )
@@ -103,7 +103,7 @@ class Filter(Node[Any]):
         if documents is None or dtype is None:
             return None
         limit = EmptyDrawLimit(self._source, type(self).__name__)
-        picked_documents = PickedDocuments(documents, partial(self._pieces, column, dtype), limit, dropped_slot=0)
+        picked_documents = EditedDocuments(documents, partial(self._pieces, column, dtype), limit, dropped_slot=0)
         return DocumentsUntilError(picked_documents, partial(ColumnDocuments, self, column, "Filter"))
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:

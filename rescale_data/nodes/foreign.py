@@ -23,15 +23,15 @@ from rescale_data.nodes.base import (
     View,
     as_node,
 )
-from rescale_data.nodes.guard import guard_of
+from rescale_data.nodes.error_handler import error_handler
 from rescale_data.shard import Shard
 from rescale_data.state import Field, field_of, flatten, row_of, state_of
 
 T = TypeVar("T")
 
-_NUM_COMPARED = 8
+_NUM_COMPARED_INDICES = 8
 _UNSUPPORTED_SAMPLER = "StatefulDistributedSampler"  # by name, because importing it would import torchdata's loader
-_STATUS_FIELD = Field(("begun",))
+_BEGUN_FIELD = Field(("begun",))
 _UNBATCHER_KEYS = {Unbatcher.SOURCE_KEY, Unbatcher.BATCH_IDX_KEY}
 _STATUS_AS_BUILT, _STATUS_EPOCH_START, _STATUS_WITHIN_EPOCH = range(3)
 
@@ -48,7 +48,7 @@ class Foreign(Node[T]):
         self.wrapped_node = node
         self._samplers = [inner for inner in _all_below(node) if isinstance(inner, SamplerWrapper)]
         self._built_state = node.state_dict()
-        self.FIELDS = (_STATUS_FIELD, *(field_of(path, value) for path, value in flatten(self._built_state)))
+        self.FIELDS = (_BEGUN_FIELD, *(field_of(path, value) for path, value in flatten(self._built_state)))
         super().__init__()
 
     def seek(self) -> None:
@@ -84,13 +84,13 @@ class Foreign(Node[T]):
 
     def _reset(self, position: View) -> None:
         state = state_of(self.fields, position)
-        as_built = state.pop(_STATUS_FIELD.key) == _STATUS_AS_BUILT
+        as_built = state.pop(_BEGUN_FIELD.key) == _STATUS_AS_BUILT
         # the node may go on writing into the state that it receives
         self.wrapped_node.reset(_with_unbatcher_copies(copy.deepcopy(self._built_state) if as_built else state))
 
     def _save_state(self, position: View, status: int) -> None:
         position[:] = row_of(
-            self.fields, {_STATUS_FIELD.key: status, **self.wrapped_node.state_dict()}, type(self.wrapped_node).__name__
+            self.fields, {_BEGUN_FIELD.key: status, **self.wrapped_node.state_dict()}, type(self.wrapped_node).__name__
         )
 
     def parameters(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class MappedNode(Node[Any]):
     def __init__(self, mapper: ParallelMapper[Any]) -> None:
         super().__init__(source=mapper.source)
         self._map = mapper.map_fn
-        self._error_handler = guard_of(self, "raise", "in the function of Mapper, given")
+        self._error_handler = error_handler(self, "raise", "in the function of Mapper, given")
 
     def next(self) -> Any:
         sample = next(self.children["source"])
@@ -146,7 +146,7 @@ def _wrap(node: BaseNode[Any]) -> Node[Any]:
     return MappedNode(node) if isinstance(node, ParallelMapper) else Foreign(node)
 
 
-def refuse_ranks(root: Node[Any], shard: Shard) -> None:
+def refuse_rank_readers(root: Node[Any], shard: Shard) -> None:
     """Raise ``TypeError`` if a part of the pipeline reads the rows of a rank instead of the rows of a logical shard."""
     for _, node in root.walk():
         for obj in _objects_with_ranks(node.wrapped_node) if isinstance(node, Foreign) else ():
@@ -191,7 +191,7 @@ def _refuse_one_pass(node: BaseNode[Any]) -> None:
             f"second epoch could begin it again. Give an object whose __iter__ begins anew, or use rd.IterableSource."
         )
     if isinstance(node, SamplerWrapper):
-        first_order, second_order = (list(islice(iter(node.sampler), _NUM_COMPARED)) for _ in range(2))
+        first_order, second_order = (list(islice(iter(node.sampler), _NUM_COMPARED_INDICES)) for _ in range(2))
         if str(first_order) != str(second_order):
             raise TypeError(
                 f"The {type(wrapped).__name__} of SamplerWrapper yields another order each time ({first_order}, then "

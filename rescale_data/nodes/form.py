@@ -61,11 +61,11 @@ def stages(emitted_counts: int, history: ParameterHistory, present_format: Stage
     yield present_format
 
 
-def begin_form(emitted: Ints) -> None:
-    """Begin a new sample format: count the samples yielded so far under the previous one; ``emitted`` changes in place."""
-    if (emitted >> (2 * _BITS_PER_COUNT)).any():
+def begin_form(emitted_counts: Ints) -> None:
+    """Begin a new sample format: count the samples yielded so far under the previous one, in place."""
+    if (emitted_counts >> (2 * _BITS_PER_COUNT)).any():
         raise DataStateError(
             "A third change of seq_len, max_documents or limits within one window of a WholeDocumentPacker. Train on with the "
             "form before until the logical shards have begun their next windows."
         )
-    emitted <<= _BITS_PER_COUNT
+    emitted_counts <<= _BITS_PER_COUNT

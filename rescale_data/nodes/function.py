@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-CODE, VERSION = "fn.code", "version"
+CODE_KEY, VERSION = "fn.code", "version"
 """Parameter names. When a state is loaded, changed code only logs a warning; versions are compared if both sides have one."""
 
 
@@ -28,7 +28,7 @@ def function_identity(fn: Any, version: str | int | None) -> dict[str, Any]:
     while isinstance(fn, functools.partial):
         fn = fn.func
     definition: Any = fn if hasattr(fn, "__qualname__") else type(fn)
-    return {CODE: {"name": definition.__qualname__, "source": _digest(definition)}}
+    return {CODE_KEY: {"name": definition.__qualname__, "source": _digest(definition)}}
 
 
 def _digest(definition: Any) -> str:

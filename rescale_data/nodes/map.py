@@ -11,8 +11,8 @@ from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import num_nodes_below, place, shard_of
 from rescale_data.nodes.bound import EmptyDrawLimit
+from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.function import function_identity
-from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import copy_provenance
 from rescale_data.order import generator
 from rescale_data.shard import Shard
@@ -39,7 +39,7 @@ class PerSample(Node[Any]):
         self._fn_identity = function_identity(fn, version)
         self.fn = fn
         self._source = self.children["source"]
-        self._error_handler, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
+        self._error_handler, self._draw_limit = error_handler(self, on_error), EmptyDrawLimit(self)
         self.one_for_one = self.one_for_one and not self._error_handler.skips
 
     def next(self) -> Any:

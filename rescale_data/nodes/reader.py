@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import Node, View, draw_and_drop
-from rescale_data.nodes.guard import OnError, guard_of
+from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.blocklist import Blocklist, ExcludedRows, blocklist_of
 from rescale_data.nodes.reading.chunks import ChunkFetcher
@@ -21,11 +21,11 @@ from rescale_data.nodes.reading.fetching import FragmentPrefetcher
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
 from rescale_data.nodes.reading.proof import RowDigestChecker
 from rescale_data.nodes.reading.rows import DEFAULT_WINDOW_ROWS, ShardRows, WindowPlan, check_order, reader_numbers
-from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.nodes.reading.spans import PositionUpdates
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.decoded.cache import cache_share, owner_of
+from rescale_data.sources.decoded.cache import cache_share, owner_id
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import FiledSource, Source, TokenSource
 from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
@@ -124,7 +124,7 @@ class Reader(Node[Any]):
         self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.LISTED)
         super().__init__()
         self.shuffle, self.provenance, self._adds_provenance = shuffle, provenance or shard.provenance, provenance
-        self._guard = guard_of(self, on_error, "while reading", self.source.faults)
+        self._error_handler = error_handler(self, on_error, "while reading", self.source.faults)
         check_order(shard, shuffle, by_global_batch)
         self._by_global_batch = by_global_batch
         self._arguments: dict[str, Any] = {
@@ -140,12 +140,12 @@ class Reader(Node[Any]):
         self._document_column: str | None = None  # the column that is read without its rows
         self._is_epoch_over = self._cuts_fragments = False
         self._drawn_row = -1
-        self._share: ShardShare | None = None
+        self._share: ShardRowRanges | None = None
         source = self.source
         if source.batch_rows > 1:
             self._chunk_fetcher = ChunkFetcher(source)
         if source.reads_ahead and source.fragments is not None:
-            self._prefetcher = FragmentPrefetcher(source, source.fragments, owner_of(source), self.rows.rows_per_window)
+            self._prefetcher = FragmentPrefetcher(source, source.fragments, owner_id(source), self.rows.rows_per_window)
         if shard.verify:
             self._row_checker = RowDigestChecker(self)
         self._only_row_advances = not shard.verify and not self._leaves_out_rows
@@ -168,7 +168,7 @@ class Reader(Node[Any]):
             self._rows = shard_rows
         return shard_rows
 
-    def is_like(self, other: object) -> bool:
+    def reads_alike(self, other: object) -> bool:
         """True if ``other`` is a reader that differs from this one in its shard alone; false for a user's subclass."""
         return (
             type(self) is Reader
@@ -194,12 +194,12 @@ class Reader(Node[Any]):
         return self._reader_number, self.shard.index
 
     @property
-    def farthest(self) -> int:
+    def farthest_epoch(self) -> int:
         """The highest epoch that has been read."""
         return self._farthest_epoch if self._rows is None else max(self._farthest_epoch, self._rows.farthest_epoch)
 
     def drop_order(self) -> None:
-        self._farthest_epoch = self.farthest
+        self._farthest_epoch = self.farthest_epoch
         self._rows = self._share = None
         if self._on_evict is not None:
             self._on_evict()
@@ -211,7 +211,7 @@ class Reader(Node[Any]):
     def seek(self) -> None:
         self._is_epoch_over = False
         if not self._by_global_batch:
-            num_shards = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
+            num_shards = len(served_shards(owner_id(self.source), self.shard.num_logical_shards))
             self._cuts_fragments = self.source.cuts_pay(num_shards, packed=self._document_column is not None)
 
     def next(self) -> Any:
@@ -227,7 +227,7 @@ class Reader(Node[Any]):
             try:
                 sample = self._read_sample(plan, plan_index)
             except Exception as error:
-                sample = self._guard.handle_error(error, self.locate(), position[2])
+                sample = self._error_handler.handle_error(error, self.locate(), position[2])
                 if sample is None:
                     self.advance(position, 1)
                     position[2] += 1
@@ -240,7 +240,7 @@ class Reader(Node[Any]):
             return with_provenance(sample, self.locate()) if has_provenance else sample
 
     def skip(self, num_samples: int) -> int:
-        if self._guard.skips:  # only reading shows which rows are samples
+        if self._error_handler.skips:  # only reading shows which rows are samples
             return draw_and_drop(self, num_samples)
         num_left = num_samples
         while num_left and not self._is_epoch_over and self.to_next_row(self.position):
@@ -254,13 +254,13 @@ class Reader(Node[Any]):
         epoch, row = self.position[0], self.position[1]
         if row + num_rows > self.rows.num_epoch_rows(epoch):
             num_rows = min(num_rows, self.rows.epoch_end(epoch, self.shard.index)[0] - row)
-        stop_row, num_behind = row + num_rows, num_rows
+        stop_row, num_to_advance = row + num_rows, num_rows
         if stop_row > self.rows.num_epoch_rows(epoch):  # it goes on at once to other epochs
             self.position[0], num_before = self.rows.epoch_after_rows(epoch, stop_row, self.shard.index)
-            self.position[1], num_behind = 0, stop_row - num_before
+            self.position[1], num_to_advance = 0, stop_row - num_before
             if self._row_checker is not None:
                 self.position[3] = 0
-        self.advance(self.position, num_behind)
+        self.advance(self.position, num_to_advance)
         return num_rows
 
     # Moves of a position: to the next row that is not left out, past rows, to the next epoch
@@ -302,7 +302,7 @@ class Reader(Node[Any]):
         """Move a position whose epoch has only blocked rows left to the first row of the next epoch that is not blocked."""
         self.to_next_row(position)
         self.begin_next_epoch(position)
-        self.pass_blocked(position)
+        self.skip_blocked_rows(position)
 
     def advances_by_one(self, epoch: int) -> bool:
         """True if reading any row of an epoch only adds 1 to the row number in the position."""
@@ -322,7 +322,7 @@ class Reader(Node[Any]):
         if self.rows.continues_round(start[0]):  # the shard has no other row in this epoch
             next_position = copy_of(start)
             self.advance(next_position, num_rows)
-            self.pass_blocked(next_position)
+            self.skip_blocked_rows(next_position)
             return None, PositionUpdates.between(position, next_position)
         if self._only_row_advances and start == position:
             ends = np.arange(start[1] + 1, start[1] + num_rows + 1)
@@ -339,7 +339,7 @@ class Reader(Node[Any]):
             positions[:, 3] = digests[num_passed - 1]
         if self._blocklist is not None:
             positions[:, _BLOCKED] += num_passed - np.arange(1, len(unblocked) + 1)
-        self.pass_blocked(positions[-1].data)
+        self.skip_blocked_rows(positions[-1].data)
         slots = np.flatnonzero((positions != np.asarray(position)).any(axis=0))
         return unblocked, PositionUpdates.of(slots, positions[:, slots])
 
@@ -348,10 +348,10 @@ class Reader(Node[Any]):
         plan = self.plan(position[0], position[1])
         return plan.num_blocked(position[1] - plan.first_row)
 
-    def settle(self, position: View) -> None:
-        """Do nothing: `pass_blocked` writes the digest of the present blocklist."""
+    def apply_changes_at(self, position: View) -> None:
+        """Do nothing: `skip_blocked_rows` writes the digest of the present blocklist."""
 
-    def pass_blocked(self, position: View) -> None:
+    def skip_blocked_rows(self, position: View) -> None:
         if self._blocklist is None:
             return
         if position[1]:
@@ -359,19 +359,19 @@ class Reader(Node[Any]):
         else:  # the epoch has not begun: files may join it, and another list hold from its first row
             position[_LIST_DIGEST_SLOT] = self._blocklist.digest
 
-    def is_blocked(self, position: View) -> bool:
-        in_epoch = position[1] < self.rows.num_epoch_rows(position[0])
-        return self.is_stale(position) and in_epoch and self._num_blocked(position) > 0
+    def is_on_blocklist(self, position: View) -> bool:
+        is_in_epoch = position[1] < self.rows.num_epoch_rows(position[0])
+        return self.is_outdated(position) and is_in_epoch and self._num_blocked(position) > 0
 
-    def is_lost(self, position: View) -> bool:
+    def is_sample_lost(self, position: View) -> bool:
         """True if only the old blocklist can identify the row that was begun, because unreadable rows are skipped as well."""
-        return self._guard.skips and self.is_stale(position)
+        return self._error_handler.skips and self.is_outdated(position)
 
-    def is_stale(self, position: View) -> bool:
+    def is_outdated(self, position: View) -> bool:
         return self._blocklist is not None and position[_LIST_DIGEST_SLOT] != self._blocklist.digest
 
-    def is_pending(self, position: View) -> bool:
-        return self.is_stale(position)
+    def has_pending_change(self, position: View) -> bool:
+        return self.is_outdated(position)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         if is_drawn or position[1]:
@@ -384,16 +384,16 @@ class Reader(Node[Any]):
             self._row_checker.check(self.position[0], self.position[1], self.position[3])
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        source, views = self.source, None
+        source, epoch_views = self.source, None
         if len(history) > 1 and isinstance(source, FiledSource) and source.fragments is not None:
             fragment_lengths = np.diff(source.fragments)
             subsets = [source.subset(manifest) for _, manifest in history]
-            views = [
+            epoch_views = [
                 EpochView(epoch, int(fragment_lengths[subset].sum()), subset, hash(subset.tobytes()))
                 for (epoch, _), subset in zip(history, subsets, strict=True)
             ]
-        if views is not self._epoch_views:
-            self._epoch_views = views
+        if epoch_views is not self._epoch_views:
+            self._epoch_views = epoch_views
             self.drop_order()
             self._farthest_epoch, self._reader_number = 0, next(reader_numbers)
 
@@ -401,14 +401,14 @@ class Reader(Node[Any]):
         if not isinstance(self.source, TokenSource):
             return None
         self._used_column = column
-        if self._guard.skips or self.provenance:
+        if self._error_handler.skips or self.provenance:
             return None
         self._document_column = column
-        num_shards = len(served_shards(owner_of(self.source), self.shard.num_logical_shards))
+        num_shards = len(served_shards(owner_id(self.source), self.shard.num_logical_shards))
         return FragmentDocuments(self.source, column, self, block_bytes(cache_share(self.source), num_shards))
 
     def texts(self, column: str) -> TextReader | None:
-        if self._guard.skips or self.provenance or not self.source.has_texts:
+        if self._error_handler.skips or self.provenance or not self.source.has_texts:
             return None
         return TextReader(self.source, column, self)
 
@@ -432,7 +432,7 @@ class Reader(Node[Any]):
         """Return ``float64[M]``, the number of epochs that shards have read, with the fraction of the present epoch."""
         return rows[:, 0] + rows[:, 1] / np.maximum(1, self.rows.sizes(rows[:, 0], shards))
 
-    def share(self, epoch: int) -> ShardShare | None:
+    def share(self, epoch: int) -> ShardRowRanges | None:
         """Return the pieces of fragments that this shard reads in an epoch; `None` if it reads whole fragments."""
         if not self._cuts_fragments:
             return None
@@ -446,7 +446,7 @@ class Reader(Node[Any]):
         return plan.rows[row - plan.first_row :]
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        if self._guard.skips or self._leaves_out_rows:
+        if self._error_handler.skips or self._leaves_out_rows:
             return None
         next_rows = rows.copy()
         num_left, next_rows[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
@@ -461,9 +461,9 @@ class Reader(Node[Any]):
     def parameters(self) -> dict[str, Any]:
         columns = [self._used_column] if self._used_column is not None else self.source.columns
         return {
-            "shuffle": "full" if self.rows.is_full else self.rows.window,
+            "shuffle": "full" if self.rows.permutes_all_rows else self.rows.window,
             **({"columns": columns} if columns is not None else {}),
-            **({} if self.rows.step_order is None else {"global_batch_size": self.shard.global_batch_size}),
+            **({} if self.rows.batch_order is None else {"global_batch_size": self.shard.global_batch_size}),
             **({} if self._blocklist is None else {"exclude": self._blocklist.parameters()}),
         }
 

@@ -1,4 +1,4 @@
-"""`CacheRoom`: warns if samples that a node makes in advance do not fit the cache, and so are made repeatedly."""
+"""`CacheCheck`: warns if samples that a node makes in advance do not fit the cache, and so are made repeatedly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from rescale_data.nodes.base import Node
-from rescale_data.sources.decoded.cache import cache, num_processes, owner_of
+from rescale_data.sources.decoded.cache import cache, num_processes, owner_id
 from rescale_data.sources.decoded.interest import served_shards
 
 _DROPS_BEFORE_WARNING = 2  # drops at which it warns: one drop may be a cleared cache or a large fragment
@@ -14,7 +14,7 @@ _log = logging.getLogger("rescale_data")
 _warned_keys: set[tuple[str, int]] = set()
 
 
-class CacheRoom:
+class CacheCheck:
     """Warns once if the cache cannot keep the samples that a node makes in advance in each logical shard, or evicts them.
 
     Args:
@@ -29,7 +29,7 @@ class CacheRoom:
         self._node, self._argument, self._num_samples = node, argument_name, num_samples
         self._is_size_checked, self._num_evictions = False, 0
 
-    def warn_if_full(self, nbytes: int, num_samples: int, *, is_made_again: bool) -> None:
+    def warn_if_full(self, nbytes: int, num_samples: int, *, was_evicted: bool) -> None:
         """Warn once if the cache is too small for a full window of samples in each shard, or evicts samples.
 
         The size is checked when the full number of samples has been made for the first time.
@@ -37,10 +37,10 @@ class CacheRoom:
         Args:
             nbytes: Bytes of all samples that were made now.
             num_samples: Number of these samples.
-            is_made_again: True if they were made before, and the cache evicted them.
+            was_evicted: True if they were made before, and the cache evicted them.
         """
-        self._num_evictions += is_made_again
-        is_evicting = is_made_again and self._num_evictions >= _DROPS_BEFORE_WARNING
+        self._num_evictions += was_evicted
+        is_evicting = was_evicted and self._num_evictions >= _DROPS_BEFORE_WARNING
         if not is_evicting and (self._is_size_checked or num_samples < self._num_samples):
             return
         self._is_size_checked, num_shards = True, self._num_shards()
@@ -52,7 +52,7 @@ class CacheRoom:
         """Return the largest number of logical shards of this process that read one source of the node."""
         sources = [(node.reads, node.of_shard) for _, node in self._node.walk() if node.reads is not None]
         shard_counts = [
-            len(served_shards(owner_of(source), 1 if shard is None else shard.num_logical_shards))
+            len(served_shards(owner_id(source), 1 if shard is None else shard.num_logical_shards))
             for source, shard in sources
         ]
         return max(shard_counts, default=1)

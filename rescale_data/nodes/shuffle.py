@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.errors import DataStateError, checks_argument_types
-from rescale_data.nodes.abilities import Writes
+from rescale_data.nodes.abilities import WritesRows
 from rescale_data.nodes.base import BaseNode, Node, View, bind_once, count_until_end, go_to
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import columns_of, epoch_end, num_nodes_below, place, shard_of, skip
-from rescale_data.nodes.changing import apply_changes, is_pending
+from rescale_data.nodes.changing import apply_changes, has_pending_change
 from rescale_data.nodes.form import BAD_STATE_MESSAGE
-from rescale_data.nodes.room import CacheRoom
+from rescale_data.nodes.room import CacheCheck
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_of
+from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_id
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
 
@@ -74,7 +74,7 @@ class Shuffle(Node[Any]):
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
     WITHIN = "window"
-    writes: ColumnFormats = MappingProxyType({})
+    written_columns: ColumnFormats = MappingProxyType({})
 
     @checks_argument_types
     def __init__(self, source: BaseNode[Any], window: int, *, shard: Shard | None = None) -> None:
@@ -83,12 +83,12 @@ class Shuffle(Node[Any]):
         super().__init__(source=source)
         self.window = window
         self._source = self.children["source"]
-        self.writes = columns_of(self._source)
+        self.written_columns = columns_of(self._source)
         shard = shard_of(self, shard)
         self._shard_index, self._order_key = shard.index, (shard.seed, shard.index, num_nodes_below(self, Shuffle))
         self._order_key_slots = place(self._source)
         self._inner_nodes = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
-        self._cache_key, self._cache_room_warner = (owner_of(self), "window"), CacheRoom(self, "window", window)
+        self._cache_key, self._cache_room_warner = (owner_id(self), "window"), CacheCheck(self, "window", window)
         self._is_unpermuted, self._location = True, ""
         self._set_unpermuted(False)
 
@@ -98,7 +98,7 @@ class Shuffle(Node[Any]):
         self._is_source_bound = True  # false if the source has ended, and has to be bound again
 
     def next(self) -> Any:
-        return written_sample(self) if self.writes else self._draw_sample()
+        return written_sample(self) if self.written_columns else self._draw_sample()
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
         sample: BatchBuffer = self._draw_sample()
@@ -108,9 +108,9 @@ class Shuffle(Node[Any]):
             buffer.add(name, value)
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
-        if self.writes:  # then all samples have the same size
-            sample_bytes = sum(length * dtype.itemsize for length, dtype in self.writes.values())
-            self._cache_room_warner.warn_if_full(self.window * sample_bytes, self.window, is_made_again=False)
+        if self.written_columns:  # then all samples have the same size
+            sample_bytes = sum(length * dtype.itemsize for length, dtype in self.written_columns.values())
+            self._cache_room_warner.warn_if_full(self.window * sample_bytes, self.window, was_evicted=False)
 
     def skip(self, num_samples: int) -> int:
         """Skip samples: whole windows by `skip` of the source if it knows how many are left, the others by drawing them."""
@@ -153,7 +153,7 @@ class Shuffle(Node[Any]):
         window: Window | None = cache().get(self._cache_key) if self._is_window_cached else None
         if window is None:
             window = self._make_window()
-            self._cache_room_warner.warn_if_full(window.nbytes, len(window), is_made_again=self._is_window_cached)
+            self._cache_room_warner.warn_if_full(window.nbytes, len(window), was_evicted=self._is_window_cached)
             if self.position[_EMITTED_SLOT] >= len(window):
                 raise DataStateError(BAD_STATE_MESSAGE)
             cache().put(self._cache_key, window)
@@ -194,9 +194,9 @@ class Shuffle(Node[Any]):
         return Window(samples, locations, permutation(len(samples), "shuffle", *self._order_key, *key_values), position)
 
     def _draw_from_source(self) -> Any:
-        if not (self.writes and isinstance(self._source, Writes)):
+        if not (self.written_columns and isinstance(self._source, WritesRows)):
             return next(self._source)
-        buffer = BatchBuffer(self.writes, 1)
+        buffer = BatchBuffer(self.written_columns, 1)
         self._source.write(buffer, 0)
         return buffer
 
@@ -209,7 +209,7 @@ class Shuffle(Node[Any]):
 
     def _is_change_pending(self) -> bool:
         """True if samples pass unpermuted for now, because a node below must finish a document before a change applies."""
-        return not (self.reread or self.position[_EMITTED_SLOT]) and is_pending(self._source, self._bookmark)
+        return not (self.reread or self.position[_EMITTED_SLOT]) and has_pending_change(self._source, self._bookmark)
 
     def _seek_source(self, *, unpermuted: bool) -> None:
         """Move the source to the window's beginning, unless it is there; ``unpermuted`` is as in `_set_unpermuted`."""

@@ -20,12 +20,12 @@ from rescale_data.nodes.base import BaseNode, Node, View, bind_once, draw_and_dr
 from rescale_data.nodes.below import epoch_end_of_source, has_provenance, may_change, skip, texts_of
 from rescale_data.nodes.bound import EmptyDrawLimit
 from rescale_data.nodes.column import DocumentsUntilError
+from rescale_data.nodes.error_handler import OnError, describe, error_handler
 from rescale_data.nodes.function import require_function
-from rescale_data.nodes.guard import OnError, describe, guard_of
 from rescale_data.nodes.reading.documents import DocumentReader
-from rescale_data.nodes.room import CacheRoom
+from rescale_data.nodes.room import CacheCheck
 from rescale_data.nodes.tokenized import NUM_FIRST_TEXTS, TokenizedDocuments, TokenizedSamples
-from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_of
+from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_id
 from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
@@ -42,7 +42,7 @@ _FINGERPRINT_TEXTS = [
 ]
 
 
-class _Mark(Enum):
+class _Sentinel(Enum):
     FAILED = 1
     END = 2
 
@@ -58,7 +58,7 @@ class TokenBatch(DerivedValue):
     """
 
     locations: list[str]
-    samples_and_positions: list[tuple[dict[str, Any] | _Mark, View]]
+    samples_and_positions: list[tuple[dict[str, Any] | _Sentinel, View]]
     nbytes: int
 
 
@@ -119,8 +119,8 @@ class Tokenize(Node[dict[str, Any]]):
         super().__init__(source=source)
         self.tokenizer, self.column, self.into, self.batch_size = tokenizer, column, into, batch_size
         self._source = self.children["source"]
-        self._guard, self._draw_limit = guard_of(self, on_error), EmptyDrawLimit(self)
-        self._cache_key, self._cache_room_warner = (owner_of(self), "batch"), CacheRoom(self, "batch_size", batch_size)
+        self._error_handler, self._draw_limit = error_handler(self, on_error), EmptyDrawLimit(self)
+        self._cache_key, self._cache_room_warner = (owner_id(self), "batch"), CacheCheck(self, "batch_size", batch_size)
 
     def seek(self) -> None:
         self._bookmark = self.position[self._slots("source")]
@@ -133,9 +133,9 @@ class Tokenize(Node[dict[str, Any]]):
         while not self._is_epoch_over:
             sample, next_position = self._next_entry()
             self._bookmark[:] = next_position
-            if sample is _Mark.END:
+            if sample is _Sentinel.END:
                 self._is_epoch_over = True
-            elif sample is _Mark.FAILED:
+            elif sample is _Sentinel.FAILED:
                 self.position[0] += 1
                 num_empty_draws = self._draw_limit.count_empty_draws(num_empty_draws)
             else:
@@ -143,7 +143,7 @@ class Tokenize(Node[dict[str, Any]]):
         raise StopIteration
 
     def skip(self, num_samples: int) -> int:
-        if self._guard.skips:
+        if self._error_handler.skips:
             return draw_and_drop(self, num_samples)
         bind_once(self)
         if self._is_epoch_over:  # a new bind would let the source go on with its next epoch
@@ -156,7 +156,7 @@ class Tokenize(Node[dict[str, Any]]):
         return num_skipped
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
+        return None if self._error_handler.skips else epoch_end_of_source(self, rows, shards)
 
     def parameters(self) -> dict[str, Any]:
         return {"column": self.column, "into": self.into, "tokenizer": self._tokenizer_fingerprint()}
@@ -168,13 +168,13 @@ class Tokenize(Node[dict[str, Any]]):
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"skipped_rows": float(rows[:, 0].sum())}
 
-    def _next_entry(self) -> tuple[dict[str, Any] | _Mark, View]:
+    def _next_entry(self) -> tuple[dict[str, Any] | _Sentinel, View]:
         batch: TokenBatch | None = cache().get(self._cache_key) if self._index >= 0 else None
         if batch is None or self._index == len(batch.samples_and_positions):
             was_dropped = batch is None and self._index >= 0
             batch, self._index = self._load_batch(), 0
             self._cache_room_warner.warn_if_full(
-                batch.nbytes, len(batch.samples_and_positions), is_made_again=was_dropped
+                batch.nbytes, len(batch.samples_and_positions), was_evicted=was_dropped
             )
             cache().put(self._cache_key, batch)
         self._index += 1
@@ -182,7 +182,11 @@ class Tokenize(Node[dict[str, Any]]):
 
     def open_documents(self, column: str) -> DocumentReader | None:
         nodes = [node for _, node in self.walk()]
-        if column != self.into or self._guard.skips or any(has_provenance(node) or may_change(node) for node in nodes):
+        if (
+            column != self.into
+            or self._error_handler.skips
+            or any(has_provenance(node) or may_change(node) for node in nodes)
+        ):
             return None
         texts = texts_of(self._source, self.column)
         if texts is None:
@@ -199,10 +203,10 @@ class Tokenize(Node[dict[str, Any]]):
         """
         tokens_and_positions: list[tuple[Tokens, View]] = []
         for sample, next_position in self._load_batch(max_texts).samples_and_positions:
-            if tokens_and_positions and isinstance(sample, _Mark):
+            if tokens_and_positions and isinstance(sample, _Sentinel):
                 break
             self._bookmark[:] = next_position
-            if not isinstance(sample, _Mark):
+            if not isinstance(sample, _Sentinel):
                 tokens_and_positions.append((sample[self.into], copy_of(self.position)))
         return tokens_and_positions
 
@@ -220,7 +224,7 @@ class Tokenize(Node[dict[str, Any]]):
         self._num_next_texts = min(2 * self._num_next_texts, self.batch_size)
         tokens = self._tokenize(samples, locations)
         tokenized = [self._with_tokens(*pair) for pair in zip(samples, tokens, strict=True)]
-        entries = list(zip([*tokenized, _Mark.END], next_positions, strict=False))
+        entries = list(zip([*tokenized, _Sentinel.END], next_positions, strict=False))
         return TokenBatch(locations, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
 
     def _tokenize(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:
@@ -238,7 +242,7 @@ class Tokenize(Node[dict[str, Any]]):
             try:
                 tokens_of_sample = self._tokens([sample])
             except Exception as error:
-                replacement = self._guard.handle_error(error, location, num_failed)
+                replacement = self._error_handler.handle_error(error, location, num_failed)
                 num_failed += replacement is None
                 tokens.append(None if replacement is None else _to_token_array(replacement))
                 continue
@@ -266,9 +270,9 @@ class Tokenize(Node[dict[str, Any]]):
             )
         return text
 
-    def _with_tokens(self, sample: Mapping[str, Any], tokens: Tokens | None) -> dict[str, Any] | _Mark:
+    def _with_tokens(self, sample: Mapping[str, Any], tokens: Tokens | None) -> dict[str, Any] | _Sentinel:
         if tokens is None:
-            return _Mark.FAILED
+            return _Sentinel.FAILED
         return {**{key: value for key, value in sample.items() if key != self.column}, self.into: tokens}
 
     def _tokenizer_fingerprint(self) -> str:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from rescale_data.sources import ipc
 from rescale_data.sources.arrow_types import ArrowArray, ArrowBuffer, ArrowSchema, ArrowTable
-from rescale_data.sources.decoded.cache import open_files, owner_of
+from rescale_data.sources.decoded.cache import open_files, owner_id
 from rescale_data.sources.decoded.place import Place
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import RangeReader
@@ -82,8 +82,8 @@ class ArrowSource(TableSource):
         locations = {"batch": starts, "batches": np.diff(batch_bounds), "offset": blocks.offset[starts]}
         locations["length"] = blocks.stop[last_batches] - locations["offset"]
         rows, nbytes = (np.add.reduceat(nums, starts) if len(nums) else nums for nums in (rows, blocks.body_size))
-        file_kind = {**schema_to_json(schema), "has_footer": has_footer, "is_compressed": is_compressed}
-        return Footer(rows, nbytes, locations, file_kind)
+        format_facts = {**schema_to_json(schema), "has_footer": has_footer, "is_compressed": is_compressed}
+        return Footer(rows, nbytes, locations, format_facts)
 
     def _open(self, file: int) -> _OpenArrowFile:
         return _OpenArrowFile(self._files.reader_of(file))
@@ -144,7 +144,7 @@ class ArrowSource(TableSource):
         schema, ranges = self._file_schema(file), self._range_reader(file)
         field_indices = [schema.get_field_index(name) for name in columns]
         read_options = pa.ipc.IpcReadOptions(included_fields=field_indices)
-        key = (owner_of(self), file, "reader", *field_indices)
+        key = (owner_id(self), file, "reader", *field_indices)
         source_file = ranges.as_arrow()
         reader: Any = open_files().get_or_make(key, lambda: pa.ipc.open_file(source_file, options=read_options))
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))

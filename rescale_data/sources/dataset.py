@@ -81,7 +81,7 @@ class DatasetSource(Source):
         self.batch_rows = batch_rows if hasattr(dataset, "__getitems__") else 1
         self.name = name or type(dataset).__name__
         self.num_rows = len(dataset)
-        _warn_of_state(dataset)
+        _warn_of_ignored_state(dataset)
         if not self.num_rows:
             raise ValueError(f"The dataset {self.name} has no rows (its len() is 0). Give one that has some.")
 
@@ -103,7 +103,7 @@ class DatasetSource(Source):
         return f"{self.name}[{index}]"
 
 
-def _warn_of_state(dataset: MapStyle) -> None:
+def _warn_of_ignored_state(dataset: MapStyle) -> None:
     """Warn, once for each class, if a dataset has a state of its own, which is not saved.
 
     `StatefulDataLoader` of torchdata would save it.

@@ -13,9 +13,9 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.counts import READ_BYTES, read_counters
 from rescale_data.sources.decoded.ahead import fetch_runner
-from rescale_data.sources.decoded.cache import DerivedValue, Sized, cache, cache_share, open_files, owner_of
+from rescale_data.sources.decoded.cache import DerivedValue, Sized, cache, cache_share, open_files, owner_id
 from rescale_data.sources.decoded.interest import num_sources_and_shards
-from rescale_data.sources.decoded.pieces import Share
+from rescale_data.sources.decoded.pieces import RowRanges
 from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.fragmented import FragmentedSource
 
@@ -89,7 +89,7 @@ class FileSource(FragmentedSource):
     def reads_ahead(self) -> bool:
         return self._files.filesystem is not None and self._files.remote.read_ahead
 
-    def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
+    def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
         key = self._cache_key(fragment, column, share)
         if not self.reads_ahead or cache().get(key) is not None:
             return
@@ -98,7 +98,7 @@ class FileSource(FragmentedSource):
         elif cache().get(key := self._bytes_key(fragment)) is None:
             fetch_runner().begin(key, partial(self._fetch_bytes, fragment))
 
-    def _fill_cache(self, column: str | None, fragment: int, share: Share | None) -> None:
+    def _fill_cache(self, column: str | None, fragment: int, share: RowRanges | None) -> None:
         """Put a fragment into the cache before it is needed. Runs in a background thread, once at a time for a key."""
         del column, share  # a format with token columns or pieces overrides this
         self._get_or_make(self._cache_key(fragment), partial(self._load, fragment))
@@ -131,7 +131,7 @@ class FileSource(FragmentedSource):
         """
         if self._files.filesystem is None:
             return self._read_footer_bytes(file)
-        key = (owner_of(self), "footer", file)
+        key = (owner_id(self), "footer", file)
         with cache().lock_for(key):
             cached: FileIndex | None = cache().get(key)
             file_index = FileIndex(self._read_footer_bytes(file)) if cached is None else cached
@@ -141,7 +141,7 @@ class FileSource(FragmentedSource):
         return file_index.data
 
     def _bytes_key(self, fragment: int) -> tuple[Any, ...]:
-        return (owner_of(self), "bytes", fragment)
+        return (owner_id(self), "bytes", fragment)
 
     def _bytes_in_file(self, fragment: int) -> ArrowBuffer:
         """Read the bytes of a fragment from its file. Called for formats whose index has byte ranges."""
@@ -180,7 +180,7 @@ class FileSource(FragmentedSource):
         evicted before they are read again. So some fragments stay, always the same ones: as many as the cache holds in addition
         to the fragments that are being read.
         """
-        num_sources, num_shards = num_sources_and_shards(owner_of(self))
+        num_sources, num_shards = num_sources_and_shards(owner_id(self))
         room_bytes = cache_share(self)
         spare_bytes = room_bytes - 2 * num_sources * num_shards * self.fragment_bytes
         total_bytes = num_sources * len(self._index) * self.fragment_bytes
@@ -188,13 +188,13 @@ class FileSource(FragmentedSource):
             return True
         return fragment * _HASH_MULTIPLIER % 2**32 * total_bytes < spare_bytes * 2**32
 
-    def _cache_key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
+    def _cache_key(self, fragment: int, column: str | None = None, share: RowRanges | None = None) -> tuple[Any, ...]:
         """Return the cache key of a fragment, of one of its columns, or of the piece that one logical shard reads."""
         column_key = () if column is None else (column,)
-        return (owner_of(self), fragment, *column_key, *(() if share is None else ("piece", share.share_key)))
+        return (owner_id(self), fragment, *column_key, *(() if share is None else ("piece", share.share_key)))
 
     def _file_handle(self, file: int) -> Any:
-        return open_files().get_or_make((owner_of(self), file), lambda: self._open(file))
+        return open_files().get_or_make((owner_id(self), file), lambda: self._open(file))
 
     def _bad_row_error(self, index: int, bad_row: BadRow) -> ValueError:
         return ValueError(f"{self.locate(index)}: {bad_row}")

@@ -17,7 +17,7 @@ FILES, FOLDERS = "files", "folders"
 _MAX_FOLDERS = 64
 
 
-def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+def short_manifest(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a manifest with a digest of each folder in place of its list of files; unchanged if it has no such list."""
     if FILES not in manifest:
         return manifest

@@ -23,7 +23,7 @@ from rescale_data.sources.files.local_store import local_store_for
 from rescale_data.sources.files.paths import Files, Paths, find_matching_files
 from rescale_data.sources.files.ranges import ChangedFileError
 from rescale_data.sources.files.remote import Remote, RemoteError
-from rescale_data.sources.folders import FILES, FOLDERS, fold
+from rescale_data.sources.folders import FILES, FOLDERS, short_manifest
 from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, join_footers
 from rescale_data.sources.index import IndexFolder, digest, listed_files
 from rescale_data.sources.source import FiledSource
@@ -106,14 +106,14 @@ class FragmentedSource(FiledSource):
 
     def _index_folder(self, paths: Paths) -> IndexFolder:
         root, path_list = self._files.root, [paths] if isinstance(paths, str | os.PathLike) else paths
-        about = {"format": self.FORMAT, **self._index_arguments()}
+        spec = {"format": self.FORMAT, **self._index_arguments()}
         if self._index_dir is None:
             folder = os.path.join(root, INDEX_FOLDER)
             path_list = [os.path.relpath(os.path.expanduser(path), root) for path in path_list]
-            return IndexFolder(folder, about, digest(path_list), self.FILES_A_PART)
+            return IndexFolder(folder, spec, digest(path_list), self.FILES_A_PART)
         filesystem_name = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
-        about |= {"root": root, "filesystem": filesystem_name}
-        return IndexFolder(self._index_dir, about, digest([os.fspath(path) for path in path_list]), self.FILES_A_PART)
+        spec |= {"root": root, "filesystem": filesystem_name}
+        return IndexFolder(self._index_dir, spec, digest([os.fspath(path) for path in path_list]), self.FILES_A_PART)
 
     def _index_arguments(self) -> Mapping[str, Any]:
         """Return the arguments on which fragments depend, as JSON values."""
@@ -125,8 +125,8 @@ class FragmentedSource(FiledSource):
         return False
 
     def __getstate__(self) -> dict[str, Any]:
-        mapped = {} if self._index_bundle is None else {"_files": self._files.with_files((), (), ()), "_index": None}
-        return {**vars(self), "fragments": None, **mapped}
+        overrides = {} if self._index_bundle is None else {"_files": self._files.with_files((), (), ()), "_index": None}
+        return {**vars(self), "fragments": None, **overrides}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -156,14 +156,14 @@ class FragmentedSource(FiledSource):
         """Return a manifest with the list of files, or with ``index_dir=`` digests of folders, since the index has the list."""
         files = manifest_entries(self._files, self._index)
         full_manifest = {"format": self.FORMAT, FILES: files, **self._index_arguments()}
-        return full_manifest if self._index_dir is None else fold(full_manifest)
+        return full_manifest if self._index_dir is None else short_manifest(full_manifest)
 
-    def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def full_manifest(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if FILES in manifest:
             return manifest
         other_fields = {key: value for key, value in manifest.items() if key != FOLDERS}
         manifests = ({**other_fields, FILES: files} for files in self._known_file_lists())
-        return next((full_manifest for full_manifest in manifests if fold(full_manifest) == manifest), None)
+        return next((full_manifest for full_manifest in manifests if short_manifest(full_manifest) == manifest), None)
 
     def _known_file_lists(self) -> Iterator[list[list[Any]]]:
         """Yield lists of files, as in manifests: the current one, then that of each index in ``index_dir``, newest first."""
@@ -172,7 +172,7 @@ class FragmentedSource(FiledSource):
             yield manifest_entries(listed_files(bundle, self._files), Fragments.load(bundle))
 
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        full_manifest = self.unfold(manifest)
+        full_manifest = self.full_manifest(manifest)
         if full_manifest is None:
             raise DataStateError(
                 f"{self.name}: some logical shards are in an epoch of fewer files than there are now, and the index that lists "

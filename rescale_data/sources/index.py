@@ -79,8 +79,8 @@ class IndexFolder:
             bundle = Bundle(path)
         except (FileNotFoundError, ValueError):
             bundle = self._make_index(path, files, read_footers)
-        if misfit := self._misfit(bundle):
-            raise ValueError(f"{bundle.path} is {misfit}. Delete it.")
+        if reason := self._why_unusable(bundle):
+            raise ValueError(f"{bundle.path} is {reason}. Delete it.")
         return bundle
 
     def index_bundles(self, prefix: str = "") -> Iterator[Bundle]:
@@ -95,7 +95,7 @@ class IndexFolder:
             with suppress(FileNotFoundError, ValueError):
                 yield Bundle(path)
 
-    def _misfit(self, bundle: Bundle) -> str:
+    def _why_unusable(self, bundle: Bundle) -> str:
         """Return why a bundle is not this source's index, or not under its own name, as text for an error; empty if it is."""
         about = bundle.json_metadata.get("about")
         if about != json.loads(json.dumps(self._identity)):
@@ -147,10 +147,10 @@ class IndexFolder:
         footers, changed_file_names = dict[str, tuple[Footer, str]](), set[str]()
         warns_of_missing = True
         for bundle in self.index_bundles(f"{digest(self._identity)}-"):
-            if self._misfit(bundle):
+            if self._why_unusable(bundle):
                 continue
             earlier_files, index = listed_files(bundle, files), Fragments.load(bundle)
-            parts, probes = Strings(bundle, _PARTS), Strings(bundle, _PROBES)
+            parts, digests = Strings(bundle, _PARTS), Strings(bundle, _PROBES)
             ids = {name: file for file, name in enumerate(earlier_files.names)}
             if warns_of_missing and bundle.json_metadata["given"] == self.paths_digest:
                 warns_of_missing = False
@@ -159,7 +159,7 @@ class IndexFolder:
             for file, name in enumerate(files.names):
                 if name not in ids or name in footers:
                     continue
-                if _is_unchanged_file(files, file, earlier_files, ids[name], probes):
+                if _is_unchanged_file(files, file, earlier_files, ids[name], digests):
                     footers[name] = (index.footer(ids[name]), parts[ids[name]])
                 else:
                     changed_file_names.add(name)
@@ -178,8 +178,8 @@ class IndexFolder:
         parts = string_arrays(_PARTS, [footers[name][1] for name in files.names])
         facts: dict[str, Any] = {"about": self._identity, "given": self.paths_digest}
         facts |= {"listing": _listing_digest(files), "kinds": list(fragments.kinds)}
-        probes = string_arrays(_PROBES, files.probes())
-        write_bundle(path, facts, {**fragments.to_arrays(), **_listing_arrays(files), **probes, **parts})
+        digests = string_arrays(_PROBES, files.digests())
+        write_bundle(path, facts, {**fragments.to_arrays(), **_listing_arrays(files), **digests, **parts})
 
 
 def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, *, wait: bool = True) -> Bundle | None:
@@ -211,10 +211,10 @@ def _listing_arrays(files: Files) -> dict[str, Any]:
     return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
 
 
-def _is_unchanged_file(files: Files, file: int, old_files: Files, old: int, probes: Sequence[str]) -> bool:
+def _is_unchanged_file(files: Files, file: int, old_files: Files, old: int, digests: Sequence[str]) -> bool:
     """True if a file is unchanged since an index was made: same size, and same time stamp, ETag or digest of sampled bytes."""
     same_size = int(files.sizes[file]) == int(old_files.sizes[old])
-    return same_size and (files.stamps[file] == old_files.stamps[old] or files.is_unchanged_copy(file, probes[old]))
+    return same_size and (files.stamps[file] == old_files.stamps[old] or files.is_unchanged_copy(file, digests[old]))
 
 
 def count_parts(folder: str) -> int:

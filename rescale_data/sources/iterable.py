@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, Protocol, TypeAlias, cast, runtime_checkable
 
 from rescale_data.errors import DataStateError, checks_argument_types, require_type
-from rescale_data.sources.source import Described
+from rescale_data.sources.source import BaseSource
 
 StreamFactory: TypeAlias = Callable[[int], Iterable[Any]]
 PositionKind: TypeAlias = Literal["state", "count", "nothing"]
@@ -31,7 +31,7 @@ class Shardable(Protocol):
     def shard(self, num_shards: int, index: int) -> Any: ...
 
 
-class IterableSource(Described):
+class IterableSource(BaseSource):
     """Streams without random access, read from their beginning to their end; each belongs to one logical shard.
 
     A stream is resumed with ``state_dict`` and ``load_state_dict`` if its iterator, or the stream itself, has them. Its state
@@ -87,7 +87,7 @@ class IterableSource(Described):
         stream = self._make_stream(index)
         if self.keeps == "nothing" and _is_read_once(stream):
             if index in self._begun:
-                self._refuse(
+                self._raise_unsupported(
                     f"Stream {index} of {self.name} cannot be read again, and rows of it were read ahead or are over"
                 )
             self._begun.add(index)
@@ -98,11 +98,11 @@ class IterableSource(Described):
 
     def require_saveable(self) -> None:
         if self.keeps == "nothing":
-            self._refuse(f"The position in {self.name} cannot be saved")
+            self._raise_unsupported(f"The position in {self.name} cannot be saved")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _raise_unsupported(self, text: str) -> NoReturn:
         raise DataStateError(
-            f"{what}: its streams are iterators that can be read once, and have no state_dict(), so that a resumed run could "
+            f"{text}: its streams are iterators that can be read once, and have no state_dict(), so that a resumed run could "
             f"neither go on nor begin again, nor the end of an epoch be counted. Give IterableSource a function that makes "
             f"each stream anew, iterables that begin again, or iterators with state_dict and load_state_dict; or save without "
             f"the loader, with repeat=True."
@@ -133,7 +133,7 @@ def _shard_of(stream: Shardable, index: int) -> Iterable[Any]:
     return stream.shard(num_shards=stream.num_shards, index=index)
 
 
-def _item_of(streams: Sequence[Iterable[Any]], index: int) -> Iterable[Any]:
+def _stream_at(streams: Sequence[Iterable[Any]], index: int) -> Iterable[Any]:
     stream = streams[index]
     return copy.deepcopy(stream) if isinstance(stream, Stateful) else stream  # each reader has a state of its own
 
@@ -147,7 +147,7 @@ def _to_factory(streams: Any, num_streams: int | None) -> tuple[StreamFactory, i
             "an iterable",
             **{f"streams[{i}]": stream for i, stream in enumerate(cast(Sequence[object], streams))},
         )
-        return partial(_item_of, streams), len(streams)
+        return partial(_stream_at, streams), len(streams)
     if not callable(streams) or num_streams is None:
         raise TypeError(
             f"IterableSource was given a {type(streams).__name__} and num_streams={num_streams}. Give a list of iterables, an "

@@ -15,7 +15,7 @@ import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.decoded.cache import cache
-from rescale_data.sources.decoded.pieces import Share
+from rescale_data.sources.decoded.pieces import RowRanges
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.sources.fragments import Footer, adjacent_locations, group_pieces
@@ -85,7 +85,7 @@ class MegatronSource(FileSource, TokenSource):
         )
         return documents.tokens
 
-    def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
+    def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
         super().prepare(None, fragment, share)
 
     def _footer(self, file: int) -> Footer:

@@ -119,7 +119,7 @@ class ParquetSource(TableSource):
         if self._files.filesystem is None and cache().get(key) is None:
             decode_runner().begin(key, partial(self.tokens, column, fragment))
 
-    def pass_by(self, column: str, fragment: int) -> None:
+    def release_tokens(self, column: str, fragment: int) -> None:
         cache().mark_for_eviction(self._cache_key(fragment, column))
 
 

@@ -43,12 +43,12 @@ from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:
-    from rescale_data.sources.decoded.pieces import Share
+    from rescale_data.sources.decoded.pieces import RowRanges
 
 _NARROW_DTYPES = [(dtype, int(np.iinfo(dtype).max)) for dtype in (np.uint8, np.uint16, np.int32)]
 
 
-class Described(ABC):
+class BaseSource(ABC):
     """Data that a node reads: a `Source` of rows, or the streams of an `IterableSource`."""
 
     name: str
@@ -62,7 +62,7 @@ class Described(ABC):
         """Raise `DataStateError` if the position in this data cannot be saved."""
 
 
-class Source(Described):
+class Source(BaseSource):
     """Rows with random access, numbered ``0 .. num_rows - 1`` in the order of their files' paths, the same on every machine.
 
     A source holds no position. It pickles with its index and without its data. A subclass defines ``name``, ``num_rows``,
@@ -129,7 +129,7 @@ class Source(Described):
         """True if `prepare` fetches fragments in the background."""
         return False
 
-    def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
+    def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
         """Start to fetch a fragment that will be needed soon; return at once, and raise nothing.
 
         Args:
@@ -148,7 +148,7 @@ class Source(Described):
         del num_shards, packed
         return False
 
-    def row_of(self, index: int, share: Share) -> Any:
+    def row_of(self, index: int, share: RowRanges) -> Any:
         """Return the same row as `row` does, read from the piece of the fragment that one logical shard keeps.
 
         Called only if `cuts_pay`.
@@ -205,7 +205,7 @@ class TokenSource(Source):
     def tokens(self, column: str, fragment: int) -> Tokens:
         """Return a token column of fragment number ``fragment``; the caller must not change its arrays."""
 
-    def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
+    def tokens_of(self, column: str, fragment: int, share: RowRanges) -> Tokens:
         """Return the tokens in the piece of a fragment that one logical shard reads. Called only if `cuts_pay`."""
         del share
         return self.tokens(column, fragment)
@@ -213,7 +213,7 @@ class TokenSource(Source):
     def decode_ahead(self, column: str, fragment: int) -> None:
         """Start to decode the tokens of a fragment that will be needed soon; return at once, and raise nothing."""
 
-    def pass_by(self, column: str, fragment: int) -> None:
+    def release_tokens(self, column: str, fragment: int) -> None:
         """Allow the cache to evict the tokens of a fragment before anything else, because they have been copied."""
 
 
@@ -221,14 +221,14 @@ class FiledSource(Source):
     """Source that reads files, to which more files may be added in the course of a run.
 
     Its manifest describes the files under ``"files": [[name, ...], ...]`` and nowhere else. A folded manifest describes folders
-    instead, see `unfold`.
+    instead, see `full_manifest`.
     """
 
     @abstractmethod
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
         """Return ``int64[G]``, the fragments of the files that a manifest lists, as far as the source still has them."""
 
-    def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def full_manifest(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return a manifest with its list of files; `None` if it holds digests of folders instead, and the list is lost."""
         return manifest
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from rescale_data.errors import checks_argument_types, require_int
 from rescale_data.order import random_words
-from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, owner_id
 from rescale_data.sources.source import Tokens, TokenSource
 
 FRAGMENT_ROWS = 1024
@@ -84,7 +84,7 @@ class SyntheticSource(TokenSource):
     def tokens(self, column: str, fragment: int) -> Tokens:
         del column  # there is only one
         cache().register(self)
-        return cache().get_or_make((owner_of(self), fragment), lambda: self._compute_tokens(fragment))
+        return cache().get_or_make((owner_id(self), fragment), lambda: self._compute_tokens(fragment))
 
     def _compute_tokens(self, fragment: int) -> Tokens:
         num_rows = min(FRAGMENT_ROWS, self.num_rows - fragment * FRAGMENT_ROWS)

@@ -20,10 +20,10 @@ from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, Arrow
 from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import RowFilter, filtered_footer
 from rescale_data.sources.counts import READ_BYTES, read_counters
-from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, cache_share, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, cache_share, owner_id
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
 from rescale_data.sources.decoded.interest import bytes_needed, room_for_block
-from rescale_data.sources.decoded.pieces import FragmentPiece, RowRange, Share, copy_as_stream
+from rescale_data.sources.decoded.pieces import FragmentPiece, RowRange, RowRanges, copy_as_stream
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.paths import Paths
@@ -102,7 +102,7 @@ class TableSource(FileSource, TokenSource):
         self._free_with_holder(tokens, fragment)
         return tokens.with_narrow_dtype() if self.decoding_costs else tokens
 
-    def _fill_cache(self, column: str | None, fragment: int, share: Share | None) -> None:
+    def _fill_cache(self, column: str | None, fragment: int, share: RowRanges | None) -> None:
         if share is not None:
             self._piece(fragment, share, column)
         elif column is not None:
@@ -122,7 +122,7 @@ class TableSource(FileSource, TokenSource):
         # with many sources, a shard reads one row of each at a visit: then pieces pay only if a disk keeps them
         return needed_bytes > room_bytes or (self.cache_dir_bytes > 0 and bytes_needed(self, num_shards) > room_bytes)
 
-    def row_of(self, index: int, share: Share) -> dict[str, Any]:
+    def row_of(self, index: int, share: RowRanges) -> dict[str, Any]:
         fragment = self._index.fragment_at(index)
         piece = self._piece(fragment, share)
         try:
@@ -130,23 +130,23 @@ class TableSource(FileSource, TokenSource):
         except BadRow as bad:
             raise self._bad_row_error(index, bad) from None
 
-    def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
+    def tokens_of(self, column: str, fragment: int, share: RowRanges) -> Tokens:
         piece = self._piece(fragment, share, column)
         with self._name_row_in_errors(fragment, piece.start):
             return piece.tokens
 
-    def _piece(self, fragment: int, share: Share, column: str | None = None) -> FragmentPiece:
+    def _piece(self, fragment: int, share: RowRanges, column: str | None = None) -> FragmentPiece:
         """Return one shard's rows of a fragment, from the cache or from disk, or after cutting the fragment for all shards."""
         key = self._cache_key(fragment, column, share)
         cached: FragmentPiece | None = cache().get(key)
         if cached is not None:
             return cached
         # While this thread waits for the lock, another one may cut the fragment
-        with self._record_file_reading(fragment), cache().lock_for((owner_of(self), "cutting", fragment)):
+        with self._record_file_reading(fragment), cache().lock_for((owner_id(self), "cutting", fragment)):
             piece = cache().get(key) or self._read_stored(fragment, share, column)
             return piece or self._cut_pieces(fragment, share, column)
 
-    def _cut_pieces(self, fragment: int, share: Share, column: str | None) -> FragmentPiece:
+    def _cut_pieces(self, fragment: int, share: RowRanges, column: str | None) -> FragmentPiece:
         table = self._decode(fragment, self._schema.names if column is None else [column])
         read_counters().add(READ_BYTES, table.nbytes)
         cache().register(self)
@@ -168,7 +168,7 @@ class TableSource(FileSource, TokenSource):
         """Return the local store for pieces of a fragment; `None` if there is none, or if nothing shows changes of the file."""
         return self._files.store if self._files.stamps[self._index.file_of(fragment)] else None
 
-    def _read_stored(self, fragment: int, share: Share, column: str | None) -> FragmentPiece | None:
+    def _read_stored(self, fragment: int, share: RowRanges, column: str | None) -> FragmentPiece | None:
         if (store := self._local_store(fragment)) is None:
             return None
         row_range = share.own_row_range(fragment)
@@ -248,9 +248,9 @@ class TableSource(FileSource, TokenSource):
         expected = self._schemas[0]
         names = list(expected.names if columns is None else columns)
         check_columns(expected, names, self._files.path(0))
-        for kind_index, schema in enumerate(self._schemas):
+        for schema_index, schema in enumerate(self._schemas):
             if not schema.equals(expected) and (field := _differing_column(expected, schema, names, columns is None)):
-                other_file = self._files.path(int(np.argmax(self._index.kind_of == kind_index)))
+                other_file = self._files.path(int(np.argmax(self._index.kind_of == schema_index)))
                 raise ValueError(
                     f"The files differ in {field!r}: {_column_type(expected, field)} in {self._files.path(0)}, "
                     f"{_column_type(schema, field)} in {other_file}. Give columns=[...] that all files share, or a "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from rescale_data.engine.collate import collate, with_valid
+from rescale_data.engine.collate import collate, with_valid_mask
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.shards import LogicalShards
 from rescale_data.engine.states.statedict import merged_state_dict
@@ -113,7 +113,7 @@ class _ReferenceRun:
             if len(samples) == len(micro_batch.shards):
                 expected = (loader.options.collate_fn or collate)(samples)
                 if loader.options.tail == "pad":
-                    expected = with_valid(expected, len(samples), len(samples))
+                    expected = with_valid_mask(expected, len(samples), len(samples))
                 _compare_batches(micro_batch.batch, expected, f"{location}, rank {rank}")
 
     def _begin_epoch(self, loaders: Sequence[DataLoader]) -> None:

@@ -22,7 +22,7 @@ from torch_xla.distributed.spmd import ShardingType, XLAShardedTensor, wrap_if_s
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
 
 from rescale_data.checkpoint.optimizer.named import parameters_of
-from rescale_data.checkpoint.storage.dcp import Metadata, Pieces
+from rescale_data.checkpoint.storage.dcp import Metadata, TensorPieces
 
 
 class XlaAdapter:
@@ -35,17 +35,17 @@ class XlaAdapter:
 
     def to_save(self, tensor: torch.Tensor) -> torch.Tensor:
         if not _is_sharded(tensor):
-            return _unwrapped(tensor)
+            return _xla_tensor(tensor)
         planner: Any = SPMDSavePlanner()
         planner.set_up_planner({"": tensor}, is_coordinator=False)
-        pieces = Pieces.from_items(tensor, planner.create_local_plan().items)
+        pieces = TensorPieces.from_items(tensor, planner.create_local_plan().items)
         items_by_offset = pieces.unique_write_items
         pieces.find_piece = lambda index: planner.resolve_data(items_by_offset[index.offset])
         return pieces
 
     def to_load(self, tensor: torch.Tensor) -> torch.Tensor:
         pieces = self.to_save(tensor)
-        if isinstance(pieces, Pieces):
+        if isinstance(pieces, TensorPieces):
             planner: Any = SPMDLoadPlanner()
             planner.set_up_planner({"": tensor}, Metadata({}), is_coordinator=False)
             remove_name = functools.partial(dataclasses.replace, fqn="")
@@ -62,21 +62,21 @@ class XlaAdapter:
         decay or 0 / 0.
         """
         copies = {parameter: _copy(parameter) for parameter in parameters_of(optimizer)}
-        primed_copy = _without_hooks(optimizer)
-        primed_copy.state = defaultdict(dict)
-        primed_copy.param_groups = [
+        optimizer_copy = _without_hooks(optimizer)
+        optimizer_copy.state = defaultdict(dict)
+        optimizer_copy.param_groups = [
             {**group, "params": [copies[parameter] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ]
         try:
-            prime_optimizer(primed_copy)
+            prime_optimizer(optimizer_copy)
         except TypeError as error:
             class_name = type(optimizer).__name__
             raise TypeError(
                 f"{class_name}.step() cannot be called by itself to make the state that a checkpoint is loaded into: {error}. "
                 f"Run one step of your own before the load, and load the model together with it."
             ) from error
-        return {parameter: primed_copy.state[copied] for parameter, copied in copies.items()}
+        return {parameter: optimizer_copy.state[copied] for parameter, copied in copies.items()}
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
@@ -84,13 +84,13 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and isinstance(wrapped, XLAShardedTensor) and wrapped.sharding_type in _SHARDED_TYPES
 
 
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+def _xla_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.global_tensor if isinstance(tensor, XLAShardedTensor) else tensor
 
 
 def _copy(parameter: torch.Tensor) -> torch.Tensor:
     """Return a copy of a parameter; XLA shards the copy as it has sharded the parameter."""
-    return _unwrapped(parameter).detach().clone().requires_grad_(parameter.requires_grad)
+    return _xla_tensor(parameter).detach().clone().requires_grad_(parameter.requires_grad)
 
 
 def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

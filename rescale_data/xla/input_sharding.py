@@ -1,4 +1,4 @@
-"""Checks that batches fit their input sharding; torch_xla reports a misfit only from a thread, or not at all."""
+"""Checks that batches fit their input sharding; torch_xla reports a mismatch only from a thread, or not at all."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, n
 def _check_mesh(sharding: ShardingSpec, num_hosts: int, host: int) -> None:
     """Raise ``ValueError`` if the mesh does not put the rows of a host on its own devices, in their order."""
     mesh, spec = sharding.mesh, sharding.partition_spec
-    axes = [_axis(sharding, axis) for axis in (spec[0] if isinstance(spec[0], tuple) else spec[:1])]
+    axes = [_axis_index(sharding, axis) for axis in (spec[0] if isinstance(spec[0], tuple) else spec[:1])]
     other_axes = [axis for axis in range(len(mesh.mesh_shape)) if axis not in axes]
     if (
         None in axes
@@ -112,7 +112,7 @@ def _check_mesh(sharding: ShardingSpec, num_hosts: int, host: int) -> None:
         )
 
 
-def _axis(sharding: ShardingSpec, axis: Any) -> Any:
+def _axis_index(sharding: ShardingSpec, axis: Any) -> Any:
     return (sharding.mesh.axis_names or ()).index(axis) if isinstance(axis, str) else axis
 
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from rescale_data.checkpoint.storage.claims import Save, find
+from rescale_data.checkpoint.storage.claims import SaveId, find
 from rescale_data.checkpoint.storage.store import DiskStore
 
 
-def save_at(path: Path) -> Save:
+def save_at(path: Path) -> SaveId:
     save = find(DiskStore(), str(path))
     assert save is not None
     return save

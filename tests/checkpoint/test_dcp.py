@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint.storage.dcp import Contents, Pieces
+from rescale_data.checkpoint.storage.dcp import Contents, TensorPieces
 from rescale_data.checkpoint.storage.metadata import read_metadata
 
 STATE: dict[str, Any] = {
@@ -23,11 +23,11 @@ FLAT = ["model.layers.0", "model.layers.1", "model.weight", "names", "step"]
 WHOLE = torch.arange(24.0).reshape(6, 4)
 
 
-def in_pieces(whole: torch.Tensor, *cuts: tuple[int, int]) -> tuple[Pieces, list[torch.Tensor], list[int]]:
+def in_pieces(whole: torch.Tensor, *cuts: tuple[int, int]) -> tuple[TensorPieces, list[torch.Tensor], list[int]]:
     """The rows between each two cuts on a device; with these pieces, and the elements of each read."""
     held = [whole[start:end].clone() for start, end in cuts]
     read: list[int] = []
-    pieces = torch.empty(()).expand(whole.shape).as_subclass(Pieces)
+    pieces = torch.empty(()).expand(whole.shape).as_subclass(TensorPieces)
     pieces.write_items = [
         WriteItem(
             MetadataIndex("", torch.Size((start, 0)), number),
@@ -68,7 +68,7 @@ def test_metadata_that_is_made_anew_is_what_dcp_wrote(tmp_path: Path) -> None:
     assert weight is not None
     assert (weight.shape, weight.dtype, weight.device.type) == ((3, 4), torch.float32, "meta")
     assert saved.values["step"] is None
-    assert not saved.without_path
+    assert not saved.pathless
 
 
 def test_pieces_are_saved_once_and_loaded_into_any_others(tmp_path: Path) -> None:

@@ -165,9 +165,9 @@ def test_what_an_entry_is_loaded_into() -> None:
     saved = {name: torch.zeros((), device="meta") for name in (*live, "new")}
     assert [*allocate_state(Rows(model.parameters()), model[0].weight, live, saved)[1]] == ["average"]
     huge = torch.empty(2**40, 2**10, device="meta")
-    tensors, misfits = allocate_state(adam(model), model[0].weight, {}, {"exp_avg": huge})
+    tensors, mismatches = allocate_state(adam(model), model[0].weight, {}, {"exp_avg": huge})
     assert tensors == {"exp_avg": None}
-    assert "exp_avg" in misfits
+    assert "exp_avg" in mismatches
 
 
 @pytest.mark.parametrize("build", [Rows, NAdam, torch.optim.ASGD])

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import claims, commit
-from rescale_data.checkpoint.storage.claims import SINGLE_STEP
+from rescale_data.checkpoint.storage.claims import ONLY_STEP
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import METADATA, Manifest
 from rescale_data.checkpoint.storage.open import open_store
@@ -266,14 +266,14 @@ def test_pruning_leaves_a_run_that_saves_to_its_manager(folder: str, elsewhere: 
 
 
 def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, elsewhere: Callable[[], None]) -> None:
-    first = Ownership(*open_store(f"{folder}/c", to_write=True), is_single=True)
-    save = first.begin_save(SINGLE_STEP)
+    first = Ownership(*open_store(f"{folder}/c", to_write=True), has_one_checkpoint=True)
+    save = first.begin_save(ONLY_STEP)
     elsewhere()
-    second = Ownership(first.store, first.path, is_single=True)
-    failing = second.begin_save(SINGLE_STEP)
+    second = Ownership(first.store, first.path, has_one_checkpoint=True)
+    failing = second.begin_save(ONLY_STEP)
     with pytest.raises(SupersededError):
-        first.commit(SINGLE_STEP, save, Manifest(save_id=save.folder))
-    second.abandon(SINGLE_STEP, failing)
+        first.commit(ONLY_STEP, save, Manifest(save_id=save.folder))
+    second.abandon(ONLY_STEP, failing)
     with pytest.raises(SupersededError):
         first.check_not_superseded()
     assert claims.find(first.store, first.path) is None

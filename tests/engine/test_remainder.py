@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.engine.ends import STEPS_OF_A_ROUND
+from rescale_data.engine.ends import STEPS_PER_ROUND
 from tests.corpus import documents
 from tests.datasets import Hooked
 
@@ -49,5 +49,5 @@ def test_every_token_is_delivered_once_in_rounds_of_bounded_reading(
         found += [batch["tokens"][batch["valid"]] for batch in first]
     tokens = np.sort(np.concatenate(found).flatten())
     assert tokens[tokens >= 0].tolist() == list(range(sum(lengths)))
-    samples_a_call = 2 * (STEPS_OF_A_ROUND * o + n)  # looked at, and then served
+    samples_a_call = 2 * (STEPS_PER_ROUND * o + n)  # looked at, and then served
     assert most <= samples_a_call * (SEQ_LEN + 1) + 8 * n

@@ -15,12 +15,12 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.engine.exchanges import STATUS_STOPPED, Exchanges
-from rescale_data.engine.feed import Feed, FunctionFeed, InThreadFeed
+from rescale_data.engine.feed import BatchFeed, FunctionFeed, InThreadFeed
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.runner import Exhausted
+from rescale_data.engine.runner import NoSamplesLeft
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.threads import Flag
+from rescale_data.engine.threads import WaitableFlag
 from rescale_data.state import Ints
 from tests.test_interrupt import CtrlC
 
@@ -94,19 +94,19 @@ def test_ctrl_c_within_stop_leaves_the_other_ranks_informed(moment: int) -> None
     assert others.statuses == [STATUS_STOPPED]
 
 
-class WaitsForOthers(Feed):
+class WaitsForOthers(BatchFeed):
     """A feed whose `next` waits for other ranks, until it is stopped."""
 
     def __init__(self) -> None:
-        self.begun, self.stopped = Flag(), Flag()
+        self.begun, self.stopped = WaitableFlag(), WaitableFlag()
 
-    def begin(self, segment: Segment, table: Ints, first_u: int) -> None:
-        self.stopped = Flag()
+    def begin(self, segment: Segment, table: Ints, first_batch: int) -> None:
+        self.stopped = WaitableFlag()
 
     def next(self) -> MicroBatch:
         self.begun.set()
         self.stopped.wait()
-        raise Exhausted
+        raise NoSamplesLeft
 
     def stop(self, *, wait: bool = True) -> None:
         self.stopped.set()

@@ -135,9 +135,9 @@ def test_a_worker_is_named_and_what_it_is_about(folder: Path, tmp_path: Path, mo
     handler, logger = GoesOn(logging.WARNING), logging.getLogger("rescale_data")
     with rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8, num_workers=2) as loader:
         loader.start()
-        board = loader._stream.feed._crew.board  # type: ignore[union-attr]
+        status = loader._stream.feed._processes.status  # type: ignore[union-attr]
         deadline = time.monotonic() + 60
-        while "until_exists" not in board.read_activity(0):
+        while "until_exists" not in status.read_activity(0):
             assert time.monotonic() < deadline
         logger.addHandler(handler)
         try:
@@ -148,7 +148,7 @@ def test_a_worker_is_named_and_what_it_is_about(folder: Path, tmp_path: Path, mo
         assert "waiting for worker 0, in a function of the user's, until_exists (" in lines[0]
         assert "logical shard 0, last row drawn" in lines[0]
         list(loader)
-        assert board.read_activity(0) == ""
+        assert status.read_activity(0) == ""
         assert loader.progress()["transform_seconds"] > 0
 
 

@@ -29,7 +29,7 @@ from torchdata.nodes import Mapper
 
 import rescale_data as rd
 from rescale_data.engine.message import MAX_MESSAGE_VALUES, PackedValue, Slabs
-from rescale_data.engine.processes import Work
+from rescale_data.engine.processes import WorkerRun
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.workers import BeginCommand
 from tests.datasets import Hooked, unreadable
@@ -85,7 +85,7 @@ class TestMessages:
         segment = Segment(loader_of()._stream.layout, 0, None)
         begin = BeginCommand(2**40, segment, 2**40, 3, np.zeros((24, 20_000), dtype=np.int64))
         message = Slabs().pack(3, [PackedValue((torch.zeros(10_000), "x" * 100_000))] * MAX_MESSAGE_VALUES)
-        assert len(ForkingPickler.dumps(Work(begin, 2).packed_command)) < 4096
+        assert len(ForkingPickler.dumps(WorkerRun(begin, 2).packed_command)) < 4096
         assert len(ForkingPickler.dumps((2**40, message))) < 4096
 
 

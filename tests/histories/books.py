@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rescale_data.engine.recipe import Recipe
-from rescale_data.engine.schema import adopt_histories
+from rescale_data.engine.schema import set_histories
 from tests.nodes.resume import plain
 from tests.states import difference as difference_of_states
 
@@ -64,7 +64,7 @@ class Reference:
     def _node(self, shard: int) -> Any:
         if shard not in self._nodes:
             self._nodes[shard] = node = self.recipe.build(shard)
-            adopt_histories(node, self.histories)
+            set_histories(node, self.histories)
         return self._nodes[shard]
 
     def epoch(self, shard: int, epoch: int) -> list[Any]:

@@ -18,11 +18,11 @@ import pytest
 
 import rescale_data.engine.pool as pool_module
 import rescale_data.engine.setup as setup_module
-from rescale_data.engine.board import Board
 from rescale_data.engine.message import from_bytes
-from rescale_data.engine.processes import Work
+from rescale_data.engine.processes import WorkerRun
 from rescale_data.engine.ranks.communicator import Call
 from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.status import WorkerStatus
 from rescale_data.engine.stream import Stream
 
 
@@ -100,20 +100,23 @@ class InOneProcess:
 
     def __init__(self, _: Any, worker: Any, num_workers: int, *__: Any) -> None:
         given = pickle.dumps(worker)
-        self.board = Board(num_workers)
+        self.status = WorkerStatus(num_workers)
         self.free_slabs = [threading.Semaphore(0) for _ in range(num_workers)]
         self.workers = [pickle.loads(given) for _ in range(num_workers)]
         for number, copied in enumerate(self.workers):
-            copied.attach(number, self.board)
+            copied.attach(number, self.status)
 
-    def begin(self, segment: Work) -> None:
+    def wait_started(self) -> None:
+        pass
+
+    def begin(self, segment: WorkerRun) -> None:
         begin = from_bytes(*segment.packed_command)
-        self.board.wanted_begin = segment.begin_number
+        self.status.wanted_command_id = segment.begin_number
         for inbox, worker in zip(segment.inboxes, self.workers, strict=True):
             inbox.messages = cast(Any, Messages(worker, begin))
 
     def end(self, *_: Any) -> None:
-        self.board.wanted_begin = -1
+        self.status.wanted_command_id = -1
 
 
 class Messages:
@@ -196,7 +199,7 @@ def in_threads() -> Iterator[None]:
     """Loaders that are built within have the ranks of the thread's crew, and workers that are objects."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup_module, "find_ranks", _find_ranks)
-        patch.setattr(pool_module, "Crew", InOneProcess)
+        patch.setattr(pool_module, "WorkerProcesses", InOneProcess)
         patch.setattr(pool_module, "require_pickle", lambda *_, **__: None)
         patch.setattr(Stream, "take", _take)
         yield

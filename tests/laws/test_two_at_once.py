@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from rescale_data import lease as leases
 from rescale_data.checkpoint.storage import commit
-from rescale_data.checkpoint.storage.claims import SINGLE_STEP, Save, find
+from rescale_data.checkpoint.storage.claims import ONLY_STEP, SaveId, find
 from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
 from rescale_data.checkpoint.storage.manifest import Manifest, read_manifest
 from rescale_data.checkpoint.storage.readers import lease_on_checkpoint
@@ -87,7 +87,7 @@ class Told(NamedTuple):
     """A save that was reported as done, or a deletion."""
 
     path: str
-    save: Save
+    save: SaveId
     content: bytes | None
     lone: bool = False
 
@@ -111,7 +111,7 @@ class World:
         store, path = self.place.store, self.place.path(step)
         self.number += 1
         content = f"{current()} {self.number}".encode()
-        what = SINGLE_STEP if owner.path == path else f"step-{step}"
+        what = ONLY_STEP if owner.path == path else f"step-{step}"
         save = owner.begin_save(what)
         for name in ("data", ".metadata"):
             store.put(join(path, save.folder, name), content)
@@ -119,11 +119,11 @@ class World:
         files = {f"{save.folder}/{name}": record for name in ("data", ".metadata")}
         owner.commit(what, save, Manifest(save_id=save.folder, files=files))
         lone = owner.path == path
-        self.told.append(Told(path, owner.saves[SINGLE_STEP if lone else f"step-{step}"], content, lone))
+        self.told.append(Told(path, owner.saves[ONLY_STEP if lone else f"step-{step}"], content, lone))
         owner.remove_obsolete()
 
     def delete(self, owner: Ownership, step: str) -> None:
-        self.deleted.append(Told(self.place.path(step), Save(owner.owner, owner._num_saves + 1), None))
+        self.deleted.append(Told(self.place.path(step), SaveId(owner.owner, owner._num_saves + 1), None))
         owner.delete(f"step-{step}")
 
     def zombie(self, owner: Ownership) -> Callable[[], None]:
@@ -151,7 +151,7 @@ class World:
     def lone(self, step: str) -> Callable[[], None]:
         def work() -> None:
             try:
-                owner = self.open(self.place.path(step), is_single=True)
+                owner = self.open(self.place.path(step), has_one_checkpoint=True)
                 self.save(owner, step)
             except SupersededError:
                 self.superseded += 1
@@ -200,7 +200,7 @@ class World:
     def end(self) -> None:
         """What was reported is there, unless somebody has saved or deleted the step since; and stock DCP finds the same."""
         for path, save, content, lone in self.told:
-            names = {other for other in map(Save.from_manifest, self.place.store.names(path)) if other}
+            names = {other for other in map(SaveId.from_manifest, self.place.store.names(path)) if other}
             later = {told.save for told in [*self.told, *self.deleted] if told.path == path} | names
             now = self.content(path)
             if lone and path != self.place.path("x"):  # of it and the run's own save the one that is told later stands

@@ -389,7 +389,7 @@ def test_a_group_that_is_destroyed_ends(found: Any) -> None:
 
 def test_a_loader_says_where_to_build_it_for_a_process_that_is_spawned() -> None:
     loader = loader_of("rows")
-    with pytest.raises(TypeError, match="Build it in the function that is spawned, after init_process_group"):
+    with pytest.raises(TypeError, match="build it in the function that is spawned, after init_process_group"):
         multiprocessing.get_context("spawn").Process(target=len, args=(loader,)).start()
     with pytest.raises(TypeError, match="at the top level of the dict"):
         pickle.dumps({"loader": loader})

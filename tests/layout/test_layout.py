@@ -12,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import rescale_data as rd
+from rescale_data.layout.batch_shards import AlignedBatchShards, BatchShards, UnalignedBatchShards
 from rescale_data.layout.layout import Layout, owner_ranks
-from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turn
 
 GRID = [(96, 24), (24, 24), (24, 96), (12, 36), (12, 12), (48, 12), (30, 60)]
 WORKERS = (0, 1, 2, 3, 4, 6, 8)
@@ -40,23 +40,23 @@ def by_definition(n: int, o: int, step: int) -> list[int]:
 
 def played(turns: list[Any], first: int, stop: int) -> list[list[list[int]]]:
     """``[u][rank]`` -> the shards of the micro batch; and a turn says which rows of the table it visits, and how often."""
-    micro_batches = [[rank.turn(u) for rank in turns] for u in range(first, stop)]
-    for turn in itertools.chain(*micro_batches):
-        assert_visits(turn, turn.shards)
-    return [[turn.shards for turn in micro_batch] for micro_batch in micro_batches]
+    micro_batches = [[rank.batch_shards(u) for rank in turns] for u in range(first, stop)]
+    for batch_shards in itertools.chain(*micro_batches):
+        assert_visits(batch_shards, batch_shards.shards)
+    return [[batch_shards.shards for batch_shards in micro_batch] for micro_batch in micro_batches]
 
 
-def assert_visits(turn: Turn, shards: list[int]) -> None:
+def assert_visits(batch_shards: BatchShards, shards: list[int]) -> None:
     visited = np.zeros(512, np.int64)  # more than any N here
-    visited[turn.index] += turn.shard_counts
+    visited[batch_shards.index] += batch_shards.shard_counts
     assert (visited == np.bincount(np.array(shards, np.int64), minlength=512)).all()
 
 
 def turns_of(layout: Layout, samples: np.ndarray) -> list[Any]:
     ranks = range(layout.dp_world_size)
     if layout.aligned:
-        return [AlignedTurns(layout, rank) for rank in ranks]
-    return [BalancedTurns(layout, rank, samples) for rank in ranks]
+        return [AlignedBatchShards(layout, rank) for rank in ranks]
+    return [UnalignedBatchShards(layout, rank, samples) for rank in ranks]
 
 
 def global_batches(layout: Layout, num_steps: int) -> list[list[tuple[int, int]]]:
@@ -107,8 +107,8 @@ def layouts(draw: st.DrawFn, max_ranks: int = 6) -> Layout:
 @given(layouts())
 def test_a_misfit_names_values_that_keep_the_order(layout: Layout) -> None:
     """The cure that a warning names works: nothing else has to change with it."""
-    assert layout.aligned == (layout.misfit_reason is None)
-    cures = (layout.misfit_reason or "").partition("keeps the order: ")[2]
+    assert layout.aligned == (layout.unaligned_reason is None)
+    cures = (layout.unaligned_reason or "").partition("keeps the order: ")[2]
     for name, texts in re.findall(r"(\w+)=(\d+(?: or \d+)?)", cures):
         values = [int(value) for value in texts.split(" or ")]
         assert 1 <= len(values) <= 2
@@ -157,10 +157,10 @@ def test_not_aligned_each_worker_serves_of_its_own_block_the_shard_with_the_fewe
         return
     samples = data.draw(samples_of(layout))
     for rank in range(layout.dp_world_size):
-        turns = BalancedTurns(layout, rank, samples)
+        turns = UnalignedBatchShards(layout, rank, samples)
         taken: list[list[int]] = [[] for _ in range(k)]
         for u in range(3 * k):
-            taken[u % k] += turns.turn(u).shards
+            taken[u % k] += turns.batch_shards(u).shards
         for worker, shards in enumerate(taken):
             block = layout.owned_shards(rank, worker)
             own = samples[block.start : block.stop].tolist()
@@ -175,9 +175,9 @@ def test_what_a_worker_serves_is_what_its_micro_batches_come_from(layout: Layout
             served = layout.served_shards(rank, worker).tolist()
             here += served
             if layout.aligned:
-                turns = AlignedTurns(layout, rank)
-                micro_batches = range(worker, 2 * layout.period, layout.workers_per_rank)
-                assert served == sorted({shard for u in micro_batches for shard in turns.turn(u).shards})
+                turns = AlignedBatchShards(layout, rank)
+                micro_batches = range(worker, 2 * layout.batch_period, layout.workers_per_rank)
+                assert served == sorted({shard for u in micro_batches for shard in turns.batch_shards(u).shards})
         assert sorted(here) == list(layout.owned_shards(rank))  # each shard has one worker
 
 
@@ -186,8 +186,8 @@ class TestCounts:
 
     @given(layouts(), st.data())
     def test_delivered(self, layout: Layout, data: st.DataObject) -> None:
-        first = data.draw(st.integers(0, 3 * layout.period), "first")
-        num = data.draw(st.integers(0, 2 * layout.period + 1), "micro batches")
+        first = data.draw(st.integers(0, 3 * layout.batch_period), "first")
+        num = data.draw(st.integers(0, 2 * layout.batch_period + 1), "micro batches")
         samples = data.draw(samples_of(layout), "samples")
         turns, expected = turns_of(layout, samples), Counter[int]()
         for micro_batch in played(turns, first, first + num):
@@ -200,7 +200,7 @@ class TestCounts:
         self, layout: Layout, data: st.DataObject
     ) -> None:
         a = layout.gradient_accumulation_steps
-        first = data.draw(st.integers(0, 2 * layout.period), "first")
+        first = data.draw(st.integers(0, 2 * layout.batch_period), "first")
         samples = data.draw(samples_of(layout), "samples")
         left = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(samples), max_size=len(samples)), "left"))
         stop = layout.main_phase_end(samples, left, first)

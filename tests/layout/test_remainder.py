@@ -39,10 +39,15 @@ def rows_of(remainder: Remainder) -> list[list[list[Row]]]:
     """``[u][rank]`` -> rows of the micro batch."""
     found: list[list[list[Row]]] = []
     for u in range(remainder.num_micro_batches):
-        turns = [remainder.turn(rank, u) for rank in range(remainder.layout.dp_world_size)]
-        found.append([list(zip(turn.shards, turn.sample_numbers or [], turn.is_real, strict=True)) for turn in turns])
-        for turn, rows in zip(turns, found[-1], strict=True):
-            assert_visits(turn, [shard for shard, _, is_real in rows if is_real])
+        turns = [remainder.batch_shards(rank, u) for rank in range(remainder.layout.dp_world_size)]
+        found.append(
+            [
+                list(zip(batch_shards.shards, batch_shards.sample_numbers or [], batch_shards.is_real, strict=True))
+                for batch_shards in turns
+            ]
+        )
+        for batch_shards, rows in zip(turns, found[-1], strict=True):
+            assert_visits(batch_shards, [shard for shard, _, is_real in rows if is_real])
     return found
 
 

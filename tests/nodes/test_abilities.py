@@ -60,7 +60,7 @@ class Log(Plain):
     """Helpers that have the names of methods; an ability has attributes as well."""
 
     def write(self, text: str) -> None: ...
-    def read_begun(self) -> None: ...
+    def reread_document(self) -> None: ...
     def reform(self, rows: Any) -> None: ...
 
     skip = 3
@@ -100,10 +100,10 @@ def test_a_node_has_the_abilities_whose_methods_it_has(kind: type[Plain], expect
 
 
 def test_a_subclass_gives_samples_without_many_at_once() -> None:
-    """`write_ready` set to `None`: all batches are written by the subclass's own `write`."""
+    """`write_many` set to `None`: all batches are written by the subclass's own `write`."""
 
     class Shifted(rd.TokenPacker):
-        write_ready = None  # type: ignore[assignment]
+        write_many = None  # type: ignore[assignment]
 
         def write(self, buffer: Any, place: int) -> None:
             super().write(buffer, place)
@@ -210,10 +210,10 @@ QUESTIONS: dict[str, Any] = {
     "columns": lambda node, row: below.columns_of(node),
     "dtype": lambda node, row: below.dtype_of(node, "tokens"),
     "texts": lambda node, row: below.texts_of(node, "text") is None,
-    "blocked": lambda node, row: changing.is_blocked(node, row[0].data),
-    "lost": lambda node, row: changing.is_lost(node, row[0].data),
-    "stale": lambda node, row: changing.is_stale(node, row[0].data),
-    "pending": lambda node, row: changing.is_pending(node, row[0].data),
+    "blocked": lambda node, row: changing.is_on_blocklist(node, row[0].data),
+    "lost": lambda node, row: changing.is_sample_lost(node, row[0].data),
+    "stale": lambda node, row: changing.is_outdated(node, row[0].data),
+    "pending": lambda node, row: changing.has_pending_change(node, row[0].data),
     "progress": lambda node, row: (
         isinstance(node, abilities.Reports) and node.progress(row, np.array([1]), np.array([3]))
     ),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rescale_data.nodes.reading.fetching import FragmentPrefetcher
-from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.sources.source import Source
 
 
@@ -18,7 +18,7 @@ class Counting(Source):
     def __init__(self, cache_bytes: int) -> None:
         self.cache_bytes = cache_bytes
 
-    def prepare(self, column: str | None, fragment: int, share: ShardShare | None = None) -> None:
+    def prepare(self, column: str | None, fragment: int, share: ShardRowRanges | None = None) -> None:
         raise AssertionError("nobody asked")
 
     def manifest(self) -> Any: ...

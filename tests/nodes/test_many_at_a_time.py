@@ -114,7 +114,7 @@ def in_blocks(num_bytes: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         if num_bytes:
-            stack.enter_context(mock.patch.object(FragmentDocuments, "_have_room", no_room))
+            stack.enter_context(mock.patch.object(FragmentDocuments, "_fit_in_cache", no_room))
             stack.enter_context(mock.patch("rescale_data.nodes.reader.block_bytes", block_bytes))
         yield
 
@@ -252,17 +252,17 @@ def test_many_sources_are_read_together_and_each_seldom(
 ) -> None:
     """Also at first, and over the ends of their epochs: each read costs as much as dozens of documents."""
     num, asked, alone = 40, [0], list[Any]()
-    find_ready, read = FragmentDocuments.find_ready, FragmentDocuments.read
+    find_decoded, read = FragmentDocuments.find_decoded, FragmentDocuments.read
 
     def count(self: Any, *args: Any) -> Any:
         asked[0] += 1
-        return find_ready(self, *args)
+        return find_decoded(self, *args)
 
     def count_alone(self: Any, *args: Any) -> Any:
         alone.append(self)
         return read(self, *args)
 
-    monkeypatch.setattr(FragmentDocuments, "find_ready", count)
+    monkeypatch.setattr(FragmentDocuments, "find_decoded", count)
     monkeypatch.setattr(FragmentDocuments, "read", count_alone)
     docs = [[row] * 8 for row in range(30)]
     readers = {f"{i:02d}": rd.Reader(write("arrow", tmp_path / f"{i}", docs, 30, 7), rd.Shard()) for i in range(num)}

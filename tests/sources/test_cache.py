@@ -19,11 +19,11 @@ import rescale_data as rd
 from rescale_data.sources.decoded import cache as decoded_cache
 from rescale_data.sources.decoded.cache import (
     Cache,
-    OnEvict,
+    EvictionListener,
     OpenFileCache,
-    UserHeldValue,
+    ReferencedValue,
     cache,
-    owner_of,
+    owner_id,
     share_budget_with,
 )
 from rescale_data.sources.decoded.columns import Fragment, flat_lists
@@ -105,8 +105,8 @@ def test_one_entry_above_the_budget_stays_with_what_is_made_of_it() -> None:
 
 def test_entries_go_with_their_owner() -> None:
     owner = Budget(1)
-    key = (owner_of(owner), 0)
-    assert owner_of(owner) == key[0]
+    key = (owner_id(owner), 0)
+    assert owner_id(owner) == key[0]
     cache().put(key, Sized(1))
     del owner
     gc.collect()
@@ -121,18 +121,18 @@ def test_two_threads_that_ask_at_once_get_one_owner(monkeypatch: pytest.MonkeyPa
 
         def __next__(self) -> int:
             monkeypatch.undo()
-            of_other.append(owner_of(sources[0]))
+            of_other.append(owner_id(sources[0]))
             return next(numbers)
 
     numbers = decoded_cache._owner_numbers
     monkeypatch.setattr(decoded_cache, "_owner_numbers", Numbers())
-    assert [owner_of(sources[0])] == of_other
+    assert [owner_id(sources[0])] == of_other
     sources.clear()
     gc.collect()  # one finalizer: a second one would fail
 
 
 def test_a_value_is_told_that_there_was_no_room() -> None:
-    class Leaving(Sized, OnEvict):
+    class Leaving(Sized, EvictionListener):
         def handle_eviction(self) -> None:
             left.append(self.nbytes)
 
@@ -145,7 +145,7 @@ def test_a_value_is_told_that_there_was_no_room() -> None:
     assert left == [11, 12]
 
 
-class Held(Sized, UserHeldValue):
+class Held(Sized, ReferencedValue):
     is_kept, is_used = True, False
 
     def on_dropped(self) -> None:
@@ -262,7 +262,7 @@ def test_a_loader_between_epochs_or_that_goes_elsewhere_leaves_the_cache_to_othe
         return rd.DataLoader(source, global_batch_size=4, num_logical_shards=8, prefetch=0, **kwargs)
 
     def num_shards() -> int:
-        return num_sources_and_shards(owner_of(source))[1]
+        return num_sources_and_shards(owner_id(source))[1]
 
     source = rd.SyntheticSource(64, length=4)
     train, by_epochs, by_steps = make(repeat=True), make(), make(repeat=True, steps_per_epoch=3)

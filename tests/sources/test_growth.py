@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 import rescale_data as rd
-from rescale_data.sources.folders import fold, num_rows
+from rescale_data.sources.folders import num_rows, short_manifest
 from rescale_data.testing import full_state_dict
 from tests.formats import write_jsonl, write_table
 from tests.laws.tables import TOPS
@@ -190,7 +190,7 @@ class TestDigests:
     def test_of_very_many_folders_there_is_one_digest(self) -> None:
         for count, folders in ((64, 64), (65, 1)):
             files = [[f"{i}/a", 10, 5] for i in range(count)]
-            folded = fold({"format": "parquet", "files": files})
+            folded = short_manifest({"format": "parquet", "files": files})
             assert len(folded["folders"]) == folders
             assert num_rows(folded) == 5 * count
 

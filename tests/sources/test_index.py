@@ -15,7 +15,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.sources import index as indexing
 from rescale_data.sources.files import once
-from rescale_data.sources.folders import fold
+from rescale_data.sources.folders import short_manifest
 from rescale_data.testing import assert_source
 from tests.formats import write_table
 from tests.sources.corpora import FORMATS, make_source
@@ -73,8 +73,8 @@ def test_an_indexed_source_is_the_same(kind: str, tmp_path: Path, caplog: pytest
     plain = make_source(kind, tmp_path / kind)
     make = partial(type(plain), tmp_path / kind, index_dir=tmp_path / "index")
     for source in (make(), make(), pickle.loads(pickle.dumps(make()))):
-        assert source.manifest() == fold(plain.manifest())
-        assert source.unfold(source.manifest()) == plain.manifest()
+        assert source.manifest() == short_manifest(plain.manifest())
+        assert source.full_manifest(source.manifest()) == plain.manifest()
         assert source.fragments.tolist() == plain.fragments.tolist()
         assert [str(source.row(i)) for i in range(200)] == [str(plain.row(i)) for i in range(200)]
         assert source.locate(150) == plain.locate(150)
@@ -85,7 +85,7 @@ def test_an_indexed_source_is_the_same(kind: str, tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, "rescale_data"):
         for again in (make(), make()):
             assert [str(again.row(i)) for i in range(200)] == [str(plain.row(i)) for i in range(200)]
-            assert again.manifest() == fold(plain.manifest())
+            assert again.manifest() == short_manifest(plain.manifest())
     assert sum("other times than when their index was made" in message for message in caplog.messages) == 1
     assert {path: path.read_bytes() for path in before} == before
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.sources.decoded import interest
-from rescale_data.sources.decoded.cache import Cache, cache, owner_of
+from rescale_data.sources.decoded.cache import Cache, cache, owner_id
 from rescale_data.sources.decoded.interest import (
     bytes_needed,
     num_sources_and_shards,
@@ -152,14 +152,14 @@ def test_a_reader_may_end_while_the_others_are_counted(corpus: Path) -> None:
     source, loader, others = ParquetSource(corpus), Loader(), [Loader()]
     record_served_shards(others[0], [source], range(4))
     record_served_shards(loader, [source], EndsOthers([1, 2], others))
-    num_sources_and_shards(owner_of(source))
+    num_sources_and_shards(owner_id(source))
     record_served_shards(loader, [source], [1, 2])
-    assert num_sources_and_shards(owner_of(source)) == (1, 2)
+    assert num_sources_and_shards(owner_id(source)) == (1, 2)
 
 
 def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     sources, loaders = [ParquetSource(corpus), ParquetSource(corpus)], [Loader(), Loader()]
-    owner, needed = owner_of(sources[0]), sources[0].fragment_bytes
+    owner, needed = owner_id(sources[0]), sources[0].fragment_bytes
     assert (num_sources_and_shards(owner), list(served_shards(owner, 3))) == ((1, 1), [0, 1, 2])
     record_served_shards(loaders[0], sources[:1], range(4))
     record_served_shards(loaders[1], sources, range(2))
@@ -198,13 +198,13 @@ def test_cuts_are_what_the_shards_read(lengths: list[int], num_shards: int, perm
     for i in range(num_shards):
         virtual = np.arange(i * fragments[-1] // num_shards, (i + 1) * fragments[-1] // num_shards)
         rows = virtual if order is None else order.rows(virtual)
-        share = ShardShare(rd.Shard(i, num_shards, 3), epoch, fragments, order, id(source), i, 0)
+        share = ShardRowRanges(rd.Shard(i, num_shards, 3), epoch, fragments, order, id(source), i, 0)
         drawn[share.share_key] = set(rows.tolist())
         for fragment in range(len(lengths)):
             for cut in share.served_row_ranges(fragment):
                 if cut.share_key == share.share_key:
                     assert share.own_row_range(fragment) == cut
-    share = ShardShare(rd.Shard(0, num_shards, 3), epoch, fragments, order, id(source), i, 0)
+    share = ShardRowRanges(rd.Shard(0, num_shards, 3), epoch, fragments, order, id(source), i, 0)
     found: dict[Any, set[int]] = {key: set() for key in drawn}
     for fragment in range(len(lengths)):
         for cut in share.served_row_ranges(fragment):

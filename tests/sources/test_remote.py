@@ -40,7 +40,7 @@ def test_rows_are_those_of_the_files_though_requests_fail(kind: str, tmp_path: P
     local: Any = make_source(kind, tmp_path / kind)
     Far.failures = [ConnectionResetError("reset by peer"), TimeoutError()]
     source = by_url(kind, tmp_path, remote=rd.Remote(retries=2, read_ahead=False))
-    assert source.unfold(source.manifest()) == local.manifest()
+    assert source.full_manifest(source.manifest()) == local.manifest()
     for index in (0, 150, 40):
         cache().clear()
         Far.failures = [OSError("503 slow down"), TimeoutError()]

@@ -132,11 +132,11 @@ def from_safetensors(
     source_path = Path(memory_mappable_path(folder))
     leaves = _memory_map_files([source_path]) if source_path.is_file() else _memory_map_folder(source_path)
     non_tensors_file = source_path / NON_TENSORS_FILE
-    others: dict[str, Any] = (
+    extras: dict[str, Any] = (
         memory_map_file(os.fspath(non_tensors_file)) if non_tensors_file.exists() else {"values": {}, "paths": {}}
     )
-    leaves |= others["values"]
-    content = tree_of({key: tuple(others["paths"].get(key, (key,))) for key in leaves}, leaves, others.get("lost", ()))
+    leaves |= extras["values"]
+    content = tree_of({key: tuple(extras["paths"].get(key, (key,))) for key in leaves}, leaves, extras.get("lost", ()))
     save_from_one_process(path, content if name is None else {name: content}, storage_options)
 
 

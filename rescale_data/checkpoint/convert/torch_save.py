@@ -145,8 +145,8 @@ class TorchFileWriter:
         max_bytes: dict[torch.dtype, int] = {}
         for size, dtype in shapes_dtypes.values():
             max_bytes[dtype] = max(max_bytes.get(dtype, 0), math.prod(size) * dtype.itemsize)
-        pages = {dtype: mmap.mmap(-1, num_bytes or 1) for dtype, num_bytes in max_bytes.items()}  # never touched
-        self.tensors = {name: _placeholder(size, dtype, pages[dtype]) for name, (size, dtype) in shapes_dtypes.items()}
+        mmaps = {dtype: mmap.mmap(-1, num_bytes or 1) for dtype, num_bytes in max_bytes.items()}  # never touched
+        self.tensors = {name: _placeholder(size, dtype, mmaps[dtype]) for name, (size, dtype) in shapes_dtypes.items()}
 
     def write(self, stream: BinaryIO, tree: Any, read_tensors: Callable[[list[str]], Iterable[torch.Tensor]]) -> None:
         """Write ``tree`` as a ``torch.save`` file, with real tensors in place of the placeholders ``tensors``.

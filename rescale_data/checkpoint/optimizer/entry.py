@@ -14,7 +14,7 @@ from torch import nn
 from rescale_data.checkpoint.devices import state_after_first_step
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.named import GROUPS, named_parameters, named_state
-from rescale_data.checkpoint.optimizer.room import allocate_state, as_saved, has_parameter_shapes, missing_settings
+from rescale_data.checkpoint.optimizer.room import allocate_state, cast_like, has_parameter_shapes, missing_settings
 from rescale_data.checkpoint.storage.dcp import Contents, StateReader
 from rescale_data.checkpoint.tree import map_leaves, tree_of, with_keys_of
 
@@ -86,11 +86,11 @@ class OptimizerEntry(Entry):
         for name in (name for name in states if name in self._parameters and name not in self._unmatched_names):
             parameter = self._parameters[name]
             live_entry = self.optimizer.state.get(parameter) or first_states.get(parameter, {})
-            tensors[name], misfits = allocate_state(self.optimizer, parameter, live_entry, states[name])
-            if misfits:
+            tensors[name], mismatches = allocate_state(self.optimizer, parameter, live_entry, states[name])
+            if mismatches:
                 del tensors[name]
                 self._unmatched_names.add(name)
-                self.refusal_texts |= {f"{self.name}.state.{name}.{entry}": text for entry, text in misfits.items()}
+                self.refusal_texts |= {f"{self.name}.state.{name}.{entry}": text for entry, text in mismatches.items()}
         return tensors
 
     def _assign(self, loaded: Any) -> None:
@@ -119,7 +119,7 @@ class OptimizerEntry(Entry):
                     for key, value in saved.items()
                     if key != "step" and not (is_cast and getattr(value, "shape", None) == parameter.shape)
                 }
-                self.optimizer.state[parameter] = as_saved(self.optimizer.state[parameter], saved_entries)
+                self.optimizer.state[parameter] = cast_like(self.optimizer.state[parameter], saved_entries)
 
 
 def match_groups(groups: Sequence[ParameterNames], saved: Sequence[ParameterNames]) -> tuple[list[int | None], str]:
@@ -131,14 +131,14 @@ def match_groups(groups: Sequence[ParameterNames], saved: Sequence[ParameterName
     for number, names in enumerate(saved):
         numbers_by_names[frozenset(names)].append(number)
     number_queues = [numbers_by_names[frozenset(names)] for names in groups]
-    numbers = [queue.popleft() if queue else None for queue in number_queues]
-    unmatched = [f"group {i} of the state, {_first_few(names)}" for i, names in enumerate(groups) if numbers[i] is None]
-    unmatched += [f"group {i} of the checkpoint, {_first_few(saved[i])}" for i in set(range(len(saved))) - {*numbers}]
+    matches = [queue.popleft() if queue else None for queue in number_queues]
+    unmatched = [f"group {i} of the state, {_first_few(names)}" for i, names in enumerate(groups) if matches[i] is None]
+    unmatched += [f"group {i} of the checkpoint, {_first_few(saved[i])}" for i in set(range(len(saved))) - {*matches}]
     difference = (
         f"{len(groups)} parameter groups in the state and {len(saved)} in the checkpoint. Without a match: "
         f"{'; '.join(unmatched[:4])}. Group the parameters as in the run that saved"
     )
-    return numbers, difference if unmatched else ""
+    return matches, difference if unmatched else ""
 
 
 def _refusal(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], group_names: list[ParameterNames]) -> str:
@@ -174,8 +174,8 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
 
 def _saved_state_and_groups(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a saved optimizer's tensors, on the meta device, by parameter and in each group."""
-    inner = saved.subtree(path)
-    layout = tree_of(inner.paths, {name: value for name, value in inner.values.items() if len(inner.paths[name]) > 2})
+    part = saved.subtree(path)
+    layout = tree_of(part.paths, {name: value for name, value in part.values.items() if len(part.paths[name]) > 2})
     groups = layout.get(GROUPS)
     return layout.get("state", {}), groups if isinstance(groups, list) else []
 

@@ -24,7 +24,7 @@ def allocate_state(
     Returns:
         The same with room for each tensor; and why that is not the parameter's, by its place in the entries.
     """
-    misfits: dict[str, str] = {}
+    mismatches: dict[str, str] = {}
     has_scalar_state = has_parameter_shapes(optimizer) and not any(getattr(leaf, "ndim", 0) for leaf in saved.values())
 
     def allocate_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -32,12 +32,12 @@ def allocate_state(
             return leaf
         live_value = live_state.get(path[0])
         is_number = leaf.ndim == 0 and (path[0] == "step" or not (has_scalar_state or getattr(live_value, "ndim", 0)))
-        misfit_text = "" if is_number else shape_misfit(optimizer, parameter, live_value, leaf.shape)
-        if misfit_text:
-            misfits[".".join(map(str, path))] = misfit_text
-        return live_value if misfit_text else empty_like_saved(parameter, live_value, leaf)
+        mismatch_text = "" if is_number else shape_mismatch(optimizer, parameter, live_value, leaf.shape)
+        if mismatch_text:
+            mismatches[".".join(map(str, path))] = mismatch_text
+        return live_value if mismatch_text else empty_like_saved(parameter, live_value, leaf)
 
-    return map_leaves(saved, allocate_leaf), misfits
+    return map_leaves(saved, allocate_leaf), mismatches
 
 
 def has_parameter_shapes(optimizer: optim.Optimizer) -> bool:
@@ -46,7 +46,7 @@ def has_parameter_shapes(optimizer: optim.Optimizer) -> bool:
     return is_from_torch and not isinstance(optimizer, optim.Adafactor | optim.LBFGS)
 
 
-def shape_misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live_entry: Any, shape: torch.Size) -> str:
+def shape_mismatch(optimizer: optim.Optimizer, parameter: torch.Tensor, live_entry: Any, shape: torch.Size) -> str:
     """Return the reason why a saved tensor of this shape cannot be state of the parameter; else an empty text.
 
     Args:
@@ -75,15 +75,15 @@ def empty_like_saved(parameter: torch.Tensor, live_entry: Any, saved: torch.Tens
     return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device if saved.dim() else None)
 
 
-def as_saved(current: Any, saved: Any) -> Any:
+def cast_like(current: Any, saved: Any) -> Any:
     """Return ``current``, which torch has cast to the parameter's dtype, in the dtype that was saved."""
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
         return current if current.dtype == saved.dtype else saved.to(current.device)
     if isinstance(current, dict) and isinstance(saved, Mapping):
         saved_entries = cast(Mapping[Any, Any], saved)
-        return {key: as_saved(value, saved_entries.get(key)) for key, value in cast(dict[Any, Any], current).items()}
+        return {key: cast_like(value, saved_entries.get(key)) for key, value in cast(dict[Any, Any], current).items()}
     if isinstance(current, list) and isinstance(saved, list):
-        return [as_saved(*pair) for pair in zip(cast("list[Any]", current), cast("list[Any]", saved), strict=False)]
+        return [cast_like(*pair) for pair in zip(cast("list[Any]", current), cast("list[Any]", saved), strict=False)]
     return current
 
 

@@ -23,7 +23,7 @@ from rescale_data.errors import DamagedCheckpointError
 
 CLAIMS_FOLDER = ".claims"
 STEP_PATTERN = re.compile(r"step-(\d+)")
-SINGLE_STEP = "."
+ONLY_STEP = "."
 """Name of the only step of a folder that is a checkpoint itself, not a run."""
 TEMPORARY_SUFFIX = re.compile(r"\.[0-9a-f]{12}\.tmp$")
 """Suffix of a small file's temporary name on a disk, until the file is complete."""
@@ -32,7 +32,7 @@ _SAVE_FOLDER_PATTERN = re.compile(r"(\d+)-([0-9a-f]{8})-(\d+)")
 _MANIFEST_PATTERN = re.compile(r"rescale_data-(\d+)-([0-9a-f]{8})-(\d+)(-deleted)?\.json")
 
 
-class Owner(NamedTuple):
+class OwnerId(NamedTuple):
     """Identity of one opening of a folder for writing: a number above all earlier ones, and a random id."""
 
     number: int
@@ -42,24 +42,24 @@ class Owner(NamedTuple):
         return f"{self.number}-{self.id}"
 
 
-class Save(NamedTuple):
+class SaveId(NamedTuple):
     """Identity of one save or deletion by an owner; a later one of the same owner compares greater."""
 
-    owner: Owner
+    owner: OwnerId
     save_number: int
     is_deletion: bool = False
 
     @classmethod
-    def from_folder(cls, name: str) -> Save | None:
+    def from_folder(cls, name: str) -> SaveId | None:
         """Return the save whose data lie in a folder of this name; None for any other name."""
         match = _SAVE_FOLDER_PATTERN.fullmatch(name)
-        return cls(Owner(int(match[1]), match[2]), int(match[3])) if match else None
+        return cls(OwnerId(int(match[1]), match[2]), int(match[3])) if match else None
 
     @classmethod
-    def from_manifest(cls, name: str) -> Save | None:
+    def from_manifest(cls, name: str) -> SaveId | None:
         """Return the save whose manifest has this name; None for any other name."""
         match = _MANIFEST_PATTERN.fullmatch(name)
-        return cls(Owner(int(match[1]), match[2]), int(match[3]), match[4] is not None) if match else None
+        return cls(OwnerId(int(match[1]), match[2]), int(match[3]), match[4] is not None) if match else None
 
     @property
     def folder(self) -> str:
@@ -70,9 +70,9 @@ class Save(NamedTuple):
         return f"rescale_data-{self.folder}{'-deleted' * self.is_deletion}.json"
 
 
-def save_of(name: str) -> Save | None:
+def save_of(name: str) -> SaveId | None:
     """Return the save that a file or folder in a checkpoint belongs to, by its name; None for any other name."""
-    return Save.from_folder(name) or Save.from_manifest(TEMPORARY_SUFFIX.sub("", name))
+    return SaveId.from_folder(name) or SaveId.from_manifest(TEMPORARY_SUFFIX.sub("", name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,12 @@ class Claims:
         accepts: The folders of the saves that this claim accepts, by the name of the step.
     """
 
-    all_owners: Collection[Owner] = ()
-    last_owner: Owner | None = None
+    all_owners: Collection[OwnerId] = ()
+    last_owner: OwnerId | None = None
     accepts: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
-    def read(cls, store: Store, folder: str, *, excluded_owner: Owner | None = None) -> Self:
+    def read(cls, store: Store, folder: str, *, excluded_owner: OwnerId | None = None) -> Self:
         """List the claims of `folder`, and read the newest finished one."""
         all_owners = owners(store, folder)
         for owner in reversed(all_owners):
@@ -99,18 +99,18 @@ class Claims:
         return cls(all_owners=all_owners)
 
 
-def owners(store: Store, folder: str) -> list[Owner]:
+def owners(store: Store, folder: str) -> list[OwnerId]:
     """Return the owners that have a claim in `folder`, the oldest first."""
     matches = map(_CLAIM_PATTERN.fullmatch, store.names(join(folder, CLAIMS_FOLDER)))
-    return sorted(Owner(int(match[1]), match[2]) for match in matches if match)
+    return sorted(OwnerId(int(match[1]), match[2]) for match in matches if match)
 
 
-def put_claim(store: Store, folder: str, owner: Owner, content: Mapping[str, Any]) -> None:
+def put_claim(store: Store, folder: str, owner: OwnerId, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, sort_keys=True)
     store.put(_claim_path(folder, owner), json.dumps({"claim": text, "crc32": zlib.crc32(text.encode())}).encode())
 
 
-def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
+def read_claim(store: Store, folder: str, owner: OwnerId) -> dict[str, Any]:
     """Return the content of an owner's claim file.
 
     Returns:
@@ -119,10 +119,10 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
     path = _claim_path(folder, owner)
     claim_bytes = store.read(path)
     try:
-        envelope = json.loads(claim_bytes)
-        if zlib.crc32(envelope["claim"].encode()) != envelope["crc32"]:
+        claim_and_crc = json.loads(claim_bytes)
+        if zlib.crc32(claim_and_crc["claim"].encode()) != claim_and_crc["crc32"]:
             raise ValueError("its content does not match its checksum")
-        claim_fields = json.loads(envelope["claim"])
+        claim_fields = json.loads(claim_and_crc["claim"])
         return {key: claim_fields[key] for key in ("holder", "url", "closed", "accepts", "saved")}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(
@@ -130,14 +130,14 @@ def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
         ) from error
 
 
-def valid_save(file_names: Iterable[str], *claims_and_steps: tuple[Claims, str]) -> Save | None:
+def valid_save(file_names: Iterable[str], *claims_and_steps: tuple[Claims, str]) -> SaveId | None:
     """Return the save or the deletion of a training step that is valid according to the claims; None if there is neither.
 
     Args:
         file_names: In the folder of the step.
         claims_and_steps: Of each folder whose claims decide, from the outer one, its claims and the name of the step in there.
     """
-    saves = [save for save in map(Save.from_manifest, file_names) if save]
+    saves = [save for save in map(SaveId.from_manifest, file_names) if save]
     for claims, step_name in claims_and_steps:
         saves = [
             save
@@ -155,10 +155,10 @@ def valid_save(file_names: Iterable[str], *claims_and_steps: tuple[Claims, str])
 def run_and_step(path: str) -> tuple[str, str]:
     """Return the run's folder and the step's name for a checkpoint's path; outside a run its own path and ``"."``."""
     folder, name = split(path)
-    return (folder, name) if STEP_PATTERN.fullmatch(name) else (path, SINGLE_STEP)
+    return (folder, name) if STEP_PATTERN.fullmatch(name) else (path, ONLY_STEP)
 
 
-def find(store: Store, path: str, run_claims: Claims | None = None) -> Save | None:
+def find(store: Store, path: str, run_claims: Claims | None = None) -> SaveId | None:
     """Return the save that is the valid checkpoint at `path`; None if there is none, or it is deleted.
 
     Args:
@@ -167,15 +167,15 @@ def find(store: Store, path: str, run_claims: Claims | None = None) -> Save | No
     names, names_before = store.names(path), list[str]()
     folder, step_name = run_and_step(path)
     # Again, since an owner may have replaced all that was listed, and another one opened the run, before its claims were read.
-    while any(map(Save.from_manifest, names)) and names != names_before:
-        claims_and_steps = [(run_claims or Claims.read(store, folder), step_name)] if step_name != SINGLE_STEP else []
+    while any(map(SaveId.from_manifest, names)) and names != names_before:
+        claims_and_steps = [(run_claims or Claims.read(store, folder), step_name)] if step_name != ONLY_STEP else []
         if CLAIMS_FOLDER in names:
-            claims_and_steps.append((Claims.read(store, path), SINGLE_STEP))
+            claims_and_steps.append((Claims.read(store, path), ONLY_STEP))
         if (save := valid_save(names, *claims_and_steps)) is not None:
             return None if save.is_deletion else save
         names, names_before = store.names(path), names
     return None
 
 
-def _claim_path(folder: str, owner: Owner) -> str:
+def _claim_path(folder: str, owner: OwnerId) -> str:
     return join(folder, CLAIMS_FOLDER, f"{owner}.json")

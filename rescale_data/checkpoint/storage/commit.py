@@ -22,12 +22,12 @@ from typing import Any
 
 from rescale_data.checkpoint.storage.claims import (
     CLAIMS_FOLDER,
-    SINGLE_STEP,
+    ONLY_STEP,
     STEP_PATTERN,
     TEMPORARY_SUFFIX,
     Claims,
-    Owner,
-    Save,
+    OwnerId,
+    SaveId,
     find,
     owners,
     put_claim,
@@ -44,7 +44,7 @@ from rescale_data.lease import RENEW_SECONDS, HolderState, Lease, is_running, th
 
 logger = logging.getLogger(__name__)
 
-_owners_of_process = set[Owner]()
+_owners_of_process = set[OwnerId]()
 """Owners of this process that have not ended; their claims may be out of date, if the last write failed."""
 
 
@@ -53,7 +53,7 @@ class SupersededError(ValueError):
 
 
 class Ownership:
-    """The right to save and remove checkpoints in a run's folder, or with ``is_single`` a single checkpoint.
+    """The right to save and remove checkpoints in a run's folder, or with ``has_one_checkpoint`` a single checkpoint.
 
     Args:
         wait: `None` for a trainer, which supersedes an owner on another host. Other programs find out first if that owner
@@ -65,24 +65,24 @@ class Ownership:
         SupersededError: Somebody else has opened the folder in the meantime, or saves this step of a run.
     """
 
-    def __init__(self, store: Store, path: str, *, is_single: bool = False, wait: bool | None = None) -> None:
-        self.store, self.path, self._holds_one_checkpoint = store, path, is_single
-        self._readers = ReaderLeases(store, run_and_step(path)[0] if is_single else path)
+    def __init__(self, store: Store, path: str, *, has_one_checkpoint: bool = False, wait: bool | None = None) -> None:
+        self.store, self.path, self._holds_one_checkpoint = store, path, has_one_checkpoint
+        self._readers = ReaderLeases(store, run_and_step(path)[0] if has_one_checkpoint else path)
         self._num_saves, self._leases = 0, list[Lease]()
-        self._committing_save: Save | None = None
-        self._claims_by_owner: dict[Owner, dict[str, Any]] = {}
-        self._metrics: dict[Save, dict[str, float]] = {}
-        own_saves = [save for save in map(Save.from_manifest, store.names(path)) if save]
-        if own_saves and not is_single:
+        self._committing_save: SaveId | None = None
+        self._claims_by_owner: dict[OwnerId, dict[str, Any]] = {}
+        self._metrics: dict[SaveId, dict[str, float]] = {}
+        own_saves = [save for save in map(SaveId.from_manifest, store.names(path)) if save]
+        if own_saves and not has_one_checkpoint:
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
-        if own_saves and run_and_step(path)[1] != SINGLE_STEP:
+        if own_saves and run_and_step(path)[1] != ONLY_STEP:
             newest_owner = Claims.read(store, run_and_step(path)[0]).last_owner
             if any(save.owner == newest_owner for save in own_saves):
                 raise _manager_error(path)
         earlier_owners = owners(store, path)
         self._supersede(earlier_owners, wait)
         owner_numbers = [owner.number for owner in earlier_owners] + [save.owner.number for save in own_saves]
-        self.owner = Owner(1 + max(owner_numbers, default=0), uuid.uuid4().hex[:8])
+        self.owner = OwnerId(1 + max(owner_numbers, default=0), uuid.uuid4().hex[:8])
         self._claim: dict[str, Any] = {
             "holder": this_process(),
             "url": path,
@@ -104,7 +104,7 @@ class Ownership:
         self._put_claim()
         self._claims = Claims.read(self.store, self.path, excluded_owner=self.owner)
         step_names = (
-            [SINGLE_STEP] if self._holds_one_checkpoint else filter(STEP_PATTERN.fullmatch, self.store.names(self.path))
+            [ONLY_STEP] if self._holds_one_checkpoint else filter(STEP_PATTERN.fullmatch, self.store.names(self.path))
         )
         names = {name: self.store.names(self._step_folder(name)) for name in step_names}
         self.saves = {
@@ -136,7 +136,7 @@ class Ownership:
                 f"another folder."
             )
 
-    def begin_save(self, step_name: str) -> Save:
+    def begin_save(self, step_name: str) -> SaveId:
         """Begin a save of a step: make a folder for its data, named after the save, and return the save.
 
         Raises:
@@ -147,7 +147,7 @@ class Ownership:
         self.store.mkdir(join(self._step_folder(step_name), save.folder))
         return save
 
-    def commit(self, step_name: str, save: Save, manifest: Manifest) -> None:
+    def commit(self, step_name: str, save: SaveId, manifest: Manifest) -> None:
         """Commit a save, whose data are written, as the checkpoint of its step: write its manifest.
 
         Raises:
@@ -175,7 +175,7 @@ class Ownership:
         with _log_errors(f"{final_path} is saved, and stock DCP's copy of its metadata is not"):
             store.put(join(final_path, METADATA), store.read(join(final_path, save.folder, METADATA)))
 
-    def abandon(self, step_name: str, save: Save | None) -> None:
+    def abandon(self, step_name: str, save: SaveId | None) -> None:
         """Remove the data of a failed save, unless its manifest may have been written."""
         self._claim["closed"] = False  # the put that says so may have failed
         try:
@@ -209,7 +209,7 @@ class Ownership:
         self.remove_obsolete()
         return "gone"
 
-    def _record_save(self, step_name: str, save: Save) -> None:
+    def _record_save(self, step_name: str, save: SaveId) -> None:
         self.saves[step_name] = save
         self._claim["saved"] = save.save_number  # put with the next claim: nobody who is superseded before says so
         self._steps_to_sweep.add(step_name)
@@ -266,13 +266,13 @@ class Ownership:
             del self.saves[step_name]
         return len(unread_names) == len(obsolete_names)
 
-    def _old_names(self, names: list[str], save: Save | None) -> list[str]:
+    def _old_names(self, names: list[str], save: SaveId | None) -> list[str]:
         """Return the entries of a step's folder that belong to obsolete saves; all entries if `save` is a deletion."""
         if save is not None and save.is_deletion:
             return list(names)
         return [name for name in names if (other_save := save_of(name)) and self._is_obsolete(other_save, save, names)]
 
-    def _is_obsolete(self, other_save: Save, save: Save | None, names: list[str]) -> bool:
+    def _is_obsolete(self, other_save: SaveId, save: SaveId | None, names: list[str]) -> bool:
         if other_save.owner == self.owner:  # the manifest of a save that failed may still come, below a later one
             return save is not None and save.owner == self.owner and other_save.save_number < save.save_number
         claim = self._claim_of(other_save.owner)
@@ -283,14 +283,14 @@ class Ownership:
         # Nobody's but where its owner was told of it: then somebody has taken the step away and put it back.
         return other_save.manifest not in names or other_save.save_number > claim["saved"]
 
-    def _find_begun_deletion(self, names: list[str]) -> Save | None:
+    def _find_begun_deletion(self, names: list[str]) -> SaveId | None:
         """Return the deletion that an earlier owner began in a step's folder without a valid checkpoint, or None."""
-        for save in map(Save.from_manifest, names):
+        for save in map(SaveId.from_manifest, names):
             if save and save.is_deletion and self._claim_of(save.owner).get("url") == self.path:
                 return save
         return None
 
-    def _claim_of(self, owner: Owner) -> dict[str, Any]:
+    def _claim_of(self, owner: OwnerId) -> dict[str, Any]:
         """Return an owner's claim, read once; empty if missing. In a copied folder it still has the original folder's URL."""
         if owner not in self._claims_by_owner and owner in self._claims.all_owners:
             self._claims_by_owner[owner] = read_claim(self.store, self.path, owner)
@@ -306,7 +306,7 @@ class Ownership:
                 return
         self.store.put(copy_path, metadata)
 
-    def _supersede(self, earlier_owners: list[Owner], wait: bool | None) -> None:
+    def _supersede(self, earlier_owners: list[OwnerId], wait: bool | None) -> None:
         """Raise ``ValueError`` if the last owner still runs; warn if it did not close the folder and may still run."""
         if not earlier_owners:
             return
@@ -333,7 +333,7 @@ class Ownership:
                 holder,
             )
 
-    def _is_owner_alive(self, owner: Owner, *, wait_for_owner: bool) -> bool:
+    def _is_owner_alive(self, owner: OwnerId, *, wait_for_owner: bool) -> bool:
         while (holder_state := self._readers.lease_observer.observe_holder(self._lease_path(owner))[0]) == "undecided":
             if not wait_for_owner:
                 raise ValueError(
@@ -346,10 +346,10 @@ class Ownership:
     def _put_claim(self) -> None:
         put_claim(self.store, self.path, self.owner, self._claim)
 
-    def _valid_save(self, step_name: str, names: list[str]) -> Save | None:
+    def _valid_save(self, step_name: str, names: list[str]) -> SaveId | None:
         claims_and_steps = [(self._claims, step_name)]
         if not self._holds_one_checkpoint and CLAIMS_FOLDER in names:
-            claims_and_steps.append((Claims.read(self.store, self._step_folder(step_name)), SINGLE_STEP))
+            claims_and_steps.append((Claims.read(self.store, self._step_folder(step_name)), ONLY_STEP))
         return valid_save(names, *claims_and_steps)
 
     def _step_folder(self, step_name: str) -> str:
@@ -358,12 +358,12 @@ class Ownership:
     def _leased_step(self, step_name: str) -> str:
         return run_and_step(self.path)[1] if self._holds_one_checkpoint else step_name
 
-    def _lease_path(self, owner: Owner) -> str:
+    def _lease_path(self, owner: OwnerId) -> str:
         return join(self.path, LEASES, f"{owner}.json")
 
-    def _new_save(self) -> Save:
+    def _new_save(self) -> SaveId:
         self._num_saves += 1
-        return Save(self.owner, self._num_saves)
+        return SaveId(self.owner, self._num_saves)
 
 
 def prepare_target(store: Store, path: str, *, overwrite: bool) -> None:
@@ -372,7 +372,7 @@ def prepare_target(store: Store, path: str, *, overwrite: bool) -> None:
         if store.is_file(path):
             raise ValueError(f"{path} is a file; a checkpoint is a folder. Give another path, or move the file away.")
         names = store.names(path)
-        if any(name == METADATA or ((save := Save.from_manifest(name)) and not save.is_deletion) for name in names):
+        if any(name == METADATA or ((save := SaveId.from_manifest(name)) and not save.is_deletion) for name in names):
             if not overwrite:
                 raise ValueError(
                     f"{path} already holds a checkpoint. Give another path, or overwrite=True to replace it."
@@ -387,7 +387,7 @@ def _is_own_file_name(name: str) -> bool:
     return save_of(name) is not None or name in (CLAIMS_FOLDER, LEASES) or TEMPORARY_SUFFIX.search(name) is not None
 
 
-def metrics_of(store: Store, path: str, save: Save) -> dict[str, float]:
+def metrics_of(store: Store, path: str, save: SaveId) -> dict[str, float]:
     """Return the metrics in the manifest of a save; empty if it is damaged."""
     with contextlib.suppress(ValueError):
         return dict(read_manifest(store, path, save).metrics)
@@ -423,7 +423,7 @@ def _holder_name(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid')} on {holder.get('host')}"
 
 
-def _close(store: Store, path: str, owner: Owner, claim: dict[str, Any], leases: list[Lease]) -> None:
+def _close(store: Store, path: str, owner: OwnerId, claim: dict[str, Any], leases: list[Lease]) -> None:
     """Record in a claim that its owner has ended, and release its leases."""
     if claim["holder"]["pid"] != os.getpid():
         return  # a forked child

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorW
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import WriteResult
 
-from rescale_data.checkpoint.ranks import Ranks, error_with_cure
+from rescale_data.checkpoint.ranks import Ranks, error_with_advice
 from rescale_data.checkpoint.storage.values import Memory, load_safely
 from rescale_data.errors import DamagedCheckpointError
 
@@ -52,12 +52,12 @@ class Contents:
     Attributes:
         values: By flattened name a tensor on the meta device, or None for a plain value.
         paths: In the nested state, by flattened name.
-        without_path: Names whose paths another tool did not save; such a name stands for its path.
+        pathless: Names whose paths another tool did not save; such a name stands for its path.
     """
 
     values: dict[str, torch.Tensor | None]
     paths: dict[str, tuple[Any, ...]]
-    without_path: frozenset[str]
+    pathless: frozenset[str]
 
     @classmethod
     def from_metadata(cls, metadata: Metadata) -> Contents:
@@ -72,7 +72,7 @@ class Contents:
         root_length = len(root)
         inner_paths = {name: path for name, path in self.paths.items() if (*map(str, path[:root_length]),) == root}
         paths = {name: path[root_length:] for name, path in inner_paths.items() if len(path) > root_length}
-        return Contents({name: self.values[name] for name in paths}, paths, self.without_path)
+        return Contents({name: self.values[name] for name in paths}, paths, self.pathless)
 
 
 def _meta_tensor(value_metadata: Any) -> torch.Tensor | None:
@@ -92,7 +92,7 @@ def min_file_bytes(metadata: Metadata) -> dict[str, int]:
     return ends
 
 
-class Pieces(torch.Tensor):
+class TensorPieces(torch.Tensor):
     """The local pieces of a tensor that a device has sharded, with the methods that DCP calls on a DTensor.
 
     It has the shape and the dtype of the whole, and no memory for it.
@@ -180,7 +180,7 @@ class StateReader(ABC):
     def load(self, values: dict[str, Any]) -> dict[str, Any]:
         """Load values by flattened name, tensors in place, and return `values`.
 
-        The plan is DCP's own. A tensor of a device with an adapter is `Pieces`.
+        The plan is DCP's own. A tensor of a device with an adapter is `TensorPieces`.
         """
         # Flat already: DCP's own way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -195,10 +195,10 @@ class StateReader(ABC):
                     continue
                 destination = planner.resolve_tensor(item).detach()
                 _copy(item, value, destination)
-                if isinstance(target, Pieces):
+                if isinstance(target, TensorPieces):
                     target.commit_piece(item, destination)
         except OSError as error:
-            raise error_with_cure(error, f"Loading {self.name}") from error
+            raise error_with_advice(error, f"Loading {self.name}") from error
         return values
 
     def values(self, names: Iterable[str]) -> dict[str, Any]:
@@ -258,9 +258,9 @@ class FilesReader(StateReader):
             with self._file_system.create_stream(self._file_system.concat_path(self.path, name), "rb") as stream:
                 for (start, size), same_piece in itertools.groupby(pieces_in_file, operator.itemgetter(1, 2)):
                     piece_items = [items[index] for *_, index in same_piece]
-                    is_kept = piece_items[0].type is LoadItemType.BYTE_IO
-                    memory = Memory.empty(size) if is_kept else _buffer_for(buffer, size)
-                    buffer = buffer if is_kept else memory
+                    is_bytes = piece_items[0].type is LoadItemType.BYTE_IO
+                    memory = Memory.empty(size) if is_bytes else _buffer_for(buffer, size)
+                    buffer = buffer if is_bytes else memory
                     read_piece(stream, name, start, size, self.piece_checksums[name][start, size], memory)
                     value = _value_in(memory, piece_items[0].storage_index.fqn)
                     yield from ((item, value) for item in piece_items)
@@ -318,14 +318,14 @@ class ValuesReader(StateReader):
         self._values, self._paths_by_name = flatten(tree)
 
     def read_metadata(self) -> Metadata:
-        metadata = {key: _whole_metadata(value) for key, value in self._values.items()}
+        metadata = {key: _unsharded_metadata(value) for key, value in self._values.items()}
         return Metadata(metadata, planner_data=self._paths_by_name, storage_data={})
 
     def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
         return ((item, self._values[item.storage_index.fqn]) for item in items)
 
 
-def _whole_metadata(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _unsharded_metadata(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if not isinstance(value, torch.Tensor):
         return BytesStorageMetadata()
     chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())

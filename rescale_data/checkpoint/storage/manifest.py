@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rescale_data.checkpoint.storage.claims import Save, find
+from rescale_data.checkpoint.storage.claims import SaveId, find
 from rescale_data.checkpoint.storage.store import FileRecord, Store, join
 from rescale_data.checkpoint.tree import LostStructure
 from rescale_data.errors import DamagedCheckpointError
@@ -20,7 +20,7 @@ SAVE_ID_PREFIX = "rescale_data-"
 FORMAT_VERSION = 1
 
 
-class NewerError(ValueError):
+class NewerFormatError(ValueError):
     """Error raised for a manifest that a newer rescale_data wrote; it is not damaged."""
 
 
@@ -61,7 +61,7 @@ class Manifest:
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT_NAME:
             raise ValueError("not a manifest of rescale_data")
         if content.get("version") != FORMAT_VERSION:
-            raise NewerError(
+            raise NewerFormatError(
                 f"written by a newer rescale_data: version {content.get('version')}, known is {FORMAT_VERSION}"
             )
         crc32 = content.pop("crc32", None)
@@ -83,14 +83,16 @@ def refuse_outside_path(name: str) -> None:
         raise ValueError(f"it names the file {name!r}, outside of the folder")
 
 
-def read_manifest(store: Store, path: str, save: Save) -> Manifest:
+def read_manifest(store: Store, path: str, save: SaveId) -> Manifest:
     """Return the manifest of a save in the checkpoint at ``path``; raise ``ValueError`` if it is damaged or too new."""
     name = join(path, save.manifest)
     manifest_bytes = store.read(name)
     try:
         return Manifest.from_json(manifest_bytes)
-    except NewerError as error:
-        raise NewerError(f"{name} was {error}. Install that rescale_data, or load an earlier checkpoint.") from error
+    except NewerFormatError as error:
+        raise NewerFormatError(
+            f"{name} was {error}. Install that rescale_data, or load an earlier checkpoint."
+        ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(
             f"{name} is damaged: {error}. Load another checkpoint, or delete this one."

@@ -38,12 +38,12 @@ def read_metadata(content: bytes) -> dcp.Metadata:
     try:
         return _build_metadata(_Unpickler(content, _is_known_class).load())
     except UnknownClassError as error:
-        raise UnknownClassError(_UNKNOWN_CLASS.format(error, str(error).rpartition(".")[2])) from error
+        raise UnknownClassError(_UNKNOWN_CLASS_MESSAGE.format(error, str(error).rpartition(".")[2])) from error
     except Exception as error:  # what a changed byte makes of a pickle is not to be foreseen
         raise ValueError(f"its DCP metadata is damaged: {type(error).__name__}: {error}") from error
 
 
-_UNKNOWN_CLASS = (
+_UNKNOWN_CLASS_MESSAGE = (
     "the metadata names {0}, which DCP's metadata does not need, and is refused: it could run code. If it is a class of "
     "yours, allow it by torch.serialization.add_safe_globals([{1}])."
 )

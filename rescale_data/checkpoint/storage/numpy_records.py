@@ -19,10 +19,10 @@ from rescale_data.checkpoint.storage.records import Record, checked, checked_siz
 
 _DTYPE_CODE_PATTERN = re.compile(r"b1|[iufcmM]\d{1,2}|[SUV]\d{1,9}|O8?")
 _TIME_UNIT_PATTERN = re.compile(r"[a-zμ]{1,2}|[YMWD]|generic")
-Build = Callable[[Any], Any]
+BuildValue = Callable[[Any], Any]
 
 
-def _dtype(build: Build, record: Record) -> np.dtype[Any]:
+def _dtype(build: BuildValue, record: Record) -> np.dtype[Any]:
     dtype_code, dtype_state = record.args[0], (*(record.state or ()), *(None,) * 9)[:9]
     _, order, base_dtype, names, fields, item_size, _, _, unit = dtype_state
     if not (isinstance(dtype_code, str) and _DTYPE_CODE_PATTERN.fullmatch(dtype_code)):
@@ -52,7 +52,7 @@ def _unit(unit: Any) -> str:
     return "" if unit_name == "generic" else f"[{multiple}{unit_name}]"
 
 
-def _array(build: Build, record: Record) -> np.ndarray[Any, Any]:
+def _array(build: BuildValue, record: Record) -> np.ndarray[Any, Any]:
     _, shape, dtype, fortran, data = record.state
     checked_dtype, sizes, order = checked(build(dtype), np.dtype), checked_sizes(shape), "F" if fortran is True else "C"
     if checked_dtype.hasobject:
@@ -65,7 +65,7 @@ def _array(build: Build, record: Record) -> np.ndarray[Any, Any]:
     return _array_from_bytes(sizes, checked_dtype, build(data), order)
 
 
-def _scalar(build: Build, record: Record) -> Any:
+def _scalar(build: BuildValue, record: Record) -> Any:
     dtype, data = record.args
     checked_dtype = checked(build(dtype), np.dtype)
     if checked_dtype.hasobject:

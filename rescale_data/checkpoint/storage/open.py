@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage import dcp
-from rescale_data.checkpoint.storage.claims import STEP_PATTERN, Save, find, save_of
-from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, Manifest, NewerError, read_manifest
+from rescale_data.checkpoint.storage.claims import STEP_PATTERN, SaveId, find, save_of
+from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, Manifest, NewerFormatError, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.readers import lease_on_checkpoint
 from rescale_data.checkpoint.storage.records import UnknownClassError
@@ -43,7 +43,7 @@ class CheckpointReader(dcp.FilesReader):
     def __init__(self, store: Store, path: str) -> None:
         super().__init__(store, path)
         self.store = store
-        self.found_save: Save | None = None
+        self.found_save: SaveId | None = None
         self.manifest: Manifest | None = None
 
     def read_metadata(self) -> dcp.Metadata:
@@ -143,7 +143,7 @@ def read_checkpoint(
                     raise
 
 
-def _hold_lease(stack: ExitStack, reader: CheckpointReader) -> Save | None:
+def _hold_lease(stack: ExitStack, reader: CheckpointReader) -> SaveId | None:
     """Return the valid save of a checkpoint (or None), and hold a lease on it until the stack ends, if possible."""
     lease, save = stack.enter_context(lease_on_checkpoint(reader.store, reader.path))
     if lease is not None:
@@ -192,7 +192,7 @@ def _manifest_and_defects(reader: CheckpointReader) -> tuple[Manifest | None, li
     try:
         manifest = None if reader.found_save is None else read_manifest(store, path, reader.found_save)
         file_records = manifest.files if manifest else _files_of_another_tool(reader)
-    except (NewerError, UnknownClassError):
+    except (NewerFormatError, UnknownClassError):
         raise
     except ValueError as error:
         return None, [str(error)]
@@ -214,8 +214,10 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
         )
         candidates = (name for name in newest_first if save_of(name) is None)  # a save's data alone are no checkpoint
         step_name = next((name for name in candidates if store.is_file(join(path, name, METADATA))), None)
-        cure = f" It is the folder of a run: give one of its checkpoints, {join(path, step_name)}." if step_name else ""
-        raise NoCheckpointError(f"No checkpoint at {path}: {content_text}.{cure}")
+        advice = (
+            f" It is the folder of a run: give one of its checkpoints, {join(path, step_name)}." if step_name else ""
+        )
+        raise NoCheckpointError(f"No checkpoint at {path}: {content_text}.{advice}")
     metadata = reader.metadata
     if dcp.save_id_of(metadata).startswith(SAVE_ID_PREFIX):
         raise ValueError(

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from rescale_data.checkpoint.storage.claims import Save, find, run_and_step
+from rescale_data.checkpoint.storage.claims import SaveId, find, run_and_step
 from rescale_data.checkpoint.storage.store import Store, join
 from rescale_data.lease import HolderState, Lease, LeaseObserver
 
@@ -22,7 +22,7 @@ LEASES = ".leases"
 
 
 @contextlib.contextmanager
-def lease_on_checkpoint(store: Store, path: str) -> Generator[tuple[Lease | None, Save | None]]:
+def lease_on_checkpoint(store: Store, path: str) -> Generator[tuple[Lease | None, SaveId | None]]:
     """Yield a lease (None if none can be written) and the valid save of the checkpoint at `path` (None if none)."""
     if store.can_rename and find(store, path) is None:
         yield None, None  # no folder for leases is made where there is no checkpoint of ours
@@ -61,7 +61,7 @@ class ReaderLeases:
 
 
 def lease_state(
-    leases: list[tuple[HolderState, Mapping[str, Any]]], step_name: str, save: Save | None = None
+    leases: list[tuple[HolderState, Mapping[str, Any]]], step_name: str, save: SaveId | None = None
 ) -> HolderState:
     """Return "alive" if a lease covers a step (or one save of it), "undecided" if one may, else "gone"."""
     holder_states = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rescale_data.checkpoint.storage.claims import STEP_PATTERN, Claims, Save, find
+from rescale_data.checkpoint.storage.claims import STEP_PATTERN, Claims, SaveId, find
 from rescale_data.checkpoint.storage.commit import metrics_of
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.store import Store, join, split
@@ -24,7 +24,7 @@ class RunFolder:
             raise FileNotFoundError(
                 f"No folder at {path}, or an empty one. Give the folder of a run, with step-100 and the like."
             )
-        if METADATA in names or any(map(Save.from_manifest, names)):
+        if METADATA in names or any(map(SaveId.from_manifest, names)):
             raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
         return cls(store, path)
 
@@ -35,7 +35,7 @@ class RunFolder:
         """Return the training steps that have a folder ``step-<number>``, with or without a checkpoint, in order."""
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP_PATTERN.fullmatch(name)))
 
-    def saves(self) -> Iterator[tuple[int, Save]]:
+    def saves(self) -> Iterator[tuple[int, SaveId]]:
         """Yield ``(step, save)`` for each step that has a checkpoint, the newest first."""
         steps = self.steps_with_folder()
         run_claims = Claims.read(self.store, self.path) if steps else Claims()

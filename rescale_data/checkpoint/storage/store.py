@@ -53,7 +53,7 @@ class CheckedStream(io.RawIOBase):
     def __init__(self, raw: BinaryIO) -> None:
         self.raw = raw
         self.error: OSError | None = None
-        self._num_bytes, self._piece_start, self._crc32, self._crc32s = 0, 0, 0, bytearray()
+        self._num_bytes, self._crc_piece_start, self._crc32, self._crc32s = 0, 0, 0, bytearray()
 
     def writable(self) -> bool:
         return True
@@ -68,9 +68,9 @@ class CheckedStream(io.RawIOBase):
         return len(data)
 
     def tell(self) -> int:
-        if self._num_bytes > self._piece_start:
+        if self._num_bytes > self._crc_piece_start:
             self._crc32s += self._crc32.to_bytes(4, "big")
-            self._piece_start, self._crc32 = self._num_bytes, 0
+            self._crc_piece_start, self._crc32 = self._num_bytes, 0
         return self._num_bytes
 
     def record(self) -> FileRecord:

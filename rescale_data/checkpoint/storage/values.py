@@ -96,8 +96,8 @@ class _Archive:
             self._zip_infos = {info.filename: info for info in archive.infolist()}
             data_name = next(data_name for data_name in self._zip_infos if data_name.split("/")[1:] == ["data.pkl"])
             self._prefix = data_name.removesuffix("data.pkl")
-            self._pickle = archive.read(self._stored(data_name))
-            if (order := f"{self._prefix}byteorder") in self._zip_infos and archive.read(self._stored(order)) == b"big":
+            self._pickle = archive.read(self._member(data_name))
+            if (order := f"{self._prefix}byteorder") in self._zip_infos and archive.read(self._member(order)) == b"big":
                 raise ValueError("it was written on a machine with big-endian numbers")
         self._raw_tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self._storages: dict[tuple[str, str], _Storage] = {}
@@ -111,7 +111,7 @@ class _Archive:
 
         return _Builder(allowed_types)(RecordUnpickler(self._pickle, is_known, self._storage).load())
 
-    def _stored(self, name: str) -> zipfile.ZipInfo:
+    def _member(self, name: str) -> zipfile.ZipInfo:
         info = self._zip_infos[name]
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"its record {name} is compressed")
@@ -120,12 +120,12 @@ class _Archive:
     def _storage(self, pid: Any) -> _Storage:
         """Return the storage for a reference ``("storage", class, key, device, number of elements)``."""
         reference_kind, cls, key, _, num_elements = pid
-        dtype = _STORAGES[cls.pickled_name]
+        dtype = _DTYPE_BY_STORAGE[cls.pickled_name]
         if reference_kind != "storage" or type(num_elements) is not int or num_elements < 0:
             raise ValueError(f"{pid!r} is no storage")
         if (storage := self._storages.get((key, cls.pickled_name))) is not None:
             return storage
-        info = self._stored(f"{self._prefix}data/{key}")
+        info = self._member(f"{self._prefix}data/{key}")
         nbytes = num_elements * (dtype or torch.uint8).itemsize
         if nbytes != info.file_size:
             raise ValueError(f"{nbytes} bytes of a storage, and its record has {info.file_size}")
@@ -280,7 +280,7 @@ def _enum_member(build: _Builder, record: Record) -> Any:
     return enum_class.__members__[member_name]
 
 
-_STORAGES: dict[str, torch.dtype | None] = {
+_DTYPE_BY_STORAGE: dict[str, torch.dtype | None] = {
     "torch.storage.UntypedStorage": None,
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -295,7 +295,7 @@ _STORAGES: dict[str, torch.dtype | None] = {
     "torch.ComplexDoubleStorage": torch.complex128,
     "torch.ComplexFloatStorage": torch.complex64,
 }
-_CLASS_NAMES = {*_STORAGES, "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray"}
+_CLASS_NAMES = {*_DTYPE_BY_STORAGE, "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray"}
 _CONSTRUCTORS: dict[str, Callable[[Any, Record], Any]] = {
     "builtins.getattr": _enum_member,
     "builtins.set": lambda build, record: set(build(record.args[0]) if record.args else ()),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.ranks.communicator import Communicator
-from rescale_data.engine.ranks.meeting import by_dp_rank, digest, make_once, part_of_store
+from rescale_data.engine.ranks.meeting import digest, make_once, members_by_dp_rank, part_of_store
 from rescale_data.engine.ranks.ranks import BUILD_LATER_REMEDY, Ranks
 from rescale_data.errors import require_type
 
@@ -41,9 +41,9 @@ def find_ranks(
     if not has_group and dp_rank is None:
         _require_one_process(mesh)
     if not has_group or (dist.get_world_size() == 1 and mesh is None):
-        return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
+        return Ranks(dp_rank or 0, dp_world_size or 1, assumes_one_rank=True)
     rank_and_size = None if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
-    members = _members_of(mesh) if rank_and_size is None else by_dp_rank(*rank_and_size, timeout)
+    members = _members_of(mesh) if rank_and_size is None else members_by_dp_rank(*rank_and_size, timeout)
     if len(members) == 1:
         return Ranks()
     group = None if isinstance(mesh, DeviceMesh) else mesh

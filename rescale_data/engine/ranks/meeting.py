@@ -19,7 +19,7 @@ from rescale_data.engine.threads import in_a_thread
 
 T = TypeVar("T")
 
-_NO_TEXT = "?"
+_ABSENT_TEXT = "?"
 """A text that no key has."""
 _CHECK_SECONDS = 2.0
 """Seconds between checks of the store for the outcome of a barrier."""
@@ -67,33 +67,33 @@ def arrive(store: Any, my_index: int, member_ranks: Sequence[int], seconds: floa
         Missing: As in `meet_at_barrier`.
     """
     store.append("came", f"{my_index} {own_text}\n")
-    verdict, deadline, is_over = _write_verdict(store, len(member_ranks), is_over=False), monotonic() + seconds, False
+    verdict, deadline, is_late = _write_verdict(store, len(member_ranks), is_late=False), monotonic() + seconds, False
     while not verdict:
-        if _appears(store, "verdict", min(_CHECK_SECONDS, seconds / 4)):
+        if _wait_for_key(store, "verdict", min(_CHECK_SECONDS, seconds / 4)):
             verdict = _read(store, "verdict")
         elif monotonic() >= deadline:
-            if store.add("looks", 1) == 1 or is_over:  # the member that looked first may have died since
-                verdict = _write_verdict(store, len(member_ranks), is_over=True)
-            is_over = True
+            if store.add("looks", 1) == 1 or is_late:  # the member that looked first may have died since
+                verdict = _write_verdict(store, len(member_ranks), is_late=True)
+            is_late = True
     outcome, *lines = verdict.splitlines()
     if outcome == "missing":
         raise MissingRanks([member_ranks[int(index)] for index in lines])
     return [texts for _, texts in sorted(_texts_by_member(lines).items())]
 
 
-def _write_verdict(store: Any, num_members: int, *, is_over: bool) -> str:
+def _write_verdict(store: Any, num_members: int, *, is_late: bool) -> str:
     """Write the outcome of a barrier to the store unless it has one; return the outcome, empty if there is none yet."""
     arrived_text = _read(store, "came")
     missing = sorted({*range(num_members)} - {*_texts_by_member(arrived_text.splitlines())})
-    if missing and not is_over:
+    if missing and not is_late:
         return ""
-    verdict = "\n".join(["missing", *map(str, missing)]) if is_over else f"all\n{arrived_text}"
+    verdict = "\n".join(["missing", *map(str, missing)]) if is_late else f"all\n{arrived_text}"
     return store.compare_set("verdict", "", verdict).decode()
 
 
 def _read(store: Any, key: str) -> str:
     """Return the text that the store holds for an existing key, in one request; ``get`` makes two."""
-    return store.compare_set(key, _NO_TEXT, _NO_TEXT).decode()
+    return store.compare_set(key, _ABSENT_TEXT, _ABSENT_TEXT).decode()
 
 
 def _texts_by_member(lines: Sequence[str]) -> dict[int, str]:
@@ -101,7 +101,7 @@ def _texts_by_member(lines: Sequence[str]) -> dict[int, str]:
     return {int(index): text for index, _, text in (line.partition(" ") for line in lines)}
 
 
-def _appears(store: Any, key: str, seconds: float) -> bool:
+def _wait_for_key(store: Any, key: str, seconds: float) -> bool:
     try:
         store.wait([key], datetime.timedelta(seconds=seconds))
     except (RuntimeError, dist.DistError):
@@ -123,14 +123,14 @@ def call_within(seconds: float, work: Callable[[], T]) -> T:
         raise MissingRanks(None) from error
 
 
-def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
+def members_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
     """Return a job rank for each dp rank: that of the process with the same index in its dp rank as this one has in its own."""
     return make_once(None, ("dp", dp_rank, dp_world_size), lambda: _meet_by_dp_rank(dp_rank, dp_world_size, timeout))
 
 
 def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
     me, all_ranks = dist.get_rank(), list(range(dist.get_world_size()))
-    texts, _ = meet_in_job("dp", all_ranks, timeout, f"{dp_rank} {dp_world_size}")
+    texts, _ = gather_texts("dp", all_ranks, timeout, f"{dp_rank} {dp_world_size}")
     answers = [tuple(map(int, text.split())) for text in texts]
     dp_sizes = sorted({size for _, size in answers})
     if len(dp_sizes) > 1:
@@ -183,7 +183,7 @@ def is_file_store() -> bool:
     return isinstance(store, dist.FileStore)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def meet_in_job(name: str, members: Sequence[int], timeout: float, own_text: str = "") -> tuple[list[str], Any]:
+def gather_texts(name: str, members: Sequence[int], timeout: float, own_text: str = "") -> tuple[list[str], Any]:
     """Wait until all members, given as ranks of the job, have arrived at the barrier `name`; it may be repeated.
 
     Returns:

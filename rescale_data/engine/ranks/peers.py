@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from rescale_data.engine.message import PackedBytes, from_bytes
-from rescale_data.engine.ranks.meeting import digest, gloo, make_once, meet_in_job
+from rescale_data.engine.ranks.meeting import digest, gather_texts, gloo, make_once
 
 _counter = itertools.count()
 BATCH_MESSAGE, PEEKED_MESSAGE, RESULT = range(3)
-NUM_COUNTS = 5
+NUM_BATCH_COUNTS = 5
 """The number of counts in a message header, besides the kind and the size of the body."""
 
 
-class Peers:
+class PeerGroup:
     """The processes of one dp rank, in the order of their ranks in the job; each of them makes this object.
 
     Args:
@@ -43,8 +43,8 @@ class Peers:
         self.rank, self._members, self._timeout = dist.get_rank(), list(members), timeout
         self._process = os.getpid()
         self.my_index = self._members.index(self.rank)
-        my_words = [str(int(receives)), str(next(_counter)), *(f"{digest(setting):x}" for setting in settings.values())]
-        texts, store = meet_in_job(f"peers/{digest(self._members)}", members, timeout, " ".join(my_words))
+        message = [str(int(receives)), str(next(_counter)), *(f"{digest(setting):x}" for setting in settings.values())]
+        texts, store = gather_texts(f"peers/{digest(self._members)}", members, timeout, " ".join(message))
         messages = [text.split() for text in texts]
         _require_same(settings, [fields[2:] for fields in messages], members)
         self._number = messages[0][1]  # as the first peer counts: keeps its loaders for training and validation apart
@@ -64,7 +64,7 @@ class Peers:
             raise RuntimeError(f"this process was forked from the rank {self.rank}, and is none: build a loader in it")
 
     def send(self, message_kind: int, counts: Sequence[int], packed_value: PackedBytes) -> None:
-        """Broadcast a message from the first peer to the others: its kind, ``NUM_COUNTS`` counts and a packed value."""
+        """Broadcast a message from the first peer to the others: its kind, ``NUM_BATCH_COUNTS`` counts and a packed value."""
         value_bytes, start = packed_value
         self._exchange(self._all_peers, torch.tensor([message_kind, value_bytes.numel(), start, *counts], device="cpu"))
         self._exchange(self._receivers_group if message_kind != RESULT else self._all_peers, value_bytes)
@@ -74,7 +74,7 @@ class Peers:
 
         The value is `None` for a batch if this process receives none.
         """
-        header = torch.zeros(3 + NUM_COUNTS, dtype=torch.int64, device="cpu")
+        header = torch.zeros(3 + NUM_BATCH_COUNTS, dtype=torch.int64, device="cpu")
         self._exchange(self._all_peers, header)
         kind, num_bytes, start, *counts = header.tolist()
         if kind != RESULT and not self.receives_batches:
@@ -93,22 +93,22 @@ class Peers:
         try:
             group.broadcast([tensor], broadcast_options).wait()
         except RuntimeError as error:
-            awaited = (
+            awaited_text = (
                 f"one of the ranks {self._members[1:]}"
                 if self.my_index == 0
                 else f"rank {self._members[0]}, which reads"
             )
             self._broken_reason = (
-                f"Rank {self.rank} waited at most {self._timeout:g} s for {awaited}: it makes no call, or has died. All peers "
-                f"of a dp rank make the same calls of their loader, in the same order. ({error})"
+                f"Rank {self.rank} waited at most {self._timeout:g} s for {awaited_text}: it makes no call, or has died. "
+                f"All peers of a dp rank make the same calls of their loader, in the same order. ({error})"
             )
             raise RuntimeError(self._broken_reason) from error
 
 
 def _require_same(settings: dict[str, str], texts: list[list[str]], members: Sequence[int]) -> None:
     for index, (name, mine) in enumerate(settings.items()):
-        if len({words[index] for words in texts}) > 1:
-            differing = [rank for rank, words in zip(members, texts, strict=True) if words[index] != texts[0][index]]
+        if len({fields[index] for fields in texts}) > 1:
+            differing = [rank for rank, fields in zip(members, texts, strict=True) if fields[index] != texts[0][index]]
             raise ValueError(
                 f"The peers {list(members)} of one dp rank built a loader with different {name}: rank {dist.get_rank()} "
                 f"has {mine}, and the ranks {differing} another than rank {members[0]}. All of them need the same arguments."

@@ -43,7 +43,7 @@ class Ranks:
         loader: The number of the loader in its process, the same on all ranks (`with_new_loader`).
         num_loads: The number of loads and resets, which keeps exchanges before and after one apart: ranks may have stood at
             different batches.
-        found_alone: True if there was no process group of several ranks, and no argument said that one rank is meant.
+        assumes_one_rank: True if there was no process group of several ranks, and no argument said that one rank is meant.
     """
 
     rank: int = 0
@@ -52,14 +52,14 @@ class Ranks:
     timeout: float = 300.0
     loader: int = 0
     num_loads: int = 0
-    found_alone: bool = False
+    assumes_one_rank: bool = False
     _purpose: Purpose = "read"
     _position: tuple[int, ...] = ()
-    _agreed_loads: list[int] = field(default_factory=list[int])
+    _agreed_count: list[int] = field(default_factory=list[int])
 
     def require_no_group(self) -> None:
         """Raise ``RuntimeError`` if a process group of several ranks was made after the loader was built without one."""
-        if self.found_alone and dist.is_initialized() and dist.get_world_size() > 1:
+        if self.assumes_one_rank and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
                 f"The loader was built before the process group of {dist.get_world_size()} ranks: as rank {self.rank} of "
                 f"{self.world_size}, so rows would come several times or never. {BUILD_LATER_REMEDY}"
@@ -83,7 +83,7 @@ class Ranks:
     @property
     def after_load(self) -> Ranks:
         """The same ranks after a load or a reset; their exchanges do not mix with earlier ones."""
-        return replace(self, num_loads=max(self.num_loads, *self._agreed_loads, 0) + 1, _agreed_loads=[])
+        return replace(self, num_loads=max(self.num_loads, *self._agreed_count, 0) + 1, _agreed_count=[])
 
     def subset(self, members: Sequence[int]) -> Ranks:
         """Return some of these ranks, ascending and with this one, as ranks that exchange over a group of their own."""
@@ -155,7 +155,7 @@ class Ranks:
 
     def _require(self, content: dict[str, Any], digests: Ints, action: str = "built their loaders") -> None:
         is_different = (digests != digests[0]).any(axis=0).tolist()
-        differing = {name: content[name] for name, is_other in zip(content, is_different, strict=True) if is_other}
+        differing = {name: content[name] for name, differs in zip(content, is_different, strict=True) if differs}
         if differing:
             raise ValueError(
                 f"The ranks {action} with different {', '.join(differing)}; dp rank {self.rank} has {differing}. "
@@ -175,7 +175,7 @@ class Ranks:
 
     def _agreed_num_loads(self) -> int:
         """Return the largest number of loads of any rank; ranks differ if a load failed on some of them."""
-        if self.num_loads > 1 and not self._agreed_loads and self.communicator is not None:
+        if self.num_loads > 1 and not self._agreed_count and self.communicator is not None:
             call = Call(f"read/loads/{self.loader}", self.timeout, _RESTART)
-            self._agreed_loads.append(int(self.communicator.begin_gather(call, np.array([self.num_loads]))().max()))
-        return self._agreed_loads[0] if self._agreed_loads else self.num_loads
+            self._agreed_count.append(int(self.communicator.begin_gather(call, np.array([self.num_loads]))().max()))
+        return self._agreed_count[0] if self._agreed_count else self.num_loads

@@ -93,7 +93,7 @@ def apply_changes(schema: Schema, table: Ints) -> int:
         The number of logical shards that begin a document or window again. They cannot go on in it without the sources or the
         blocklist that are gone.
     """
-    return sum(changing.settle(schema.root, row[FIRST_SLOT_COLUMN:].data) for row in table)
+    return sum(changing.apply_changes_at(schema.root, row[FIRST_SLOT_COLUMN:].data) for row in table)
 
 
 def _is_drawn_once(root: Node[Any], path: NodePath) -> bool:

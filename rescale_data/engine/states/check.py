@@ -23,7 +23,7 @@ from rescale_data.state import slot_offsets
 
 
 @dataclass(frozen=True)
-class Translation:
+class StateTranslation:
     """The parameters of the pipeline in a state, translated to the current pipeline, and the changes since the save.
 
     Args:
@@ -41,10 +41,10 @@ def check_state_fits(header: Mapping[str, Any], loader: HasStream) -> None:
     """Raise ``DataStateError`` if a saved data state does not fit the loader, or only `load_changed` can load it."""
     require_type(HasStream, "the loader that is to load it", loader=loader)
     stream = stream_of(loader)
-    translated = require_fit(stream, header)
+    translation = require_fit(stream, header)
     if slot_offsets(fields_in(header))[-1] == stream.table.shape[1] + 1:
         return
-    added, removed = ([child.name for child in children] for children in (translated.added, translated.removed))
+    added, removed = ([child.name for child in children] for children in (translation.added, translation.removed))
     raise DataStateError(
         f"The checkpoint keeps the table of the sources in another shape than the loader does: {added} are new and {removed} "
         f'gone. dcp.load refuses that ("Size mismatch"). Leave the loader out of the dict that dcp.load is given, and call '
@@ -52,30 +52,30 @@ def check_state_fits(header: Mapping[str, Any], loader: HasStream) -> None:
     )
 
 
-def require_fit(stream: Stream, header: Mapping[str, Any]) -> Translation:
+def require_fit(stream: Stream, header: Mapping[str, Any]) -> StateTranslation:
     """Raise ``DataStateError`` if a state belongs to another run: its N, seed, columns, sources or pipeline differ."""
     current = {"num_logical_shards": stream.layout.num_logical_shards, "seed": stream.setup.recipe.seed}
-    for name, cure in _FIXED_VALUE_ADVICE.items():
+    for name, advice in _FIXED_VALUE_ADVICE.items():
         if header[name] != current[name]:
             raise DataStateError(
-                f"The state was saved with {name}={header[name]}, the loader has {name}={current[name]}. {cure}"
+                f"The state was saved with {name}={header[name]}, the loader has {name}={current[name]}. {advice}"
             )
     schema, pipeline = stream.schema, stream.schema.pipeline
     removed, added = node_changes(schema, header["pipeline"])
 
-    def translated(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    def translation(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
         common = {key: value for key, value in saved.items() if not any(child.owns(key) for child in removed)}
         return {**common, **{key: value for key, value in current.items() if any(child.owns(key) for child in added)}}
 
     saved_fields, fields = (
         {field.key: field.describe() for field in fields} for fields in (fields_in(header), (STAMP, *schema.fields))
     )
-    _require_same("fields", translated(saved_fields, fields), fields)
-    growth = compare_sources(schema, translated(header["sources"], json.loads(schema.sources_json)))
-    saved_pipeline = translated(header["pipeline"], pipeline)
+    _require_same("fields", translation(saved_fields, fields), fields)
+    growth = compare_sources(schema, translation(header["sources"], json.loads(schema.sources_json)))
+    saved_pipeline = translation(header["pipeline"], pipeline)
     pipelines = without_functions(saved_pipeline, pipeline)
     _require_same("parameters of the pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines))
-    return Translation(saved_pipeline, added, removed, growth)
+    return StateTranslation(saved_pipeline, added, removed, growth)
 
 
 def _require_same(name: str, saved: Any, current: Any) -> None:

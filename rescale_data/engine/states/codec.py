@@ -99,7 +99,7 @@ def header_of(cursor: Cursor, ends: EpochEnds) -> str:
 
 def encode_state(table: Ints, samples: int, header: str) -> dict[str, Any]:
     """Return a state: the header, and the table ``int64[N, slots]`` with a column of stamps, which identify rows, in front."""
-    stamped_table = np.concatenate([_stamps(len(table), samples)[:, None], table], axis=1)
+    stamped_table = np.concatenate([_row_stamps(len(table), samples)[:, None], table], axis=1)
     return {TABLE: torch.from_numpy(stamped_table), HEADER: header}
 
 
@@ -114,7 +114,7 @@ def at_next_epoch(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, TABLE: table, HEADER: json.dumps({**header, "epoch": header["epoch"] + 1})}
 
 
-def _stamps(num_logical_shards: int, samples: int) -> Ints:
+def _row_stamps(num_logical_shards: int, samples: int) -> Ints:
     return -1 - samples * num_logical_shards - np.arange(num_logical_shards, dtype=np.int64)
 
 
@@ -219,12 +219,12 @@ def _require_ranges(skipped_ranges: Any, num_samples: int) -> None:
         raise DataStateError(f"The state leaves out the samples {skipped_ranges!r:.200}: {_DAMAGE_ADVICE}")
 
 
-def _require_stamps(stamps: Ints, samples: int) -> None:
+def _require_stamps(row_stamps: Ints, samples: int) -> None:
     """Raise ``DataStateError`` if a row's stamp is of another logical shard or another sample count."""
-    n = len(stamps)
-    wrong_rows = np.flatnonzero(stamps != _stamps(n, samples)).tolist()
+    n = len(row_stamps)
+    wrong_rows = np.flatnonzero(row_stamps != _row_stamps(n, samples)).tolist()
     if wrong_rows:
-        saved_sample, saved_shard = divmod(-1 - int(stamps[wrong_rows[0]]), n)
+        saved_sample, saved_shard = divmod(-1 - int(row_stamps[wrong_rows[0]]), n)
         raise DataStateError(
             f"{len(wrong_rows)} of {n} rows of the state are not those of their logical shards at sample {samples}: row "
             f"{wrong_rows[0]} is that of shard {saved_shard} at sample {saved_sample}. One rank's rows were kept for all, rows "

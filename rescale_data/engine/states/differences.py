@@ -11,15 +11,17 @@ from rescale_data.engine.schema import NodeParameters
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.below import may_change
 from rescale_data.nodes.form import EARLIER_KEY
-from rescale_data.nodes.function import CODE, VERSION
+from rescale_data.nodes.function import CODE_KEY, VERSION
 
-_SHOWN = 5
+_MAX_SHOWN = 5
 
 
 def differences(saved: Any, current: Any) -> list[str]:
     """Return the first few differences of two JSON values, as ``"source: shuffle: saved 3, now 4"``."""
     diff_lines = [] if saved == current else _compare("", saved, current)
-    return diff_lines[:_SHOWN] + ([f"and {len(diff_lines) - _SHOWN} more"] if len(diff_lines) > _SHOWN else [])
+    return diff_lines[:_MAX_SHOWN] + (
+        [f"and {len(diff_lines) - _MAX_SHOWN} more"] if len(diff_lines) > _MAX_SHOWN else []
+    )
 
 
 def without_parameters(nodes: NodeParameters, ignored: Mapping[str, Set[str]]) -> NodeParameters:
@@ -27,7 +29,7 @@ def without_parameters(nodes: NodeParameters, ignored: Mapping[str, Set[str]]) -
     return {name: {k: v for k, v in node.items() if k not in ignored.get(name, ())} for name, node in nodes.items()}
 
 
-def without_earlier(nodes: NodeParameters) -> NodeParameters:
+def without_history(nodes: NodeParameters) -> NodeParameters:
     """Return the parameters of a pipeline without its earlier sample formats."""
     return without_parameters(nodes, {path: {EARLIER_KEY} for path in nodes})
 
@@ -35,14 +37,16 @@ def without_earlier(nodes: NodeParameters) -> NodeParameters:
 def without_functions(saved: NodeParameters, current: NodeParameters) -> tuple[NodeParameters, NodeParameters]:
     """Return two pipelines' parameters without the code of functions, and without a ``version`` that only one of them has."""
     versioned = {name for name in saved.keys() & current.keys() if VERSION in saved[name] and VERSION in current[name]}
-    ignored = {name: {CODE} if name in versioned else {CODE, VERSION} for name in saved.keys() & current.keys()}
+    ignored = {name: {CODE_KEY} if name in versioned else {CODE_KEY, VERSION} for name in saved.keys() & current.keys()}
     return without_parameters(saved, ignored), without_parameters(current, ignored)
 
 
 def log_changes(stream: Stream, saved: NodeParameters) -> None:
     """Log the differences between a saved state and the current pipeline that a load accepts."""
     current = stream.schema.pipeline
-    function_changes = _param_changes(saved, current, {name: {CODE, VERSION} for name in saved.keys() & current.keys()})
+    function_changes = _param_changes(
+        saved, current, {name: {CODE_KEY, VERSION} for name in saved.keys() & current.keys()}
+    )
     exempt = {path_name(path): may_change(node) for path, node in stream.schema.root.walk() if path_name(path) in saved}
     changed_settings = _param_changes(saved, current, exempt)
     if function_changes:
@@ -85,7 +89,7 @@ def _shortened_json(value: Any) -> str:
 
 def _param_changes(old: NodeParameters, new: NodeParameters, keys: Mapping[str, Set[str]]) -> list[str]:
     """Return the differences in the given parameters of each node; nodes that have none of them in ``old`` count as equal."""
-    compared = [
+    compared_nodes = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (old, new)
     ]
-    return differences(*({name: nodes[name] for name in keys if compared[0][name]} for nodes in compared))
+    return differences(*({name: nodes[name] for name in keys if compared_nodes[0][name]} for nodes in compared_nodes))

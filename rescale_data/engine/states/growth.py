@@ -15,13 +15,13 @@ from rescale_data.engine.recipe import EPOCH_ENDED, NO_REMAINDER, REMAINDER_COLU
 from rescale_data.engine.schema import Schema, json_round_trip
 from rescale_data.engine.states.differences import differences
 from rescale_data.errors import DataStateError
-from rescale_data.sources.folders import FILES, FOLDERS, fold
+from rescale_data.sources.folders import FILES, FOLDERS, short_manifest
 from rescale_data.sources.source import FiledSource
 from rescale_data.state import Ints
 
 Manifest: TypeAlias = Mapping[str, Any]
 
-_NEVER_EPOCH = 1 << 40
+_UNREACHED_EPOCH = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Growth:
     histories: dict[str, History]
     added_files: dict[str, list[str]]
 
-    def joined(self, schema: Schema, epochs: Mapping[str, int] | None = None) -> dict[str, History]:
+    def all_histories(self, schema: Schema, epochs: Mapping[str, int] | None = None) -> dict[str, History]:
         """Return the manifests of each source by epoch: the saved ones, and those with the added files.
 
         Args:
             epochs: The epoch at which the added files of each source join; `None` if they join in no epoch, to read as before.
         """
-        joined = dict(self.histories)
+        all_histories = dict(self.histories)
         for path in self.added_files:
-            first_epoch = _NEVER_EPOCH if epochs is None else epochs[path]
-            earlier = [(epoch, manifest) for epoch, manifest in self.histories[path] if epoch < first_epoch]
-            joined[path] = [*earlier, (first_epoch, dict(schema.manifests[path]))]
-        return joined
+            first_epoch = _UNREACHED_EPOCH if epochs is None else epochs[path]
+            earlier_entries = [(epoch, manifest) for epoch, manifest in self.histories[path] if epoch < first_epoch]
+            all_histories[path] = [*earlier_entries, (first_epoch, dict(schema.manifests[path]))]
+        return all_histories
 
 
 def compare_sources(schema: Schema, saved: Mapping[str, Any]) -> Growth:
@@ -85,16 +85,16 @@ def compare_sources(schema: Schema, saved: Mapping[str, Any]) -> Growth:
 def _is_below_another_root(old: Manifest, current: Manifest) -> bool:
     """True if the files lie below another root now: no name is an old one, but one is an old one with folders before it."""
     old_names, names = ({name for name, *_ in manifest.get(FILES, ())} for manifest in (old, current))
-    old_end = f"/{min(old_names, default='')}"
-    return old_names.isdisjoint(names) and any(name.endswith(old_end) for name in names)
+    old_suffix = f"/{min(old_names, default='')}"
+    return old_names.isdisjoint(names) and any(name.endswith(old_suffix) for name in names)
 
 
 def _unfolded_manifests(source: object, old: Manifest, current: Manifest) -> tuple[Manifest, Manifest]:
     """Return two manifests with full lists of files if both lists can be read, else both with digests of the lists."""
     if old == current or not isinstance(source, FiledSource):
         return old, current
-    unfolded = source.unfold(old), source.unfold(current)
-    return (fold(old), fold(current)) if unfolded[0] is None or unfolded[1] is None else (unfolded[0], unfolded[1])
+    full = source.full_manifest(old), source.full_manifest(current)
+    return (short_manifest(old), short_manifest(current)) if full[0] is None or full[1] is None else (full[0], full[1])
 
 
 def with_added_files(growth: Growth, schema: Schema, table: Ints, epochs_read: Sequence[int]) -> dict[str, History]:
@@ -109,7 +109,7 @@ def with_added_files(growth: Growth, schema: Schema, table: Ints, epochs_read: S
     epochs = {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in pairs}
     if any((_reader_positions(schema, table, path)[:, 0] >= epoch).any() for path, epoch in epochs.items()):
         table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
-    return growth.joined(schema, epochs)
+    return growth.all_histories(schema, epochs)
 
 
 def needed_manifests(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:

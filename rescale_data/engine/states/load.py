@@ -18,16 +18,16 @@ from rescale_data.engine.recipe import (
     NO_REMAINDER,
     REMAINDER_COLUMN,
     SAMPLES,
-    Histories,
+    DataHistories,
     History,
     path_name,
 )
-from rescale_data.engine.schema import NodeParameters, Schema, adopt_histories
+from rescale_data.engine.schema import NodeParameters, Schema, set_histories
 from rescale_data.engine.skip import require_micro_batches, skip
 from rescale_data.engine.states.change import apply_changes, check_changes, earlier_parameters, reform
-from rescale_data.engine.states.check import Translation, require_fit
+from rescale_data.engine.states.check import StateTranslation, require_fit
 from rescale_data.engine.states.codec import SavedState, decode, has_remainder, table_of
-from rescale_data.engine.states.differences import log_changes, without_earlier, without_functions
+from rescale_data.engine.states.differences import log_changes, without_functions, without_history
 from rescale_data.engine.states.growth import Growth, needed_manifests, with_added_files
 from rescale_data.engine.states.statedict import whole_state
 from rescale_data.engine.stream import Stream
@@ -35,7 +35,7 @@ from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
 from rescale_data.nodes import changing
-from rescale_data.nodes.abilities import ReadsBegun
+from rescale_data.nodes.abilities import RereadsDocument
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import is_endless, readers_of
 from rescale_data.nodes.reader import Reader
@@ -49,28 +49,28 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         delivered: The number of samples that the topology of the state delivered after it.
     """
     saved = decode(whole_state(state))
-    translated, clock = require_fit(stream, saved.header), saved.clock
+    translation, clock = require_fit(stream, saved.header), saved.clock
     pipeline_changed = saved.header["pipeline"] != stream.schema.pipeline
-    table = table_of(stream.schema, saved, translated.added)
+    table = table_of(stream.schema, saved, translation.added)
     had_remainder = has_remainder(table)
-    _require_one_end(table)
-    _require_rows(stream.schema, table)
+    _require_common_end(table)
+    _require_valid_rows(stream.schema, table)
     if delivered:
-        _refuse_changes(stream.schema, translated, delivered)
-        histories_then = needed_manifests(translated.growth.joined(stream.schema), stream.schema, table)
-        forms_then = _earlier_forms(stream, translated.pipeline, table)
+        _refuse_changes(stream.schema, translation, delivered)
+        histories_then = needed_manifests(translation.growth.all_histories(stream.schema), stream.schema, table)
+        forms_then = _earlier_forms(stream, translation.pipeline, table)
         clock, table = _skip_delivered(stream, saved, clock, table, {**histories_then, **forms_then}, delivered)
         had_remainder = has_remainder(table)
-    forms = _translate_positions(stream, translated.pipeline, table) if pipeline_changed else {}
-    histories = translated.growth.histories
-    if translated.growth.added_files:
-        histories = _join_added_files(stream, translated.growth, table, forms)
+    forms = _translate_positions(stream, translation.pipeline, table) if pipeline_changed else {}
+    histories = translation.growth.histories
+    if translation.growth.added_files:
+        histories = _join_added_files(stream, translation.growth, table, forms)
     loaded_clock = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
     stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **forms})  # from here on nothing raises
     if pipeline_changed:
-        _warn_of_changes(stream, translated, apply_changes(stream.schema, table))
+        _warn_of_changes(stream, translation, apply_changes(stream.schema, table))
     stream.load(table, loaded_clock)
-    _warn_of_epochs(stream, table)
+    _warn_of_mixed_epochs(stream, table)
     if loaded_clock.origin != clock.origin and not stream.has_short_tail():  # the end of the epoch has its own warning
         stream.ranks.warn(
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
@@ -86,7 +86,7 @@ def _translate_positions(stream: Stream, saved: NodeParameters, table: Ints) -> 
     log_changes(stream, saved)
     check_changes(stream.schema, saved, table)
     form_histories = _earlier_forms(stream, saved, table)
-    if without_earlier(saved) != without_earlier(stream.schema.pipeline):
+    if without_history(saved) != without_history(stream.schema.pipeline):
         # The remainder counts samples of the earlier pipeline
         table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
     return form_histories
@@ -97,9 +97,9 @@ def _earlier_forms(stream: Stream, saved: NodeParameters, table: Ints) -> dict[s
     return {**reform(stream, saved, table), **earlier_parameters(stream.schema, saved, table)}
 
 
-def _refuse_changes(schema: Schema, translated: Translation, num_delivered: int) -> None:
+def _refuse_changes(schema: Schema, translation: StateTranslation, num_delivered: int) -> None:
     """Raise ``DataStateError`` if the samples to skip were delivered by another pipeline than the current one."""
-    saved, current = map(without_earlier, without_functions(translated.pipeline, schema.pipeline))
+    saved, current = map(without_history, without_functions(translation.pipeline, schema.pipeline))
     if saved != current:
         raise DataStateError(
             f"load_state_dict(state, delivered={num_delivered}): the pipeline has changed since the state was saved, "
@@ -109,7 +109,7 @@ def _refuse_changes(schema: Schema, translated: Translation, num_delivered: int)
 
 
 def _skip_delivered(
-    stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: Histories, num_samples: int
+    stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: DataHistories, num_samples: int
 ) -> tuple[Clock, Ints]:
     """Skip samples that were delivered after a save, in its topology; return clock and table (collective if rows are read).
 
@@ -152,7 +152,7 @@ def _clock_after_load(
     return loaded_clock
 
 
-def _require_one_end(table: Ints) -> None:
+def _require_common_end(table: Ints) -> None:
     ended = table[:, REMAINDER_COLUMN] == EPOCH_ENDED
     if ended.any() and not ended.all():
         raise DataStateError(
@@ -161,7 +161,7 @@ def _require_one_end(table: Ints) -> None:
         )
 
 
-def _require_rows(schema: Schema, table: Ints) -> None:
+def _require_valid_rows(schema: Schema, table: Ints) -> None:
     """Raise ``DataStateError`` if a number in the table is out of range, or a reader is past the last row of its source."""
     require_limits(schema.fields, table, "logical shard {}")
     for reader, slot in readers_of(schema.root, FIRST_SLOT_COLUMN):
@@ -176,7 +176,7 @@ def _require_rows(schema: Schema, table: Ints) -> None:
             )
 
 
-def _warn_of_epochs(stream: Stream, table: Ints) -> None:
+def _warn_of_mixed_epochs(stream: Stream, table: Ints) -> None:
     """Warn if a loader with epochs loads the state of an endless stream whose shards are in different epochs."""
     readers = readers_of(stream.schema.root, FIRST_SLOT_COLUMN)
     if stream.setup.recipe.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
@@ -194,7 +194,9 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
 
 
 def _join_added_files(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
-    epochs_read = _last_epochs_read(stream, table, {**growth.joined(stream.schema), **forms}, list(growth.added_files))
+    epochs_read = _last_epochs_read(
+        stream, table, {**growth.all_histories(stream.schema), **forms}, list(growth.added_files)
+    )
     histories = with_added_files(growth, stream.schema, table, epochs_read)
     for path, added in growth.added_files.items():
         epoch = histories[path][-1][0]
@@ -205,7 +207,7 @@ def _join_added_files(stream: Stream, growth: Growth, table: Ints, forms: Mappin
     return histories
 
 
-def _last_epochs_read(stream: Stream, table: Ints, histories: Histories, paths: Sequence[str]) -> list[int]:
+def _last_epochs_read(stream: Stream, table: Ints, histories: DataHistories, paths: Sequence[str]) -> list[int]:
     """Return for each source the last epoch of which a shard has to read rows again to resume, -1 for none (collective).
 
     Shards read again to go on within windows and documents that were delivered in part.
@@ -213,14 +215,14 @@ def _last_epochs_read(stream: Stream, table: Ints, histories: Histories, paths: 
     ranks = stream.ranks.named("load")
     shards = range(len(table)) if ranks.simulated else stream.ends.owned.tolist()
 
-    def on_this_rank() -> list[int]:
+    def own_last_epochs() -> list[int]:
         by_shard = [_last_epochs_of(stream, shard, table[[shard]], histories) for shard in shards]
         return [max((epochs.get(path, -1) for epochs in by_shard), default=-1) for path in paths]
 
-    return ranks.gather_ints(call_on_all_ranks(ranks, on_this_rank)).max(axis=0).tolist()
+    return ranks.gather_ints(call_on_all_ranks(ranks, own_last_epochs)).max(axis=0).tolist()
 
 
-def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories) -> dict[str, int]:
+def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: DataHistories) -> dict[str, int]:
     """Return, for each source, the last epoch that a shard reads again to resume within a window or document.
 
     Args:
@@ -230,24 +232,26 @@ def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: Histories)
     if not _begun_nodes(stream.schema, stream.schema.root, row):
         return {}
     root = stream.setup.recipe.build(shard)
-    adopt_histories(root, histories)
-    changing.settle(root, row[0, FIRST_SLOT_COLUMN:].data)  # what needs an old list begins again, and is not read
+    set_histories(root, histories)
+    changing.apply_changes_at(
+        root, row[0, FIRST_SLOT_COLUMN:].data
+    )  # what needs an old list begins again, and is not read
     for node, position in _begun_nodes(stream.schema, root, row):
         node.bind(position.copy().data)
         with suppress(StopIteration):
-            if isinstance(node, ReadsBegun):
-                node.read_begun()
+            if isinstance(node, RereadsDocument):
+                node.reread_document()
             else:
                 next(node)
-    return {path_name(path): node.farthest for path, node in root.walk() if isinstance(node, Reader)}
+    return {path_name(path): node.farthest_epoch for path, node in root.walk() if isinstance(node, Reader)}
 
 
 def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[Any], Ints]]:
     """Return the nodes of a shard that stand within a partly delivered document or window, and their positions.
 
-    A node that `tells_next` does as soon as it has moved in its epoch: a sample says something of the next one.
+    A node that `reveals_next` does as soon as it has moved in its epoch: a sample says something of the next one.
     """
-    begun: list[tuple[Node[Any], Ints]] = []
+    begun_nodes: list[tuple[Node[Any], Ints]] = []
     fresh_nodes = schema.nodes_with_slots(schema.fresh_table(1))
     for (_, node, positions), (*_, fresh_positions) in zip(
         schema.nodes_with_slots(row, root), fresh_nodes, strict=True
@@ -255,22 +259,22 @@ def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[
         if not node.READS_AHEAD:
             continue
         is_begun = bool(positions[:, position_slots(node.FIELDS)].any())
-        if isinstance(node, ReadsBegun) and node.tells_next:
+        if isinstance(node, RereadsDocument) and node.reveals_next:
             # The last sample of an epoch says nothing of the next epoch
-            in_epoch = is_endless(node) or any(positions[0, slot + 1] for _, slot in readers_of(node, 0))
-            is_begun |= in_epoch and bool((positions != fresh_positions).any())
+            is_in_epoch = is_endless(node) or any(positions[0, slot + 1] for _, slot in readers_of(node, 0))
+            is_begun |= is_in_epoch and bool((positions != fresh_positions).any())
         if is_begun:
-            begun.append((node, positions[0]))
-    return begun
+            begun_nodes.append((node, positions[0]))
+    return begun_nodes
 
 
-def _warn_of_changes(stream: Stream, translated: Translation, shards_begun_again: int) -> None:
-    if translated.added or translated.removed:
+def _warn_of_changes(stream: Stream, translation: StateTranslation, shards_begun_again: int) -> None:
+    if translation.added or translation.removed:
         stream.ranks.warn(
             "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
             "with their positions: %s.",
-            [child.name for child in translated.added],
-            [child.name for child in translated.removed],
+            [child.name for child in translation.added],
+            [child.name for child in translation.removed],
         )
     if shards_begun_again:
         stream.ranks.warn(

@@ -1,7 +1,7 @@
 """Makes the state of a stream: with all rows of the table, or with the rows that one rank knows.
 
     whole     all rows, equal on every rank (collective): this form can be kept, and plain DCP saves it
-    local     the rows of one rank (`RankRows`), without communication: `whole_state` makes it whole
+    local     the rows of one rank (`LocalTable`), without communication: `whole_state` makes it whole
 
 `codec.py` describes the format. Source: docs/design.md, 8.
 """
@@ -58,10 +58,10 @@ def local_state_dict(cursor: Cursor, ends: EpochEnds) -> dict[str, Any]:
         return state_dict(cursor, ends)
     _refuse_simulated(ends)
     _require_saveable(ends)
-    return {TABLE: RankRows(cursor.copy(), ends), HEADER: header_of(cursor, ends)}
+    return {TABLE: LocalTable(cursor.copy(), ends), HEADER: header_of(cursor, ends)}
 
 
-class RankRows:
+class LocalTable:
     """The table of a state in which only the rows of one rank are up to date; `whole_table` adds the other rows."""
 
     def __init__(self, cursor: Cursor, ends: EpochEnds) -> None:
@@ -109,7 +109,7 @@ def whole_state(state: Any) -> Any:
     if not isinstance(state, Mapping):
         return state
     return {
-        k: v.whole_table() if isinstance(v, RankRows) else whole_state(v)
+        k: v.whole_table() if isinstance(v, LocalTable) else whole_state(v)
         for k, v in cast(Mapping[str, Any], state).items()
     }
 

@@ -22,14 +22,14 @@ from itertools import accumulate
 
 import numpy as np
 
-from rescale_data.order import Words, random_words
+from rescale_data.order import UInts, random_words
 
 CIRCLE = 1 << 64
 """Length of the whole circle. Points are 0 .. CIRCLE - 1."""
 
 _GOLDEN = (math.isqrt(5 << 128) - CIRCLE) // 2  # the golden ratio's part of a turn
 _SILVER = math.isqrt(2 << 128) - CIRCLE
-_IRRATIONAL_PARTS = (_GOLDEN, CIRCLE - _GOLDEN, _SILVER, CIRCLE - _SILVER)
+_IRRATIONAL_STEPS = (_GOLDEN, CIRCLE - _GOLDEN, _SILVER, CIRCLE - _SILVER)
 _CANDIDATES = 400  # candidates on each side of the middle
 _MAX_DENOMINATOR = 10**6  # draws of one shard: beyond, quotients do not matter
 
@@ -49,7 +49,7 @@ class Circle:
     def point(self, draw: int) -> int:
         return (self.start_point + draw * self.point_step) % CIRCLE
 
-    def points(self, first_draw: int, num_draws: int) -> Words:
+    def points(self, first_draw: int, num_draws: int) -> UInts:
         """Return the points of ``num_draws`` draws, from draw number ``first_draw`` on, as ``uint64[num_draws]``."""
         steps = np.arange(num_draws, dtype=np.uint64) * np.uint64(self.point_step)
         return steps + np.uint64(self.point(first_draw))
@@ -102,7 +102,7 @@ def circle_constants(num_logical_shards: int) -> tuple[int, int]:
         factor for factor in range(max(1, mid - _CANDIDATES), min(n, mid + _CANDIDATES + 1)) if math.gcd(factor, n) == 1
     ]
     factor = min(candidates, key=lambda factor: (*_quotient_max_and_sum(factor, n), factor))
-    steps = ((step_factor * CIRCLE + irrational) // n for step_factor in candidates for irrational in _IRRATIONAL_PARTS)
+    steps = ((step_factor * CIRCLE + irrational) // n for step_factor in candidates for irrational in _IRRATIONAL_STEPS)
     return factor, min(steps, key=lambda step: (*_quotient_max_and_sum(step, CIRCLE), step))
 
 
@@ -131,7 +131,7 @@ class Arcs:
     arc_ends: tuple[int, ...]
 
     @cached_property
-    def end_points(self) -> Words:
+    def end_points(self) -> UInts:
         """The ends of arcs below `CIRCLE`, as ``uint64``; ``searchsorted(side="right")`` finds sources of points in them."""
         return np.array([end for end in self.arc_ends if end < CIRCLE], dtype=np.uint64)
 
@@ -146,7 +146,7 @@ class Arcs:
         """Return the position of a point within a source's arc, scaled to the whole circle."""
         return scale_to_circle(point, self.arc(source))
 
-    def scale_points(self, points: Words, source: int) -> Words:
+    def scale_points(self, points: UInts, source: int) -> UInts:
         arc = self.arc(source)
         return np.array([scale_to_circle(point, arc) for point in points.tolist()], dtype=np.uint64)
 

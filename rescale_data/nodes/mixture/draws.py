@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.below import is_endless, pass_epochs, skip
-from rescale_data.nodes.bound import SILENT_EPOCHS
+from rescale_data.nodes.below import is_endless, skip, skip_epochs
+from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.column import num_tokens_of
 from rescale_data.nodes.mixture.circle import (
     WHOLE_CIRCLE,
@@ -21,9 +21,9 @@ from rescale_data.nodes.mixture.circle import (
     nested_arc,
     scale_to_circle,
 )
-from rescale_data.nodes.mixture.ends import first_end, refuse_silent_source, refuse_stream_end, samples_left
+from rescale_data.nodes.mixture.ends import first_end, refuse_empty_source, refuse_stream_end, samples_left
 from rescale_data.nodes.mixture.lengths import TokenArcs
-from rescale_data.nodes.mixture.row import NUM_DRAWS, MixtureRow
+from rescale_data.nodes.mixture.row import DRAWS_SLOT, MixtureRow
 from rescale_data.nodes.mixture.rules import CurrentWeights
 from rescale_data.nodes.mixture.sources import MixtureSources
 from rescale_data.nodes.mixture.weights import MixtureWeights
@@ -63,7 +63,7 @@ class MixtureDraws:
     ) -> None:
         self.sources, self._inner_draws, self.row = sources, inner_draws, row
         self.weights, self._shard, self._column, self._stop_rule = weights, shard_and_num_shards, column, stop_rule
-        self._outer_point: int | None = None  # the next draw's point, if the mixture above gives it
+        self._parent_point: int | None = None  # the next draw's point, if the mixture above gives it
         self.circle = circle_of(*shard_and_num_shards)
         self.last_source = 0
         self.seek(position)
@@ -74,7 +74,7 @@ class MixtureDraws:
         self._is_epoch_over = False
         self._arcs: Arcs | TokenArcs | None = None
         self._current_weights: CurrentWeights | None = None  # the weights of the arcs
-        self._silent_epochs: dict[int, int] = {}
+        self._empty_epochs: dict[int, int] = {}
 
     @property
     def by_tokens(self) -> bool:
@@ -100,11 +100,11 @@ class MixtureDraws:
         arcs = self._arcs or self._get_arcs()
         if arcs is None:
             return None
-        point = self.circle.point(self._position[NUM_DRAWS]) if self._outer_point is None else self._outer_point
+        point = self.circle.point(self._position[DRAWS_SLOT]) if self._parent_point is None else self._parent_point
         self.last_source = source = arcs.choose_source(point)
         inner = self._inner_draws.get(source)
         if inner is not None:
-            inner._outer_point = arcs.scale_point(point, source)
+            inner._parent_point = arcs.scale_point(point, source)
         return source
 
     def _get_arcs(self) -> Arcs | TokenArcs | None:
@@ -139,10 +139,10 @@ class MixtureDraws:
         )
 
     def _count_draw(self, chosen_source: int, length: int) -> None:
-        self._position[NUM_DRAWS] += 1
+        self._position[DRAWS_SLOT] += 1
         self._position[self.row.drawn_slots.start + chosen_source] += 1
-        if length and self._silent_epochs:
-            self._silent_epochs.pop(chosen_source, None)
+        if length and self._empty_epochs:
+            self._empty_epochs.pop(chosen_source, None)
         if isinstance(self._arcs, TokenArcs):
             self._position[self.row.token_slots.start + chosen_source] += length
             self._arcs.add_document(chosen_source, length)
@@ -153,7 +153,7 @@ class MixtureDraws:
         current_weights = self._current_weights
         if current_weights is None or current_weights.change_at_amount is None:
             return
-        amount_drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[NUM_DRAWS]
+        amount_drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[DRAWS_SLOT]
         if amount_drawn >= current_weights.change_at_amount:
             self.weights.record_change(self._position, current_weights)
             self._arcs = None
@@ -170,11 +170,11 @@ class MixtureDraws:
         Returns:
             The number of samples that were skipped; less if the epoch ended before.
         """
-        first_draw = self._position[NUM_DRAWS]
+        first_draw = self._position[DRAWS_SLOT]
         stop_draw = self.skip_draws(
             self.circle, first_draw, first_draw + num_samples, WHOLE_CIRCLE, across_epochs=across_epochs
         )
-        self._outer_point = None
+        self._parent_point = None
         return stop_draw - first_draw
 
     def skip_draws(self, circle: Circle, first_draw: int, stop: int, arc: Arc, *, across_epochs: bool) -> int:
@@ -202,7 +202,7 @@ class MixtureDraws:
                 first_draw = next_stop
                 self._change_weights()
                 if ended_source >= 0:
-                    self._pass_source_end(ended_source)
+                    self._skip_source_end(ended_source)
         finally:
             self._stop_rule = original_stop
         return first_draw
@@ -210,7 +210,7 @@ class MixtureDraws:
     def _next_weight_change(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Return the first of the draws that uses other weights; ``stop`` if there is none."""
         change_at = None if self._current_weights is None else self._current_weights.change_at_amount
-        if change_at is None or circle.count(first_draw, stop, arc) <= (num := change_at - self._position[NUM_DRAWS]):
+        if change_at is None or circle.count(first_draw, stop, arc) <= (num := change_at - self._position[DRAWS_SLOT]):
             return stop
         return circle.find_draw(first_draw, arc, num)
 
@@ -220,7 +220,7 @@ class MixtureDraws:
         for draw in range(first_draw, stop):
             point = circle.point(draw)
             if arc[0] <= point < arc[1]:
-                self._outer_point = scale_to_circle(point, arc)
+                self._parent_point = scale_to_circle(point, arc)
                 try:
                     self.draw(draw_from)
                 except StopIteration:
@@ -257,17 +257,17 @@ class MixtureDraws:
             else:
                 num_left -= skip(node, num_left)
             if num_left < num_before:
-                self._silent_epochs.pop(source, None)
+                self._empty_epochs.pop(source, None)
             if num_left:
-                self._pass_source_end(source)
-                num_passed = pass_epochs(node, np.asarray(node.position), shard_index, num_left)
+                self._skip_source_end(source)
+                num_skipped = skip_epochs(node, np.asarray(node.position), shard_index, num_left)
                 node.bind(node.position)
-                first_draw = circle.find_draw(first_draw, source_arc, num_passed)
-                num_left -= num_passed
-        self._position[NUM_DRAWS] += num_draws
+                first_draw = circle.find_draw(first_draw, source_arc, num_skipped)
+                num_left -= num_skipped
+        self._position[DRAWS_SLOT] += num_draws
         self._position[self.row.drawn_slots.start + source] += num_draws
 
-    def _pass_source_end(self, source: int) -> None:
+    def _skip_source_end(self, source: int) -> None:
         if not skip(self._bound_node(source), 1):
             self._handle_source_end(source)
 
@@ -290,9 +290,9 @@ class MixtureDraws:
         if self._stop_rule == "never":
             node = self._bound_node(chosen_source)
             node.bind(node.position)  # also before an error: who goes on draws or skips from there
-            num_silent = self._silent_epochs[chosen_source] = self._silent_epochs.get(chosen_source, 0) + 1
-            if num_silent > SILENT_EPOCHS:
-                self.refuse_silent(chosen_source)
+            num_empty = self._empty_epochs[chosen_source] = self._empty_epochs.get(chosen_source, 0) + 1
+            if num_empty > MAX_EMPTY_EPOCHS:
+                self.refuse_empty(chosen_source)
         else:
             self._is_epoch_over = self.record_source_end(self._position, chosen_source)
 
@@ -308,5 +308,5 @@ class MixtureDraws:
 
     # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`
 
-    def refuse_silent(self, source: int) -> None:
-        refuse_silent_source(self.row.sources[source], self.row.unit, self._shard)
+    def refuse_empty(self, source: int) -> None:
+        refuse_empty_source(self.row.sources[source], self.row.unit, self._shard)

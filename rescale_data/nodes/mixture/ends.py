@@ -10,9 +10,9 @@ import numpy as np
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import epoch_end, readers_of
-from rescale_data.nodes.bound import SILENT_EPOCHS
+from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.mixture.circle import Arc, Circle
-from rescale_data.nodes.mixture.row import NUM_DRAWS, MixtureRow
+from rescale_data.nodes.mixture.row import DRAWS_SLOT, MixtureRow
 from rescale_data.state import Ints
 
 ENDLESS_NUM_SAMPLES = 1 << 62
@@ -42,7 +42,7 @@ def mixture_epoch_end(
         num_left += num_drawn
         drawn_counts[:, i] += num_drawn
         end_positions[:, slots] = np.where(is_active[:, i, None], source_end[1], rows[:, slots])
-    end_positions[:, NUM_DRAWS] += num_left
+    end_positions[:, DRAWS_SLOT] += num_left
     return num_left, end_positions
 
 
@@ -88,10 +88,10 @@ def first_end(circle: Circle, first_draw: int, stop_draw: int, arcs: list[Arc], 
     return stop_draw, ended_source
 
 
-def refuse_silent_source(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
+def refuse_empty_source(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
     """Raise ``DataStateError`` for a source that began again too often without yielding anything."""
     raise DataStateError(
-        f"The source {name!r} of a mixture yielded no {unit[:-1]} in {SILENT_EPOCHS} whole epochs "
+        f"The source {name!r} of a mixture yielded no {unit[:-1]} in {MAX_EMPTY_EPOCHS} whole epochs "
         f"of logical shard {shard[0]} of {shard[1]}: all of its rows were filtered out or are empty, or "
         f"it has none. Use fewer logical shards, more data, or weight 0."
     )

@@ -23,7 +23,7 @@ import numpy as np
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.mixture.circle import CIRCLE, shares
 from rescale_data.nodes.reading.extension import kernel
-from rescale_data.order import Words
+from rescale_data.order import UInts
 from rescale_data.state import Ints
 
 _PRIOR_DOCS = 20  # documents of the overall mean length that are added to each source's own
@@ -33,7 +33,7 @@ _TOKENS_PER_EXTRA_DOC = (
     256  # one document more for each 256 tokens of mean length: shards that follow long ones closely swing together
 )
 _MAX_DEFICIT = 3  # largest deficit that counts, in multiples of one that doubles the arc
-_STEP_DOCUMENTS = 1  # documents a source after which the shared values change
+_DOCS_PER_UPDATE = 1  # documents a source after which the shared values change
 _MIN_SHARE = 1 / 50  # smaller shares count as this one when deficits are judged
 _SHARE_BITS, _MEAN_BITS = 32, 8  # bits of a share, and fraction bits of a mean length
 _MAX_MEAN = 1 << 22  # a longer mean document counts as this one: products then fit 127 bits in C
@@ -59,11 +59,11 @@ class TokenArcs:
             )
         self._shares = shares(weights, 1 << _SHARE_BITS)
         is_active = [share > 0 for share in self._shares]
-        self._documents_per_step = _STEP_DOCUMENTS * sum(is_active)
+        self._docs_per_update = _DOCS_PER_UPDATE * sum(is_active)
         num_documents, active_tokens, self._uncounted_tokens = (
             [*map(mul, is_active, counts)] for counts in (num_documents, tokens, uncounted)
         )
-        self._resting_tokens = sum(tokens) - sum(active_tokens)
+        self._inactive_tokens = sum(tokens) - sum(active_tokens)
         self._set_counts(num_documents, active_tokens)
 
     def _set_counts(self, documents: Sequence[int], tokens: Sequence[int]) -> None:
@@ -75,7 +75,7 @@ class TokenArcs:
     @property
     def num_tokens(self) -> int:
         """Number of tokens drawn from all sources, sources of weight 0 included."""
-        return self._all_tokens + self._resting_tokens
+        return self._all_tokens + self._inactive_tokens
 
     def choose_source(self, point: int) -> int:
         """Return the number of the source in whose arc a point lies."""
@@ -94,7 +94,7 @@ class TokenArcs:
         return np.array([self._shares, self.num_documents, self.tokens, self._uncounted_tokens, counts], dtype=np.int64)
 
     def choose_sources(
-        self, points: Words, sources: Ints, first_draw: int, counters: Ints, lengths: list[Ints | None], change_at: int
+        self, points: UInts, sources: Ints, first_draw: int, counters: Ints, lengths: list[Ints | None], change_at: int
     ) -> tuple[int, int]:
         """Choose the sources of draws, from ``first_draw`` on, until the length of a document is missing or weights may change.
 
@@ -109,17 +109,17 @@ class TokenArcs:
         Returns:
             The number of the next draw, and the source whose length is missing for it, or -1.
         """
-        active_change_at = -1 if change_at < 0 else max(0, change_at - self._resting_tokens)
+        active_change_at = -1 if change_at < 0 else max(0, change_at - self._inactive_tokens)
         return kernel.run(first_draw, active_change_at, points, sources, counters, *lengths)
 
     def draw_fractions(self) -> list[float]:
         """Return the approximate fraction of draws that each source gets, over many draws."""
         sources = zip(self._shares, self.num_documents, self.tokens, strict=True)
-        rates = [
+        draw_rates = [
             share * (docs + _PRIOR_DOCS) / max(1, tokens + _PRIOR_DOCS * self._mean) for share, docs, tokens in sources
         ]
-        total_rate = sum(rates)
-        return [rate / total_rate for rate in rates]
+        total_rate = sum(draw_rates)
+        return [rate / total_rate for rate in draw_rates]
 
     def add_document(self, source: int, length: int) -> None:
         """Count a document of ``length`` tokens that was drawn from a source, and update the arcs."""
@@ -143,12 +143,12 @@ class TokenArcs:
         mean_length = min(max(1, self._all_tokens // max(1, self._all_documents)), _MAX_MEAN)
         num_dropped_bits = max(0, mean_length.bit_length() - 4)
         mean_length = mean_length >> num_dropped_bits << num_dropped_bits
-        token_step = mean_length * self._documents_per_step
-        return mean_length, self._counted_tokens // token_step * token_step
+        tokens_per_update = mean_length * self._docs_per_update
+        return mean_length, self._counted_tokens // tokens_per_update * tokens_per_update
 
     def _rebuild_arcs(self) -> None:
         self._mean, self._counted_token_floor = self._mean_and_token_floor()
-        self._token_step = self._mean * self._documents_per_step
+        self._tokens_per_update = self._mean * self._docs_per_update
         self._arc_lengths = [self._arc_length(source) for source in range(len(self._shares))]
         self._total_arc_length = sum(self._arc_lengths)
 
@@ -158,18 +158,21 @@ class TokenArcs:
             return 0
         tokens = self.tokens[source]
         mean_length = (tokens + _PRIOR_DOCS * self._mean << _MEAN_BITS) // (self.num_documents[source] + _PRIOR_DOCS)
-        counted_tokens, slack = (
+        counted_tokens, tolerance = (
             tokens - self._uncounted_tokens[source] << _SHARE_BITS,
             _SLACK_DOCUMENTS * mean_length << _SHARE_BITS - _MEAN_BITS,
         )
         deficit, surplus = (
-            share * self._counted_token_floor - counted_tokens - slack,
-            counted_tokens - share * (self._counted_token_floor + self._token_step) - slack,
+            share * self._counted_token_floor - counted_tokens - tolerance,
+            counted_tokens - share * (self._counted_token_floor + self._tokens_per_update) - tolerance,
         )
         unit = (
             (_DOUBLING_DEFICIT + self._mean // _TOKENS_PER_EXTRA_DOC)
             * self._mean
             * max(share, int(_MIN_SHARE * (1 << _SHARE_BITS)))
         )
-        behind, ahead = (min(max(deficit, 0), _MAX_DEFICIT * unit), min(max(surplus, 0), _MAX_DEFICIT * unit))
-        return max(1, (share * (unit + behind) << 16) // (max(1, mean_length) * (unit + ahead)))
+        clipped_deficit, clipped_surplus = (
+            min(max(deficit, 0), _MAX_DEFICIT * unit),
+            min(max(surplus, 0), _MAX_DEFICIT * unit),
+        )
+        return max(1, (share * (unit + clipped_deficit) << 16) // (max(1, mean_length) * (unit + clipped_surplus)))

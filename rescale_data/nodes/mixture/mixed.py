@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rescale_data.nodes.base import View
-from rescale_data.nodes.bound import SILENT_EPOCHS
+from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.mixture.circle import Arcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
 from rescale_data.nodes.mixture.interleaved import interleave_documents
@@ -19,15 +19,15 @@ from rescale_data.nodes.reading.batched_read import read_batched
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, UNLIMITED_DOCUMENTS, PositionUpdates, Spans
-from rescale_data.order import Words
+from rescale_data.order import UInts
 from rescale_data.state import Ints, copy_of
 
 # Draws in the first read and in the second; then so many times more each
 _FIRST_READ_DRAWS, _SECOND_READ_DRAWS, _READ_GROWTH_FACTOR = (16, 256, 4)
 _MAX_DRAWS, _MAX_MEAN_DRAWS = 2**15, 2048  # most draws at once, in all and on average for each source
 _MAX_READS = 256  # reads of sources after which a call ends (at least 4 for each): an epoch may hold only a row or two
-_READY_DOCS = 16  # documents of each source in the second read, if they lie at hand: a few cost as much as one
-_MIN_BATCHED = 2  # by tokens, expected documents from which on a source is read together with others
+_MAX_READY_DOCS = 16  # documents of each source in the second read, if they lie at hand: a few cost as much as one
+_MIN_BATCHED_DOCS = 2  # by tokens, expected documents from which on a source is read together with others
 _SPAN_BYTES = 128
 _NO_RANGES = np.zeros((2, 0), dtype=np.int64)
 
@@ -62,8 +62,8 @@ class MixedDocuments:
         self._costly_documents: dict[int, KeptDocuments | MixedDocuments] = {}
         self._next_num_draws, self._num_reads, self._byte_limit = _FIRST_READ_DRAWS, 0, byte_limit
         self._max_reads = max(_MAX_READS, 4 * len(documents))
-        self._num_second_draws = max(
-            _SECOND_READ_DRAWS, _READY_DOCS * sum([isinstance(docs, FragmentDocuments) for docs in documents])
+        self._second_read_draws = max(
+            _SECOND_READ_DRAWS, _MAX_READY_DOCS * sum([isinstance(docs, FragmentDocuments) for docs in documents])
         )
         self._drop_documents()
 
@@ -85,12 +85,12 @@ class MixedDocuments:
         for source, documents in self._costly_documents.items():
             documents.drop_documents_before(position[self._slots[source]])
 
-    def read(self, position: View, max_documents: int, points: Words | None = None) -> Spans:
+    def read(self, position: View, max_documents: int, points: UInts | None = None) -> Spans:
         """Return up to ``max_documents`` next documents; an outer mixture passes the ``points`` that choose their sources."""
         self._next_position = copy_of(position)
         if points is None:
             self.drop_documents_before(position)
-        num_silent: Counter[int] = Counter()
+        num_empty: Counter[int] = Counter()
         while True:
             current_weights = self._mixture.weights.current(self._next_position)
             arcs = self._mixture.arcs_at(self._next_position, current_weights)
@@ -119,9 +119,11 @@ class MixedDocuments:
                     )
                 self._next_position = self._start_position = position  # frees the copy: there may be many shards
                 return spans
-            num_silent[ended_source] += 1
-            if self._repeats and (ended_source not in self._ending_sources or num_silent[ended_source] > SILENT_EPOCHS):
-                self._mixture.refuse_silent(ended_source)
+            num_empty[ended_source] += 1
+            if self._repeats and (
+                ended_source not in self._ending_sources or num_empty[ended_source] > MAX_EMPTY_EPOCHS
+            ):
+                self._mixture.refuse_empty(ended_source)
             self._documents_of(ended_source).begin_next_epoch(self._next_position[self._slots[ended_source]])
             self._mixture.weights.record_epoch_end(self._next_position, ended_source, current_weights)
             if not self._repeats and self._mixture.record_source_end(self._next_position, ended_source):
@@ -143,15 +145,17 @@ class MixedDocuments:
         return spans.with_moves(moves.merge_groups(np.array([*range(1, len(spans)), len(spans) + 1])))
 
     def _set_next_num_draws(self, spans: Spans) -> None:
-        num_bytes = sum([array.nbytes for array, value in zip(spans.arrays, spans.keeps, strict=True) if value is None])
+        num_bytes = sum(
+            [array.nbytes for array, value in zip(spans.arrays, spans.owners, strict=True) if value is None]
+        )
         mean_bytes = _SPAN_BYTES + num_bytes // len(spans)
         max_draws = min(_MAX_DRAWS, _MAX_MEAN_DRAWS * self._num_sources, self._byte_limit() // mean_bytes)
-        next_num_draws = max(self._num_second_draws, _READ_GROWTH_FACTOR * self._next_num_draws)
+        next_num_draws = max(self._second_read_draws, _READ_GROWTH_FACTOR * self._next_num_draws)
         if self._num_reads > self._num_sources:  # some sources give few at a time
             next_num_draws = min(next_num_draws, len(spans) * self._max_reads // self._num_reads)
         self._next_num_draws = max(_FIRST_READ_DRAWS, min(next_num_draws, max_draws))
 
-    def _draw_documents(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
+    def _draw_documents(self, position: View, arcs: Arcs | TokenArcs, points: UInts) -> tuple[Spans, int]:
         """Return the documents of the next draws until a source ends, and the number of that source, or -1."""
         self._start_position, self._num_reads = position, 0
         try:
@@ -183,13 +187,15 @@ class MixedDocuments:
         first_document, num_documents = self._batched_ranges[:, source].tolist()
         return self._batched_spans[first_document : first_document + num_documents]
 
-    def _choose_sources(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
+    def _choose_sources(self, points: UInts, arcs: TokenArcs) -> tuple[Ints, int]:
         """Choose the sources of the next draws by tokens; return them, and a source that has ended, or -1."""
         fractions = arcs.draw_fractions()
         chosen_sources, counters = np.empty(len(points), dtype=np.int64), arcs.counters()
         counts = counters[4]
         expected = [int(num_more + num_more**0.5) for num_more in (len(points) * fraction for fraction in fractions)]
-        num_read = self._read_sources_together([num_more if num_more >= _MIN_BATCHED else 0 for num_more in expected])
+        num_read = self._read_sources_together(
+            [num_more if num_more >= _MIN_BATCHED_DOCS else 0 for num_more in expected]
+        )
         lengths = [self._spans_in_batch(source).length if num else None for source, num in enumerate(num_read.tolist())]
         num, missing_source = 0, -1
         change_at = -1 if self._change_at_amount is None else self._change_at_amount
@@ -211,7 +217,7 @@ class MixedDocuments:
             lengths[missing_source] = buffer.lengths
         return chosen_sources[:num], missing_source
 
-    def _read_chosen(self, chosen_sources: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
+    def _read_chosen(self, chosen_sources: Ints, points: UInts, arcs: Arcs) -> tuple[Ints, int]:
         """Read the documents of chosen draws; return the draws before one whose source has ended, and that source or -1."""
         num_draws, ended_source = len(chosen_sources), -1
         num_wanted = np.bincount(chosen_sources, minlength=self._num_sources)
@@ -248,9 +254,9 @@ class MixedDocuments:
                 continue
             if not self._repeats or source in self._ending_sources:
                 return False
-            if buffer.num_silent_epochs == SILENT_EPOCHS:
+            if buffer.num_empty_epochs == MAX_EMPTY_EPOCHS:
                 if self._by_tokens:  # its documents without tokens may have been drawn
-                    self._mixture.refuse_silent(source)
+                    self._mixture.refuse_empty(source)
                 return False
             buffer.begin_next_epoch()
         return True
@@ -274,12 +280,12 @@ class NestedDocuments:
 
     is_costly = True
 
-    def __init__(self, documents: MixedDocuments, points: Words) -> None:
-        self._documents, self._points = documents, points
+    def __init__(self, documents: MixedDocuments, points: UInts) -> None:
+        self._documents, self._draw_points = documents, points
 
     def read(self, position: View, max_documents: int) -> Spans:
-        spans = self._documents.read(position, max_documents, self._points)
-        self._points = self._points[len(spans) :]
+        spans = self._documents.read(position, max_documents, self._draw_points)
+        self._draw_points = self._draw_points[len(spans) :]
         return spans
 
     def begin_next_epoch(self, position: View) -> None:

@@ -14,7 +14,7 @@ from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 
-NUM_DRAWS, RULE_DIGEST = 0, 1
+DRAWS_SLOT, RULE_SLOT = 0, 1
 """Indices, in a position, of the number of draws and of the digest of the rule that gives the weights."""
 
 _FIRST_SOURCE = 2  # first slot of the values for each source
@@ -45,7 +45,7 @@ class MixtureRow:
 
     def amounts_drawn(self, rows: Ints) -> Ints:
         """Return the number of draws (or of tokens, if the unit is tokens) at each of the positions ``int64[M, slots]``."""
-        return rows[:, self.token_slots].sum(axis=1) if self.unit == "tokens" else rows[:, NUM_DRAWS]
+        return rows[:, self.token_slots].sum(axis=1) if self.unit == "tokens" else rows[:, DRAWS_SLOT]
 
     def begin_epoch(self, rows: Ints) -> None:
         """Mark no source as ended in the positions ``int64[M, slots]``, at the beginning of an epoch."""
@@ -61,8 +61,8 @@ class MixtureRow:
 @lru_cache(maxsize=64)
 def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
     drawn_limits = ~COUNT_LIMITS[1], COUNT_LIMITS[1]  # the complement if a source has ended
-    kind_fields = [Field((_DRAWN_FIELD,), counts=True, limits=drawn_limits)]
+    source_fields = [Field((_DRAWN_FIELD,), counts=True, limits=drawn_limits)]
     if unit == "tokens":
-        kind_fields += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _UNCOUNTED)]
+        source_fields += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _UNCOUNTED)]
     own_fields = (Field((_DRAWS_FIELD,), counts=True, limits=COUNT_LIMITS), Field((_RULE_FIELD,)))
-    return (*own_fields, *(replace(kind, path=(*kind.path, name)) for kind in kind_fields for name in names))
+    return (*own_fields, *(replace(kind, path=(*kind.path, name)) for kind in source_fields for name in names))

@@ -68,11 +68,11 @@ def weights_at(
         num_shards: Number of logical shards; each takes the others to have drawn as much.
         epochs: Number of whole epochs drawn from each source with a limit in `WeightRule.max_epochs`, by name.
     """
-    begins, weights = rule.weight_pieces
-    piece_number, limits = bisect_right(begins, amount_drawn * num_shards), dict(rule.max_epochs)
+    piece_starts, weights = rule.weight_pieces
+    piece_number, limits = bisect_right(piece_starts, amount_drawn * num_shards), dict(rule.max_epochs)
     ended = {name for name, limit in limits.items() if epochs.get(name, 0) >= limit}
     known_weights = dict(zip(rule.sources, weights[piece_number - 1], strict=True)) | dict.fromkeys(ended, 0.0)
-    change_at = -(-begins[piece_number] // num_shards) if piece_number < len(begins) else None
+    change_at = -(-piece_starts[piece_number] // num_shards) if piece_number < len(piece_starts) else None
     end_epochs = {sources.index(name): limits[name] for name in limits.keys() - ended if name in sources}
     return CurrentWeights(tuple(known_weights.get(name, 0.0) for name in sources), change_at, end_epochs)
 

@@ -10,14 +10,14 @@ import numpy as np
 from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import BaseNode, Node, View, changing_children, draw_and_drop
 from rescale_data.nodes.below import dtype_of, find_shard, is_endless, readers_of
-from rescale_data.nodes.changing import is_blocked, is_lost, is_stale
+from rescale_data.nodes.changing import is_on_blocklist, is_outdated, is_sample_lost
 from rescale_data.nodes.form import ParameterHistory
 from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
 from rescale_data.nodes.mixture.circle import circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, StopRule
 from rescale_data.nodes.mixture.ends import mixture_epoch_end
 from rescale_data.nodes.mixture.mixed import MixedDocuments
-from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow, Unit
+from rescale_data.nodes.mixture.row import DRAWS_SLOT, RULE_SLOT, MixtureRow, Unit
 from rescale_data.nodes.mixture.rules import WeightRule, as_json, from_json, make_rule
 from rescale_data.nodes.mixture.schedule import Schedule
 from rescale_data.nodes.mixture.sources import MixtureSources
@@ -92,17 +92,19 @@ class WeightedSampler(Node[Any]):
         self.names = sorted(nodes)
         self.unit, self.column, self.stop = unit, column, stop
         check_max_epochs(max_epochs or {}, self.names)
-        self._row = MixtureRow(self.names, unit)
-        self.FIELDS = self._row.fields()
+        self._own_slots = MixtureRow(self.names, unit)
+        self.FIELDS = self._own_slots.fields()
         rule = make_rule(weights, {name: int(num) for name, num in (max_epochs or {}).items()})
         super().__init__(**{name: nodes[name] for name in self.names})
         shard = find_shard(self)
         self._shard = (shard.index, shard.num_logical_shards) if shard else (0, 1)
-        self._weights = MixtureWeights(self._row, rule, self._shard, self._epoch_slots([rule]))
+        self._weights = MixtureWeights(self._own_slots, rule, self._shard, self._epoch_slots([rule]))
         children = [*self.children.values()]
         sources = MixtureSources(children, [*map(self._slots, self.names)], shard)
         inner = {i: mixture._draws for i, node in enumerate(children) if (mixture := _mixture_of(node)) is not None}
-        self._draws = MixtureDraws(self.position, sources, inner, self._row, self._weights, self._shard, column, stop)
+        self._draws = MixtureDraws(
+            self.position, sources, inner, self._own_slots, self._weights, self._shard, column, stop
+        )
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
@@ -129,7 +131,7 @@ class WeightedSampler(Node[Any]):
         sources.borrow(other._draws.sources)
         if sources.nodes is other._draws.sources.nodes:
             self.children, self.names = other.children, other.names
-            self._row.sources = other.names
+            self._own_slots.sources = other.names
         else:
             self.children = dict(zip(self.names, sources.nodes, strict=True))
         self._weights.borrow(other._weights)
@@ -162,12 +164,12 @@ class WeightedSampler(Node[Any]):
         rule = self._weights.rule
         if self.stop != "all" or self.unit == "tokens" or rule.max_epochs or len(rule.weight_pieces[0]) > 1:
             return None
-        if (rows[:, RULE_DIGEST] != rule.digest).any():
+        if (rows[:, RULE_SLOT] != rule.digest).any():
             return None
-        return mixture_epoch_end(self._row, self._sources, rule.schedule_keys[0][1], rows, shards)
+        return mixture_epoch_end(self._own_slots, self._sources, rule.schedule_keys[0][1], rows, shards)
 
     def begin(self, row: View) -> None:
-        row[RULE_DIGEST] = self._weights.rule.digest
+        row[RULE_SLOT] = self._weights.rule.digest
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         earlier_rules = [from_json(rule) for _, rule in history]
@@ -175,7 +177,7 @@ class WeightedSampler(Node[Any]):
 
     def place(self) -> list[int]:
         """Return the index of the number of draws: it alone identifies the next sample, since sources come and go."""
-        return [NUM_DRAWS]
+        return [DRAWS_SLOT]
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
         return self._weights.earlier(saved, rows)
@@ -183,14 +185,14 @@ class WeightedSampler(Node[Any]):
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         self._weights.check_change(saved, rows)
 
-    def settle(self, position: View) -> None:
+    def apply_changes_at(self, position: View) -> None:
         """Apply weights that were changed between segments of the run, from this position on.
 
         A source that has ended in this epoch stays ended.
         """
-        self._weights.settle(position)
+        self._weights.apply_changes_at(position)
 
-    def pass_blocked(self, position: View) -> None:
+    def skip_blocked_rows(self, position: View) -> None:
         """Do nothing: a mixture has no rows of its own that a blocklist could exclude."""
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
@@ -199,20 +201,20 @@ class WeightedSampler(Node[Any]):
         own_values = copy_of(position[own_slots])
         super().next_epoch(position, is_drawn=is_drawn)
         position[own_slots] = own_values
-        self._row.begin_epoch(np.asarray(position)[None])
-        self._weights.settle(position)
+        self._own_slots.begin_epoch(np.asarray(position)[None])
+        self._weights.apply_changes_at(position)
 
-    def is_stale(self, position: View) -> bool:
+    def is_outdated(self, position: View) -> bool:
         return self._weights.needs_missing_source(position)
 
-    def is_blocked(self, position: View) -> bool:
-        if not is_stale(self, position):
+    def is_on_blocklist(self, position: View) -> bool:
+        if not is_outdated(self, position):
             return False
         own_position, draw_position, draws, is_source_blocked = self.position, copy_of(position), self._draws, False
         self.bind(draw_position)
         while (source := draws.choose_source()) is not None:  # also past the ends of sources, as a draw does
             node, source_position = draws.sources.nodes[source], draw_position[draws.sources.slots[source]]
-            stale, is_source_blocked = is_stale(node, source_position), is_blocked(node, source_position)
+            stale, is_source_blocked = is_outdated(node, source_position), is_on_blocklist(node, source_position)
             if is_source_blocked or not draws.skip_or_end(source):
                 break
             if is_source_blocked := stale and self.stop == "never":  # only the old list shows how its next epoch begins
@@ -220,13 +222,13 @@ class WeightedSampler(Node[Any]):
         self.bind(own_position)  # the nodes above are bound to this row
         return is_source_blocked
 
-    def is_lost(self, position: View) -> bool:
+    def is_sample_lost(self, position: View) -> bool:
         return self._weights.needs_missing_source(position) or any(
-            is_lost(child, position[slots]) for child, slots in changing_children(self)
+            is_sample_lost(child, position[slots]) for child, slots in changing_children(self)
         )
 
-    def is_pending(self, position: View) -> bool:
-        return self._weights.is_pending(position)
+    def has_pending_change(self, position: View) -> bool:
+        return self._weights.has_pending_change(position)
 
     def locate(self) -> str:
         return self._draws.sources.last_node.locate()
@@ -240,14 +242,14 @@ class WeightedSampler(Node[Any]):
         ``share/...`` is in the mixture's unit. ``epochs/...`` is the mean over the readers below a source and over logical
         shards. ``ended_shards/...`` is the number of logical shards in which the source has reached its `max_epochs`.
         """
-        drawn_counts = rows[:, self._row.drawn_slots]
+        drawn_counts = rows[:, self._own_slots.drawn_slots]
         counts = {"samples": np.maximum(drawn_counts, ~drawn_counts).sum(axis=0)}
         if self.unit == "tokens":
-            counts["tokens"] = rows[:, self._row.token_slots].sum(axis=0)
-        shown = {f"drawn_{unit}": count for unit, count in counts.items()}
-        shown["share"] = counts[self.unit] / max(1, counts[self.unit].sum())
+            counts["tokens"] = rows[:, self._own_slots.token_slots].sum(axis=0)
+        metrics = {f"drawn_{unit}": count for unit, count in counts.items()}
+        metrics["share"] = counts[self.unit] / max(1, counts[self.unit].sum())
         counters = {
-            f"{key}/{name}": float(value[i]) for key, value in shown.items() for i, name in enumerate(self.names)
+            f"{key}/{name}": float(value[i]) for key, value in metrics.items() for i, name in enumerate(self.names)
         }
         for name, (node, slots) in self._sources.items():
             if readers := readers_of(node, slots.start):

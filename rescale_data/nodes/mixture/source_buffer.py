@@ -71,7 +71,7 @@ class SourceBuffer:
         self._next_epoch, self._by_tokens = NO_UPDATES, by_tokens
         first_spans.move(self._position, len(first_spans))
         self._batches, self.num_documents = [first_spans] if len(first_spans) else list[Spans](), len(first_spans)
-        self.num_silent_epochs = 0
+        self.num_empty_epochs = 0
 
     def read_documents(self, max_to_read: int) -> bool:
         """Read at least one more document, up to ``max_to_read`` in the buffer; return False at the end of an epoch."""
@@ -84,12 +84,12 @@ class SourceBuffer:
         self._batches.append(spans)
         self.num_documents += len(spans)
         if not self._by_tokens or spans.length.any():
-            self.num_silent_epochs = 0
+            self.num_empty_epochs = 0
         return True
 
     def begin_next_epoch(self) -> None:
         """Begin the next epoch, after `read_documents` has found the end of one."""
-        self.num_silent_epochs += 1
+        self.num_empty_epochs += 1
         position_before = copy_of(self._position)
         self._documents.begin_next_epoch(self._position)
         update = PositionUpdates.between(position_before, self._position)

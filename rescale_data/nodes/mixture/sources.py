@@ -12,7 +12,7 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache_share, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache_share, owner_id
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import TokenSource
 
@@ -43,7 +43,7 @@ class MixtureSources:
         """Use another shard's readers in place of this shard's, if they differ only in the shard, to save memory."""
         pairs = [*zip(self.nodes, other_sources.nodes, strict=True)]
         shared = [
-            isinstance(node, Reader) and node.shard == self._shard and node.is_like(other) for node, other in pairs
+            isinstance(node, Reader) and node.shard == self._shard and node.reads_alike(other) for node, other in pairs
         ]
         if all(shared):
             self.nodes, self.slots = other_sources.nodes, other_sources.slots
@@ -89,7 +89,7 @@ class MixtureSources:
         if not token_sources:
             return lambda: DEFAULT_CACHE_BYTES // 8 // num_shards
         min_source = min(token_sources, key=lambda source: source.cache_bytes)
-        source_key = owner_of(min_source)
+        source_key = owner_id(min_source)
         return lambda: cache_share(min_source) // 8 // max(1, len(served_shards(source_key, num_shards)))
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
 from rescale_data.nodes.form import EARLIER_KEY, ParameterHistory
-from rescale_data.nodes.mixture.row import NUM_DRAWS, RULE_DIGEST, MixtureRow
+from rescale_data.nodes.mixture.row import DRAWS_SLOT, RULE_SLOT, MixtureRow
 from rescale_data.nodes.mixture.rules import CurrentWeights, WeightRule, as_json, from_json, weights_at
 from rescale_data.state import Ints
 
@@ -52,16 +52,16 @@ class MixtureWeights:
         """Return the weights in use at a position."""
         return self._weights_of(self._rule_at(position), self._row_layout.sources, position)
 
-    def settle(self, position: View) -> None:
+    def apply_changes_at(self, position: View) -> None:
         """Change a position from the weights of an earlier segment of the run to the present ones."""
-        if self.is_pending(position):
+        if self.has_pending_change(position):
             old_weights = self.current(position)
-            position[RULE_DIGEST] = self.rule.digest
+            position[RULE_SLOT] = self.rule.digest
             self.record_change(position, old_weights)
 
-    def is_pending(self, position: View) -> bool:
+    def has_pending_change(self, position: View) -> bool:
         """True if a position still uses the weights of an earlier segment of the run."""
-        return position[RULE_DIGEST] != self.rule.digest
+        return position[RULE_SLOT] != self.rule.digest
 
     def record_change(self, position: View, old_weights: CurrentWeights) -> None:
         """Record in a position that its weights have just changed from ``old_weights``.
@@ -95,18 +95,18 @@ class MixtureWeights:
         if names.issuperset(rule.sources):
             return False
         weights = self._weights_of(rule, rule.sources, position).source_weights
-        is_counted = self._row_layout.unit == "tokens" and rule.interpolate is not None
-        return is_counted or any(
+        counts_tokens = self._row_layout.unit == "tokens" and rule.interpolate is not None
+        return counts_tokens or any(
             weight for name, weight in zip(rule.sources, weights, strict=True) if name not in names
         )
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
         """Return ``(digest, rule)`` for each rule of an earlier segment that a position still uses (`Mixes.earlier`)."""
         rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(EARLIER_KEY, ())), saved)]
-        rules_by_digest, used = ({rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE_DIGEST]).tolist()})
-        if not used <= rules_by_digest.keys():
+        rules_by_digest, digests = ({rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE_SLOT]).tolist()})
+        if not digests <= rules_by_digest.keys():
             raise DataStateError(_UNKNOWN_RULE_MESSAGE)
-        return [(digest, as_json(rules_by_digest[digest])) for digest in sorted(used - {self.rule.digest})]
+        return [(digest, as_json(rules_by_digest[digest])) for digest in sorted(digests - {self.rule.digest})]
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         """Raise ``DataStateError`` if changed weights or `max_epochs` do not fit what has been drawn (`Mixes.check_change`)."""
@@ -138,7 +138,7 @@ class MixtureWeights:
         return {name: int((rows[:, self._epoch_slots[name]] >= limit).sum()) for name, limit in self.rule.max_epochs}
 
     def _rule_at(self, position: View) -> WeightRule:
-        digest = position[RULE_DIGEST]
+        digest = position[RULE_SLOT]
         for rule in (self.rule, *self._earlier_rules):
             if rule.digest == digest:
                 return rule
@@ -146,7 +146,7 @@ class MixtureWeights:
 
     def _weights_of(self, rule: WeightRule, sources: Sequence[str], position: View) -> CurrentWeights:
         row, epochs = self._row_layout, {name: position[slot] for name, slot in self._epoch_slots.items()}
-        amount_drawn: int = sum(position[row.token_slots]) if row.unit == "tokens" else position[NUM_DRAWS]
+        amount_drawn: int = sum(position[row.token_slots]) if row.unit == "tokens" else position[DRAWS_SLOT]
         return weights_at(rule, sources, amount_drawn, self._shard[1], epochs)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rescale_data.nodes.form import MOST, Stage
 
 LongDocumentRule: TypeAlias = Literal["split", "truncate", "drop"]
-Piece: TypeAlias = tuple[int, int, int]
+DocPiece: TypeAlias = tuple[int, int, int]
 """Begin and end of a piece among the tokens of a window, and the number of its document."""
 
 LONG_COUNTERS = {"split": "split_documents", "truncate": "truncated_documents", "drop": "dropped_documents"}
@@ -29,13 +29,13 @@ class Fit:
         long_documents: Numbers of the documents that are longer than a sample, or exceed its limits.
     """
 
-    pieces: list[Piece]
+    pieces: list[DocPiece]
     bins: list[list[int]]
     long_documents: frozenset[int]
 
 
 def pack_documents(
-    documents: Sequence[Piece],
+    documents: Sequence[DocPiece],
     stages: Iterable[Stage],
     long: LongDocumentRule,
     multiple: int,
@@ -75,7 +75,7 @@ def pack_documents(
 
 
 def num_untrained(
-    documents: Sequence[Piece], fitted: Fit, seq_len: int, long: LongDocumentRule, learned: npt.NDArray[np.bool_]
+    documents: Sequence[DocPiece], fitted: Fit, seq_len: int, long: LongDocumentRule, learned: npt.NDArray[np.bool_]
 ) -> int:
     """Return the number of documents that are packed and have no learned token among their labels.
 
@@ -92,13 +92,13 @@ def num_untrained(
     return sum(not any(learned[start + 1 : end].any() for start, end, _ in _cut(doc, seq_len, long)) for doc in packed)
 
 
-def padded_length(piece: Piece, pad_multiple: int) -> int:
+def padded_length(piece: DocPiece, pad_multiple: int) -> int:
     """Return the length of a piece within a sample, rounded up to a multiple of ``pad_multiple``."""
     start, stop, _ = piece
     return -(-(stop - start) // pad_multiple) * pad_multiple
 
 
-def _cut(piece: Piece, seq_len: int, long: LongDocumentRule) -> list[Piece]:
+def _cut(piece: DocPiece, seq_len: int, long: LongDocumentRule) -> list[DocPiece]:
     """Return the pieces in which a document is packed: whole, split or truncated to ``seq_len`` tokens."""
     start, stop, document = piece
     if stop - start <= seq_len:
@@ -108,7 +108,7 @@ def _cut(piece: Piece, seq_len: int, long: LongDocumentRule) -> list[Piece]:
     return [(start, start + seq_len, document)]
 
 
-def _payload_size(sizes: Sequence[int], piece: Piece, documents: Sequence[Piece]) -> int:
+def _payload_size(sizes: Sequence[int], piece: DocPiece, documents: Sequence[DocPiece]) -> int:
     """Return the payload size of a piece: the size of the document for its first piece, 0 for the other pieces."""
     first_token, _, document_number = piece
     return sizes[document_number] if first_token == documents[document_number][0] else 0

@@ -14,7 +14,7 @@ from rescale_data.errors import checks_argument_types
 from rescale_data.nodes.base import Node, changing_children
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import has_provenance, is_endless, source_names
-from rescale_data.nodes.bound import SILENT_EPOCHS, EmptyDrawLimit
+from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS, EmptyDrawLimit
 from rescale_data.nodes.column import documents_of, num_tokens_of
 from rescale_data.nodes.form import ParameterHistory, num_tokens
 from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
@@ -85,8 +85,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "document"
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
-    writes: ColumnFormats = MappingProxyType({})
-    tells_next: bool = False
+    written_columns: ColumnFormats = MappingProxyType({})
+    reveals_next: bool = False
 
     @checks_argument_types
     def __init__(
@@ -115,11 +115,11 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
-        self.writes = {
+        self.written_columns = {
             **dict.fromkeys(output_names, (seq_len, DTYPES[dtype])),
             **{name: (seq_len, column_dtype) for name, column_dtype in self._aligned.dtypes.items()},
         }
-        self.tells_next = labels or self._aligned.has_mask
+        self.reveals_next = labels or self._aligned.has_mask
         self._repeat = is_endless(child)
         self._history: ParameterHistory = ()
         self.stream = TokenStream(
@@ -127,7 +127,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             documents_of(child, column, type(self).__name__, *[self._aligned.extract_columns] * bool(self._aligned)),
             SpecialTokens(eos_id, bos_id, DTYPES[dtype]),
             tokens_per_sample=seq_len,
-            num_tokens_ahead=int(self.tells_next),
+            num_tokens_ahead=int(self.reveals_next),
             repeat=self._repeat,
             draw_limit=EmptyDrawLimit(child, type(self).__name__),
             aligned=self._aligned,
@@ -149,7 +149,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             buffer.add(PROVENANCE, join_provenance(self.stream.provenance))
 
     @staticmethod
-    def write_ready(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
+    def write_many(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
         if nodes[0].stream.draws_one_by_one:
             return first
         columns, queues = buffer.arrays, [node.stream.queue for node in nodes]
@@ -159,9 +159,9 @@ class TokenPacker(Node[dict[str, Tensor]]):
                 node.stream.read_ahead()
         return first
 
-    def read_begun(self) -> None:
+    def reread_document(self) -> None:
         source, num_epochs = self.children["source"], 0
-        while num_epochs <= SILENT_EPOCHS:
+        while num_epochs <= MAX_EMPTY_EPOCHS:
             try:
                 document = next(source)  # the documents after it in a sample have not begun
             except StopIteration:

@@ -16,7 +16,7 @@ class PerDocument(list[Any]):
     """List with one value for each document of a sample. A batch holds a list of these lists, which are not stacked."""
 
 
-class Payload:
+class DocumentPayload:
     """Columns with one value of any kind per document, and limits on what one sample may hold of them.
 
     Args:

@@ -8,19 +8,19 @@ from weakref import ref
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
-from rescale_data.nodes.changing import is_blocked, is_pending, pass_blocked, settle
+from rescale_data.nodes.bound import EmptyDrawLimit, limit_empty_epochs
+from rescale_data.nodes.changing import apply_changes_at, has_pending_change, is_on_blocklist, skip_blocked_rows
 from rescale_data.nodes.packing.aligned import AlignedColumns, ColumnArrays
 from rescale_data.nodes.provenance import provenance_of
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.gather import IntRows, SpecialTokens, fill
 from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans
 from rescale_data.nodes.reading.token_queue import BEYOND_END_MESSAGE, TokenQueue
-from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import cache, owner_id
 from rescale_data.state import copy_of
 
-_REFILL_PART = 4  # few tokens are left: a quarter of those there were after the last read
-_READ_AHEAD_PART = 8  # costly documents are read ahead by an eighth of the number read so far
+_REFILL_DIVISOR = 4  # few tokens are left: a quarter of those there were after the last read
+_READ_AHEAD_DIVISOR = 8  # costly documents are read ahead by an eighth of the number read so far
 
 
 class TokenStream:
@@ -67,7 +67,7 @@ class TokenStream:
         self._source, self._draw_limit = source, draw_limit
         self._documents, self._special_tokens, self._repeat = documents, special_tokens, repeat
         self._tokens_per_sample, self._num_tokens_needed = tokens_per_sample, tokens_per_sample + num_tokens_ahead
-        self._cache_key = (owner_of(self), "queue")
+        self._cache_key = (owner_id(self), "queue")
         self._num_after_read = 0  # tokens left after documents were read last
         self.queue: TokenQueue | None = None
         """The token queue that has been read, as long as the cache keeps it; used to draw from many streams at once."""
@@ -79,7 +79,7 @@ class TokenStream:
 
         Args:
             position: An offset in a document, and the position of the documents.
-            applies_changes: True if changes between segments take effect at the beginning of a document (`settle`).
+            applies_changes: True if changes between segments take effect at the beginning of a document (`apply_changes_at`).
         """
         self._position, self._applies_changes = position, applies_changes
         self._num_documents_read = self._num_tokens_read = 0  # documents, and the tokens they had
@@ -113,12 +113,12 @@ class TokenStream:
             num_passed: Number of documents that ended in the sample.
             begins_document: True if the sample begins with a document's first token.
         """
-        is_within = self._position[0] > 0
+        in_document = self._position[0] > 0
         if self._aligned.has_mask:
             self.untrained_docs = self._aligned.num_untrained(remaining_documents[:num_passed], self._special_tokens)
-            self.cuts_document = is_within and (num_passed > 0 or begins_document)
+            self.cuts_document = in_document and (num_passed > 0 or begins_document)
         if self._has_provenance:
-            documents = self._special_tokens.documents_with_tokens(remaining_documents[: num_passed + is_within])
+            documents = self._special_tokens.documents_with_tokens(remaining_documents[: num_passed + in_document])
             self.provenance = provenance_of(documents.document_values())
 
     def begin_next_epoch(self) -> None:
@@ -137,8 +137,8 @@ class TokenStream:
         if (
             queue is None
             or self._applies_changes
-            or queue.left > self._num_after_read // _REFILL_PART
-            or self._num_after_read < _REFILL_PART * self._num_tokens_needed
+            or queue.left > self._num_after_read // _REFILL_DIVISOR
+            or self._num_after_read < _REFILL_DIVISOR * self._num_tokens_needed
         ):
             return
         with suppress(Exception):  # the error comes again when these documents are needed
@@ -160,15 +160,15 @@ class TokenStream:
         cache().put(self._cache_key, queue)
 
     def _new_queue(self) -> TokenQueue:
-        if self._position[0] and is_blocked(self._source, self._position[1:]):
+        if self._position[0] and is_on_blocklist(self._source, self._position[1:]):
             self._position[0] = 0  # the document ends here
         stream_ref: ref[TokenStream] = ref(self)
         queue = TokenQueue(self._special_tokens, self._position, lambda: _forget_stream_queue(stream_ref))
-        reach_before = copy_of(queue.reach)
+        position_before = copy_of(queue.reach)
         if not self._position[0]:  # so that the position points at the first document itself
-            pass_blocked(self._source, queue.reach)
-        if queue.reach != reach_before:
-            queue.append(Spans.position_mark(reach_before, queue.reach))
+            skip_blocked_rows(self._source, queue.reach)
+        if queue.reach != position_before:
+            queue.append(Spans.position_only(position_before, queue.reach))
         return queue
 
     def _extend(self, queue: TokenQueue, num_tokens: int) -> None:
@@ -189,13 +189,13 @@ class TokenStream:
             left_before = queue.left
             queue.append(spans)
             queue.nbytes += spans.nbytes
-            has_gained = queue.left > left_before
+            has_read_tokens = queue.left > left_before
             self._num_documents_read, self._num_tokens_read = (
                 self._num_documents_read + len(spans),
                 self._num_tokens_read + queue.left - left_before,
             )
-            num_epochs = 0 if has_gained else num_epochs
-            num_empty = 0 if has_gained else self._draw_limit.count_empty_draws(num_empty, position, len(spans))
+            num_epochs = 0 if has_read_tokens else num_epochs
+            num_empty = 0 if has_read_tokens else self._draw_limit.count_empty_draws(num_empty, position, len(spans))
         if queue.left < 0:
             raise DataStateError(BEYOND_END_MESSAGE)
 
@@ -204,22 +204,22 @@ class TokenStream:
         if not self._documents.is_costly:
             return UNLIMITED_DOCUMENTS
         num_needed = num_tokens * self._num_documents_read // max(1, self._num_tokens_read)
-        return max(1, self._num_documents_read // _READ_AHEAD_PART + min(num_needed, self._num_documents_read))
+        return max(1, self._num_documents_read // _READ_AHEAD_DIVISOR + min(num_needed, self._num_documents_read))
 
     def _apply_changes(self, queue: TokenQueue) -> bool:
         """Apply changes between segments (weights, blocklist) at the end of the queue; true if one must wait for a document."""
-        reach_before = copy_of(queue.reach)
-        settle(self._source, queue.reach)
-        pass_blocked(self._source, queue.reach)
-        if queue.reach != reach_before:
-            queue.append(Spans.position_mark(reach_before, queue.reach))
-        return is_pending(self._source, queue.reach)
+        position_before = copy_of(queue.reach)
+        apply_changes_at(self._source, queue.reach)
+        skip_blocked_rows(self._source, queue.reach)
+        if queue.reach != position_before:
+            queue.append(Spans.position_only(position_before, queue.reach))
+        return has_pending_change(self._source, queue.reach)
 
     def _skip_epoch_end(self, position: View, num_epochs: int) -> Spans:
-        limit_silent_epochs(num_epochs)
+        limit_empty_epochs(num_epochs)
         next_position = copy_of(position)
         self._documents.begin_next_epoch(next_position)
-        return Spans.position_mark(position, next_position)
+        return Spans.position_only(position, next_position)
 
 
 def _forget_stream_queue(stream_ref: ref[TokenStream]) -> None:

@@ -13,22 +13,22 @@ from rescale_data.errors import DataStateError, checks_argument_types
 from rescale_data.nodes.base import Node, View, bind_once, count_until_end
 from rescale_data.nodes.batch_buffer import BatchBuffer, ColumnFormats, written_sample
 from rescale_data.nodes.below import is_endless, source_names
-from rescale_data.nodes.bound import EmptyDrawLimit, limit_silent_epochs
+from rescale_data.nodes.bound import EmptyDrawLimit, limit_empty_epochs
 from rescale_data.nodes.changing import apply_changes
 from rescale_data.nodes.column import documents_of
 from rescale_data.nodes.form import BAD_STATE_MESSAGE, MOST, ParameterHistory, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
 from rescale_data.nodes.packing.fit import LONG_COUNTERS, LongDocumentRule
 from rescale_data.nodes.packing.packer import DTYPES, require_dtype
-from rescale_data.nodes.packing.payload import Payload
+from rescale_data.nodes.packing.payload import DocumentPayload
 from rescale_data.nodes.packing.window import Window, WindowPacker, write_row
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
-from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import cache, owner_id
 from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
 
-_EMITTED_SLOT, _PADDING, _LONG_SLOT, _UNTRAINED_SLOT = 0, 1, 2, 3
+_EMITTED_SLOT, _PADDING_SLOT, _LONG_SLOT, _UNTRAINED_SLOT = 0, 1, 2, 3
 
 
 class WholeDocumentPacker(Node[dict[str, Any]]):
@@ -100,7 +100,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     UNTRAINED: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True, limits=COUNT_LIMITS),)
     """Additional field if there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
-    writes: ColumnFormats = MappingProxyType({})
+    written_columns: ColumnFormats = MappingProxyType({})
 
     @checks_argument_types
     def __init__(
@@ -131,7 +131,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
         reserved, name = {*names, "labels", "cu_seqlens", "cost", PROVENANCE}, type(self).__name__
         self._aligned = AlignedColumns(columns, column, reserved, name)
-        self._payload = Payload(payload, limits, {*reserved, *columns, MASK, column}, long=long, packer=name)
+        self._payload = DocumentPayload(payload, limits, {*reserved, *columns, MASK, column}, long=long, packer=name)
         self.pad_documents_to, self.cost = pad_documents_to, cost
         self.FIELDS = self.PACKED + (self.UNTRAINED if self._aligned.has_mask else ())
         super().__init__(source=source)
@@ -139,7 +139,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self.long, self.labels, self.dtype = long, labels, dtype
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
         self._numpy_dtype = DTYPES[dtype]
-        self.writes = {
+        self.written_columns = {
             **{name: (seq_len, column_dtype) for name, column_dtype in self._aligned.dtypes.items()},
             **dict.fromkeys(names, (seq_len, self._numpy_dtype)),
             "loss_mask": (seq_len, np.dtype(np.bool_)),
@@ -153,7 +153,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._packing = WindowPacker(special_tokens, long, pad_documents_to, self._aligned, self._payload)
         self._history: ParameterHistory = ()
         self._repeat = is_endless(child)
-        self._cache_key = (owner_of(self), "window")
+        self._cache_key = (owner_id(self), "window")
         self._draw_limit = EmptyDrawLimit(self)
 
     def seek(self) -> None:
@@ -185,7 +185,10 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         source_label = "+".join(source_names(self))
-        total_tokens, num_padding = num_tokens(self._history, samples, self.seq_len), float(rows[:, _PADDING].sum())
+        total_tokens, num_padding = (
+            num_tokens(self._history, samples, self.seq_len),
+            float(rows[:, _PADDING_SLOT].sum()),
+        )
         return {
             f"tokens/{source_label}": total_tokens - num_padding,
             f"padding_share/{source_label}": num_padding / total_tokens if total_tokens else 0.0,
@@ -215,7 +218,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
                 self._finish_window(window)
                 window = None
                 num_empty = self._draw_limit.count_empty_draws(num_empty)
-            limit_silent_epochs(num_epochs)
+            limit_empty_epochs(num_epochs)
         if window is None:
             raise StopIteration
         if not self._is_cached:
@@ -227,7 +230,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def _to_next_sample(self, window: Window) -> None:
         sample_number = self.position[_EMITTED_SLOT] & MOST
-        self.position[_PADDING] += self.seq_len - window.num_used_tokens(sample_number)
+        self.position[_PADDING_SLOT] += self.seq_len - window.num_used_tokens(sample_number)
         self.position[_EMITTED_SLOT] += 1
         if sample_number + 1 == window.num_samples:
             self._finish_window(window)

@@ -13,9 +13,9 @@ from rescale_data.nodes.base import View
 from rescale_data.nodes.batch_buffer import BatchBuffer
 from rescale_data.nodes.form import Stage
 from rescale_data.nodes.packing.aligned import MASK, AlignedColumns, ColumnArrays
-from rescale_data.nodes.packing.fit import Fit, LongDocumentRule, Piece, num_untrained, pack_documents, padded_length
+from rescale_data.nodes.packing.fit import DocPiece, Fit, LongDocumentRule, num_untrained, pack_documents, padded_length
 from rescale_data.nodes.packing.packer import IGNORED_LABEL
-from rescale_data.nodes.packing.payload import Payload, PerDocument, payload_size
+from rescale_data.nodes.packing.payload import DocumentPayload, PerDocument, payload_size
 from rescale_data.nodes.provenance import PROVENANCE, join_provenance, provenance_of
 from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
 from rescale_data.nodes.reading.spans import Spans, TokenArray
@@ -63,7 +63,7 @@ class Window(DerivedValue):
     def num_samples(self) -> int:
         return len(self.packing_result.bins)
 
-    def pieces(self, sample_number: int) -> list[Piece]:
+    def pieces(self, sample_number: int) -> list[DocPiece]:
         """Return the pieces of documents in a sample, given by its number."""
         return [self.packing_result.pieces[item] for item in self.packing_result.bins[sample_number]]
 
@@ -88,7 +88,7 @@ class WindowPacker:
     long: LongDocumentRule
     pad_multiple: int
     aligned: AlignedColumns
-    payload: Payload
+    payload: DocumentPayload
 
     def window(self, spans: Spans, forms: Sequence[Stage], end_position: View) -> Window:
         """Return a window of documents, packed in each format in turn (`pack_documents`); the last is the present one."""
@@ -142,7 +142,7 @@ def write_row(buffer: BatchBuffer, row: int, window: Window, sample_number: int,
         buffer.add(name, PerDocument(values[d] if start == window.token_starts[d] else None for start, _, d in pieces))
 
 
-def _pad_pieces(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
+def _pad_pieces(values: npt.NDArray[Any], pieces: list[DocPiece], fill: int, multiple: int) -> npt.NDArray[Any]:
     """Return the values of pieces, concatenated, each padded with ``fill`` to a multiple of ``multiple`` values."""
     padded_pieces = [values[start:stop] for start, stop, _ in pieces]
     if multiple > 1:

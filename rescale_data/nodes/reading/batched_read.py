@@ -28,7 +28,7 @@ def read_batched(
     """
     ready, unready = dict[int, ReadyDocuments](), dict[int, Spans]()
     for reader_index, (documents, slots, max_documents, crosses_epochs) in enumerate(requests):
-        ready_documents = documents.find_ready(position[slots], max_documents, crosses_epochs)
+        ready_documents = documents.find_decoded(position[slots], max_documents, crosses_epochs)
         if ready_documents is None:
             unready[reader_index] = documents.read(position[slots], max_documents)
         else:
@@ -56,10 +56,10 @@ def _join_ready(ready: Sequence[ReadyDocuments], first_slots: Sequence[int]) -> 
     if (
         epoch_starts := np.flatnonzero(run_lengths == 0)
     ).size:  # the document behind an epoch's end also moves to the next epoch
-        next_documents = (np.cumsum(run_lengths) - run_lengths)[epoch_starts]
+        epoch_first_docs = (np.cumsum(run_lengths) - run_lengths)[epoch_starts]
         slots_written, rows_written = (
-            np.insert(slots_written, next_documents, slot[epoch_starts]),
-            np.insert(rows_written, next_documents, epoch[epoch_starts]),
+            np.insert(slots_written, epoch_first_docs, slot[epoch_starts]),
+            np.insert(rows_written, epoch_first_docs, epoch[epoch_starts]),
         )
-        ends[1:] += np.cumsum(np.bincount(next_documents, minlength=len(spans)))
+        ends[1:] += np.cumsum(np.bincount(epoch_first_docs, minlength=len(spans)))
     return spans.with_moves(PositionUpdates(ends, slots_written, rows_written))

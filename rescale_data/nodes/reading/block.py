@@ -1,4 +1,4 @@
-"""`Block`: documents that were copied out of decoded fragments, kept until they are read."""
+"""`DocBlock`: documents that were copied out of decoded fragments, kept until they are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
 
 
-class Block:
+class DocBlock:
     """Copies of successive documents of one logical shard, from one row of an epoch on.
 
     Args:

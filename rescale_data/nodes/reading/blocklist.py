@@ -14,7 +14,7 @@ import numpy as np
 
 from rescale_data.errors import checks_argument_types
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.decoded.cache import owner_of
+from rescale_data.sources.decoded.cache import owner_id
 from rescale_data.sources.source import FiledSource, Source
 from rescale_data.state import Ints
 
@@ -73,7 +73,7 @@ def blocklist_of(source: Source, excluded_rows: ExcludedRows, shard: int) -> Blo
 
     A logical shard that asks again belongs to another loader, before which the collection may have been changed in place.
     """
-    blocklist_key = (id(excluded_rows), owner_of(source))
+    blocklist_key = (id(excluded_rows), owner_id(source))
     cached = _blocklists.get(blocklist_key)
     if cached is not None and shard in cached.shards:
         cached.shards.clear()

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakSet
 
 from rescale_data.nodes.reading.rows import WindowPlan
-from rescale_data.sources.decoded.cache import DerivedValue, cache, cache_share, owner_of
+from rescale_data.sources.decoded.cache import DerivedValue, cache, cache_share, owner_id
 from rescale_data.sources.decoded.sizes import memory_bytes_of
 from rescale_data.sources.source import Source
 
@@ -24,7 +24,7 @@ class ChunkFetcher:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._cache_key = (owner_of(self), "chunk")
+        self._cache_key = (owner_id(self), "chunk")
         self._mean_row_bytes = 0.0
         _all_chunks.add(self)
 

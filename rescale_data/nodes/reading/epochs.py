@@ -49,10 +49,10 @@ class ShardEpochs:
         steps: Given if the order is the order of the source, global batch by global batch.
     """
 
-    __slots__ = ("shard", "step_order", "view_start_epochs", "views")
+    __slots__ = ("batch_order", "shard", "view_start_epochs", "views")
 
     def __init__(self, shard: Shard, views: Sequence[EpochView], steps: GlobalBatchOrder | None = None) -> None:
-        self.shard, self.views, self.step_order = shard, views, steps
+        self.shard, self.views, self.batch_order = shard, views, steps
         self.view_start_epochs = _SINCE_FIRST_EPOCH if len(views) == 1 else [view.since_epoch for view in views]
 
     @property
@@ -72,7 +72,7 @@ class ShardEpochs:
     def shard_range_index(self, epoch: int, shard: int) -> int:
         """Return the index of the range of rows that a shard reads in an epoch."""
         view = self.view(epoch)
-        if self.step_order is not None or view.num_rows >= self.shard.num_logical_shards:
+        if self.batch_order is not None or view.num_rows >= self.shard.num_logical_shards:
             return shard
         return row_range_index(shard, epoch, *self.round_args(view))
 
@@ -156,8 +156,8 @@ class ShardEpochs:
         total = np.zeros_like(epochs)
         for v, stop in zip(self.views, self._stops(), strict=True):
             clipped = np.clip(epochs, v.since_epoch, stop)
-            if self.step_order is not None:
-                total += (clipped - v.since_epoch) * self.step_order.shard_row_counts(shards, v.num_rows)
+            if self.batch_order is not None:
+                total += (clipped - v.since_epoch) * self.batch_order.shard_row_counts(shards, v.num_rows)
                 continue
             since = np.full_like(epochs, v.since_epoch)
             total += rows_before(shards, clipped, *self.round_args(v)) - rows_before(shards, since, *self.round_args(v))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.sources.decoded.cache import cache_share
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import Source
@@ -37,7 +37,7 @@ class FragmentPrefetcher:
         max_fragments = cache_share(self._source) // max(1, num_shards * self._source.fragment_bytes)
         return min(_MAX_WINDOWS, int(max(0, max_fragments - 1) / self._fragments_per_window))
 
-    def begin(self, column: str | None, fragments: list[int], share: ShardShare | None) -> None:
+    def begin(self, column: str | None, fragments: list[int], share: ShardRowRanges | None) -> None:
         """Start to fetch some fragments of a column in the background."""
         for fragment in fragments[:_MAX_FRAGMENTS]:
             self._source.prepare(column, fragment, share)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rescale_data.nodes.reading.block import Block
+from rescale_data.nodes.reading.block import DocBlock
 from rescale_data.nodes.reading.gather import fragments_of
 from rescale_data.nodes.reading.lent import SharedFragment, copy_rows, locate_rows, shared_fragments
-from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
-from rescale_data.sources.decoded.cache import cache, cache_share, owner_of
+from rescale_data.sources.decoded.cache import cache, cache_share, owner_id
 from rescale_data.sources.decoded.interest import PARTS_PER_BLOCK, num_sources_and_shards, room_for_block
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints, copy_of
@@ -50,7 +50,7 @@ class FragmentDocuments:
 
     Documents stay where they were decoded, while the cache has room for the fragments of all shards. Otherwise several
     documents at a time are copied out of the fragments, so that a fragment is not decoded for each sample. If decoding is
-    costly, a `Block` of copies is kept in place of the fragments, as large as the cache allows if all shards keep one.
+    costly, a `DocBlock` of copies is kept in place of the fragments, as large as the cache allows if all shards keep one.
 
     Args:
         source: The source.
@@ -75,11 +75,11 @@ class FragmentDocuments:
         source.token_dtype(column)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
-        self._source, self._source_key, self._column, self._reader = source, owner_of(source), column, reader
+        self._source, self._source_key, self._column, self._reader = source, owner_id(source), column, reader
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._decoder = source if source.decodes_ahead else None
         self._bytes_copied_at_once, self._block_key = bytes_copied_at_once, (self._source_key, "block", *reader.key)
-        self._share: ShardShare | None = None
+        self._share: ShardRowRanges | None = None
 
     is_costly = False
 
@@ -106,7 +106,7 @@ class FragmentDocuments:
         rows = rows[: min(max_documents, self._rows_to_read(first_fragment, self._bytes_copied_at_once))]
         return _limit_bytes(self._bytes_copied_at_once * _MAX_BYTES_FACTOR, self._copy(rows, [len(rows)])[0])
 
-    def _make_block(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
+    def _make_block(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> DocBlock:
         """Return a new block with copies of up to ``num_rows`` documents: whole windows, or a part of one window."""
         windows = self._reader.rows.windows(epoch, row)
         rows = next(windows)[:num_rows]
@@ -116,14 +116,14 @@ class FragmentDocuments:
             rows, [len(rows) * part // PARTS_PER_BLOCK for part in range(1, PARTS_PER_BLOCK + 1)], self._decoder
         )
         byte_ends = np.cumsum([part.nbytes for part in block_parts])
-        return Block(epoch, row, block_parts[: max(1, int(byte_ends.searchsorted(_MAX_BYTES_FACTOR * num_bytes)))])
+        return DocBlock(epoch, row, block_parts[: max(1, int(byte_ends.searchsorted(_MAX_BYTES_FACTOR * num_bytes)))])
 
     def _read_block(self, epoch: int, row: int, max_documents: int) -> Spans:
         """Return documents from the cached block of copies; no documents if there is no block or it does not hold the row."""
-        block: Block | None = None if self._decoder is None else cache().get(self._block_key)
+        block: DocBlock | None = None if self._decoder is None else cache().get(self._block_key)
         return EMPTY_SPANS if block is None else self._take(block, epoch, row, max_documents)
 
-    def _take(self, block: Block, epoch: int, row: int, max_documents: int) -> Spans:
+    def _take(self, block: DocBlock, epoch: int, row: int, max_documents: int) -> Spans:
         spans = block.take(epoch, row, min(max_documents, self._reader.rows.order(epoch).window_bounds(row)[1] - row))
         if block.nbytes:
             cache().put(self._block_key, block)  # it may take fewer bytes now
@@ -131,7 +131,7 @@ class FragmentDocuments:
             cache().forget(self._block_key)
         return spans
 
-    def find_ready(self, position: memoryview, max_documents: int, crosses_epochs: bool) -> ReadyDocuments | None:
+    def find_decoded(self, position: memoryview, max_documents: int, crosses_epochs: bool) -> ReadyDocuments | None:
         """Return the locations of the next documents in decoded fragments; `None` if the caller has to use `read`.
 
         Args:
@@ -144,7 +144,7 @@ class FragmentDocuments:
             return None
         self._share = self._reader.share(epoch)
         runs, row_arrays = list[tuple[int, int, int]](), list[Ints]()
-        if self._reader.is_stale(position):
+        if self._reader.is_outdated(position):
             return None
         while num_left and self._share is None and self._reader.advances_by_one(epoch):
             if row < self._reader.rows.num_epoch_rows(epoch):
@@ -175,22 +175,22 @@ class FragmentDocuments:
         if self._share is not None:
             return False
         if self._decoder is None:
-            return self._have_room(len(fragments), first_fragment)
-        if self._have_room(2, first_fragment):
+            return self._fit_in_cache(len(fragments), first_fragment)
+        if self._fit_in_cache(2, first_fragment):
             for next_row in self._reader.rows.next_window_ends(epoch, row):
                 self._decoder.decode_ahead(self._column, self._fragment_at(next_row))
-        return self._have_room(len(fragments) + _NUM_FRAGMENTS_AHEAD, first_fragment)
+        return self._fit_in_cache(len(fragments) + _NUM_FRAGMENTS_AHEAD, first_fragment)
 
     def begin_next_epoch(self, position: memoryview) -> None:
         self._reader.begin_unblocked_epoch(position)
 
-    def _copy(self, rows: Ints, part_stops: Sequence[int], source_to_pass_by: TokenSource | None = None) -> list[Spans]:
+    def _copy(self, rows: Ints, part_stops: Sequence[int], source_to_release: TokenSource | None = None) -> list[Spans]:
         """Copy documents in groups that end at the given stops; return for each group a `Spans` with arrays of its own.
 
         Args:
             rows: Rows of the source.
             part_stops: Ascending numbers of rows; the last one is the number of all rows.
-            source_to_pass_by: Source whose `pass_by` is called for each fragment that is no longer needed here.
+            source_to_release: Source whose `release_tokens` is called for each fragment that is no longer needed here.
         """
         fragments, fragment_index = fragments_of(rows, self._fragments)
         copies: list[list[Spans]] = [[] for _ in part_stops]
@@ -202,8 +202,8 @@ class FragmentDocuments:
                 if len(part_indices):
                     copies[part].append(copy_rows(rows[part_indices], shared_fragment))
                     indices[part].append(part_indices)
-            if source_to_pass_by is not None:
-                source_to_pass_by.pass_by(self._column, fragment)
+            if source_to_release is not None:
+                source_to_release.release_tokens(self._column, fragment)
         return [
             Spans.join(spans).take(np.argsort(np.concatenate(index_arrays)))
             for spans, index_arrays in zip(copies, indices, strict=True)
@@ -215,13 +215,13 @@ class FragmentDocuments:
         mean_bytes = shared_fragment.tokens.nbytes / (len(shared_fragment.offsets) - 1)
         return max(1, int(num_bytes / max(1.0, mean_bytes)))
 
-    def _have_room(self, num_fragments: int, shared_fragment: SharedFragment) -> bool:
+    def _fit_in_cache(self, num_fragments: int, shared_fragment: SharedFragment) -> bool:
         """True if the cache has room for ``num_fragments`` fragments of this size for each logical shard and each source."""
         num_sources, num_shards = num_sources_and_shards(self._source_key)
         return num_sources * num_shards * num_fragments * shared_fragment.nbytes <= cache_share(self._source)
 
     def _get_fragment(self, fragment: int) -> SharedFragment:
-        tokens, sharers = None, 1
+        tokens, num_users = None, 1
         if self._share is not None:
             tokens = self._source.tokens_of(self._column, fragment, self._share)
         key = self._source_key, self._column, fragment, 0 if tokens is None else id(tokens)
@@ -229,8 +229,8 @@ class FragmentDocuments:
         if shared_fragment is None:
             if tokens is None:
                 tokens = self._source.tokens(self._column, fragment)
-                sharers = max(1, num_sources_and_shards(self._source_key)[1] // (len(self._fragments) - 1))
-            shared_fragment = shared_fragments[key] = SharedFragment(tokens, int(self._fragments[fragment]), sharers)
+                num_users = max(1, num_sources_and_shards(self._source_key)[1] // (len(self._fragments) - 1))
+            shared_fragment = shared_fragments[key] = SharedFragment(tokens, int(self._fragments[fragment]), num_users)
         return shared_fragment
 
     def _fragment_at(self, row: int) -> int:

@@ -78,7 +78,7 @@ def fill(queues: list[Any], first_row: int, tokens: IntRows, labels: IntRows | N
         return kernel.fill(queues, first_row, tokens, labels, doc_ids)
     except OverflowError as error:
         queue: TokenQueue = queues[error.args[0]]
-        _require_fit(queue.rest(), tokens.dtype)
+        _require_tokens_fit(queue.rest(), tokens.dtype)
         raise
 
 
@@ -133,18 +133,18 @@ def join_documents(spans: Spans, special_tokens: SpecialTokens) -> tuple[TokenAr
     """
     ends = np.concatenate([[0], np.cumsum(special_tokens.lengths(spans))])
     dtypes = {array.dtype for array in spans.arrays}
-    _require_fit(spans, special_tokens.dtype)
+    _require_tokens_fit(spans, special_tokens.dtype)
     dtype = dtypes.pop() if len(dtypes) == 1 else special_tokens.dtype
     dtype = special_tokens.dtype if any(token > np.iinfo(dtype).max for token in special_tokens.tokens) else dtype
     views = [v if v.format == dtype.char else np.asarray(v).astype(dtype).data for v in spans.document_views()]
     separator = np.array(special_tokens.tokens, dtype=dtype).tobytes()
     # One join of [nothing, the documents, nothing]: an eos too many at the front and a bos too many at the end.
     tokens = np.frombuffer(separator.join((b"", *views, b"")), dtype=dtype)
-    num_front = int(special_tokens.eos_id is not None)
-    return tokens[num_front : num_front + int(ends[-1])], ends
+    num_leading_eos = int(special_tokens.eos_id is not None)
+    return tokens[num_leading_eos : num_leading_eos + int(ends[-1])], ends
 
 
-def _require_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
+def _require_tokens_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
     """Raise ``ValueError`` if a token of the documents is out of range for ``dtype``."""
     if all(np.can_cast(array.dtype, dtype) for array in spans.arrays):
         return

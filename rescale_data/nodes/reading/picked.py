@@ -1,4 +1,4 @@
-"""`PickedDocuments`: reads many documents at a time for a node that drops documents or cuts them into pieces."""
+"""`EditedDocuments`: reads many documents at a time for a node that drops documents or cuts them into pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rescale_data.state import Ints
 _NUM_OWN_SLOTS = 2  # own slots of the node
 
 
-class PickedDocuments:
+class EditedDocuments:
     """Documents of a node that drops or cuts the documents of its source.
 
     Its position is a row: the values of the node, then the position of its source.
@@ -97,7 +97,7 @@ class PickedDocuments:
             spans.start[doc_index] + piece_begins,
             piece_ends - piece_begins,
             source_updates.combined_with(self._node_updates(values)),
-            spans.keeps,
+            spans.owners,
         )
         return picked, len(all_pieces)
 

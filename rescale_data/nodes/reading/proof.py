@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rescale_data.errors import DataStateError
-from rescale_data.order import Words, splitmix64
+from rescale_data.order import UInts, splitmix64
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:
@@ -76,5 +76,5 @@ def _sum_of_hashes(rows: Ints) -> int:
     return int(_hashes(rows).sum(dtype=np.uint64))
 
 
-def _hashes(rows: Ints) -> Words:
+def _hashes(rows: Ints) -> UInts:
     return splitmix64(rows.astype(np.uint64) + np.uint64(1))

@@ -16,7 +16,7 @@ from rescale_data.nodes.reading.blocklist import Blocklist
 from rescale_data.nodes.reading.epochs import EpochView, ShardEpochs, whole_source_views
 from rescale_data.nodes.reading.gather import rows_around
 from rescale_data.nodes.reading.proof import running_hash_sums
-from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.order import (
     FragmentOrder,
     GlobalBatchOrder,
@@ -26,7 +26,7 @@ from rescale_data.order import (
     unpermuted_fragments,
 )
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import OnEvict, cache, owner_of
+from rescale_data.sources.decoded.cache import EvictionListener, cache, owner_id
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
 DEFAULT_WINDOW_ROWS = 1024
-_NO_SUMS = memoryview(b"")
+_NO_HASH_SUMS = memoryview(b"")
 _shard_order = lru_cache(maxsize=1024)(ShardOrder)
 _PLAN_OVERHEAD_BYTES = 900  # bytes of a cached plan beside its arrays, and of the objects that its reader keeps as long
 reader_numbers = itertools.count()
@@ -42,7 +42,7 @@ reader_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class WindowPlan(OnEvict):
+class WindowPlan(EvictionListener):
     """Row numbers of the source for one window of a logical shard, in the order in which they are read.
 
     Args:
@@ -105,7 +105,7 @@ class ShardRows(ShardEpochs):
 
     __slots__ = (
         "_blocklist", "_last_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key", "farthest_epoch",
-        "is_full", "window",
+        "permutes_all_rows", "window",
     )  # fmt: skip
 
     def __init__(
@@ -122,9 +122,9 @@ class ShardRows(ShardEpochs):
         steps = GlobalBatchOrder(**_global_batch_args(shard, shuffle)) if by_global_batch else None
         super().__init__(shard, views or whole_source_views(source.num_rows), steps)
         self._source, self._blocklist = source, blocklist
-        self.is_full = shuffle is True and source.fragments is None
-        self.window = 0 if self.is_full else _to_window_rows(shuffle)
-        self._source_key = owner_of(source)
+        self.permutes_all_rows = shuffle is True and source.fragments is None
+        self.window = 0 if self.permutes_all_rows else _to_window_rows(shuffle)
+        self._source_key = owner_id(source)
         self._plan_key = (self._source_key, "plan", next(reader_numbers) if reader_id < 0 else reader_id, shard.index)
         self._last_epoch, self._size = -1, 0  # the last epoch given to `num_epoch_rows`, and its size
         self.farthest_epoch = 0  # the last epoch that was read
@@ -143,8 +143,8 @@ class ShardRows(ShardEpochs):
             num_logical_shards=self.shard.num_logical_shards,
             seed=self.shard.seed,
             window=self.window,
-            permutes_all_rows=self.is_full,
-            step_order=self.step_order,
+            permutes_all_rows=self.permutes_all_rows,
+            batch_order=self.batch_order,
         )
 
     def num_epoch_rows(self, epoch: int) -> int:
@@ -160,7 +160,7 @@ class ShardRows(ShardEpochs):
         if plan is not None:
             return plan, False
         rows = self.window_rows(epoch, row)
-        sums = running_hash_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_SUMS
+        sums = running_hash_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_HASH_SUMS
         unblocked = None if self._blocklist is None else self._blocklist.unblocked_indices(rows)
         plan = WindowPlan(epoch, self.order(epoch).window_bounds(row)[0], rows, sums, unblocked, self._reader)
         cache().put(self._plan_key, plan)
@@ -184,8 +184,8 @@ class ShardRows(ShardEpochs):
     def window_rows(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Return the row numbers of the source in the window around ``row`` of a shard, in the order of reading."""
         order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
-        if self.is_full and num_rows < self.shard.num_logical_shards:
-            return self._round_order(num_rows, self.shuffle_key(epoch))[order.to_virtual(*order.window_bounds(row))]
+        if self.permutes_all_rows and num_rows < self.shard.num_logical_shards:
+            return self._round_order(num_rows, self.shuffle_key(epoch))[order.virtual_rows(*order.window_bounds(row))]
         return rows_around(order, self.shuffle_key(epoch), row, self.fragment_order(epoch))
 
     def _round_order(self, num_rows: int, round_number: int) -> Ints:
@@ -249,14 +249,14 @@ class ShardRows(ShardEpochs):
                 shards_and_rows += [(shard, first_row + row) for row in indices.tolist()]
         return shards_and_rows
 
-    def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
+    def share(self, epoch: int, shard: int = -1) -> ShardRowRanges | None:
         """Return the pieces of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""
-        if self._source.fragments is None or self.step_order is not None:
+        if self._source.fragments is None or self.batch_order is not None:
             return None
         shard = self.shard.index if shard < 0 else shard
         range_shift = self.shard_range_index(epoch, shard) - shard
         order, fragments_hash = self.fragment_order(epoch), self.view(epoch).fragments_hash
-        return ShardShare(
+        return ShardRowRanges(
             self.shard, epoch, self._source.fragments, order, self._source_key, shard, range_shift, fragments_hash
         )
 
@@ -267,9 +267,9 @@ class ShardRows(ShardEpochs):
             return None
         epoch = self.shuffle_key(epoch) if self.window else view.since_epoch
         cache_key = (self._source_key, "order", self.window > 0, self.shard.seed, epoch, view.fragments_hash)
-        return cache().get_or_make(cache_key, lambda: self._in_order(fragments, view, epoch))
+        return cache().get_or_make(cache_key, lambda: self._fragment_order(fragments, view, epoch))
 
-    def _in_order(self, fragments: Ints, view: EpochView, epoch: int) -> FragmentOrder:
+    def _fragment_order(self, fragments: Ints, view: EpochView, epoch: int) -> FragmentOrder:
         fragment_starts, fragment_lengths = fragments[:-1], np.diff(fragments)
         if view.fragments is not None:
             fragment_starts, fragment_lengths = fragment_starts[view.fragments], fragment_lengths[view.fragments]

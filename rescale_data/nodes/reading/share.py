@@ -1,4 +1,4 @@
-"""`ShardShare`: the pieces of fragments that each logical shard reads, so that decoded fragments can be cut."""
+"""`ShardRowRanges`: the pieces of fragments that each logical shard reads, so that decoded fragments can be cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rescale_data.sources.decoded.pieces import RowRange
 from rescale_data.state import Ints
 
 
-class ShardShare:
+class ShardRowRanges:
     """The pieces of fragments that one logical shard, and the other shards of this process, read in one epoch.
 
     Args:
@@ -51,7 +51,7 @@ class ShardShare:
         num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
         if not num_rows:
             return []
-        begin = self._virtual_start(fragment)
+        begin = self._virtual_first_row(fragment)
         num_shards = self._shard.num_logical_shards
         starts = shard_starts(np.arange(num_shards + 1), self._num_rows, num_shards)
         first_range = int(np.searchsorted(starts, begin, side="right")) - 1
@@ -69,7 +69,7 @@ class ShardShare:
     def own_row_range(self, fragment: int) -> RowRange:
         return next(served for served in self.served_row_ranges(fragment) if served.share_key == self.share_key)
 
-    def _virtual_start(self, fragment: int) -> int:
+    def _virtual_first_row(self, fragment: int) -> int:
         """Return the index of a fragment's first row among all rows in the order of the epoch."""
         row = self._fragments[fragment]
         if self._order is None:

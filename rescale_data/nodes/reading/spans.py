@@ -138,7 +138,7 @@ class Spans:
             long as the spans.
         array, start, length: ``int64[D]``.
         moves: The moves by each document of the position from which they were read.
-        keeps: For each array, the object that owns its memory, and that has to stay; `None` if the array owns it itself. Of a
+        owners: For each array, the object that owns its memory, and that has to stay; `None` if the array owns it itself. Of a
             document with further values, a mapping with these values and the array, by name (`document_values`).
     """
 
@@ -147,7 +147,7 @@ class Spans:
     start: Ints
     length: Ints
     moves: PositionUpdates
-    keeps: tuple[MemoryOwner | None, ...]
+    owners: tuple[MemoryOwner | None, ...]
 
     @staticmethod
     def of_one_document(array: TokenArray, moves: PositionUpdates, owner: MemoryOwner | None = None) -> Spans:
@@ -156,7 +156,7 @@ class Spans:
         return Spans((as_native_array(array),), zero, zero, np.array([len(array)]), moves, (owner,))
 
     @staticmethod
-    def position_mark(earlier: memoryview, later: memoryview) -> Spans:
+    def position_only(earlier: memoryview, later: memoryview) -> Spans:
         """Return a `Spans` without a document, which only updates the position, from ``earlier`` to ``later``."""
         zero = np.zeros(1, dtype=np.int64)
         return Spans((), zero - 1, zero, zero, PositionUpdates.between(earlier, later), ())
@@ -178,7 +178,7 @@ class Spans:
             np.concatenate([spans.start for spans in all_spans]),
             np.concatenate([spans.length for spans in all_spans]),
             PositionUpdates.join([spans.moves for spans in all_spans], first_slots),
-            tuple([owner for spans in all_spans for owner in spans.keeps]),
+            tuple([owner for spans in all_spans for owner in spans.owners]),
         )
 
     def __len__(self) -> int:
@@ -186,7 +186,7 @@ class Spans:
 
     def __getitem__(self, items: slice) -> Spans:
         return Spans(
-            self.arrays, self.array[items], self.start[items], self.length[items], self.moves[items], self.keeps
+            self.arrays, self.array[items], self.start[items], self.length[items], self.moves[items], self.owners
         )
 
     def take(self, index: Ints, moves: PositionUpdates | None = None) -> Spans:
@@ -197,16 +197,16 @@ class Spans:
             self.start[index],
             self.length[index],
             self.moves.take(index) if moves is None else moves,
-            self.keeps,
+            self.owners,
         )
 
     def with_moves(self, moves: PositionUpdates) -> Spans:
         """Return the same documents with other position updates, as for the position of another node."""
-        return Spans(self.arrays, self.array, self.start, self.length, moves, self.keeps)
+        return Spans(self.arrays, self.array, self.start, self.length, moves, self.owners)
 
     def document_values(self) -> list[Mapping[str, Any]]:
         """Return, for each document (not for marks), the columns that it has besides its tokens, by name."""
-        owners = [self.keeps[array] for array in self.array.tolist() if array >= 0]
+        owners = [self.owners[array] for array in self.array.tolist() if array >= 0]
         return [owner if isinstance(owner, Mapping) else {} for owner in owners]
 
     def move(self, position: memoryview, num_documents: int) -> None:
@@ -216,7 +216,7 @@ class Spans:
     @property
     def nbytes(self) -> int:
         """Number of bytes that the documents keep in memory. An object that owns several arrays is counted once."""
-        owners = [array if owner is None else owner for array, owner in zip(self.arrays, self.keeps, strict=True)]
+        owners = [array if owner is None else owner for array, owner in zip(self.arrays, self.owners, strict=True)]
         num_bytes = sum({id(owner): owner.nbytes for owner in owners}.values())
         return num_bytes + 24 * len(self) + 16 * len(self.moves.slot)
 

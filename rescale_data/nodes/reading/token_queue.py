@@ -10,7 +10,7 @@ import numpy as np
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.reading.extension import kernel
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
-from rescale_data.sources.decoded.cache import UserHeldValue
+from rescale_data.sources.decoded.cache import ReferencedValue
 
 if TYPE_CHECKING:
     from rescale_data.nodes.reading.gather import SpecialTokens
@@ -20,7 +20,7 @@ BEYOND_END_MESSAGE = (
 )
 
 
-class TokenQueue(kernel.TokenQueue, UserHeldValue):
+class TokenQueue(kernel.TokenQueue, ReferencedValue):
     """Documents from which `fill` draws samples. A draw advances the position that the queue was made with.
 
     Args:

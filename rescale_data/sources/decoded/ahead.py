@@ -52,19 +52,19 @@ class BackgroundRunner:
 
 _NUM_FETCHING_THREADS = 16
 
-_ahead, _fetch_ahead = BackgroundRunner(1), BackgroundRunner(_NUM_FETCHING_THREADS)
+_decoder, _fetcher = BackgroundRunner(1), BackgroundRunner(_NUM_FETCHING_THREADS)
 
 _exit_event = threading.Event()
 
 
 def decode_runner() -> BackgroundRunner:
     """Return this process's `BackgroundRunner` for decoding, with one thread, because decoding keeps a core busy."""
-    return _ahead
+    return _decoder
 
 
 def fetch_runner() -> BackgroundRunner:
     """Return this process's `BackgroundRunner` for requests over a network, with many threads, because they mostly wait."""
-    return _fetch_ahead
+    return _fetcher
 
 
 def exit_event() -> threading.Event:
@@ -74,16 +74,12 @@ def exit_event() -> threading.Event:
 
 def _stop_all() -> None:
     _exit_event.set()
-    _ahead.stop()
-    _fetch_ahead.stop()
+    _decoder.stop()
+    _fetcher.stop()
 
 
 # Begun anew in a forked child: it has no threads, and another thread of the parent may have held a lock
-for _reset in (
-    partial(_ahead.__init__, 1),
-    partial(_fetch_ahead.__init__, _NUM_FETCHING_THREADS),
-    _exit_event.__init__,
-):
+for _reset in (partial(_decoder.__init__, 1), partial(_fetcher.__init__, _NUM_FETCHING_THREADS), _exit_event.__init__):
     os.register_at_fork(after_in_child=_reset)
 
 # Before Python calls the functions of `atexit`, it waits until the threads of all executors have done all submitted work. The

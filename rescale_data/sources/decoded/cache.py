@@ -22,7 +22,7 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
-class OnEvict:
+class EvictionListener:
     """Base class of cached values whose method `handle_eviction` is called when the cache evicts them for lack of room."""
 
     __slots__ = ()
@@ -37,7 +37,7 @@ class DerivedValue:
     __slots__ = ()
 
 
-class UserHeldValue(DerivedValue):
+class ReferencedValue(DerivedValue):
     """A `DerivedValue` value to which its user keeps a reference, so that it is used without a look-up in the cache."""
 
     __slots__ = ()
@@ -188,7 +188,7 @@ class Cache:
         # All that counts is right from here on
         if not keys:
             self._keys_of_owner.pop(owner, None)
-        if isinstance(value, UserHeldValue):
+        if isinstance(value, ReferencedValue):
             value.on_dropped()
         return value
 
@@ -204,14 +204,14 @@ class Cache:
             else:
                 key = self._oldest_derived()
             value = self._pop(key)
-            if isinstance(value, OnEvict):
+            if isinstance(value, EvictionListener):
                 value.handle_eviction()
 
     def _oldest_derived(self) -> Hashable:
         """Return the key of the least recently used `DerivedValue` value, the next one to evict."""
         while True:
             key, value = next(iter(self._derived.items()))
-            if not (isinstance(value, UserHeldValue) and value.was_used()):
+            if not (isinstance(value, ReferencedValue) and value.was_used()):
                 return key
             self._derived.move_to_end(key)
 
@@ -279,7 +279,7 @@ def num_processes() -> int:
     return 1 + sum(_other_processes.values())
 
 
-def owner_of(value: object) -> int:
+def owner_id(value: object) -> int:
     """Return the number with which an object's cache keys begin; its entries are removed when it is garbage-collected.
 
     Raises:
@@ -296,7 +296,7 @@ def owner_of(value: object) -> int:
 
 
 def new_dict_by_owner() -> dict[int, Any]:
-    """Return a new dict whose keys are numbers of `owner_of`; an entry is removed when its object is garbage-collected."""
+    """Return a new dict whose keys are numbers of `owner_id`; an entry is removed when its object is garbage-collected."""
     _dicts_by_owner.append({})
     return _dicts_by_owner[-1]
 

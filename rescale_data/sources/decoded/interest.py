@@ -9,34 +9,34 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rescale_data.sources.decoded.cache import cache_share, new_dict_by_owner, owner_of
-from rescale_data.sources.source import Described, Source
+from rescale_data.sources.decoded.cache import cache_share, new_dict_by_owner, owner_id
+from rescale_data.sources.source import BaseSource, Source
 
 PARTS_PER_BLOCK = 8
 """Number of parts of a block of copied documents. The memory of a part is freed when all of its documents were read."""
 _MIN_BLOCK_BYTES = 2**16
 
 
-class LoaderDemand(NamedTuple):
+class CacheDemand(NamedTuple):
     """The sources that one loader reads, and the logical shards that it reads in turn.
 
     Args:
-        owners: Keys of the sources, see `owner_of`.
+        owners: Keys of the sources, see `owner_id`.
         shards: Logical shards that are read in turn.
-        needed: Bytes of the fragments that these shards visit in turn, of all these sources.
+        num_bytes: Bytes of the fragments that these shards visit in turn, of all these sources.
     """
 
     owners: Sequence[int]
     shards: Sequence[int]
-    needed: int
+    num_bytes: int
 
 
-_demands: dict[int, LoaderDemand] = {}  # by the id of the reader
+_demands: dict[int, CacheDemand] = {}  # by the id of the reader
 _warned_owners: dict[int, bool] = new_dict_by_owner()
 _log = logging.getLogger("rescale_data")
 
 
-def record_served_shards(reader: object, sources: Iterable[Described], shards: Sequence[int]) -> None:
+def record_served_shards(reader: object, sources: Iterable[BaseSource], shards: Sequence[int]) -> None:
     """Record that ``reader`` reads these shards of the sources in turn.
 
     The record holds until ``reader`` is garbage-collected, or calls this again: without shards, other readers divide the cache.
@@ -45,7 +45,7 @@ def record_served_shards(reader: object, sources: Iterable[Described], shards: S
         weakref.finalize(reader, _remove_demands, id(reader)).atexit = False
     served_sources = list(sources)
     needed_bytes = sum(_bytes_needed_by(source, len(shards)) for source in served_sources)
-    _demands[id(reader)] = LoaderDemand([owner_of(source) for source in served_sources], shards, needed_bytes)
+    _demands[id(reader)] = CacheDemand([owner_id(source) for source in served_sources], shards, needed_bytes)
     num_sources_and_shards.cache_clear()
 
 
@@ -58,7 +58,7 @@ def _remove_demands(*reader_ids: int) -> None:
 os.register_at_fork(after_in_child=lambda: _remove_demands(*_demands))  # the loaders are the parent's
 
 
-def _demands_on(source_key: int) -> list[LoaderDemand]:
+def _demands_on(source_key: int) -> list[CacheDemand]:
     """Return the demands of the loaders that read a source. A loader whose rank has no row left to serve does not count."""
     demands = list(_demands.values())  # a copy: the collector may end a reader meanwhile
     return [demand for demand in demands if demand.shards and source_key in demand.owners]
@@ -68,7 +68,7 @@ def served_shards(source_key: int, num_logical_shards: int) -> Sequence[int]:
     """Return the logical shards of a source that the loaders of this process read; all shards if there is no loader.
 
     Args:
-        source_key: Key of the source, see `owner_of`.
+        source_key: Key of the source, see `owner_id`.
         num_logical_shards: Number of all shards.
 
     Returns:
@@ -87,7 +87,7 @@ def num_sources_and_shards(source_key: int) -> tuple[int, int]:
     They are (1, 1) without a loader. A shard counts once for each loader that reads it.
 
     Args:
-        source_key: Key of the source, see `owner_of`.
+        source_key: Key of the source, see `owner_id`.
     """
     demands = _demands_on(source_key)
     num_sources = max((len(demand.owners) for demand in demands), default=1)
@@ -103,7 +103,7 @@ def room_for_block(source: Source) -> int:
     Returns:
         Bytes; 0 if the cache has room for all fragments, or if a block would be too small to pay.
     """
-    num_sources, num_shards = num_sources_and_shards(owner_of(source))
+    num_sources, num_shards = num_sources_and_shards(owner_id(source))
     num_fragments = 0 if source.fragments is None else len(source.fragments) - 1
     room = cache_share(source)
     block_bytes = (room - source.fragment_bytes) * PARTS_PER_BLOCK // ((PARTS_PER_BLOCK + 1) * num_sources * num_shards)
@@ -116,17 +116,17 @@ def bytes_needed(source: Source, num_shards: int) -> int:
 
     Fragments of all sources that are read together with this one are included.
     """
-    return max(sum(demand.needed for demand in _demands_on(owner_of(source))), _bytes_needed_by(source, num_shards))
+    return max(sum(demand.num_bytes for demand in _demands_on(owner_id(source))), _bytes_needed_by(source, num_shards))
 
 
-def _bytes_needed_by(source: Described, num_shards: int) -> int:
+def _bytes_needed_by(source: BaseSource, num_shards: int) -> int:
     if not isinstance(source, Source) or source.fragments is None:
         return 0
     return min(num_shards, len(source.fragments) - 1) * source.fragment_bytes
 
 
 def warn_if_thrashing(
-    sources: Iterable[Described], num_owned_shards: int, extra_bytes: int = 0, *, num_workers: int = 0
+    sources: Iterable[BaseSource], num_owned_shards: int, extra_bytes: int = 0, *, num_workers: int = 0
 ) -> None:
     """Warn, once, if the processes of a rank visit more fragments in turn than the cache holds, over all sources.
 
@@ -147,7 +147,7 @@ def warn_if_thrashing(
     num_bytes = (1 + num_workers) * needed_bytes
     # A piece is kept in both
     room_bytes = max((max(source.cache_bytes, source.cache_dir_bytes) for source in fragmented), default=0)
-    owners = {owner_of(source) for source in fragmented}
+    owners = {owner_id(source) for source in fragmented}
     if num_bytes <= room_bytes or decodes_per_epoch < 2 or owners <= _warned_owners.keys():
         return
     _warned_owners.update(dict.fromkeys(owners, True))

@@ -18,14 +18,14 @@ from rescale_data.sources.source import Tokens
 
 
 class RowRange(NamedTuple):
-    """Rows ``start .. stop - 1`` of a fragment that one logical shard reads, and the key of that shard's `Share`."""
+    """Rows ``start .. stop - 1`` of a fragment that one logical shard reads, and the key of that shard's `RowRanges`."""
 
     share_key: Hashable
     start: int
     stop: int
 
 
-class Share(Protocol):
+class RowRanges(Protocol):
     """The pieces of fragments that one logical shard reads in one epoch."""
 
     @property

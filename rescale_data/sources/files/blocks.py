@@ -38,11 +38,11 @@ class BlockRangeReader(RangeReader):
 
     def __init__(self, path: str, store: LocalStore | None = None) -> None:
         self._store = store
-        self._copy, self._codec = MappedFile(path), pa.Codec("zstd")
-        copy_tail = self._copy.read(max(0, self._copy.size - 24), 24).to_pybytes().rjust(24, b"\0")
+        self._file, self._codec = MappedFile(path), pa.Codec("zstd")
+        copy_tail = self._file.read(max(0, self._file.size - 24), 24).to_pybytes().rjust(24, b"\0")
         num_offsets, checksum = int.from_bytes(copy_tail[:8], "little") + 1, int.from_bytes(copy_tail[8:16], "little")
-        table_offset = self._copy.size - 24 * num_offsets - 16
-        table_bytes = self._copy.read(max(0, table_offset), 24 * num_offsets)
+        table_offset = self._file.size - 24 * num_offsets - 16
+        table_bytes = self._file.read(max(0, table_offset), 24 * num_offsets)
         if copy_tail[16:] != _MAGIC or table_offset < 0 or zlib.crc32(table_bytes) != checksum:
             raise ValueError(f"{path} is not whole")
         table = np.frombuffer(table_bytes, dtype=np.int64)
@@ -78,7 +78,7 @@ class BlockRangeReader(RangeReader):
     def _decompress(self, block: int) -> ArrowBuffer:
         start, stop = self._copy_offsets[block : block + 2].tolist()
         size = int(self._content_offsets[block + 1] - self._content_offsets[block])
-        compressed_block = self._copy.read(start, stop - start)
+        compressed_block = self._file.read(start, stop - start)
         if zlib.crc32(compressed_block) != self._checksums[block]:
             raise OSError(
                 errno.EIO, "a block was changed on the disk: delete the file, and it is written anew", self._path

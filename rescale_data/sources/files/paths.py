@@ -37,7 +37,7 @@ from rescale_data.state import Ints
 _NUM_PROBES = 16
 _PROBE_BYTES = 2**12
 _PROBING_THREADS = 16
-_STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "created")
+_VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "created")
 _warned_roots: set[str] = set()
 _log = logging.getLogger("rescale_data")
 
@@ -91,7 +91,7 @@ class Files:
         names, sizes = [self.names[file] for file in file_indices], [int(self.sizes[file]) for file in file_indices]
         return self.with_files(names, sizes, [self.stamps[file] for file in file_indices])
 
-    def probes(self) -> list[str]:
+    def digests(self) -> list[str]:
         """Return a digest of sampled bytes (`probe_digest`) for each file."""
         with ThreadPoolExecutor(_PROBING_THREADS) as pool:
             return list(pool.map(self.probe_digest, range(len(self.names))))
@@ -186,8 +186,8 @@ def find_matching_files(
         raise FileNotFoundError(f"No paths were given, {items}: give a glob, a folder or a list of files.")
     urls = [path for path in items if "://" in path]
     if not urls:
-        found = [_find_local_files(item, suffixes) for item in items]
-        return _build_files([folder for folder, _ in found], {path: info for _, files in found for path, info in files})
+        pairs = [_find_local_files(item, suffixes) for item in items]
+        return _build_files([folder for folder, _ in pairs], {path: info for _, files in pairs for path, info in files})
     if len(urls) != len(items):
         raise ValueError(f"Local paths and URLs in one list, {items}: give a source for each.")
     return _remote(items, suffixes, storage_options or {}, remote or Remote())
@@ -290,7 +290,7 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
             filesystem.invalidate_cache()  # a listing that this process made earlier may be out of date
         if previous_filesystem is not None and type(previous_filesystem) is not type(filesystem):
             raise ValueError(f"URLs of different filesystems in one list, {list(user_input)}: give a source for each.")
-        is_folder, matches = attempt(remote, url, partial(_list_path, filesystem, path, suffixes))
+        is_folder, matches = attempt(remote, url, partial(_list_files_at, filesystem, path, suffixes))
         if is_folder:
             matches = {match: matches[match] for match in _filter_names(matches, path, suffixes)}
         _require_matches(matches, url, suffixes, is_folder)
@@ -305,7 +305,7 @@ def _remote(user_input: Sequence[str], suffixes: Sequence[str], options: Mapping
     return replace(files, filesystem=filesystem, remote=remote)
 
 
-def _list_path(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, dict[str, Any]]:
+def _list_files_at(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, dict[str, Any]]:
     """Return ``(True, all files below it)`` if a path is a folder, else ``(False, the files that the path stands for)``."""
     try:
         if glob.has_magic(path) and not filesystem.isdir(path) and (matches := _expand_glob(filesystem, path)):
@@ -327,7 +327,7 @@ def _list_path(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[boo
 
 
 def _info_with_size(filesystem: Any, path: str) -> Any:
-    info = _list_path(filesystem, path, (path,))[1].get(path)
+    info = _list_files_at(filesystem, path, (path,))[1].get(path)
     if info is None:
         raise FileNotFoundError("it was listed")
     if info["size"] is None:
@@ -370,7 +370,7 @@ def _find_files_below(filesystem: Any, folder: str, max_depth: int | None = None
 
 
 def _version_stamp(info: Mapping[str, Any]) -> str:
-    return str(next((info[key] for key in _STAMPS if key in info), ""))
+    return str(next((info[key] for key in _VERSION_KEYS if key in info), ""))
 
 
 def _filter_names(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:

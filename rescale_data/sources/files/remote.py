@@ -35,7 +35,7 @@ _SMALL_READ = 2**16
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE = 0.5, 30.0
 _LIMIT_DOUBLING_SECONDS = 30.0
 _MIN_ANSWERS_FOR_LIMIT = 100
-_ANSWERS_A_LIMIT = 50  # limits are computed again after so many answers
+_ANSWERS_PER_LIMIT = 50  # limits are computed again after so many answers
 _LISTING_TIMEOUT_FACTOR = 10
 _OVERHEAD_BYTES = 2**20  # a request takes about as long as so many of its bytes, even if it asks for none
 _MAX_START_DELAY_SECONDS = 10.0
@@ -269,7 +269,7 @@ class RequestTimes:
         with self._lock:
             self._seconds_per_byte.append(seconds / (num_bytes + _OVERHEAD_BYTES))
             self._num_answers += 1
-            if self._num_answers >= _MIN_ANSWERS_FOR_LIMIT and self._num_answers % _ANSWERS_A_LIMIT == 0:
+            if self._num_answers >= _MIN_ANSWERS_FOR_LIMIT and self._num_answers % _ANSWERS_PER_LIMIT == 0:
                 self._p99_seconds_per_byte = sorted(self._seconds_per_byte)[int(len(self._seconds_per_byte) * 0.99)]
 
     def limit_seconds(self, num_bytes: int) -> float:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rescale_data.layout.batch_shards import AlignedBatchShards, UnalignedBatchShards
 from rescale_data.layout.layout import Layout
-from rescale_data.layout.turns import AlignedTurns, BalancedTurns
 from rescale_data.nodes.mixture.circle import arcs, circle_of
 from rescale_data.state import Ints
 
@@ -46,7 +46,8 @@ class Run:
         )
         ranks = range(layout.dp_world_size)
         self._turns = [
-            AlignedTurns(layout, r) if layout.aligned else BalancedTurns(layout, r, self.drawn.copy()) for r in ranks
+            AlignedBatchShards(layout, r) if layout.aligned else UnalignedBatchShards(layout, r, self.drawn.copy())
+            for r in ranks
         ]
 
     def steps(self, num_steps: int) -> Iterator[list[np.ndarray]]:
@@ -54,7 +55,9 @@ class Run:
         accumulation = self.layout.gradient_accumulation_steps
         for u in range(0, num_steps * accumulation, accumulation):
             yield [
-                self._points(turns.turn(micro).shards) for micro in range(u, u + accumulation) for turns in self._turns
+                self._points(turns.batch_shards(micro).shards)
+                for micro in range(u, u + accumulation)
+                for turns in self._turns
             ]
 
     def _points(self, shards: list[int]) -> np.ndarray:

@@ -14,7 +14,7 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.engine.recipe import Recipe
-from rescale_data.engine.runner import Runner
+from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.nodes.below import epoch_end, skip
 from rescale_data.nodes.mixture.circle import CIRCLE, arcs, circle_of
@@ -77,7 +77,7 @@ def test_a_million_epochs_are_left_out_in_a_few_steps(kind: str) -> None:
             count += event == "call"
 
         recipe = Recipe(pipeline, 5, 0, repeat=True)
-        runner = Runner(recipe, Schema(recipe.build(0)))
+        runner = ShardRunner(recipe, Schema(recipe.build(0)))
         runner.skip(1, 100)
         sys.setprofile(profile)
         try:

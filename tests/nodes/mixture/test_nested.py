@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, Recipe
-from rescale_data.engine.runner import Runner
+from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.nodes.base import Node, as_node
 from rescale_data.nodes.below import epoch_end, skip
@@ -97,7 +97,7 @@ def check_over_epochs(make: Any, steps: list[Step], index: int, data: st.DataObj
     """As an endless loader leaves out samples, over the ends of epochs."""
     drawn = [i for i, step in enumerate(steps[:-1]) if not step.ends]
     recipe = Recipe(make, SHARDS, 5, repeat=True)
-    runner = Runner(recipe, Schema(recipe.build(0)))
+    runner = ShardRunner(recipe, Schema(recipe.build(0)))
     for _ in range(3):
         first = data.draw(st.integers(0, len(drawn) - 1))
         count = data.draw(st.integers(0, len(drawn) - 1 - first))

@@ -1,4 +1,4 @@
-"""Turns: the logical shards from which one rank draws the samples of each micro batch, in the order of the batch."""
+"""`BatchShards`: the logical shards from which one rank draws the samples of each micro batch, in the order of the batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rescale_data.state import Ints
 
 
 @dataclass(frozen=True)
-class Turn:
+class BatchShards:
     """The logical shards from which one rank draws the samples of one micro batch.
 
     Args:
@@ -37,58 +37,58 @@ class Turn:
         return [i < self.num_real or self.num_real < 0 for i in range(len(self.shards))]
 
 
-TurnFunction: TypeAlias = Callable[[int], Turn]
-"""Returns the turn of micro batch ``u`` of one rank. Calls come in ascending order of all u, or of those of one worker."""
+BatchShardsFunction: TypeAlias = Callable[[int], BatchShards]
+"""Returns the shards of micro batch ``u`` of one rank. Calls come in ascending order of all u, or of those of one worker."""
 
 
-class AlignedTurns:
+class AlignedBatchShards:
     """Computes the shards of each micro batch of one rank in an aligned layout, in which a shard always has the same worker.
 
     Turns are the same object or have no shard in common.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
-        self._layout, self._rank, self._period_micro_batches = layout, rank, layout.period
-        self._turns: dict[int, Turn] = {}
-        self._by_first_shard: dict[int, Turn] = {}  # by their first shard
+        self._layout, self._rank, self._period_micro_batches = layout, rank, layout.batch_period
+        self._by_micro_batch: dict[int, BatchShards] = {}
+        self._by_first_shard: dict[int, BatchShards] = {}  # by their first shard
 
-    def turn(self, u: int) -> Turn:
+    def batch_shards(self, u: int) -> BatchShards:
         u %= self._period_micro_batches
-        turn = self._turns.get(u)
-        if turn is None:
-            new_turn = self._make(u)
-            turn = self._turns[u] = self._by_first_shard.setdefault(new_turn.shards[0], new_turn)
-        return turn
+        batch_shards = self._by_micro_batch.get(u)
+        if batch_shards is None:
+            new_shards = self._make(u)
+            batch_shards = self._by_micro_batch[u] = self._by_first_shard.setdefault(new_shards.shards[0], new_shards)
+        return batch_shards
 
-    def _make(self, u: int) -> Turn:
+    def _make(self, u: int) -> BatchShards:
         layout = self._layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
         b, g, c = layout.micro_batch_size, layout.steps_between_visits, layout.samples_per_visit
         own_first_row = self._rank * (layout.global_batch_size // layout.dp_world_size) + m * b
         shards = [(own_first_row + i) // c * g + t for i in range(b)]
-        return Turn(shards, slice(shards[0], shards[-1] + 1, g), min(b, c))
+        return BatchShards(shards, slice(shards[0], shards[-1] + 1, g), min(b, c))
 
 
-class BalancedTurns:
+class UnalignedBatchShards:
     """Picks the shards of each micro batch of one rank in a layout that is not aligned, whose order depends on the topology.
 
     Each worker serves, of its block of shards, the one that has delivered the fewest samples.
 
     Args:
-        samples: ``int64[N]``, what each shard has delivered before the first turn.
+        samples: ``int64[N]``, what each shard has delivered before the first micro batch.
     """
 
     def __init__(self, layout: Layout, rank: int, samples: Ints) -> None:
         self._layout = layout
         blocks = [layout.owned_shards(rank, worker) for worker in range(layout.workers_per_rank)]
         # Of each worker
-        self._heaps = [sorted(zip(samples[b.start : b.stop].tolist(), b, strict=True)) for b in blocks]
+        self._heap_by_worker = [sorted(zip(samples[b.start : b.stop].tolist(), b, strict=True)) for b in blocks]
 
-    def turn(self, u: int) -> Turn:
-        heap, shards = self._heaps[u % len(self._heaps)], list[int]()
+    def batch_shards(self, u: int) -> BatchShards:
+        heap, shards = self._heap_by_worker[u % len(self._heap_by_worker)], list[int]()
         for _ in range(self._layout.micro_batch_size):
             num_samples, shard = heap[0]
             heapq.heapreplace(heap, (num_samples + 1, shard))
             shards.append(shard)
         index, counts = np.unique(np.array(shards, dtype=np.int64), return_counts=True)
-        return Turn(shards, index, counts)
+        return BatchShards(shards, index, counts)

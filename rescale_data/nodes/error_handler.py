@@ -1,4 +1,4 @@
-"""`Guard`: handles an error in a user's function or in reading a row, and adds the sample's source and row to it."""
+"""`ErrorHandler`: handles an error in a user's function or in reading a row, and adds the sample's source and row to it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from rescale_data.nodes.base import Node
 
 OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Exception, str], Any]
 """The way to handle a sample whose function raises, or a row that cannot be read. "raise" raises the error with the place of
-the row. "skip" leaves the sample out, unless the error is one of the program (`BUGS`). A function receives the error and the
-place: it raises, returns a value to use in place of the result, or returns `None` to leave the sample out."""
+the row. "skip" leaves the sample out, unless the error is one of the program (`PROGRAM_ERRORS`). A function receives the error
+and the place: it raises, returns a value to use in place of the result, or returns `None` to leave the sample out."""
 
-BUGS = (NameError, AttributeError, ImportError, NotImplementedError, SyntaxError, MemoryError)
+PROGRAM_ERRORS = (NameError, AttributeError, ImportError, NotImplementedError, SyntaxError, MemoryError)
 """Errors of the program, not of the data: because of them "skip" would leave out every sample."""
 
 _NUM_SKIPS_ALL_LOGGED = 10
 _log = logging.getLogger("rescale_data")
 
 
-class Guard:
+class ErrorHandler:
     """Handles the error of one sample: raises it with the sample's source and row, or logs it and skips the sample.
 
     Args:
         node_class: Class of the node that called the function.
         on_error: See `OnError`.
         note: Words for the error's note, before the place of the sample. Default: the sample was given to the node's function.
-        faults: Errors that "skip" raises in addition to `BUGS`.
+        faults: Errors that "skip" raises in addition to `PROGRAM_ERRORS`.
     """
 
     __slots__ = ("_always_raised_types", "_name", "_note", "_on_error", "skips")
@@ -41,7 +41,7 @@ class Guard:
                 f"on_error={on_error!r}: give 'raise', 'skip' to leave out samples that raise, or a function of the error and "
                 f"the place of the sample, which decides."
             )
-        self._on_error, self._always_raised_types = on_error, (*BUGS, *faults)
+        self._on_error, self._always_raised_types = on_error, (*PROGRAM_ERRORS, *faults)
         self.skips = on_error != "raise"
         self._name = node_class.__name__
         self._note = note or f"in the function of {self._name}, given"
@@ -71,17 +71,21 @@ class Guard:
         return None
 
 
-def guard_of(node: Node[Any], on_error: OnError, note: str = "", faults: tuple[type[Exception], ...] = ()) -> Guard:
-    """Return the `Guard` that raises or skips the errors of a node's samples.
+def error_handler(
+    node: Node[Any], on_error: OnError, note: str = "", faults: tuple[type[Exception], ...] = ()
+) -> ErrorHandler:
+    """Return the `ErrorHandler` that raises or skips the errors of a node's samples.
 
-    Nodes of one class that raise all errors, and add the same note to them, share a guard.
+    Nodes of one class that raise all errors, and add the same note to them, share a handler.
     """
     return (
-        _shared_guard(type(node), "raise", note) if on_error == "raise" else Guard(type(node), on_error, note, faults)
+        _shared_handler(type(node), "raise", note)
+        if on_error == "raise"
+        else ErrorHandler(type(node), on_error, note, faults)
     )
 
 
-_shared_guard = lru_cache(maxsize=64)(Guard)
+_shared_handler = lru_cache(maxsize=64)(ErrorHandler)
 
 
 def describe(sample: object) -> str:

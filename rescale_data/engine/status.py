@@ -1,4 +1,4 @@
-"""`Board`: shared memory where workers report counts and activity, and the trainer writes the current command's number."""
+"""`WorkerStatus`: memory in which workers report counts and activity, and the trainer writes the current command's number."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rescale_data.sources.counts import COUNTER_INDICES, MADE_BATCHES
 _TEXT_BYTES = 512
 
 
-class Board:
+class WorkerStatus:
     """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the current command."""
 
     def __init__(self, num_workers: int) -> None:
         self._wanted_command_id = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
         self.counts = torch.zeros(num_workers, len(COUNTER_INDICES), dtype=torch.float64, device="cpu").share_memory_()
-        self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
+        self._activity_texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
 
     @property
-    def wanted_begin(self) -> int:
+    def wanted_command_id(self) -> int:
         """The number of the `BeginCommand` that the trainer wants; workers stop making micro batches for any other."""
         return int(self._wanted_command_id.item())
 
-    @wanted_begin.setter
-    def wanted_begin(self, number: int) -> None:
+    @wanted_command_id.setter
+    def wanted_command_id(self, number: int) -> None:
         self._wanted_command_id.fill_(number)
 
     def counters(self, worker: int) -> Any:
@@ -41,7 +41,7 @@ class Board:
     def write_activity(self, worker: int, text: str) -> None:
         """Write a text that says what a worker is doing; the text is empty unless the work takes long."""
         text_bytes = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
-        self._texts[worker].numpy()[:] = text_bytes
+        self._activity_texts[worker].numpy()[:] = text_bytes
 
     def read_activity(self, worker: int) -> str:
-        return self._texts[worker].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+        return self._activity_texts[worker].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
