@@ -155,7 +155,7 @@ def _mixture_shares(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, A
     for path, node in pipeline.items():
         if node.get("node") != "WeightedSampler":
             continue
-        prefix = "".join(f"{name}." for name in path.split(".")[1:])
+        prefix = "" if path == path_name(()) else f"{path}."
         unit = "tokens" if node["unit"] == "tokens" else "drawn"
         drawn = {
             key.removeprefix(f"{prefix}{unit}."): rows.long()

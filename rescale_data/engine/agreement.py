@@ -92,5 +92,5 @@ class EpochEndAgreement:
                 num_made = make_batches_until(u + self._num_steps_ahead * self._micro_batches_per_step)
             except Exception as error:
                 self._failure, num_made = error, _WRONG_ROWS if isinstance(error, DataStateError) else _READ_FAILED
-            self._pending = self._ranks.named("read", u).begin_gather_ints([num_made])
+            self._pending = self._ranks.at_position(u).begin_gather_ints([num_made])
         return self._pending

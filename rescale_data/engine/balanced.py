@@ -1,6 +1,6 @@
 """`BalancedFeed`: a feed that redistributes the samples of a step over micro batches and ranks, so that ranks finish together.
 
-    read ahead, one rank's own samples    InThread(InProcess), Pool
+    read ahead, one rank's own samples    InThread(InProcess), Workers
     costs, the plan, samples that move    Balanced: the ranks of a group together (`Exchanges`)
     collated, one step ahead              InThread
 

@@ -27,7 +27,7 @@ class Cursor(NamedTuple):
         u: The next micro batch, counted from `Clock.origin`.
         unwritten_rows: Rows of earlier micro batches that are not in the table yet: writing each of them would cost a twelfth
             of a packed batch. The key is the first shard: two slices of shards are equal, or have no shard in common
-            (`AlignedTurns`).
+            (`AlignedBatchShards`).
         segment: The segment of the next micro batch; `None` if none is planned, or the epoch has ended.
         last_rows: The rows of the micro batch before u.
         epoch_ended: True if the last batch of the epoch was consumed.

@@ -164,6 +164,6 @@ class EpochEnds:
                         epoch_ends[shard] = [sample_counts[shard] + samples_read + num_drawn, *next_slots]
             return epoch_ends
 
-        ranks = self.ranks.named("read", int(sample_counts.sum()), num_ahead)
+        ranks = self.ranks.at_position(int(sample_counts.sum()), num_ahead)
         self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
         return self._epoch_ends[:, 0]

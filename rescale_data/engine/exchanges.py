@@ -78,7 +78,7 @@ class Exchanges:
         """Return the result of `work`, one collective exchange, run in a background thread so that the wait can be given up.
 
         Raises:
-            Exhausted: `stop` was called, or the last exchange is over.
+            NoSamplesLeft: `stop` was called, or the last exchange is over.
             RuntimeError: The other ranks did not come within ``timeout``.
         """
         if self._thread is None:

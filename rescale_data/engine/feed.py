@@ -47,7 +47,7 @@ class BatchFeed(ABC):
         """Return the next micro batch of the segment; after an error or `stop`, call `begin` first.
 
         Raises:
-            Exhausted: A shard has no sample left for the micro batch, or the segment is over.
+            NoSamplesLeft: A shard has no sample left for the micro batch, or the segment is over.
         """
 
     def progress(self) -> dict[str, float]:

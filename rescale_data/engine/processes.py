@@ -87,10 +87,14 @@ class WorkerProcesses:
         self._started_flag = WaitableFlag()
         args = context, worker, seed
         self._thread = threading.Thread(target=self._run, args=args, daemon=True, name="rescale_data-workers")
-        self._thread.start()
 
     def wait_started(self) -> None:
-        """Wait until the workers have started, or raise the error of their start; Ctrl-C leaves the start undisturbed."""
+        """Start the workers unless they were started before, and wait for them, or raise the error of their start.
+
+        Ctrl-C leaves the start undisturbed.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
         self._started_flag.wait()
         if self.failure is not None:
             raise self.failure
@@ -128,14 +132,17 @@ class WorkerProcesses:
             self._start_processes(context, worker, seed)
         except Exception as error:
             self.failure = error
-            for pipe in self._pipes:
-                pipe.close()  # which ends the worker
+            for process in self._processes:
+                process.kill()
+                process.join()
         self._started_flag.set()
         if self.failure is None:
             self._communicate()
 
     def _start_processes(self, context: BaseContext, worker: Worker, seed: list[int]) -> None:
         for index in range(self._num_workers):
+            if self.status.wanted_command_id < 0:  # `end` was called
+                break
             trainer_end, worker_end = context.Pipe()
             args = (index, self._num_workers, worker_end, self.free_slabs[index], self.status, worker, [*seed, index])
             process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

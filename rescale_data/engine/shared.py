@@ -83,7 +83,7 @@ class PeerCalls:
         """Return the result of the first peer's `work` on all peers; a batch only on peers that receive batches.
 
         Args:
-            loader: The `Reading` whose call it is.
+            loader: The `BaseLoader` whose call it is.
             call_text: The method and its arguments, the same on all peers.
         """
         self._peers.require_no_fork()
@@ -135,7 +135,7 @@ class PeerCalls:
 
 
 def on_first_peer(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
-    """Return a decorator for methods of a `Reading`: its peers call them together, and the first peer does the work.
+    """Return a decorator for methods of a `BaseLoader`: its peers call them together, and the first peer does the work.
 
     Args:
         kind: `BATCH_MESSAGE` if the methods return the next batch, `PEEKED_MESSAGE` if it stays the next; only some peers

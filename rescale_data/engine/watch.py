@@ -34,7 +34,7 @@ _WORK_KINDS = (
 """The kind of work that a thread does, by the prefix of its module's name; the first match counts.
 
 The last modules call functions of the user."""
-_WAITING_MODULES = tuple(f"rescale_data.engine.{name}" for name in ("pool", "message", "feed"))
+_WAITING_MODULES = tuple(f"rescale_data.engine.{name}" for name in ("pool", "processes", "message", "feed"))
 """Modules whose functions wait for batches that other threads or processes make."""
 
 
@@ -118,8 +118,9 @@ def describe(innermost_frame: FrameType | None) -> str:
 
 def waits_for_batches(innermost_frame: FrameType | None) -> bool:
     """True if the innermost function of this package on a thread's stack waits for batches that others make."""
-    modules = (_module(frame) for frame in _outer_frames(innermost_frame) if _module(frame).startswith(_PACKAGE))
-    return next(modules, "") in _WAITING_MODULES
+    modules = [_module(frame) for frame in _outer_frames(innermost_frame) if _module(frame).startswith(_PACKAGE)]
+    # The functions of `threads` wait for their callers
+    return next((module for module in modules if module != f"{_PACKAGE}engine.threads"), "") in _WAITING_MODULES
 
 
 def _describe_work(module: str, callee: FrameType | None) -> str:

@@ -267,13 +267,14 @@ def test_a_page_of_a_checkpoint_and_of_a_run(run_folder: Path, tmp_path: Path) -
     assert re.search("In <span[^>]*>step-10<", page.read_text())
 
 
-def test_a_page_of_a_mixture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("above", [lambda mixture: mixture, lambda mixture: rd.Map(mixture, abs)])
+def test_a_page_of_a_mixture(tmp_path: Path, above: Any) -> None:
     sources = {name: rd.DatasetSource(list(range(90)), name=name) for name in ("root <web>", "code")}
 
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         rows = {name: rd.Reader(source, shard) for name, source in sources.items()}
         kept = {**rows, "code": rd.Filter(rows["code"], lambda row: row % 2)}
-        return rd.WeightedSampler(kept, {"root <web>": 0.75, "code": 0.25})
+        return above(rd.WeightedSampler(kept, {"root <web>": 0.75, "code": 0.25}))
 
     loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8, repeat=True)
     for _ in zip(range(4), loader, strict=False):
@@ -282,7 +283,8 @@ def test_a_page_of_a_mixture(tmp_path: Path) -> None:
     call("show", tmp_path / "saved", "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert re.search("code +25.0%   25.0%", text)
-    drawn = sum(data_in(tmp_path / "saved")["rows"]["root <web>"]) / 90
+    rows = {path.removeprefix("source."): drawn for path, drawn in data_in(tmp_path / "saved")["rows"].items()}
+    drawn = sum(rows["root <web>"]) / 90
     assert re.search(f"root &lt;web&gt; +0 +{drawn:.1%} \\(", text)
     assert "code.filtered" in text
 

@@ -31,6 +31,7 @@ import rescale_data as rd
 from rescale_data.engine.message import MAX_MESSAGE_VALUES, PackedValue, Slabs
 from rescale_data.engine.processes import WorkerRun
 from rescale_data.engine.segment import Segment
+from rescale_data.engine.watch import frames, waits_for_batches
 from rescale_data.engine.workers import BeginCommand
 from tests.datasets import Hooked, unreadable
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
@@ -273,6 +274,32 @@ class TestHeldReads:
                 next(batches)
             assert row_numbers(batches) == row_numbers(make(Rows(96)))
         assert len(started) == 2
+
+    def test_a_close_within_a_slow_start_starts_no_more(self, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+        """And until then ``next`` is said to wait for the workers, and for no other ranks."""
+        request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        connect, started, main_thread = forkserver.connect_to_new_process, list[Any](), threading.get_ident()
+        loader = make(Rows(96), num_workers=2)
+
+        def is_closed() -> bool:
+            return loader._stream.feed._processes.status.wanted_command_id < 0  # type: ignore[attr-defined]
+
+        def connect_slowly(descriptors: Any) -> Any:
+            started.append(connect(descriptors))
+            for _ in range(10**5):
+                if waits_for_batches(frames().get(main_thread)):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    break
+            while len(started) == 1 and not is_closed():
+                os.sched_yield()
+            return started[-1]
+
+        monkeypatch.setattr(forkserver, "connect_to_new_process", connect_slowly)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+        loader.close()
+        assert len(started) == 1
 
     def test_many_loads(self, tmp_path: Path) -> None:
         """None waits for the read, and of the segments that they begin the worker makes the last alone."""

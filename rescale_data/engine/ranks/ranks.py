@@ -70,15 +70,18 @@ class Ranks:
         """True if the other ranks cannot be reached: ``dp_rank`` and ``dp_world_size`` were given without a process group."""
         return self.world_size > 1 and self.communicator is None
 
-    def named(self, purpose: Purpose, *position: int) -> Ranks:
-        """Return the same ranks with other names of their collectives, so that different purposes and positions never mix.
+    def named(self, purpose: Purpose) -> Ranks:
+        """Return the same ranks with other names of their collectives, so that different purposes never mix.
 
         Args:
             purpose: "save": a rank that saves alone gets an error that names the remedy; "load": ranks may have made different
                 numbers of loads; or "read".
-            position: Numbers that say where in the run the ranks are, for "read".
         """
-        return replace(self, _purpose=purpose, _position=position)
+        return replace(self, _purpose=purpose)
+
+    def at_position(self, *position: int) -> Ranks:
+        """Return the same ranks for a collective at numbers that say where in the run the ranks are."""
+        return replace(self, _position=position)
 
     @property
     def after_load(self) -> Ranks:
