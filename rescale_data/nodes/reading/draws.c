@@ -115,7 +115,8 @@ PyObject* run(PyObject* module, PyObject* args) {
   const Py_ssize_t num_points = views[POINTS].len / 8, num = PyTuple_Size(args) - 2 - LENGTHS;
   const uint64_t* points = views[POINTS].buf;
   int64_t *base = views[NUMBERS].buf, *counts = base + 4 * num, *picked = views[PICKED].buf, next = first;
-  Arcs a = {num, base, base + num, base + 2 * num, base + 3 * num, PyMem_Malloc(num * 8), PyMem_Malloc((num + 1) * 8)};
+  Arcs a = {.num = num, .shares = base, .documents = base + num, .tokens = base + 2 * num, .since = base + 3 * num};
+  a.arcs = PyMem_Malloc(num * 8), a.tree = PyMem_Malloc((num + 1) * 8);
   Py_ssize_t missing = -1;
   int is_valid = 0;
   if (!a.arcs || !a.tree) PyErr_NoMemory();
