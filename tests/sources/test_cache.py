@@ -297,3 +297,23 @@ def test_lists_count_with_the_arrays_that_rows_are_cut_from(kind: Any) -> None:
     held = flat_lists(lists)
     assert held is not None
     assert Fragment(pa.table({"tokens": lists, "also": lists})).nbytes == 2 * held.nbytes
+
+
+def test_one_thread_makes_a_value_and_the_others_wait_for_it() -> None:
+    lru, begun, may_end, made = Cache(), threading.Event(), threading.Event(), list[int]()
+
+    def make_value() -> Sized:
+        made.append(len(made))
+        begun.set()
+        assert may_end.wait(60)
+        return Sized(10)
+
+    threads = [threading.Thread(target=lru.get_or_make, args=("key", make_value)) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    assert not lru.lock_for("key").acquire(blocking=False)  # type: ignore[attr-defined]
+    may_end.set()
+    for thread in threads:
+        thread.join(60)
+    assert made == [0]

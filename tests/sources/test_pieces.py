@@ -153,7 +153,6 @@ def test_a_reader_may_end_while_the_others_are_counted(corpus: Path) -> None:
     record_served_shards(others[0], [source], range(4))
     record_served_shards(loader, [source], EndsOthers([1, 2], others))
     num_sources_and_shards(owner_id(source))
-    record_served_shards(loader, [source], [1, 2])
     assert num_sources_and_shards(owner_id(source)) == (1, 2)
 
 

@@ -521,8 +521,13 @@ static PyObject* join(PyObject* module, PyObject* args) {
     const int is_within = start[i] >= 0 && length[i] >= 0 && start[i] <= size && length[i] <= size - start[i];
     left = is_within ? left - length[i] * width : -1;
   }
-  char* q = views[3].buf;
-  for (int64_t i = 0; i < num && !left; q += length[i++] * width) memcpy(q, (char*)views[0].buf + start[i] * width, length[i] * width);
+  char *q = views[3].buf, *from = views[0].buf;
+  Py_BEGIN_ALLOW_THREADS
+  for (int64_t i = 0; i < num && !left; q += length[i++] * width) {
+    if (i + 1 < num) PREFETCH(from + start[i + 1] * width);
+    memcpy(q, from + start[i] * width, length[i] * width);
+  }
+  Py_END_ALLOW_THREADS
   if (left) refuse("the parts do not lie within their array, or do not fill their destination");
   return close_buffers(views, args, 1, !left);
 }

@@ -172,13 +172,14 @@ class Cache:
         return value.nbytes
 
     def _pop(self, key: Hashable) -> Any:
+        owner = _owner(key)
+        # No call up to the next comment: neither Ctrl-C nor a finalizer comes between
         if key not in self._key_sizes:
             return None
-        size, owner, entries = self._key_sizes[key], _owner(key), self._ordinary_values
+        size, entries = self._key_sizes[key], self._ordinary_values
         if key in self._derived:
             entries = self._derived
         value, keys = entries[key], self._keys_of_owner[owner]
-        # No call up to the next comment: Ctrl-C does not come between
         del self._key_sizes[key], entries[key], keys[key]
         self.nbytes -= size
         if entries is self._derived:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import weakref
@@ -32,6 +31,9 @@ class CacheDemand(NamedTuple):
 
 
 _demands: dict[int, CacheDemand] = {}  # by the id of the reader
+_known_counts: list[dict[int, tuple[int, int]]] = [
+    {}
+]  # one dict, replaced where demands change: a late writer has the old one
 _warned_owners: dict[int, bool] = new_dict_by_owner()
 _log = logging.getLogger("rescale_data")
 
@@ -46,13 +48,13 @@ def record_served_shards(reader: object, sources: Iterable[BaseSource], shards: 
     served_sources = list(sources)
     needed_bytes = sum(_bytes_needed_by(source, len(shards)) for source in served_sources)
     _demands[id(reader)] = CacheDemand([owner_id(source) for source in served_sources], shards, needed_bytes)
-    num_sources_and_shards.cache_clear()
+    _known_counts[0] = {}
 
 
 def _remove_demands(*reader_ids: int) -> None:
     for reader_id in reader_ids:
         _demands.pop(reader_id, None)
-    num_sources_and_shards.cache_clear()
+    _known_counts[0] = {}
 
 
 os.register_at_fork(after_in_child=lambda: _remove_demands(*_demands))  # the loaders are the parent's
@@ -80,7 +82,6 @@ def served_shards(source_key: int, num_logical_shards: int) -> Sequence[int]:
     return [shard for shards in shards_of_loaders for shard in shards] or range(num_logical_shards)
 
 
-@functools.cache  # for each read of documents a sum over the loaders would cost 1 % of a packed batch
 def num_sources_and_shards(source_key: int) -> tuple[int, int]:
     """Return two counts: the sources, this one included, and the shards that this process reads in turn.
 
@@ -89,9 +90,14 @@ def num_sources_and_shards(source_key: int) -> tuple[int, int]:
     Args:
         source_key: Key of the source, see `owner_id`.
     """
-    demands = _demands_on(source_key)
-    num_sources = max((len(demand.owners) for demand in demands), default=1)
-    return num_sources, sum(len(demand.shards) for demand in demands) or 1
+    known_counts = _known_counts[
+        0
+    ]  # for each read of documents a sum over the loaders would cost 1 % of a packed batch
+    if source_key not in known_counts:
+        demands = _demands_on(source_key)
+        num_sources = max((len(demand.owners) for demand in demands), default=1)
+        known_counts[source_key] = num_sources, sum(len(demand.shards) for demand in demands) or 1
+    return known_counts[source_key]
 
 
 def room_for_block(source: Source) -> int:
