@@ -218,14 +218,15 @@ def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_
     assert 0 < len(left_out) <= 8  # of two steps
 
 
-def test_a_ramp_in_the_same_process_and_another_form_after_it(tmp_path: Path) -> None:
-    def ramp(loader: rd.DataLoader) -> None:
-        if loader.step == 6:
-            loader.reopen(global_batch_size=12)
+def ramp(sizes: dict[int, int]) -> Callable[[rd.DataLoader], None]:
+    """Return what changes the global batch in a process, by the step."""
+    return lambda loader: loader.reopen(global_batch_size=sizes[loader.step]) if loader.step in sizes else None
 
+
+def test_a_ramp_in_the_same_process_and_another_form_after_it(tmp_path: Path) -> None:
     run, longer = Recorded(tmp_path, repeat=True), partial(cut, seq_len=40)
     run.segment(cut, Segment(2, 1, 3, 4))
-    run.segment(cut, Segment(1, 2, 3, 5), ramp)
+    run.segment(cut, Segment(1, 2, 3, 5), ramp({6: 12}))
     run.segment(longer, Segment(2, 1, 6, 3))
     check(run, rd.audit.Audit(tmp_path, cut, longer, repeat=True), [1, 2, 30, 70])
     words = r"step 12 the run had another pipeline: root: seq_len.*Give that one"
@@ -249,33 +250,27 @@ def test_a_step_within_which_the_run_was_saved_and_other_ranks_later_in_the_same
 
 def test_a_ramp_of_two_stages_without_a_checkpoint_between_is_an_error(tmp_path: Path) -> None:
     """4, 8 and 16 a step: as many samples in as many steps as with 4 and 16."""
-
-    def ramp(loader: rd.DataLoader) -> None:
-        if loader.step in (2, 5):
-            loader.reopen(global_batch_size={2: 8, 5: 16}[loader.step])
-
     run = Recorded(tmp_path, repeat=True, num_logical_shards=8)
     run.segment(cut, Segment(1, 2, 2, 1))
-    run.segment(cut, Segment(1, 2, 2, 5), ramp)
+    run.segment(cut, Segment(1, 2, 2, 5), ramp({2: 8, 5: 16}))
     with pytest.raises(rd.DataStateError, match="another global batch in between"):
         list(rd.audit.Audit(tmp_path, cut, repeat=True).documents(0, 6))
 
 
-def test_of_files_and_of_shards_that_had_the_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_loader_of_files_and_of_shards_that_had_the_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write("parquet", tmp_path / "corpus", [[100 * i] for i in range(48)])
     read: Counter[int] = Counter()
     monkeypatch.setattr(source, "row", lambda index, row=source.row: (read.update([index]), row(index))[1])
 
-    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        return rd.Reader(source, shard, shuffle=4)
-
-    loader = rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8)
+    loader = rd.DataLoader(source, global_batch_size=4, num_logical_shards=8)
     seen = defaultdict[int, list[int]](list)
     for step, batch in enumerate(loader):
         seen[step] = [int(tokens[0]) // 100 for tokens in batch["tokens"]]
         if step in (3, 7):
             checkpoint.save(tmp_path / "run" / f"step-{step + 1}", {"loader": loader})
-    audit = rd.audit.Audit(tmp_path / "run", pipeline)
+    audit = rd.audit.Audit(tmp_path / "run", source)
     for row in range(48):
         read.clear()
         found = audit.find(f"corpus:{row}")
@@ -334,15 +329,6 @@ def test_of_a_source_that_the_run_has_no_more(tmp_path: Path) -> None:
     served = [found for row in range(SIZES["few"]) if (found := audit.find(f"few:{row}")).served]
     assert served
     assert all(found.drawn for found in served)
-
-
-def test_of_a_loader_that_was_given_a_source(tmp_path: Path) -> None:
-    source = rd.DatasetSource([{"x": i} for i in range(24)], name="numbers")
-    loader = rd.DataLoader(source, global_batch_size=4)
-    seen = [batch["x"].tolist() for batch in loader]
-    checkpoint.save(tmp_path / "run" / "step-6", {"loader": loader})
-    [served] = rd.audit.Audit(tmp_path / "run", source).find("numbers:7").served
-    assert seen[served.step][served.sample] == 7
 
 
 def test_sources_of_one_name(tmp_path: Path) -> None:

@@ -89,21 +89,6 @@ def test_a_passing_fault_is_retried(server: Server, folder: str, fault: str, mon
     assert target["weights"].unique().tolist() == [2.0]
 
 
-@pytest.mark.parametrize(("fault", "at"), [("503", ".distcp"), ("cut", "/rescale_data-")])
-def test_a_lasting_fault_leaves_the_checkpoint_before(server: Server, folder: str, fault: str, at: str) -> None:
-    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 60}}
-    with CheckpointManager(folder, storage_options=options) as manager:
-        for step, steps in ((1, [1]), (2, [1]), (3, [1, 3])):
-            server.set_fault(first(10**9 if step == 2 else 0, fault, at))
-            manager.save(step, state_at(step))
-            if step == 2:
-                with pytest.raises(Exception, match=r"Saving|failed|SlowDown|Connection"):
-                    manager.wait()
-            server.set_fault(lambda method, path: None)
-            assert manager.load_latest(state_at()) == steps[-1]
-            assert manager.steps() == steps
-
-
 @pytest.mark.parametrize(("run", "neighbour"), [("x?", "xy"), ("[x]", "x")])
 def test_a_name_is_no_pattern(server: Server, folder: str, run: str, neighbour: str) -> None:
     """fsspec moves and removes what a name matches: no save to such a run was whole."""

@@ -1,6 +1,5 @@
 """What is wrong on one rank, or not the same on all, is one error on all; and values that are each rank's own."""
 
-import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from tests.checkpoint.files import data, flip
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
 from tests.distributed.ranks import fails
+from tests.distributed.segments import Logged
 
 
 class Point(NamedTuple):
@@ -72,6 +72,12 @@ def disagree(folder: str) -> None:
     checkpoint.save(f"{folder}/same", of_all(rank))
     for name, of in DIFFERENT.items():
         fails(f"{name}, on ranks 0 and 1", checkpoint.save, f"{folder}/c", of_all(rank) | of(rank))
+    loss, reverse = {"loss": 1.0, "accuracy": math.nan}, {"accuracy": math.nan, "loss": 1.0}
+    with Logged() as said:
+        for metrics in ((loss, reverse), ({"loss": 0.5}, {"loss": 1.5}), (loss, None)):
+            checkpoint.save(f"{folder}/same", {"w": 1}, metrics=metrics[rank], overwrite=True)
+    assert len(said) == (rank == 0), "a warning of the first rank"
+    assert not said or "{'loss': 0.5} on the first and {'loss': 1.5}" in said[0]
     fails("of step 1. Give", checkpoint.save, f"{folder}/c", {"w": 1}, step=rank)
     fails("they name 2", checkpoint.save, f"{folder}/other-{rank}", {"w": 1})
     with CheckpointManager(f"{folder}/run") as manager:
@@ -84,25 +90,6 @@ def disagree(folder: str) -> None:
     fails("async_mode= differs", CheckpointManager, f"{folder}/run", async_mode=["thread", "disabled"][rank])
     fails("async_mode='x'", CheckpointManager, f"{folder}/run", async_mode=["thread", "x"][rank])
     fails("keep_latest", CheckpointManager, f"{folder}/run", keep_latest=[1, 0][rank])
-
-
-def warnings_of_metrics(folder: str) -> list[str]:
-    texts: list[str] = []
-    logger = logging.getLogger("rescale_data.checkpoint.saving")
-    logger.addFilter(lambda record: texts.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
-    rank = dist.get_rank()
-    numbers = {"loss": 1.0, "accuracy": math.nan}
-    in_order = dict(reversed(numbers.items())) if rank else numbers
-    for name, metrics in {"same": in_order, "differ": {"loss": 0.5 + rank}, "first": None if rank else numbers}.items():
-        checkpoint.save(f"{folder}/{name}", {"w": 1}, metrics=metrics)
-    return texts
-
-
-def test_metrics_that_differ_are_a_warning_of_the_first_rank(tmp_path: Path) -> None:
-    first, second = run(2, warnings_of_metrics, str(tmp_path))
-    assert not second
-    assert len(first) == 1
-    assert "{'loss': 0.5} on the first and {'loss': 1.5}" in first[0]
 
 
 def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:

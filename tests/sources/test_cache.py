@@ -1,10 +1,10 @@
 """One LRU a process, within its budget."""
 
 import gc
-import logging
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,14 @@ class Sized:
 class Budget:
     def __init__(self, cache_bytes: int) -> None:
         self.cache_bytes = cache_bytes
+
+
+def end_in_a_thread(work: Callable[..., object], *args: Any) -> None:
+    """Assert that some work ends in another thread while this one waits for it."""
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive()
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0, 9, 30, 50])), max_size=60))
@@ -114,18 +122,15 @@ def test_entries_go_with_their_owner() -> None:
 
 
 def test_two_threads_that_ask_at_once_get_one_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources, of_other = [Budget(1)], list[int]()
+    """The other one asks before this one has its number."""
+    sources, of_other, numbers = [Budget(1)], list[int](), decoded_cache._owner_numbers
 
-    class Numbers:
-        """The other thread asks before this one has its number."""
+    def ask_in_between() -> Iterator[int]:
+        monkeypatch.undo()
+        of_other.append(owner_id(sources[0]))
+        yield next(numbers)
 
-        def __next__(self) -> int:
-            monkeypatch.undo()
-            of_other.append(owner_id(sources[0]))
-            return next(numbers)
-
-    numbers = decoded_cache._owner_numbers
-    monkeypatch.setattr(decoded_cache, "_owner_numbers", Numbers())
+    monkeypatch.setattr(decoded_cache, "_owner_numbers", ask_in_between())
     assert [owner_id(sources[0])] == of_other
     sources.clear()
     gc.collect()  # one finalizer: a second one would fail
@@ -180,23 +185,19 @@ class Fragments(Source):
     ("num_sources", "most_shards", "words"),
     [
         (1, 99, ("web", "100 logical shards", "1000 bytes", "is 999", "up to 10 times", "cache_bytes=1000")),
-        (
-            20,
-            4,
-            ("20 sources, web among them", "take 1000 bytes", "is 999", "cache_bytes=1000"),
-        ),  # 40 bytes a shard each
+        # 40 bytes a shard each
+        (20, 4, ("20 sources, web among them", "take 1000 bytes", "is 999", "cache_bytes=1000")),
     ],
 )
 def test_warns_once_where_the_shards_of_all_sources_exceed_the_cache(
     num_sources: int, most_shards: int, words: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     sources = [Fragments(10, 999, 998) for _ in range(num_sources)]  # what is on disk is in the cache, too
-    with caplog.at_level(logging.WARNING, "rescale_data"):
-        warn_if_thrashing(sources, most_shards)
-        warn_if_thrashing([Fragments(10, 999, 1000)], 5000)
-        assert not caplog.records
-        warn_if_thrashing(sources, most_shards + 1)
-        warn_if_thrashing(sources, most_shards + 2)
+    warn_if_thrashing(sources, most_shards)
+    warn_if_thrashing([Fragments(10, 999, 1000)], 5000)
+    assert not caplog.records
+    warn_if_thrashing(sources, most_shards + 1)
+    warn_if_thrashing(sources, most_shards + 2)
     (message,) = caplog.messages
     assert all(part in message for part in words)
 
@@ -206,14 +207,7 @@ def test_a_source_that_goes_waits_for_no_file_that_is_being_opened() -> None:
     files = OpenFileCache()
     files.get_or_make((1, "a"), object)
 
-    def opener() -> object:
-        thread = threading.Thread(target=files.drop_entries_of, args=(1,), daemon=True)
-        thread.start()
-        thread.join(120)
-        assert not thread.is_alive()
-        return object()
-
-    files.get_or_make((2, "b"), opener)
+    files.get_or_make((2, "b"), lambda: end_in_a_thread(files.drop_entries_of, 1))
     assert files.nbytes == 1
 
 
@@ -249,10 +243,7 @@ def test_the_end_of_workers_waits_for_nobody() -> None:
     """A finalizer may wait for it, in a thread that uses the cache."""
     share_budget_with(-1, 3)
     with cache()._lock:
-        thread = threading.Thread(target=share_budget_with, args=(-1, 0), daemon=True)
-        thread.start()
-        thread.join(120)
-        assert not thread.is_alive()
+        end_in_a_thread(share_budget_with, -1, 0)
     assert cache().budget == decoded_cache.DEFAULT_CACHE_BYTES
 
 
@@ -297,23 +288,3 @@ def test_lists_count_with_the_arrays_that_rows_are_cut_from(kind: Any) -> None:
     held = flat_lists(lists)
     assert held is not None
     assert Fragment(pa.table({"tokens": lists, "also": lists})).nbytes == 2 * held.nbytes
-
-
-def test_one_thread_makes_a_value_and_the_others_wait_for_it() -> None:
-    lru, begun, may_end, made = Cache(), threading.Event(), threading.Event(), list[int]()
-
-    def make_value() -> Sized:
-        made.append(len(made))
-        begun.set()
-        assert may_end.wait(60)
-        return Sized(10)
-
-    threads = [threading.Thread(target=lru.get_or_make, args=("key", make_value)) for _ in range(2)]
-    threads[0].start()
-    assert begun.wait(60)
-    threads[1].start()
-    assert not lru.lock_for("key").acquire(blocking=False)  # type: ignore[attr-defined]
-    may_end.set()
-    for thread in threads:
-        thread.join(60)
-    assert made == [0]

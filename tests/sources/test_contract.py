@@ -1,6 +1,7 @@
 """`assert_source`: whole sources pass, each broken promise fails."""
 
 import inspect
+import itertools
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rescale_data.testing import assert_source
 
 
 class Rows(Source):
-    """Integers; what a test breaks is one of its attributes."""
+    """Integers; what a test breaks is one of its attributes or methods."""
 
     def __init__(self, **broken: Any) -> None:
         self.name, self.num_rows = "rows", 10
@@ -34,31 +35,8 @@ class Rows(Source):
         return f"row {index}"
 
 
-class Stateful(Rows):
-    drawn = 0
-
-    def row(self, index: int) -> dict[str, Any]:
-        self.drawn += 1
-        return {"x": self.drawn}
-
-
-class Lending(Rows):
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = [np.array([i]) for i in range(10)]
-
-    def row(self, index: int) -> dict[str, Any]:
-        return {"x": self.values[index]}
-
-
-class Nowhere(Rows):
-    def locate(self, index: int) -> str:
-        return "somewhere"
-
-
-class Odd(Rows):
-    def manifest(self) -> dict[str, Any]:
-        return {"rows": np.int64(10)}
+NUMBERS = [np.array([i]) for i in range(10)]
+DRAWN = itertools.count()
 
 
 @pytest.mark.parametrize(
@@ -72,10 +50,10 @@ class Odd(Rows):
         (Rows(fragments=np.array([0, 4, 9])), "from 0 to num_rows"),
         (Rows(fragments=np.array([0, 8, 4, 10])), "go up"),
         (Rows(lock=(i for i in range(3))), "pickles"),
-        (Stateful(), r"row\(\d\) is .* now and was"),
-        (Lending(), r"row\(\d\) is"),
-        (Nowhere(), "same of two rows"),
-        (Odd(), "JSON"),
+        (Rows(row=lambda _: {"x": next(DRAWN)}), r"row\(\d\) is .* now and was"),
+        (Rows(row=lambda index: {"x": NUMBERS[index]}), r"row\(\d\) is"),
+        (Rows(locate="somewhere".format), "same of two rows"),
+        (Rows(manifest=lambda: {"rows": np.int64(10)}), "JSON"),
     ],
 )
 def test_a_broken_promise(source: Any, message: str) -> None:

@@ -1,10 +1,11 @@
 """The index of a source: made once for all processes, mapped by them, and right. However they are interleaved: law 7."""
 
 import json
-import logging
 import multiprocessing
 import os
 import pickle
+import shutil
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,9 @@ def test_an_indexed_source_is_the_same(kind: str, tmp_path: Path, caplog: pytest
     before = {path: path.read_bytes() for path in (tmp_path / "index").rglob("*") if path.is_file()}
     for file in (tmp_path / kind).glob("[!.]*"):
         os.utime(file, ns=(1, 1))
-    with caplog.at_level(logging.WARNING, "rescale_data"):
-        for again in (make(), make()):
-            assert [str(again.row(i)) for i in range(200)] == [str(plain.row(i)) for i in range(200)]
-            assert again.manifest() == short_manifest(plain.manifest())
+    for again in (make(), make()):
+        assert [str(again.row(i)) for i in range(200)] == [str(plain.row(i)) for i in range(200)]
+        assert again.manifest() == short_manifest(plain.manifest())
     assert sum("other times than when their index was made" in message for message in caplog.messages) == 1
     assert {path: path.read_bytes() for path in before} == before
 
@@ -110,58 +110,45 @@ def test_only_files_that_were_added_or_have_changed_are_read(
     assert read[2:] == ["c.parquet"]
     assert [source.row(i)["x"] for i in (0, 20, 40)] == [0, 100, 0]
     (tmp_path / "data" / "b.parquet").unlink()
-    with caplog.at_level(logging.WARNING, "rescale_data"):
-        assert indexed(tmp_path).num_rows == 40
-        assert any("b.parquet are in its index, and no longer there" in message for message in caplog.messages)
-        assert len(read) == 3
-        write(tmp_path, "d", 1000)
-        os.utime(tmp_path / "data" / "d.parquet", ns=(1, 1))
-        source = indexed(tmp_path)
+    assert indexed(tmp_path).num_rows == 40
+    assert any("b.parquet are in its index, and no longer there" in message for message in caplog.messages)
+    assert len(read) == 3
+    write(tmp_path, "d", 1000)
+    os.utime(tmp_path / "data" / "d.parquet", ns=(1, 1))
+    source = indexed(tmp_path)
     assert "d.parquet changed since an index of them was made, and are read anew" in caplog.messages[-1]
     assert [source.row(i)["x"] for i in (0, 20)] == [100, 1000]
     assert read[3:] == ["d.parquet"]
 
 
-class TestBadIndices:
-    @pytest.fixture
-    def made(self, tmp_path: Path) -> Path:
-        write(tmp_path, "a")
-        indexed(tmp_path)
-        return next((tmp_path / "index").glob("*.rdindex"))
-
-    def test_of_another_format(self, made: Path, tmp_path: Path) -> None:
-        write_table(tmp_path / "data" / "b.arrow", {"x": [1]})
-        rd.ArrowSource(tmp_path / "data", index_dir=tmp_path / "arrow")
-        os.replace(next((tmp_path / "arrow").glob("*.rdindex")), made)
-        with pytest.raises(ValueError, match=r"is an index of .*'arrow'.* not of .*'parquet'"):
+def test_an_index_of_another_format_or_of_other_files_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    indexed(tmp_path)
+    [of_other_files] = (tmp_path / "index").glob("*.rdindex")
+    write_table(tmp_path / "data" / "b.arrow", {"x": [1]})
+    rd.ArrowSource(tmp_path / "data", index_dir=tmp_path / "arrow")
+    [of_arrow] = (tmp_path / "arrow").glob("*.rdindex")
+    write(tmp_path, "b")
+    bundle = indexed(tmp_path)._index_bundle
+    assert bundle is not None
+    for index, words in ((of_other_files, "of other files"), (of_arrow, r"of .*'arrow'.* not of .*'parquet'")):
+        shutil.copy(index, bundle.path)
+        with pytest.raises(ValueError, match=f"is an index {words}"):
             indexed(tmp_path)
 
-    def test_of_other_files(self, made: Path, tmp_path: Path) -> None:
-        write(tmp_path, "b")
-        source = indexed(tmp_path)
-        assert source._index_bundle is not None
-        made.replace(source._index_bundle.path)
-        with pytest.raises(ValueError, match="is an index of other files"):
-            indexed(tmp_path)
 
-    def test_of_another_version_is_left_alone(
-        self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(indexing, "_INDEX_FORMAT_VERSION", 9)
-        assert indexed(tmp_path).num_rows == 20
-        assert made.exists()
-        assert len(list((tmp_path / "index").glob("*.rdindex"))) == 2
+def test_an_index_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "a")
+    indexed(tmp_path)
+    monkeypatch.setattr(indexing, "_INDEX_FORMAT_VERSION", 9)
+    assert indexed(tmp_path).num_rows == 20
+    assert len(list((tmp_path / "index").glob("*.rdindex"))) == 2
 
 
 def test_a_file_that_another_process_makes_before_the_lease_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class AfterAnother(once.Lease):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            path.write_text("whole")
-
     path, make = tmp_path / "file", Mock()
-    monkeypatch.setattr(once, "Lease", AfterAnother)
+    monkeypatch.setattr(once, "Lease", lambda *_, **__: (path.write_text("whole"), nullcontext())[1])
     assert once.open_or_create(str(path), lambda name: Path(name).read_text(), make) == "whole"
     assert not make.called

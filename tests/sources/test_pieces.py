@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded.cache import Cache, cache, owner_id
 from rescale_data.sources.decoded.interest import (
@@ -24,7 +22,6 @@ from rescale_data.sources.decoded.interest import (
     served_shards,
 )
 from rescale_data.sources.parquet import ParquetSource
-from tests.corpus import fragment_order
 from tests.formats import write_table
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -46,6 +43,8 @@ def corpus(tmp_path: Path) -> Path:
     rows = [{"tokens": tokens_of(i), "text": f"row {i}", "d": "ab"[i % 2]} for i in range(NUM_ROWS)]
     table = pa.Table.from_pylist(rows)
     write_table(tmp_path / "corpus" / "a.parquet", table.slice(0, 700), GROUP)
+    with pq.ParquetWriter(tmp_path / "corpus" / "ab.parquet", table.schema) as writer:
+        writer.write_table(table[:0])  # a fragment without rows
     write_table(tmp_path / "corpus" / "b.parquet", table.slice(700), GROUP)
     return tmp_path / "corpus"
 
@@ -74,6 +73,11 @@ def texts_of(source: rd.Source, shuffle: bool | int = True) -> list[str]:
     return [row["text"] for row in in_turn(readers_of(source, shuffle))]
 
 
+def packed(readers: list[rd.Reader]) -> list[list[int]]:
+    nodes = [rd.TokenPacker(reader, column="tokens", seq_len=64, eos_id=0) for reader in readers]
+    return [sample["tokens"].tolist() for sample in in_turn(nodes)]
+
+
 @pytest.mark.parametrize("shuffle", [False, 16])
 def test_rows_are_the_same_and_fragments_decoded_once(
     shuffle: bool | int, corpus: Path, decoded: Counter[int], tmp_path: Path
@@ -91,13 +95,9 @@ def test_rows_are_the_same_and_fragments_decoded_once(
 
 
 def test_tokens_are_the_same_and_fragments_decoded_once(corpus: Path, decoded: Counter[int], tmp_path: Path) -> None:
-    def packed(source: Any) -> list[list[int]]:
-        nodes = [rd.TokenPacker(reader, column="tokens", seq_len=64, eos_id=0) for reader in readers_of(source)]
-        return [sample["tokens"].tolist() for sample in in_turn(nodes)]
-
-    found = packed(small(corpus, cache_dir=tmp_path / "cache"))
+    found = packed(readers_of(small(corpus, cache_dir=tmp_path / "cache")))
     assert set(decoded.values()) == {1}
-    assert found == packed(ParquetSource(corpus))
+    assert found == packed(readers_of(ParquetSource(corpus)))
 
 
 @pytest.mark.parametrize("shuffle", [False, 16, 1024])
@@ -107,18 +107,16 @@ def test_without_a_folder_tokens_are_decoded_as_often_as_the_cache_has_room_for_
     monkeypatch.setattr(interest, "_MIN_BLOCK_BYTES", 2**10)
     monkeypatch.setattr(Cache, "budget", 400_000)
 
-    def packed(source: Any) -> list[list[int]]:
+    def found(source: Any) -> list[list[int]]:
         record_served_shards(source, [source], range(8))
-        readers = [rd.Reader(source, rd.Shard(i, 8), shuffle=shuffle) for i in range(8)]
-        nodes = [rd.TokenPacker(reader, column="tokens", seq_len=64, eos_id=0) for reader in readers]
-        return [sample["tokens"].tolist() for sample in in_turn(nodes)]
+        return packed([rd.Reader(source, rd.Shard(i, 8), shuffle=shuffle) for i in range(8)])
 
     gc.collect()
     cache().clear()
-    found = packed(ParquetSource(corpus, cache_bytes=400_000))
+    expected = found(ParquetSource(corpus, cache_bytes=400_000))
     assert cache().nbytes <= 400_000
     assert sum(decoded.values()) <= 8 * 2 * 2  # two blocks a shard, each of rows of two fragments at the most
-    assert found == packed(ParquetSource(corpus))
+    assert expected == found(ParquetSource(corpus))
 
 
 def test_only_what_this_process_serves_is_cut(corpus: Path, tmp_path: Path) -> None:
@@ -180,37 +178,6 @@ def test_few_shards_and_large_caches_keep_whole_fragments(corpus: Path) -> None:
         reader = rd.Reader(source, rd.Shard(0, shards))
         reader.reset(None)
         assert reader.share(0) is None
-
-
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any),
-    st.integers(1, 12),
-    st.booleans(),
-    st.integers(0, 3),
-)
-@settings(max_examples=60)
-def test_cuts_are_what_the_shards_read(lengths: list[int], num_shards: int, permuted: bool, epoch: int) -> None:
-    fragments = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    order = fragment_order(fragments, 3, epoch) if permuted else None
-    source = rd.SyntheticSource(max(1, int(fragments[-1])))
-    drawn: dict[Any, set[int]] = {}
-    for i in range(num_shards):
-        virtual = np.arange(i * fragments[-1] // num_shards, (i + 1) * fragments[-1] // num_shards)
-        rows = virtual if order is None else order.rows(virtual)
-        share = ShardRowRanges(rd.Shard(i, num_shards, 3), epoch, fragments, order, id(source), i, 0)
-        drawn[share.share_key] = set(rows.tolist())
-        for fragment in range(len(lengths)):
-            for cut in share.served_row_ranges(fragment):
-                if cut.share_key == share.share_key:
-                    assert share.own_row_range(fragment) == cut
-    share = ShardRowRanges(rd.Shard(0, num_shards, 3), epoch, fragments, order, id(source), i, 0)
-    found: dict[Any, set[int]] = {key: set() for key in drawn}
-    for fragment in range(len(lengths)):
-        for cut in share.served_row_ranges(fragment):
-            found[cut.share_key] |= set(
-                range(int(fragments[fragment]) + cut.start, int(fragments[fragment]) + cut.stop)
-            )
-    assert found == drawn
 
 
 def test_another_filter_has_other_pieces(corpus: Path, tmp_path: Path) -> None:
