@@ -131,6 +131,11 @@ def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
     """A function in C, with arguments of the right types."""
     name = draw(st.sampled_from(["join", "find", "cut", "permute", "run", "interleave", "append"]))
     ints, sized, number = (lambda kind=kind: draw(kind) for kind in (INTS, SIZED, NUMBERS))
+
+    def ints_of(size: int, high: int = 3) -> np.ndarray[Any, Any]:
+        numbers = st.integers(0, high) | NUMBERS
+        return np.array(draw(st.lists(numbers, min_size=size, max_size=size)), dtype=np.int64)
+
     if name == "join":
         return name, (draw(st.integers(-1, 8)), draw(ARRAYS), ints(), ints(), draw(ARRAYS))
     if name == "find":
@@ -139,13 +144,22 @@ def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
     if name == "cut":
         return name, (ints(), ints(), ints(), sized(), sized(), *(ints() for _ in range(draw(st.integers(0, 3)))))
     if name == "permute":
-        return name, (number(), draw(st.binary(min_size=15, max_size=17)), ints(), ints(), sized())
+        fragments = draw(st.just((None, None)) | st.tuples(INTS, INTS))
+        return name, (number(), draw(st.binary(min_size=15, max_size=17)), *fragments, sized())
     if name == "run":
         num, points = draw(st.integers(0, 3)), sized()
         numbers = np.array(draw(st.lists(NUMBERS | st.integers(0, 99), min_size=5 * num, max_size=5 * num)), np.int64)
         return name, (draw(st.integers(0, 9)), number(), points, points.copy(), numbers, *(ints() for _ in range(num)))
     if name == "interleave":
-        return name, (number(), *(sized() for _ in range(12)))
+        num, sources, documents, kinds = (draw(st.integers(low, 4)) for low in (0, 1, 1, 1))
+        chosen, ends = ints_of(num, high=sources - 1), np.arange(documents + 1)
+        moves, counts = (documents, documents), (kinds, kinds * sources)
+        read = (chosen, *map(ints_of, (sources, documents)), ends, *map(ints_of, (*moves, *counts)))
+        written = (num, num + 1, 40, 40)
+        given = [*read, *(np.zeros(size, dtype=np.int64) for size in written)]
+        if draw(st.booleans()):
+            given[draw(st.integers(0, 11))] = sized()
+        return name, (number(), *given)
     arrays = tuple(draw(st.lists(ARRAYS, max_size=2)))
     return name, (ints(), draw(st.integers(-2, 9)), (arrays, None, *(ints() for _ in range(6))))
 

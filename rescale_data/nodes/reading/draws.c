@@ -142,24 +142,28 @@ PyObject* run(PyObject* module, PyObject* args) {
 
 enum { CHOSEN, BEGINS, LENGTH, ENDS, SLOT, VALUE, KINDS, COUNTS, INDEX, NEW_ENDS, NEW_SLOT, NEW_VALUE, NUM_VIEWS };
 
+/* As NumPy adds: a sum of any two numbers is defined. */
+static int64_t plus(int64_t one, int64_t other) { return (int64_t)((uint64_t)one + (uint64_t)other); }
+
 static const char* interleave_all(int64_t** b, const Py_ssize_t* sizes, int64_t number) {
   const Py_ssize_t num = sizes[CHOSEN], sources = sizes[BEGINS], documents = sizes[LENGTH], kinds = sizes[KINDS];
-  int64_t at = 0;
+  int64_t at = 0, *count;
   if (sizes[ENDS] != documents + 1 || sizes[COUNTS] != kinds * sources || sizes[INDEX] != num || sizes[NEW_ENDS] != num + 1 ||
       sizes[VALUE] != sizes[SLOT] || sizes[NEW_VALUE] != sizes[NEW_SLOT])
     return "sizes of documents and draws that do not fit";
   b[NEW_ENDS][0] = 0;
   for (Py_ssize_t i = 0; i < num; i++) {
-    const int64_t source = b[CHOSEN][i], document = source < 0 || source >= sources ? -1 : b[BEGINS][source]++;
+    const int64_t source = b[CHOSEN][i], document = source < 0 || source >= sources ? -1 : b[BEGINS][source];
     if (document < 0 || document >= documents) return "a draw of a document that is not there";
+    b[BEGINS][source]++;
     const int64_t first = b[ENDS][document], stop = b[ENDS][document + 1];
     if (first < 0 || stop < first || stop > sizes[SLOT] || at + stop - first + 1 + kinds > sizes[NEW_SLOT])
       return "moves of documents are out of range";
     for (int64_t k = first; k < stop; k++, at++) b[NEW_SLOT][at] = b[SLOT][k], b[NEW_VALUE][at] = b[VALUE][k];
-    b[NEW_SLOT][at] = 0, b[NEW_VALUE][at++] = ++number;
+    b[NEW_SLOT][at] = 0, b[NEW_VALUE][at++] = number = plus(number, 1);
     for (Py_ssize_t kind = 0; kind < kinds; kind++)
-      b[NEW_SLOT][at] = b[KINDS][kind] + source,
-      b[NEW_VALUE][at++] = b[COUNTS][kind * sources + source] += kind ? b[LENGTH][document] : 1;
+      b[NEW_SLOT][at] = plus(b[KINDS][kind], source), count = &b[COUNTS][kind * sources + source],
+      b[NEW_VALUE][at++] = *count = plus(*count, kind ? b[LENGTH][document] : 1);
     b[INDEX][i] = document, b[NEW_ENDS][i + 1] = at;
   }
   return NULL;

@@ -332,7 +332,7 @@ static int read_documents(TokenQueue* s, int64_t (*arrays)[3], int64_t num_array
     return refuse("arrays of documents differ in length");
   if (ends[0] != 0 || ends[num] > num_moves) return refuse("moves of documents are out of range");
   for (int64_t i = 0; i < num; i++, d++) {
-    const int64_t which = array[i], *found = which < 0 ? NULL : arrays[which];
+    const int64_t which = array[i], *found = which < 0 || which >= num_arrays ? NULL : arrays[which];
     if (ends[i + 1] < ends[i]) return refuse("moves of documents are not in order");
     if (which < MARK || which >= num_arrays || start[i] < 0 || length[i] < 0 ||
         (found ? start[i] > found[1] || length[i] > found[1] - start[i] : start[i] | length[i])) {
@@ -525,7 +525,7 @@ static PyObject* join(PyObject* module, PyObject* args) {
   Py_BEGIN_ALLOW_THREADS
   for (int64_t i = 0; i < num && !left; q += length[i++] * width) {
     if (i + 1 < num) PREFETCH(from + start[i + 1] * width);
-    memcpy(q, from + start[i] * width, length[i] * width);
+    if (length[i]) memcpy(q, from + start[i] * width, length[i] * width);
   }
   Py_END_ALLOW_THREADS
   if (left) refuse("the parts do not lie within their array, or do not fill their destination");
@@ -638,7 +638,7 @@ static PyObject* permute(PyObject* module, PyObject* args) {
   uint64_t *words = NULL, halves[2] = {0, 0};
   int bits = 1;
   while (bits < MOST_BITS && (int64_t)1 << bits < num) bits++;
-  if (views[KEY].len != 16 || first < 0 || views[VIRTUAL].len != (virtual ? views[FIRST_ROWS].len + 8 : 0) ||
+  if (views[KEY].len != 16 || first < 0 || first > INT64_MAX - num || views[VIRTUAL].len != (virtual ? views[FIRST_ROWS].len + 8 : 0) ||
       (num && virtual && (!fragments || first < virtual[0] || num > virtual[fragments] || first > virtual[fragments] - num)))
     refuse("a window lies within the rows of its source, and its key has 16 bytes");
   else if (!(words = PyMem_Malloc((num + 1 + ((int64_t)1 << bits) + 1) * sizeof(*words)))) PyErr_NoMemory();
@@ -653,7 +653,7 @@ static PyObject* permute(PyObject* module, PyObject* args) {
     rows[i] += first;
     if (virtual) {
       int64_t at = low + last_at_most(virtual + low, high - low + 1, rows[i]);
-      rows[i] += first_rows[at] - virtual[at];
+      rows[i] = (int64_t)((uint64_t)rows[i] + (uint64_t)first_rows[at] - (uint64_t)virtual[at]);
     }
   }
   Py_END_ALLOW_THREADS
