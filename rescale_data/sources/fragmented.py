@@ -186,7 +186,7 @@ class FragmentedSource(FiledSource):
         return self._index.rows_of(self._files.find_name(name))
 
     def rows_in_file(self, name: str, rows: Ints) -> Ints:
-        file, unfiltered_rows = self._files.find_name(name), self._index.unfiltered_rows
+        file, unfiltered_rows = self._files.find_name(name, allow_ends=False), self._index.unfiltered_rows
         file_rows = self._index.rows_of(file)
         num_rows = len(file_rows) if unfiltered_rows is None else int(unfiltered_rows[file])
         min_row, max_row = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)

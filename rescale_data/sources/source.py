@@ -245,11 +245,12 @@ class FiledSource(Source):
         """Return the source's row numbers for some rows of a file, without the rows that a filter left out.
 
         Args:
-            name: Path of the file, or the end of its path.
+            name: Name of the file below the root, as in `file_row`, or its path; not the end of it, which may become the name
+                of a file that joins.
             rows: ``int64[n]``, rows of the file, numbered as in `file_row`.
 
         Raises:
-            ValueError: There is no such file, there are several, or it cannot have such a row.
+            ValueError: There is no such file, or it cannot have such a row.
         """
 
     @abstractmethod

@@ -69,8 +69,13 @@ class Files:
     def path(self, file: int) -> str:
         return _prefix(self.root) + self.names[file]
 
-    def find_name(self, name: str) -> int:
-        """Find a file by its name below the root, its path, its URL, or the end of its path; return its index."""
+    def find_name(self, name: str, *, allow_ends: bool = True) -> int:
+        """Find a file by its name below the root, its path, its URL, or the end of its path; return its index.
+
+        Args:
+            name: The name.
+            allow_ends: False if the end of a path is an error: it could become the name of another file, which joins later.
+        """
         names, path_end = self.names, name.rpartition("://")[2]
         files: list[int] = []
         for end in (path_end, posixpath.normpath(path_end)):  # in a bucket, a//b is not a/b
@@ -80,6 +85,11 @@ class Files:
             files = files or [file for file in range(len(names)) if f"/{self.path(file)}".endswith(f"/{end}")]
         if len(files) != 1:
             raise ValueError(f"{len(files)} of the files below {self.root} are named {name!r}: give the path of one.")
+        path = self.path(files[0])
+        if not allow_ends and path.rpartition("://")[2] not in (path_end, posixpath.normpath(path_end)):
+            raise ValueError(
+                f"{name!r} is the end of {path}, and may become the name of another file: give {names[files[0]]!r}."
+            )
         return files[0]
 
     def with_files(self, names: Sequence[str], sizes: Sequence[int] | Ints, version_stamps: Sequence[str]) -> Files:
