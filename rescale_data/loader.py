@@ -202,7 +202,8 @@ class DataLoader(BaseLoader):
         arguments: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed_arguments}
         pipeline, options = arguments.pop("pipeline"), Options(**arguments)
         if self._shared is not None:
-            pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None)
+            reads_ahead = {"prefetch": options.ahead, "pin_memory": options.pins_batches}
+            pipeline, options = pipeline(), replace(options, peers=None, receives=True, transfer=None, **reads_ahead)
         return open_stream(as_pipeline(pipeline, options.shuffle), options)
 
     def __enter__(self) -> Self:

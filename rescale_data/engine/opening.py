@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.balanced import BalancedFeed, keep_samples
 from rescale_data.engine.collate import pin
@@ -17,7 +15,7 @@ from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.setup import LoaderSetup, make_setup
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.transfer import is_accelerator, with_transfer
+from rescale_data.engine.transfer import with_transfer
 
 _FORK_WARNING = (
     "Workers are forked, and the ranks meet in a file (init_method='file://...', or a FileStore), which torch removes when the "
@@ -34,13 +32,12 @@ def open_stream(pipeline: Pipeline, options: Options) -> Stream:
             f"shuffle=False keeps the order of the dataset where the case is aligned: {setup.layout.unaligned_reason}."
         )
     runner = ShardRunner(setup.recipe, setup.schema)
-    pins_memory = torch.accelerator.is_available() and (options.pin_memory or is_accelerator(options.transfer))
     if options.balance is None:
-        feed = _reading_feed(setup, options, runner, pin_memory=pins_memory)
+        feed = _reading_feed(setup, options, runner, pin_memory=options.pins_batches)
     else:
         feed = _balanced_feed(setup, options.balance, runner)
     is_pool = isinstance(feed, WorkerFeed)
-    if pins_memory and not is_pool:
+    if options.pins_batches and not is_pool:
         feed = FunctionFeed(feed, pin)
     if options.transfer is not None:
         feed = with_transfer(feed, options.transfer, setup.ranks.rank, setup.ranks.world_size)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.balance import Balance
-from rescale_data.engine.transfer import Transfer, require_transfer
+from rescale_data.engine.transfer import Transfer, is_accelerator, require_transfer
 from rescale_data.errors import checks_argument_types, require_callable, require_type
 
 Tail: TypeAlias = Literal["drop", "pad"]
@@ -70,6 +71,11 @@ class Options:
         if self.prefetch is not None:
             return self.prefetch
         return 2 if self.num_workers or self.transfer is not None else 0
+
+    @property
+    def pins_batches(self) -> bool:
+        """True if batches arrive in page-locked memory: there is an accelerator, and they are wanted so, or copied to it."""
+        return torch.accelerator.is_available() and (self.pin_memory or is_accelerator(self.transfer))
 
 
 OPTION_NAMES = frozenset(field.name for field in fields(Options))

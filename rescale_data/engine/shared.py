@@ -11,14 +11,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.message import to_bytes
 from rescale_data.engine.options import Options
-from rescale_data.engine.ranks.find_ranks import MESH_TYPES, ranks_in
+from rescale_data.engine.ranks.find_ranks import MESH_TYPES, members_of, ranks_in
 from rescale_data.engine.ranks.meeting import members_by_dp_rank
 from rescale_data.engine.ranks.peers import BATCH_MESSAGE, RESULT, PeerGroup
 from rescale_data.engine.stream import STOP_ITERATION_MESSAGE, Stream
@@ -28,6 +25,10 @@ from rescale_data.errors import require_callable, require_type, to_picklable
 P = ParamSpec("P")
 R = TypeVar("R")
 _NO_COUNTS = (0, 0, 0, 0)
+_UNTRANSFERRED_NOTE = (
+    "The batch of which transfer= failed is lost on this rank: its peers have it, and it counts as delivered. Load a state on "
+    "all of them."
+)
 
 
 class BatchCounts(NamedTuple):
@@ -68,7 +69,7 @@ class PeerCalls:
                 "With peers= say which ranks read different samples: give mesh=mesh['dp'], or dp_rank= and dp_world_size= (0 "
                 "and 1 where all processes are peers)."
             )
-        self._pins_batches = options.pin_memory and torch.accelerator.is_available()
+        self._pins_batches = options.pins_batches
         self._transfer = transfer_function(options.transfer)
         arguments = {"pipeline": pipeline, **vars(options)}
         settings = {name: _setting(value) for name, value in arguments.items() if name not in ("peers", "receives")}
@@ -90,7 +91,7 @@ class PeerCalls:
         value = (
             self._receive(call_text) if self._peers.my_index else self._run_work(loader, call_text, message_kind, work)
         )
-        return self._transfer_batch(value) if message_kind != RESULT and value is not None else value
+        return self._transfer_batch(value, message_kind) if message_kind != RESULT and value is not None else value
 
     def _run_work(self, loader: Any, call_text: str, message_kind: int, work: Callable[[], Any]) -> Any:
         call_digest = self._peers.digest_of(call_text)
@@ -127,11 +128,14 @@ class PeerCalls:
             raise error
         return call_result
 
-    def _transfer_batch(self, batch: Any) -> Any:
+    def _transfer_batch(self, batch: Any, message_kind: int) -> Any:
         try:
             return batch if self._transfer is None else self._transfer(batch)
-        except StopIteration as error:
-            raise RuntimeError(STOP_ITERATION_MESSAGE) from error
+        except Exception as cause:
+            error = RuntimeError(STOP_ITERATION_MESSAGE) if isinstance(cause, StopIteration) else cause
+            if message_kind == BATCH_MESSAGE:
+                error.add_note(_UNTRANSFERRED_NOTE)
+            raise error from cause.__cause__
 
 
 def on_first_peer(kind: int) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
@@ -178,10 +182,11 @@ def _peer_ranks(peers: Any) -> list[int]:
 
 def _setting(value: Any) -> str:
     """Return an argument of the loader as text that peers can compare."""
-    if isinstance(value, DeviceMesh):
-        return f"dp rank {value.mesh.flatten().tolist().index(dist.get_rank())} of {value.size()}"
-    if isinstance(value, ProcessGroup):
-        return f"dp rank {value.rank()} of {value.size()}"
+    if isinstance(value, MESH_TYPES):
+        members, rank = members_of(value), dist.get_rank()
+        return (
+            f"dp rank {members.index(rank)} of {len(members)}" if rank in members else f"{members} without rank {rank}"
+        )
     if isinstance(value, functools.partial):
         return f"{_setting(value.func)} of {_setting(value.args)} and {_setting(value.keywords)}"  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):

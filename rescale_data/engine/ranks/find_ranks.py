@@ -108,9 +108,14 @@ def _members_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> list[int]:
 def ranks_in(**argument: DeviceMesh | dist.ProcessGroup) -> list[int]:
     """Return the ranks of the job in a mesh, row-major, or in a process group; ``ValueError`` if this process is not in it."""
     ((name, group),) = argument.items()
-    members = group.mesh.flatten().tolist() if isinstance(group, DeviceMesh) else dist.get_process_group_ranks(group)
+    members = members_of(group)
     if dist.get_rank() not in members:
         raise ValueError(
             f"This process has rank {dist.get_rank()}, but {name} holds the ranks {members}: pass the one that it is part of."
         )
     return members
+
+
+def members_of(group: DeviceMesh | dist.ProcessGroup) -> list[int]:
+    """Return the ranks of the job in a mesh, row-major, or in a process group."""
+    return group.mesh.flatten().tolist() if isinstance(group, DeviceMesh) else dist.get_process_group_ranks(group)
