@@ -134,10 +134,13 @@ def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list
 FIRST, WITHIN, LAST = 0, 2, -1
 CURSOR = ("engine/stream.py", "engine/cursor.py", "engine/micro_batch.py")
 """Files before any bytecode of which it comes: it leaves the old cursor, or the new one."""
+NEXT = ("engine/reading.py", "engine/feed.py", "engine/transfer.py", "engine/watch.py")
+"""Files of what ``next`` does besides: it leaves nothing that refuses the next one."""
 CASES = [
     *itertools.product((known, only_reading_tells, in_a_thread), (FIRST, WITHIN, LAST), [()]),
     (packed, WITHIN, ()),
     *itertools.product((known, only_reading_tells, epochs_of_steps), (1, LAST), [CURSOR]),
+    *itertools.product((known, in_a_thread), (FIRST, WITHIN), [NEXT]),
 ]
 
 

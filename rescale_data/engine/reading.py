@@ -356,15 +356,17 @@ class BaseLoader:
         if stream.epoch != self._iterator_epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self._watch, time.perf_counter()
-        # There is no call between this check and the assignment below: two threads cannot both pass.
-        if watch.start_time is not None:
+        # There is no call between this check and the assignments below: two threads cannot both pass. After Ctrl-C a time may
+        # be left of this thread itself.
+        if watch.start_time is not None and watch.thread_id != thread:
             raise RuntimeError(
                 "Another thread is within next() of this loader: one at a time takes its batches. Let one thread take them and "
                 "fill a queue for the others, or hold a lock around next(); num_workers= makes batches in parallel."
             )
+        watch.thread_id = thread
         watch.start_time = started
         try:
-            if watch.thread_id != thread:
+            if not watch.is_running:
                 watch.start()
             micro_batch = stream.take()
             self._last_taken = (batches.number, thread)

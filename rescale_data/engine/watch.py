@@ -52,6 +52,7 @@ class Watch:
             else is cheap enough.
         report_made: True if a report was made; the watched thread may reset it.
         thread_id: The id of the watched thread; 0 before `start`.
+        is_running: True from `start` to `stop`.
     """
 
     def __init__(
@@ -63,23 +64,23 @@ class Watch:
         self.start_time: float | None = None
         self.report_after_seconds, self._report, self._clock = report_after_seconds, report, clock
         self.thread_id, self.report_made, self._reported_start_time = 0, False, -1.0
-        self._stop_flag = WaitableFlag()
+        self._stop_flag, self.is_running = WaitableFlag(), False
         self._watcher: threading.Thread | None = None
         self._watcher_pid = 0  # the process that has the background thread
 
     def start(self) -> None:
         """Start to watch the calling thread, from a background thread that looks at intervals."""
-        if not self.thread_id:
+        if not self.is_running:
             self._stop_flag = WaitableFlag()
             args = weakref.ref(self), min(1.0, max(0.01, self.report_after_seconds / 4)), self._stop_flag
             thread = threading.Thread(target=_watch_loop, args=args, daemon=True, name="rescale_data-watch")
             thread.start()
             self._watcher, self._watcher_pid = thread, os.getpid()  # only after the start, which Ctrl-C may prevent
-        self.thread_id = threading.get_ident()
+        self.thread_id, self.is_running = threading.get_ident(), True
 
     def stop(self) -> None:
         """Stop watching, until `start` is called again."""
-        self.thread_id = 0
+        self.thread_id, self.is_running = 0, False
         if self._watcher is not None and self._watcher_pid == os.getpid():  # a forked process has no such thread
             self._stop_flag.set()
             self._watcher.join(1.0)  # a report may be under way
