@@ -6,7 +6,6 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -217,12 +216,20 @@ class Tokenize(Node[dict[str, Any]]):
         samples, locations = list[Any](), list[str]()
         next_positions: list[View] = []
         while len(next_positions) < min(max_texts, self._num_next_texts) and len(samples) == len(next_positions):
-            with suppress(StopIteration):
+            try:
                 samples.append(next(self._source))
                 locations.append(self._source.locate())
+            except StopIteration:
+                pass
+            except Exception:
+                if samples:  # it is raised again in the turn of its sample
+                    break
+                raise
             next_positions.append(copy_of(self._source.position))
         self._num_next_texts = min(2 * self._num_next_texts, self.batch_size)
         tokens = self._tokenize(samples, locations)
+        if len(tokens) < len(samples):  # the next sample raises an error, in its turn
+            del samples[len(tokens) :], next_positions[len(tokens) :]
         tokenized = [self._with_tokens(*pair) for pair in zip(samples, tokens, strict=True)]
         entries = list(zip([*tokenized, _Sentinel.END], next_positions, strict=False))
         return TokenBatch(locations, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
@@ -235,16 +242,24 @@ class Tokenize(Node[dict[str, Any]]):
         return _require_one_per_text(tokens, len(samples))
 
     def _one_by_one(self, samples: list[Any], locations: list[str]) -> list[Tokens | None]:
-        """Tokenize samples one by one, to handle the error of each sample that cannot be tokenized."""
+        """Tokenize samples one by one, to handle the error of each sample that cannot be tokenized.
+
+        If an error is raised, the samples before it are returned without it: it is raised again in the turn of its sample.
+        """
         tokens: list[Tokens | None] = []
         num_failed = self.position[0]
         for sample, location in zip(samples, locations, strict=True):
             try:
                 tokens_of_sample = self._tokens([sample])
             except Exception as error:
-                replacement = self._error_handler.handle_error(error, location, num_failed)
+                try:
+                    replacement = self._error_handler.handle_error(error, location, num_failed)
+                    tokens.append(None if replacement is None else _to_token_array(replacement))
+                except Exception:
+                    if tokens:
+                        break
+                    raise
                 num_failed += replacement is None
-                tokens.append(None if replacement is None else _to_token_array(replacement))
                 continue
             tokens += _require_one_per_text(tokens_of_sample, 1)
         return tokens

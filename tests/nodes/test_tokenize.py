@@ -14,6 +14,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.nodes.tokenize import _to_token_array
 from rescale_data.nodes.tokenized import concatenate_ids
+from tests.datasets import unreadable
 from tests.nodes.resume import endless
 from tests.nodes.zoo import by_letters
 from tests.pipelines import plain as as_values
@@ -137,14 +138,24 @@ def test_errors_name_the_row_or_are_skipped_and_counted(
     def node(on_error: Any) -> rd.Tokenize:
         return tokenize(tokenizer, False, source=rows, batch_size=batch_size, on_error=on_error)
 
+    samples: list[Any] = []
     with pytest.raises((ValueError, TypeError), match=message) as caught:
-        list(node("raise"))
+        samples.extend(node("raise"))
+    assert len(samples) == bad[0], "it comes in the turn of its row"
     assert caught.value.__notes__ == [f"in the function of Tokenize, given list: list[{bad[0]}]"]
     skipping = node("skip")
     assert [sample["id"] for sample in skipping] == [i for i in range(30) if i not in bad]
     assert skipping.get_state() == {"skipped": len(bad), "source": {"epoch": 1, "row": 0, "skipped": 0}}
     for number, row in enumerate(bad, 1):
         assert f"list[{row}] (number {number}" in caplog.text
+
+
+def test_an_error_of_reading_comes_in_the_turn_of_its_row_again_and_again() -> None:
+    node = tokenize(by_letters, False, source=unreadable(TEXTS, {13}))
+    assert [next(node)["id"] for _ in range(13)] == [*range(13)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="row 13 cannot be read"):
+            next(node)
 
 
 @pytest.mark.parametrize(("rows", "tokenizer", "bad", "message"), BAD_DATA)
@@ -161,8 +172,7 @@ def test_an_error_below_a_packer_names_the_row(
 
     samples, error = found()
     monkeypatch.setattr(rd.JsonlSource, "texts", None)
-    served = found()[0]
-    assert served == samples[: len(served)]
+    assert found()[0] == samples
     assert message in str(error) or "not an object" in str(error)
     assert f"line {bad[0] + 1}" in "".join([str(error), *getattr(error, "__notes__", [])])
 
