@@ -95,8 +95,9 @@ class Segment(NamedTuple):
 
 
 class Recorded:
-    def __init__(self, folder: Any, **arguments: Any) -> None:
-        self.folder, self.arguments, self.seen, self.state, self.num_saves = folder, arguments, Seen(), None, 0
+    def __init__(self, folder: Any, names: dict[int, str] = NAME_OF, **arguments: Any) -> None:
+        self.folder, self.names, self.arguments, self.seen, self.state = folder, names, arguments, Seen(), None
+        self.num_saves = 0
 
     def segment(self, pipeline: Any, segment: Segment, change: Callable[[rd.DataLoader], None] | None = None) -> None:
         w, b, a = segment[:3]
@@ -125,7 +126,7 @@ class Recorded:
             first = rank * layout.global_batch_size // layout.dp_world_size + m * layout.micro_batch_size
             tokens = batch["tokens"] if isinstance(batch, dict) else batch
             for place, sample in enumerate(tokens[: loader.last_batch_samples].tolist()):
-                documents = [NAME_OF[i] for i in dict.fromkeys(t // 100 for t in sample) if i]
+                documents = [self.names[i] for i in dict.fromkeys(t // 100 for t in sample) if i]
                 self.seen.append((step, first + place, documents))
 
     def steps_of(self, document: str) -> list[tuple[int, int]]:
@@ -289,35 +290,24 @@ def test_of_a_loader_of_files_and_of_shards_that_had_the_row_alone(
 def test_of_a_run_to_which_files_were_added(tmp_path: Path) -> None:
     """Each pipeline reads the files of then; the one of now would have read other rows."""
 
-    def pipeline_of(*names: str) -> Any:
-        source = rd.JsonlSource([tmp_path / "corpus" / f"{name}.jsonl" for name in names])
+    def pipeline_of(files: str) -> Any:
+        source = rd.JsonlSource([tmp_path / "corpus" / f"{file}.jsonl" for file in files])
         return lambda shard: rd.Reader(source, shard)
 
-    def serve(names: str, num_batches: int) -> None:
-        loader = rd.DataLoader(pipeline_of(*names), global_batch_size=3, num_logical_shards=3)
-        if served:
-            loader.load_state_dict(checkpoint.read_data_state(tmp_path / "run" / f"step-{len(served)}"))
-        for batch in (batch for _ in range(9) for batch in loader):
-            served.append(batch["row"])
-            if len(served) % 4 == 0:
-                checkpoint.save(tmp_path / "run" / f"step-{len(served)}", {"loader": loader})
-            if len(served) >= num_batches:
-                return
-
-    served: list[list[str]] = []
-    for name in "adb":
-        write_jsonl(tmp_path / "corpus" / f"{name}.jsonl", [{"row": f"{name}.jsonl, line {i}"} for i in range(1, 13)])
-    serve("ad", 4)
-    serve("abd", 24)
-    then, now = pipeline_of(*"ad"), pipeline_of(*"abd")
+    names = dict[int, str]()
+    for first, file in ((100, "a"), (200, "d"), (300, "b")):
+        path = write_jsonl(tmp_path / "corpus" / f"{file}.jsonl", [{"tokens": [100 * (first + i)]} for i in range(12)])
+        names |= {first + i: f"corpus: {path}, line {i + 1}" for i in range(12)}
+    run, then, now = Recorded(tmp_path / "run", names, repeat=True), pipeline_of("ad"), pipeline_of("abd")
+    run.segment(then, Segment(1, 3, 1, 4))
+    run.segment(now, Segment(1, 3, 1, 20))
     with pytest.raises(rd.DataStateError, match=r"step 4 the run had another pipeline: .* did not read b.jsonl"):
         rd.audit.Audit(tmp_path / "run", now).find("corpus:0")
-    audit = rd.audit.Audit(tmp_path / "run", now, then)
-    documents = [(s.step, s.sample, line.rpartition("/")[2]) for s in audit.documents(0, 24) for line in s.documents]
-    assert documents == [(step, i, row) for step, rows in enumerate(served) for i, row in enumerate(rows)]
-    for row in ("a.jsonl, line 3", "b.jsonl, line 12", "d.jsonl, line 1"):
-        found = [(sample.step, sample.sample) for sample in audit.find(f"corpus: {tmp_path}/corpus/{row}").served]
-        assert found == [(step, i) for step, i, other in documents if other == row]
+    audit = rd.audit.Audit(tmp_path / "run", now, then, repeat=True)
+    check(run, audit, [])
+    for name in (names[102], names[201], names[311]):
+        assert sorted((sample.step, sample.sample) for sample in audit.find(name).served) == run.steps_of(name)
+        assert run.steps_of(name)
 
 
 def test_of_a_source_that_the_run_has_no_more(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
-"""Ranks that leave, or die, and ranks that go on, in live processes. Wherever that happens in a run: histories.
+"""Ranks that leave, or die, and ranks that go on, in live processes and on hosts. Wherever that happens in a run: histories.
 
 With trainers, killed within a step, and others that join: `tests.trainers.test_trainers` and `test_elastic_torchrun`.
 """
 
 import os
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +44,8 @@ def test_a_state_of_a_loader_that_others_went_on_from_is_refused(tmp_path: Path)
     run_ranks(3, tmp_path, leave)
 
 
-Kept = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trainers" / "parts" / "kept.py"))["Kept"]
+REPOSITORY = Path(__file__).parents[2]
+Kept = runpy.run_path(str(REPOSITORY / "examples" / "trainers" / "parts" / "kept.py"))["Kept"]
 STEPS, DIES_IN, SURVIVORS = 15, 9, [0, 2, 3]
 
 
@@ -90,3 +94,26 @@ def test_three_ranks_go_on_where_one_of_four_has_died(tmp_path: Path) -> None:
     found = run_ranks(4, tmp_path, survive, 50, forks=True)
     rows = [row for rank in SURVIVORS for step in found[rank] for row in step]
     assert len(rows) == len(set(rows)) == 24 * STEPS - 6 * DIES_IN  # but for those of the rank that died
+
+
+SCRIPT = REPOSITORY / "benchmarks" / "bench_hosts.py"
+OWN = ["unshare", "-Urn"]
+"""Hosts are namespaces, which reach each other through a network alone, where making some takes no rights."""
+
+
+def can_make_networks() -> bool:
+    if not all(map(shutil.which, ("unshare", "ip", "sh"))):
+        return False
+    tried = "test -w /dev/net/tun && ip tuntap add dev fabric0 mode tun"
+    return subprocess.run([*OWN, "sh", "-c", tried], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_make_networks(), reason="network namespaces cannot be made here without rights")
+def test_a_host_vanishes_and_the_others_go_on_without_it() -> None:
+    """Its cable is pulled, so that no connection ends; who is gone is said, and no row is read twice or lost."""
+    few = ["--inside", "--fork", "--short", "--hosts", "3", "--delay", "0.002", "--rows", "400", "--timeout", "5"]
+    command = [*OWN, sys.executable, SCRIPT, *few]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "because the ranks [2] did not come to it" in found.stdout
+    assert "all were told who is gone: True; rows read twice: 0" in found.stdout

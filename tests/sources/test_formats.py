@@ -1,5 +1,6 @@
 """Lines, tars, Megatron's files and saved datasets: rows are what was written, with an index that is written once."""
 
+import itertools
 import json
 import os
 import pickle
@@ -301,9 +302,9 @@ DOCS = documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4] * 3)
 
 @pytest.mark.parametrize("sentences", [1, 3])
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
-def test_rows_of_megatron_are_documents(sentences: int, dtype: str, tmp_path: Path) -> None:
+def test_rows_of_megatron_are_documents_of_counted_tokens(sentences: int, dtype: str, tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", DOCS[:17], dtype, sentences)
-    write_megatron(tmp_path / "b", DOCS[17:], dtype, sentences)
+    write_megatron(tmp_path / "b", DOCS[17:], dtype)
     source = rd.MegatronSource(tmp_path)
     rows = [source.row(i)["tokens"] for i in range(source.num_rows)]
     assert [row.tolist() for row in rows] == DOCS
@@ -311,6 +312,10 @@ def test_rows_of_megatron_are_documents(sentences: int, dtype: str, tmp_path: Pa
     assert source.fragments.tolist() == [0, 7, 14, 17, 24, 30]
     assert source.locate(18) == f"{tmp_path}/b.bin, row 1"
     assert_source(source, columns=["tokens"])
+    counts = [sum(map(len, DOCS[a:b])) for a, b in itertools.pairwise(source.fragments)]
+    assert source.num_tokens(None) == source.num_tokens("tokens") == sum(counts)
+    assert [source.num_tokens("tokens", np.array([i])) for i in range(len(counts))] == counts
+    assert source.num_tokens("tokens", np.array([0, 3])) == counts[0] + counts[3]
 
 
 def test_files_that_are_written_anew_are_read_anew_beside_a_local_store(tmp_path: Path) -> None:
@@ -320,17 +325,6 @@ def test_files_that_are_written_anew_are_read_anew_beside_a_local_store(tmp_path
             fsspec.filesystem("memory").pipe(f"/written_anew/{file.name}", file.read_bytes())
         source = rd.MegatronSource("memory://written_anew", cache_dir=tmp_path / "local")
         assert [source.row(i)["tokens"].tolist() for i in range(3)] == docs
-
-
-@pytest.mark.parametrize("dtype", ["uint16", "int64"])
-def test_megatron_knows_its_tokens_without_reading_them(dtype: str, tmp_path: Path) -> None:
-    write_megatron(tmp_path / "a", DOCS[:17], dtype, 2)
-    write_megatron(tmp_path / "b", DOCS[17:], dtype, 1)
-    source = rd.MegatronSource(tmp_path)
-    assert source.num_tokens(None) == source.num_tokens("tokens") == sum(map(len, DOCS))
-    parts = [sum(map(len, DOCS[a:b])) for a, b in zip(source.fragments, source.fragments[1:], strict=False)]
-    assert [source.num_tokens("tokens", np.array([i])) for i in range(len(parts))] == parts
-    assert source.num_tokens("tokens", np.array([0, 3])) == parts[0] + parts[3]
 
 
 SAVED = [{"text": f"row {i}", "label": i % 3, "tokens": list(range(i % 7))} for i in range(50)]

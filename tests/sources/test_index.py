@@ -69,16 +69,20 @@ def test_eight_processes_and_ten_thousand_files(far: type[Far], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_an_indexed_source_is_the_same(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Made, mapped, pickled; and where files have other times, as on a host to which they were copied, beside the index."""
+def test_an_indexed_source_is_the_same(
+    kind: str, far: type[Far], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Made, mapped, pickled, by a URL; and where files have other times, as on another host, beside the index."""
     plain = make_source(kind, tmp_path / kind)
     make = partial(type(plain), tmp_path / kind, index_dir=tmp_path / "index")
-    for source in (make(), make(), pickle.loads(pickle.dumps(make()))):
+    far.failures = [ConnectionResetError("reset by peer"), TimeoutError()]
+    by_url = type(plain)(f"far://{tmp_path / kind}", index_dir=tmp_path / "index of the url")
+    for source in (make(), make(), pickle.loads(pickle.dumps(make())), by_url):
         assert source.manifest() == short_manifest(plain.manifest())
         assert source.full_manifest(source.manifest()) == plain.manifest()
         assert source.fragments.tolist() == plain.fragments.tolist()
         assert [str(source.row(i)) for i in range(200)] == [str(plain.row(i)) for i in range(200)]
-        assert source.locate(150) == plain.locate(150)
+        assert source.locate(150).removeprefix("far://") == plain.locate(150)
     assert_source(make())
     before = {path: path.read_bytes() for path in (tmp_path / "index").rglob("*") if path.is_file()}
     for file in (tmp_path / kind).glob("[!.]*"):

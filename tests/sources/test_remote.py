@@ -23,29 +23,9 @@ from rescale_data.sources.files import remote
 from rescale_data.sources.files.paths import find_matching_files
 from rescale_data.sources.files.remote import RemoteFile
 from tests.formats import write_megatron, write_table
-from tests.sources.corpora import FORMATS, make_source
 from tests.sources.far import Far
 
 pytestmark = pytest.mark.usefixtures("own_cache", "far")
-
-
-def by_url(kind: str, folder: Path, **kwargs: Any) -> Any:
-    local = type(make_source(kind, folder / kind))
-    index = {"index_dir": folder / "index"} if kind in ("jsonl", "jsonl.gz", "webdataset") else {}
-    return local(f"far://{folder / kind}", **index, **kwargs)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_rows_are_those_of_the_files_though_requests_fail(kind: str, tmp_path: Path) -> None:
-    local: Any = make_source(kind, tmp_path / kind)
-    Far.failures = [ConnectionResetError("reset by peer"), TimeoutError()]
-    source = by_url(kind, tmp_path, remote=rd.Remote(retries=2, read_ahead=False))
-    assert source.full_manifest(source.manifest()) == local.manifest()
-    for index in (0, 150, 40):
-        cache().clear()
-        Far.failures = [OSError("503 slow down"), TimeoutError()]
-        assert repr(source.row(index)) == repr(local.row(index))
-    assert [repr(source.row(i)) for i in range(200)] == [repr(local.row(i)) for i in range(200)]
 
 
 @pytest.mark.parametrize("given", ["data", "data/**", "data/*/*.bin", "data/[ab]/x.bin"])
