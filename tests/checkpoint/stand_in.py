@@ -1,10 +1,14 @@
-"""A stand-in for the data loader: a ``Stateful`` whose state has exactly the form of a loader's; and a state with one."""
+"""A stand-in for the data loader, whose state has exactly the form of a loader's; a state with one; the files of its save."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from rescale_data.checkpoint.storage.claims import SaveId, find
+from rescale_data.checkpoint.storage.store import DiskStore
 
 
 class StandInLoader:
@@ -57,3 +61,23 @@ class StandInLoader:
 def state_at(step: int = 0, size: int = 300) -> dict[str, Any]:
     """Return a state in which every value says which step it is of."""
     return {"weights": torch.full((size,), float(step)), "step": step, "loader": StandInLoader(step=step)}
+
+
+def save_at(path: Path) -> SaveId:
+    save = find(DiskStore(), str(path))
+    assert save is not None
+    return save
+
+
+def data(path: Path) -> Path:
+    return path / save_at(path).folder
+
+
+def manifest(path: Path) -> Path:
+    return path / save_at(path).manifest
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)

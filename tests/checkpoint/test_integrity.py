@@ -18,8 +18,7 @@ from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import DiskStore
 from rescale_data.checkpoint.storage.values import Memory
 from rescale_data.errors import DamagedCheckpointError
-from tests.checkpoint.files import data, flip, manifest
-from tests.checkpoint.stand_in import state_at
+from tests.checkpoint.stand_in import data, flip, manifest, state_at
 from tests.states import opened
 
 

@@ -27,10 +27,9 @@ from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage.store import DiskStore
 from rescale_data.cli import inspect
 from rescale_data.errors import DamagedCheckpointError
-from tests.checkpoint.files import data, flip
 from tests.checkpoint.models import Training
 from tests.checkpoint.processes import run
-from tests.checkpoint.stand_in import StandInLoader
+from tests.checkpoint.stand_in import StandInLoader, data, flip
 
 MODES = ["disabled", "thread"]
 KINDS = (OrderedDict(a=1), [Counter("aab")], {1: 2.5})

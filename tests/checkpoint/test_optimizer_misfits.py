@@ -199,28 +199,21 @@ def test_state_comes_back_in_its_shapes_dtypes_and_lists(tmp_path: Path, build: 
         step(other)
 
 
-def test_a_learning_rate_that_is_a_tensor(tmp_path: Path) -> None:
-    def build(rate: Any) -> dict[str, Any]:
-        return state_of((4, 2), lambda m: Adam(m.parameters(), lr=rate), steps=1)
+def test_a_learning_rate_that_is_a_tensor_and_groups_without_parameters(tmp_path: Path) -> None:
+    """These go in order."""
 
-    checkpoint.save(tmp_path / "tensor", build(torch.tensor(0.5)))
-    checkpoint.save(tmp_path / "number", build(0.25))
+    def build(rate: Any, *rates: float) -> dict[str, Any]:
+        empty = [{"params": [], "lr": other} for other in rates]
+        return state_of((4, 2), lambda m: Adam([{"params": m.parameters()}, *empty], lr=rate), steps=1)
+
+    checkpoint.save(tmp_path / "tensor", build(torch.tensor(0.5), 0.3, 0.7))
+    checkpoint.save(tmp_path / "number", build(0.25, 0.3, 0.7))
     for rate in (torch.tensor(0.1), 0.1):
-        state = build(rate)
+        state = build(rate, 0.1, 0.2)
         for name, expected in (("tensor", 0.5), ("number", 0.25)):
             checkpoint.load(tmp_path / name, state)
-            assert float(state["opt"].param_groups[0]["lr"]) == expected
+            assert [float(group["lr"]) for group in state["opt"].param_groups] == [expected, 0.3, 0.7]
             step(state)
-
-
-def test_groups_without_parameters_go_in_order(tmp_path: Path) -> None:
-    def build(*rates: float) -> dict[str, Any]:
-        empty = [{"params": [], "lr": rate} for rate in rates]
-        return state_of((4, 2), lambda m: SGD([{"params": m.parameters()}, *empty], lr=1.0))
-
-    checkpoint.save(tmp_path / "c", build(0.3, 0.7))
-    checkpoint.load(tmp_path / "c", state := build(0.1, 0.2))
-    assert [group["lr"] for group in state["opt"].param_groups] == [1.0, 0.3, 0.7]
 
 
 def test_a_checkpoint_without_the_optimizer_and_one_by_number(tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from torch import nn
 import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, PerRank
-from tests.checkpoint.files import data, flip
 from tests.checkpoint.processes import run
-from tests.checkpoint.stand_in import StandInLoader
+from tests.checkpoint.stand_in import StandInLoader, data, flip
 from tests.distributed.ranks import fails
 from tests.distributed.segments import Logged
 

@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
-from tests.checkpoint.files import data, flip
-from tests.checkpoint.stand_in import StandInLoader
+from tests.checkpoint.stand_in import StandInLoader, data, flip
 
 pytest.importorskip("typer", reason="needs the extra cli")
 

@@ -1,19 +1,27 @@
-"""`assert_source`: whole sources pass, each broken promise fails."""
+"""Sources that are no files: `assert_source` (whole sources pass, each broken promise fails) and `DatasetSource`."""
 
+import gc
 import inspect
 import itertools
+import pickle
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import rescale_data as rd
+from rescale_data.nodes.reading.chunks import _all_chunks
 from rescale_data.sources import source as protocol
+from rescale_data.sources.dataset import as_source
+from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.source import Source
-from rescale_data.sources.synthetic import SyntheticSource
 from rescale_data.testing import assert_source
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 class Rows(Source):
@@ -90,16 +98,155 @@ def test_options_of_sources_of_files_are_given_by_name(source: type[Source]) -> 
 
 class TestSynthetic:
     def test_keeps_the_contract(self) -> None:
-        assert_source(SyntheticSource(3000, length=(0, 20)), columns=["tokens"])
-        assert_source(SyntheticSource(5, length=7, seed=3), columns=["tokens"])
+        assert_source(rd.SyntheticSource(3000, length=(0, 20)), columns=["tokens"])
+        assert_source(rd.SyntheticSource(5, length=7, seed=3), columns=["tokens"])
 
     def test_rows_do_not_change(self) -> None:
-        source = SyntheticSource(2000, length=(2, 4), vocab_size=100)
+        source = rd.SyntheticSource(2000, length=(2, 4), vocab_size=100)
         assert isinstance(source, Source)
         rows = [source.row(i)["tokens"].tolist() for i in (0, 1, 1999)]
         assert rows == [[80, 3], [63, 71, 91, 73], [50, 77, 92]]
         assert source.row(0)["tokens"].dtype == np.int32
         assert (
-            SyntheticSource(2000, seed=1).row(0)["tokens"].tolist() != SyntheticSource(2000).row(0)["tokens"].tolist()
+            rd.SyntheticSource(2000, seed=1).row(0)["tokens"].tolist()
+            != rd.SyntheticSource(2000).row(0)["tokens"].tolist()
         )
         assert source.locate(7) == "synthetic row 7"
+
+
+class Squares:
+    _fingerprint = "abc"
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+def test_is_a_source_of_the_datasets_own_rows() -> None:
+    source = rd.DatasetSource(Squares())
+    assert isinstance(source, rd.Source)
+    assert [source.row(i) for i in range(source.num_rows)] == [0, 1, 4, 9, 16]
+    assert source.fragments is None
+    assert source.locate(3) == "Squares[3]"
+    assert source.manifest() == {"format": "dataset", "class": "Squares", "rows": 5, "fingerprint": "abc"}
+    assert rd.DatasetSource([1], name="mine").name == "mine"
+    assert pickle.loads(pickle.dumps(source)).row(2) == 4
+
+
+def test_a_dataset_is_wrapped_once_and_a_source_not_at_all() -> None:
+    dataset = Squares()
+    source = as_source(dataset)
+    assert as_source(dataset) is source
+    assert as_source(source) is source
+    assert as_source(Squares()) is not source
+
+
+def test_a_dataset_that_has_become_longer_is_an_error_while_readers_of_it_live() -> None:
+    rows = list(range(4))
+    reader = rd.Reader(rows, rd.Shard())
+    rows.append(4)
+    with pytest.raises(ValueError, match=r"list has 5 rows, and had 4 .* rd\.DatasetSource\(dataset\)"):
+        rd.Reader(rows, rd.Shard())
+    assert sorted(rd.Reader(rd.DatasetSource(rows), rd.Shard())) == [0, 1, 2, 3, 4]
+    assert sorted(reader) == [0, 1, 2, 3]
+    del reader
+    assert sorted(rd.Reader(rows, rd.Shard())) == [0, 1, 2, 3, 4]
+
+
+class Fetching:
+    """Rows of some bytes; remembers what was asked for at once."""
+
+    def __init__(self, num_rows: int = 100, num_bytes: int = 10, broken: tuple[int, ...] = ()) -> None:
+        self.num_rows, self.num_bytes, self.broken = num_rows, num_bytes, broken
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.asked.append(indices)
+        if set(indices) & set(self.broken):
+            raise OSError(f"cannot decode one of {indices}")
+        return [{"i": i, "x": np.full(self.num_bytes, i % 200, np.uint8)} for i in indices]
+
+
+class TestMany:
+    def test_are_fetched_at_once(self) -> None:
+        dataset = Fetching()
+        rows = [row["i"] for row in rd.Reader(rd.DatasetSource(dataset, batch_rows=10), rd.Shard())]
+        assert sorted(rows) == list(range(100))
+        assert [len(asked) for asked in dataset.asked] == [1, *[10] * 9, 9]
+        assert rows == [row["i"] for row in rd.Reader(rd.DatasetSource([{"i": i} for i in range(100)]), rd.Shard())]
+        assert_source(rd.DatasetSource(dataset))
+
+    def test_fit_the_cache(self) -> None:
+        gc.collect()
+        dataset = Fetching(400, 1000)
+        source = rd.DatasetSource(dataset, batch_rows=16, cache_bytes=40_000)
+        readers = [rd.Reader(source, rd.Shard(i, 8)) for i in range(8)]
+        cache().clear()
+        for _ in range(50):
+            for reader in readers:
+                next(reader)
+        counts = Counter(i for asked in dataset.asked for i in asked)
+        assert sorted(counts) == list(range(400))
+        assert max(map(len, dataset.asked)) == max(1, 20 // len(_all_chunks))
+        assert cache().nbytes <= max(40_000, cache().budget)
+
+    def test_a_row_that_raises_is_blamed_and_costs_one_more_read_of_those_beside_it(self) -> None:
+        source = rd.DatasetSource(Fetching(30, broken=(7, 11)), batch_rows=8)
+        reader = rd.Reader(source, rd.Shard(), shuffle=False)
+        assert [next(reader)["i"] for _ in range(7)] == list(range(7))
+        with pytest.raises(OSError, match=r"one of \[7\]") as caught:
+            next(reader)
+        assert caught.value.__notes__[0] == "while reading Fetching: Fetching[7]"
+        dataset = Fetching(200, broken=(70, 77, 150))
+        reader = rd.Reader(rd.DatasetSource(dataset, batch_rows=64), rd.Shard(), shuffle=False, on_error="skip")
+        assert [row["i"] for row in reader] == [i for i in range(200) if i not in (70, 77, 150)]
+        assert reader.get_state()["skipped"] == 3
+        assert max(Counter(i for asked in dataset.asked for i in asked).values()) == 2
+
+    @pytest.mark.parametrize("shuffle", [False, True])
+    def test_blocked_rows_are_not_fetched(self, shuffle: bool) -> None:
+        blocked = {*range(1, 100, 2), 40, 42, 98}
+        dataset = Fetching(100, broken=tuple(blocked))
+        reader = rd.Reader(rd.DatasetSource(dataset, batch_rows=16), rd.Shard(), shuffle=shuffle, exclude=blocked)
+        rows = [row["i"] for row in reader]
+        assert sorted(rows) == sorted({*range(100)} - blocked)
+        assert [i for asked in dataset.asked for i in asked] == rows
+
+
+class TestHuggingFace:
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> Any:
+        datasets = pytest.importorskip("datasets")
+        image = pytest.importorskip("PIL.Image").new
+        rows = {"image": [image("L", (4, 3), i) for i in range(48)], "n": list(range(48))}
+        dataset = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+        dataset.save_to_disk(tmp_path / "saved")
+        return datasets.load_from_disk(tmp_path / "saved")
+
+    def test_images_are_decoded_when_they_are_read(self, saved: Any) -> None:
+        row = rd.DatasetSource(saved).rows([3, 5])[1]
+        assert row["image"].getpixel((0, 0)) == row["n"] == 5
+        assert rd.DatasetSource(saved).batch_rows == 16
+
+    def test_its_format_applies(self, saved: Any) -> None:
+        rows = list(rd.Reader(saved.select_columns(["n"]).with_format("torch"), rd.Shard(), shuffle=False))
+        assert [row["n"] for row in rows] == list(range(48))
+        assert isinstance(rows[0]["n"], torch.Tensor)
+        scaled = saved.select_columns(["n"]).with_transform(lambda batch: {"n": [2 * n for n in batch["n"]]})
+        assert next(rd.Reader(scaled, rd.Shard(), shuffle=False)) == {"n": 0}
+
+    def test_is_known_again_wherever_it_lies(self, saved: Any, tmp_path: Path) -> None:
+        import datasets
+
+        (tmp_path / "saved").rename(tmp_path / "moved")
+        moved = datasets.load_from_disk(tmp_path / "moved")
+        assert rd.DatasetSource(moved).manifest() == rd.DatasetSource(saved).manifest()
+        assert rd.DatasetSource(moved.select(range(40))).manifest() != rd.DatasetSource(saved).manifest()
