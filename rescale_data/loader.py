@@ -14,10 +14,9 @@ from rescale_data.engine.as_pipeline import as_pipeline, refuse_arguments
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.opening import open_stream
 from rescale_data.engine.options import OPTION_NAMES, Options, Tail
-from rescale_data.engine.ranks.peers import RESULT
+from rescale_data.engine.peers import RESULT, PeerCalls, on_first_peer
 from rescale_data.engine.reading import BaseLoader
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.shared import PeerCalls, on_first_peer
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import Transfer
 from rescale_data.errors import checks_argument_types

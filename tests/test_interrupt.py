@@ -195,7 +195,7 @@ def test_ctrl_c_within_the_cache_leaves_its_bytes_counted(call: Callable[[Cache]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it came as a generator was closed
-@pytest.mark.parametrize("modules", [(), ("engine/reading.py", "engine/shared.py", "rescale_data/loader.py")])
+@pytest.mark.parametrize("modules", [(), ("engine/reading.py", "engine/peers.py", "rescale_data/loader.py")])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_ctrl_c_within_reopen_leaves_a_stream_that_the_arguments_describe(
     with_state: bool, modules: tuple[str, ...]

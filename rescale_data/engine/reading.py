@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rescale_data.engine.ranks.peers import BATCH_MESSAGE, PEEKED_MESSAGE, RESULT
+from rescale_data.engine.peers import BATCH_MESSAGE, PEEKED_MESSAGE, RESULT, BatchCounts, PeerCalls, on_first_peer
 from rescale_data.engine.reopening import require_reopenable
 from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
-from rescale_data.engine.shared import BatchCounts, PeerCalls, on_first_peer, require_number
 from rescale_data.engine.states.load import load_state_dict as load
 from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
 from rescale_data.engine.states.statedict import state_dict as state_of
@@ -101,12 +100,12 @@ class BaseLoader:
 
     def __len__(self) -> int:
         """Return the number of micro batches in the whole epoch; ``TypeError`` if it has no end, or only reading finds it."""
-        return require_number(self._counts.num_batches)
+        return _require_number(self._counts.num_batches)
 
     @property
     def batches_left(self) -> int:
         """The number of micro batches until the iterator ends, 0 after the last one; ``TypeError`` as for `len`."""
-        return require_number(self._counts.batches_left)
+        return _require_number(self._counts.batches_left)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -388,3 +387,10 @@ class BaseLoader:
 def call_with_stream(loader: BaseLoader, function: Callable[[Stream], R]) -> R:
     """Return ``function(stream)``, computed by the loader's first peer for all peers (collective over the peers)."""
     return function(stream_of(loader))
+
+
+def _require_number(number: int | str) -> int:
+    """Return a count of batches; raise ``TypeError`` with the reason, a text, if it is not known."""
+    if isinstance(number, str):
+        raise TypeError(number)
+    return number

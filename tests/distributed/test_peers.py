@@ -178,8 +178,8 @@ def a_message_that_ctrl_c_cuts_is_the_last_and_a_new_loader_has_all_of_them(*_: 
     batches = iter(training)
     next(batches)
     if me == 0:
-        peers, parts = training._shared._peers, list[Any]()  # type: ignore[union-attr]
-        send = peers._exchange
+        peers, parts = training._shared, list[Any]()  # type: ignore[union-attr]
+        send = peers._broadcast
 
         def cut(*part: Any) -> None:
             parts.append(part)
@@ -187,7 +187,7 @@ def a_message_that_ctrl_c_cuts_is_the_last_and_a_new_loader_has_all_of_them(*_: 
                 raise KeyboardInterrupt
             send(*part)
 
-        with patch.object(peers, "_exchange", cut):
+        with patch.object(peers, "_broadcast", cut):
             fails("", next, batches, kind=KeyboardInterrupt)
     else:
         fails("waited at most 5 s", next, batches, kind=RuntimeError)
