@@ -214,8 +214,9 @@ class ForgetfulStream(Stream):
 def forgetful(source: rd.ArrowSource) -> Iterator[Any]:
     """Our loader with what carries state cut out: what it delivers is right, what it would save is not."""
     loader = loader_of(source)
-    runner = ForgetfulRunner(loader._stream.setup.recipe, loader._stream.setup.schema)
-    loader._own_stream = ForgetfulStream(loader._stream.setup, runner, InProcessFeed(runner, None))
+    setup = loader._stream.setup
+    runner = ForgetfulRunner(setup.recipe, setup.schema)
+    loader._own_stream = ForgetfulStream(replace(setup, runner=runner), InProcessFeed(runner, None))
     return iter(loader)
 
 

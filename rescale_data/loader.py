@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import as_pipeline, refuse_arguments
 from rescale_data.engine.balance import Balance
-from rescale_data.engine.opening import open_stream
+from rescale_data.engine.opening import continue_stream, open_stream
 from rescale_data.engine.options import OPTION_NAMES, Options, Tail
 from rescale_data.engine.peers import RESULT, PeerCalls, on_first_peer
 from rescale_data.engine.reading import BaseLoader
@@ -184,17 +184,26 @@ class DataLoader(BaseLoader):
 
     @on_first_peer(RESULT)
     def _reopen(
-        self,
-        state: Mapping[str, Any] | None,
-        num_delivered_samples: int,
-        changes: Mapping[str, Any],
-        arguments: Mapping[str, Any],
+        self, state: Mapping[str, Any] | None, delivered: int, changes: dict[str, Any], arguments: dict[str, Any]
     ) -> None:
-        layout = self._stream.layout
-        self._stream.rewind()  # a thread that reads ahead runs the pipeline's functions, and so does what follows
-        fixed_sizes: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
-        fixed_sizes |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
-        self._replace_stream(self._make_stream(**{**fixed_sizes, **changes}), state, num_delivered_samples, arguments)
+        """Replace the stream by one with changed arguments, at a state or at the current position; on failure, change nothing.
+
+        Args:
+            changes: The arguments that the new stream is given, apart from the ones that stay.
+            arguments: Attributes that change together with the stream.
+        """
+        old = self._stream
+        old.rewind()  # a thread that reads ahead runs the pipeline's functions, and so does what follows
+        fixed_sizes: dict[str, Any] = {"num_logical_shards": old.layout.num_logical_shards}
+        fixed_sizes |= {"micro_batch_size": old.layout.micro_batch_size} if state is None else {}
+        stream = self._make_stream(**{**fixed_sizes, **changes})
+        continue_stream(stream, old, state, delivered)
+        iterator_epoch = self._iterator_epoch + stream.epoch - old.epoch  # steps_per_epoch may count otherwise
+        self.close()
+        if state is not None:
+            self._invalidate()
+        # One call: after Ctrl-C between two the arguments would not describe the stream
+        vars(self).update(arguments, _own_stream=stream, _iterator_epoch=iterator_epoch)
 
     def _make_stream(self, **changed_arguments: Any) -> Stream:
         """Return the stream of this rank, with some arguments changed."""

@@ -10,7 +10,6 @@ import torch
 from rescale_data.engine.feed import TracedFeed
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.recipe import LOADER_FIELDS, Pipeline, Recipe
-from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import make_setup
 from rescale_data.engine.states.codec import SavedState, decode
@@ -157,8 +156,7 @@ class ReplayInterval:
             setup = make_setup(
                 lambda shard: self.pipeline(replace(shard, provenance=True)), replace(options, dp_rank=rank)
             )
-            runner = ShardRunner(setup.recipe, setup.schema)
-            streams.append(Stream(setup, runner, TracedFeed(runner, shards)))
+            streams.append(Stream(setup, TracedFeed(setup.runner, shards)))
         return streams
 
 

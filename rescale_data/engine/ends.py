@@ -17,7 +17,6 @@ import numpy as np
 from rescale_data.engine.agreement import EpochEndAgreement, call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES
-from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import LoaderSetup
 from rescale_data.errors import DataStateError
@@ -36,17 +35,14 @@ class EpochEnds:
     Each rank reads a block of logical shards. For a load with ``delivered=`` the layout is the one of the state: the ranks of
     that layout served the samples, and the current ranks read them.
 
-    Args:
-        runner: Draws samples to count them, apart from the feed.
-
     Attributes:
         owned: The shards that this rank reads.
         owners: ``int64[N]``, the rank that reads each shard.
         verify_error: The reason why the proof of an epoch failed; empty if none failed.
     """
 
-    def __init__(self, setup: LoaderSetup, runner: ShardRunner) -> None:
-        self.setup, self.runner = setup, runner
+    def __init__(self, setup: LoaderSetup) -> None:
+        self.setup, self.runner = setup, setup.runner
         self.schema, self.layout, self.ranks = setup.schema, setup.layout, setup.ranks
         topology = self.ranks.world_size, self.layout.num_logical_shards
         self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owner_ranks(*topology)

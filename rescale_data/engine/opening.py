@@ -1,8 +1,10 @@
-"""Creates the stream of a loader: checks the arguments, and builds the feed that makes the batches."""
+"""Opens the stream of a loader, new or in place of another: checks the arguments, and builds the feed that makes the batches."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from rescale_data.engine.balance import Balance
 from rescale_data.engine.balanced import BalancedFeed, keep_samples
@@ -12,8 +14,9 @@ from rescale_data.engine.options import Options
 from rescale_data.engine.pool import WorkerFeed
 from rescale_data.engine.ranks.meeting import is_file_store
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.setup import LoaderSetup, make_setup
+from rescale_data.engine.states.load import load_state_dict
+from rescale_data.engine.states.statedict import state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import with_transfer
 
@@ -31,11 +34,10 @@ def open_stream(pipeline: Pipeline, options: Options) -> Stream:
         raise ValueError(
             f"shuffle=False keeps the order of the dataset where the case is aligned: {setup.layout.unaligned_reason}."
         )
-    runner = ShardRunner(setup.recipe, setup.schema)
     if options.balance is None:
-        feed = _reading_feed(setup, options, runner, pin_memory=options.pins_batches)
+        feed = _reading_feed(setup, options, pin_memory=options.pins_batches)
     else:
-        feed = _balanced_feed(setup, options.balance, runner)
+        feed = _balanced_feed(setup, options.balance)
     is_pool = isinstance(feed, WorkerFeed)
     if options.pins_batches and not is_pool:
         feed = FunctionFeed(feed, pin)
@@ -44,22 +46,57 @@ def open_stream(pipeline: Pipeline, options: Options) -> Stream:
     if options.ahead and (options.transfer is not None or not is_pool):
         one_step = setup.layout.gradient_accumulation_steps
         feed = InThreadFeed(feed, options.ahead if options.balance is None else one_step)
-    return Stream(setup, runner, feed)
+    return Stream(setup, feed)
 
 
-def _balanced_feed(setup: LoaderSetup, balance: Balance, runner: ShardRunner) -> BatchFeed:
+def _balanced_feed(setup: LoaderSetup, balance: Balance) -> BatchFeed:
     """Return the feed of balanced steps, on top of a feed that reads ahead, so that not all ranks wait for one slow read."""
     options = setup.options
-    feed = _reading_feed(setup, replace(options, collate_fn=keep_samples), runner, pin_memory=False)
+    feed = _reading_feed(setup, replace(options, collate_fn=keep_samples), pin_memory=False)
     if options.ahead and not options.num_workers:
         feed = InThreadFeed(feed, max(options.ahead, setup.layout.gradient_accumulation_steps))
     return BalancedFeed(feed, setup, balance)
 
 
-def _reading_feed(setup: LoaderSetup, options: Options, runner: ShardRunner, *, pin_memory: bool) -> BatchFeed:
+def _reading_feed(setup: LoaderSetup, options: Options, *, pin_memory: bool) -> BatchFeed:
     if not options.num_workers:
-        return InProcessFeed(runner, options.collate_fn)
+        return InProcessFeed(setup.runner, options.collate_fn)
     pool = WorkerFeed(setup.recipe, options, pin_memory=pin_memory)
     if pool.uses_fork and setup.ranks.communicator is not None and is_file_store():
         setup.ranks.warn(_FORK_WARNING)
     return pool
+
+
+def continue_stream(stream: Stream, old: Stream, state: Mapping[str, Any] | None, delivered: int) -> None:
+    """Move a new stream to a state, or to the place of an old one, whose ranks are then the same (`DataLoader.reopen`)."""
+    if state is None:
+        if delivered:
+            raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")
+        _require_reopenable(old, stream)
+    load_state_dict(stream, state_dict(old.cursor, old.ends) if state is None else state, delivered)
+    if state is None:  # keep whether the end of the epoch was seen here
+        is_seen = not (old.is_at_end_of_steps and old.epoch_ended)
+        stream.cursor = stream.cursor._replace(resumed=old.cursor.resumed, end_of_steps_seen=is_seen)
+    stream.last_batch_samples = old.last_batch_samples
+
+
+def _require_reopenable(old_stream: Stream, new_stream: Stream) -> None:
+    """Raise ``ValueError`` if ``reopen()`` without a state cannot replace ``old_stream`` by ``new_stream``.
+
+    The ranks stay. Within a step so do the sizes of the micro batches, and steps are not balanced.
+    """
+    old, new = old_stream.ranks, new_stream.ranks
+    if (old.rank, old.world_size, old.communicator) != (new.rank, new.world_size, new.communicator):
+        raise ValueError(
+            f"reopen() as rank {new.rank} of {new.world_size}, which was rank {old.rank} of {old.world_size} of other "
+            f"processes or an earlier process group: give state=, one state_dict() of the old ranks, the same on all new "
+            f"ones."
+        )
+    sizes, new_sizes = ((s.layout.global_batch_size, s.layout.micro_batch_size) for s in (old_stream, new_stream))
+    is_balanced = old_stream.setup.options.balance is not None or new_stream.setup.options.balance is not None
+    num_begun, per_step = old_stream.num_in_step, old_stream.layout.gradient_accumulation_steps
+    if num_begun and (sizes != new_sizes or is_balanced):
+        raise ValueError(
+            f"reopen() within a step, with another global batch or micro batch: {num_begun} of its {per_step} micro batches "
+            f"have been taken. Call it when loader.step is {old_stream.step + 1}, after {per_step - num_begun} more."
+        )

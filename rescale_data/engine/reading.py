@@ -14,11 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rescale_data.engine.peers import BATCH_MESSAGE, PEEKED_MESSAGE, RESULT, BatchCounts, PeerCalls, on_first_peer
-from rescale_data.engine.reopening import require_reopenable
 from rescale_data.engine.report import COUNTER_NAMES, Report, report_over_ranks
-from rescale_data.engine.states.load import load_state_dict as load
+from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import local_state_dict, state_and_reason, with_reason
-from rescale_data.engine.states.statedict import state_dict as state_of
 from rescale_data.engine.stream import Stream, stream_of
 from rescale_data.engine.watch import SLOW_SECONDS, Watch, describe, waits_for_batches
 from rescale_data.errors import checks_argument_types
@@ -299,35 +297,8 @@ class BaseLoader:
             tensor([4, 5, 6, 7])
         """
         self._stream.rewind()
-        load(self._stream, state_dict, delivered)
+        load_state_dict(self._stream, state_dict, delivered)
         self._invalidate()
-
-    def _replace_stream(
-        self, stream: Stream, state: Mapping[str, Any] | None, delivered: int, arguments: Mapping[str, Any]
-    ) -> None:
-        """Replace the stream by one with changed arguments, at a state or at the current position; on failure, change nothing.
-
-        Without a state, the ranks have to stay the same.
-
-        Args:
-            arguments: Attributes that change together with the stream.
-        """
-        old = self._stream
-        if state is None:
-            if delivered:
-                raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")
-            require_reopenable(old, stream)
-        load(stream, state_of(old.cursor, old.ends) if state is None else state, delivered)
-        if state is None:  # keep whether the end of the epoch was seen here
-            is_seen = not (old.is_at_end_of_steps and old.epoch_ended)
-            stream.cursor = stream.cursor._replace(resumed=old.cursor.resumed, end_of_steps_seen=is_seen)
-        change = stream.epoch - old.epoch  # steps_per_epoch may count otherwise; the newest iterator goes on
-        stream.last_batch_samples = old.last_batch_samples
-        self.close()
-        if state is not None:
-            self._invalidate()
-        # One call: after Ctrl-C between two the arguments would not describe the stream
-        vars(self).update(arguments, _own_stream=stream, _iterator_epoch=self._iterator_epoch + change)
 
     def _invalidate(self) -> None:
         """Invalidate all iterators, because the ranks or the position have changed."""

@@ -14,6 +14,7 @@ from rescale_data.engine.options import Options
 from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe, path_name
+from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.abilities import ProvesRows
@@ -29,13 +30,18 @@ _log = logging.getLogger("rescale_data")
 
 @dataclass(frozen=True)
 class LoaderSetup:
-    """The checked arguments of a loader, with the recipe, schema, layout and ranks that follow from them."""
+    """The checked arguments of a loader, with the recipe, schema, layout and ranks that follow from them.
+
+    Args:
+        runner: Draws samples in this process: for the feed, and apart from it to skip and to count.
+    """
 
     options: Options
     recipe: Recipe
     schema: Schema
     layout: Layout
     ranks: Ranks
+    runner: ShardRunner
 
     @cached_property
     def epoch_size_is_known(self) -> bool:
@@ -58,7 +64,7 @@ def make_setup(pipeline: Pipeline, options: Options) -> LoaderSetup:
     recipe = Recipe(pipeline, layout.num_logical_shards, options.seed, options.repeat, options.verify, o)
     schema = Schema(recipe.build(0))  # shard 0 on every rank, so that the schema is the same in any topology
     _check_memory(schema, layout)
-    setup = LoaderSetup(options, recipe, schema, layout, ranks)
+    setup = LoaderSetup(options, recipe, schema, layout, ranks, ShardRunner(recipe, schema))
     _check_epoch(setup)
     _check_steps(setup)
     _check_shards(setup)

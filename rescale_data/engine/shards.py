@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.feed import InProcessFeed
 from rescale_data.engine.options import OPTION_NAMES, Options
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.setup import make_setup
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import local_state_dict
@@ -78,8 +77,7 @@ class LogicalShards(BaseNode[list[Any]]):
         require_function(pipeline, "a logical shard")
         options = {name: value for name, value in locals().items() if name in OPTION_NAMES}
         setup = make_setup(pipeline, Options(**options))
-        runner = ShardRunner(setup.recipe, setup.schema)
-        self._stream = Stream(setup, runner, InProcessFeed(runner, list))
+        self._stream = Stream(setup, InProcessFeed(setup.runner, list))
         self._state_requested: bool | None = None  # True if a state was asked for since a reset to an epoch's end
         self._samples_at_reset = 0  # samples after the last reset; a second reset there changes nothing
 

@@ -12,7 +12,7 @@ from rescale_data.engine.feed import BatchFeed
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.next_segment import next_segment
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.runner import NoSamplesLeft, ShardRunner
+from rescale_data.engine.runner import NoSamplesLeft
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import LoaderSetup
 from rescale_data.engine.skip import require_micro_batches, skip
@@ -61,15 +61,14 @@ class Stream:
     cursor: micro batches that do not belong to it are dropped, and made again.
 
     Args:
-        runner: Draws samples apart from the feed, to skip and to count.
         feed: Makes the micro batches.
 
     Attributes:
         last_batch_samples: The number of real samples in the newest batch.
     """
 
-    def __init__(self, setup: LoaderSetup, runner: ShardRunner, feed: BatchFeed) -> None:
-        self.feed, self.ends, self.last_batch_samples = feed, EpochEnds(setup, runner), 0
+    def __init__(self, setup: LoaderSetup, feed: BatchFeed) -> None:
+        self.feed, self.ends, self.last_batch_samples = feed, EpochEnds(setup), 0
         self.schema, self.layout, self._steps_per_epoch = setup.schema, setup.layout, setup.options.steps_per_epoch
         self._pid = 0  # the process in which the feed has begun
         self.reset()
@@ -216,8 +215,8 @@ class Stream:
     def load(self, table: Ints, clock: Clock, *, resumed: bool = True) -> None:
         """Continue from a table whose N rows are all up to date; after `steps_per_epoch` steps, count the epoch as over."""
         self.rewind()
-        self.ends.runner.release_cache()
-        self.ends = EpochEnds(replace(self.setup, ranks=self.ranks.after_load), self.ends.runner)
+        self.setup.runner.release_cache()
+        self.ends = EpochEnds(replace(self.setup, ranks=self.ranks.after_load))
         cursor = Cursor.from_clock(clock, table, self.ends.owners, self.layout)
         self.cursor = cursor._replace(end_of_steps_seen=True, resumed=resumed)
 
@@ -235,7 +234,7 @@ class Stream:
         if self.ends.verify_error:
             raise DataStateError(self.ends.verify_error)
         self.rewind()
-        samples_before, ends = self.clock.samples, EpochEnds(self.setup, self.ends.runner)
+        samples_before, ends = self.clock.samples, EpochEnds(self.setup)
         cursor = skip(self.cursor.copy(), ends, num_micro_batches)
         clock = cursor.clock_now(self.layout).with_skipped(samples_before)
         self.ends = ends
@@ -279,7 +278,7 @@ class Stream:
         if cursor.segment is None or not cursor.segment.is_last or cursor.segment.stop != cursor.u:
             return cursor
         ended_cursor = self._move_to_next_segment(cursor)
-        self.ends.runner.release_cache()
+        self.setup.runner.release_cache()
         return ended_cursor
 
     def _move_to_next_segment(self, cursor: Cursor) -> Cursor:
@@ -309,7 +308,7 @@ class Stream:
         self.cursor = cursor
         queue.micro_batches.pop(u, None)
         if self._steps_per_epoch is not None and self.epoch_ended and not self.feed.is_prefetching:
-            self.ends.runner.release_cache()
+            self.setup.runner.release_cache()
         return micro_batch
 
     def peek(self) -> MicroBatch:
@@ -369,4 +368,4 @@ class Stream:
         """Close the feed; the position in the run does not change."""
         self.rewind()  # first: Ctrl-C within `close` leaves no queue of a feed that has stopped
         self.feed.close()
-        self.ends.runner.release_cache()
+        self.setup.runner.release_cache()

@@ -125,7 +125,7 @@ def _skip_delivered(
     ranks = setup.ranks.named("load")
     saved_counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
     ranks.require_same({"delivered": num_samples, **saved_counts}, "loaded states")
-    ends = EpochEnds(replace(setup, layout=layout, ranks=ranks), stream.ends.runner)
+    ends = EpochEnds(replace(setup, layout=layout, ranks=ranks))
     ends.owned = np.arange(n) if ranks.simulated else ends.owned
     histories_before = schema.histories
     schema.adopt(histories)
