@@ -11,8 +11,8 @@ from rescale_data.checkpoint.storage.dcp import StateReader
 from rescale_data.checkpoint.storage.open import read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
-from rescale_data.engine.states.check import check_state_fits
 from rescale_data.engine.states.codec import HEADER, TABLE, find_data_state, read_header
+from rescale_data.engine.states.load import check_state_fits
 from rescale_data.engine.stream import HasStream
 from rescale_data.errors import checks_argument_types, require_type
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from rescale_data.engine.agreement import EpochEndAgreement, call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
-from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import LoaderSetup
 from rescale_data.errors import DataStateError
@@ -141,7 +141,7 @@ class EpochEnds:
     def _start_epoch_search(self, cursor: Cursor) -> None:
         if self._epoch != cursor.clock.epoch:
             n, num_columns = cursor.table.shape
-            self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT_COLUMN), _UNKNOWN_END, dtype=np.int64)
+            self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT), _UNKNOWN_END, dtype=np.int64)
             self._table, self._search_depth, self._epoch = None, 0, cursor.clock.epoch
 
     def _read(self, sample_counts: Ints, samples_read: int, num_ahead: int) -> Ints:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import EpochEnds
-from rescale_data.engine.recipe import EPOCH_ENDED, FIRST_SLOT_COLUMN, NO_REMAINDER, REMAINDER_COLUMN, SAMPLES
+from rescale_data.engine.recipe import EPOCH_ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER_COLUMN, SAMPLES
 from rescale_data.engine.segment import Segment
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
@@ -87,7 +87,7 @@ def _end_epoch(cursor: Cursor, remainder: Remainder, ends: EpochEnds) -> Cursor:
     delivered = remainder.samples_delivered(cursor.u)
     ends.verify_epoch(cursor, remainder.samples_left - delivered)
     table = cursor.positions.copy()
-    table[:, FIRST_SLOT_COLUMN:] = next_positions
+    table[:, FIRST_SLOT:] = next_positions
     table[:, SAMPLES] = remainder.start_samples + delivered
     table[:, REMAINDER_COLUMN] = EPOCH_ENDED
     num_dropped = remainder.num_samples - int(delivered.sum())

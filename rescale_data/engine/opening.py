@@ -1,4 +1,4 @@
-"""Opens the stream of a loader, new or in place of another: checks the arguments, and builds the feed that makes the batches."""
+"""Opens the stream of a loader, new or in place of another: checks the arguments, and builds the feed of batches."""
 
 from __future__ import annotations
 

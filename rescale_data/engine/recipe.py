@@ -24,7 +24,7 @@ DataHistories: TypeAlias = Mapping[str, History]
 By the path of a packer, the forms that its samples had (`rescale_data.nodes.form.History`)."""
 
 # Columns of the table: two of the loader's own, then the slots of the pipeline
-SAMPLES, REMAINDER_COLUMN, FIRST_SLOT_COLUMN = (0, 1, 2)
+SAMPLES, REMAINDER_COLUMN, FIRST_SLOT = (0, 1, 2)
 LOADER_FIELDS = (Field(("samples",), limits=(0, 2**62)), Field(("remainder",), limits=(-2, 2**62)))
 STAMP = Field(("stamp",))
 STAMP_LIMIT = 1 << 62

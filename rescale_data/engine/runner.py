@@ -10,7 +10,7 @@ import numpy as np
 
 from rescale_data.engine.collate import collate as stack
 from rescale_data.engine.micro_batch import MicroBatch, TableRows
-from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES, DataHistories, Recipe
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, DataHistories, Recipe
 from rescale_data.engine.schema import Schema, set_histories
 from rescale_data.errors import DataStateError
 from rescale_data.layout.batch_shards import BatchShards
@@ -181,7 +181,7 @@ class ShardRunner:
                 inner_node.verify()
 
     def _slots(self, shard: int) -> Ints:
-        return self.table[shard, FIRST_SLOT_COLUMN:]
+        return self.table[shard, FIRST_SLOT:]
 
     def _as_micro_batch(self, batch: Any, batch_shards: BatchShards) -> MicroBatch:
         num_real = len(batch_shards.shards) if batch_shards.num_real < 0 else batch_shards.num_real

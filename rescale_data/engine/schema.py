@@ -10,15 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rescale_data.engine.recipe import (
-    FIRST_SLOT_COLUMN,
-    LOADER_FIELDS,
-    NO_REMAINDER,
-    SAMPLES,
-    STAMP,
-    DataHistories,
-    path_name,
-)
+from rescale_data.engine.recipe import FIRST_SLOT, LOADER_FIELDS, NO_REMAINDER, SAMPLES, STAMP, DataHistories, path_name
 from rescale_data.nodes.abilities import AdoptsHistory, Prefetches, Reports
 from rescale_data.nodes.base import Node, initial, slots_of
 from rescale_data.nodes.below import epoch_end, has_provenance
@@ -94,7 +86,7 @@ class Schema:
 
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
         """Return each shard's samples left in the epoch and its position after it; `None` if only reading can find them."""
-        return epoch_end(self.root, table[:, FIRST_SLOT_COLUMN:], np.arange(len(table), dtype=np.int64))
+        return epoch_end(self.root, table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
 
     def unsized_nodes(self, table: Ints) -> list[str]:
         """Return the class names of nodes that do not know their number of samples, although all nodes below them do."""
@@ -108,7 +100,7 @@ class Schema:
     @property
     def columns_within_epoch(self) -> list[int]:
         """The indices of the table columns that give the position of a shard within its epoch."""
-        return [FIRST_SLOT_COLUMN + slot for slot in position_slots(self.root.fields, include_epochs=False)]
+        return [FIRST_SLOT + slot for slot in position_slots(self.root.fields, include_epochs=False)]
 
     def samples_per_epoch(self, table: Ints) -> int | None:
         """Return the number of samples in the current epoch, delivered or not; `None` if only reading can find it."""
@@ -158,7 +150,7 @@ class Schema:
         """
         for path, node in (self.root if root is None else root).walk():
             if (node_slots := slots_of(self.root, path)) is not None:
-                yield path, node, table[:, FIRST_SLOT_COLUMN:][:, node_slots]
+                yield path, node, table[:, FIRST_SLOT:][:, node_slots]
 
     def prefetch_shards(self, table: Ints, shards: Ints) -> None:
         """Begin to fetch the data that the given shards need first."""

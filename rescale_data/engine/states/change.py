@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, SAMPLES, History, path_name
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, History, path_name
 from rescale_data.engine.schema import NodeParameters, Schema
 from rescale_data.engine.states.differences import without_parameters
 from rescale_data.engine.stream import Stream
@@ -60,32 +60,6 @@ def fixed_parameters(schema: Schema, pipeline: NodeParameters) -> NodeParameters
     return without_parameters(pipeline, changeable)
 
 
-def check_changes(schema: Schema, saved_parameters: NodeParameters, table: Ints) -> None:
-    """Raise ``DataStateError`` if a changed parameter of a node does not fit the samples drawn so far."""
-    for _, node, old_parameters, positions in _saved_nodes(schema, saved_parameters, table):
-        if isinstance(node, Mixes):
-            node.check_change(old_parameters, positions)
-
-
-def earlier_parameters(schema: Schema, saved_parameters: NodeParameters, table: Ints) -> dict[str, History]:
-    """Return the saved parameters that nodes of the current pipeline still need, by path (`Mixes.earlier`)."""
-    histories = {
-        path: node.earlier(old_parameters, positions)
-        for path, node, old_parameters, positions in _saved_nodes(schema, saved_parameters, table)
-        if isinstance(node, Mixes)
-    }
-    return {path_name(path): list(history) for path, history in histories.items() if history}
-
-
-def _saved_nodes(
-    schema: Schema, saved_parameters: NodeParameters, table: Ints
-) -> Iterator[tuple[NodePath, Node[Any], Mapping[str, Any], Ints]]:
-    """Yield each node that the state also has, with its path, its saved parameters and its columns of the table."""
-    for path, node, positions in schema.nodes_with_slots(table):
-        if path_name(path) in saved_parameters:
-            yield path, node, saved_parameters[path_name(path)], positions
-
-
 def apply_changes(schema: Schema, table: Ints) -> int:
     """Let changes take effect in each logical shard that is not within a partly delivered document or window.
 
@@ -93,7 +67,7 @@ def apply_changes(schema: Schema, table: Ints) -> int:
         The number of logical shards that begin a document or window again. They cannot go on in it without the sources or the
         blocklist that are gone.
     """
-    return sum(changing.apply_changes_at(schema.root, row[FIRST_SLOT_COLUMN:].data) for row in table)
+    return sum(changing.apply_changes_at(schema.root, row[FIRST_SLOT:].data) for row in table)
 
 
 def _is_drawn_once(root: Node[Any], path: NodePath) -> bool:
@@ -136,36 +110,44 @@ def _saved_child_names(path: NodePath, saved_parameters: Mapping[str, Any]) -> I
             yield child
 
 
-# The form of samples
+# Positions
 
 
-def reform(stream: Stream, saved_parameters: NodeParameters, table: Ints) -> dict[str, History]:
-    """Adapt the positions to the current form of the samples (such as ``seq_len``), and log the change.
+def adapt_positions(stream: Stream, saved_parameters: NodeParameters, table: Ints) -> dict[str, History]:
+    """Adapt positions to the current weights and form of samples (such as ``seq_len``), and log changes of the form.
 
     Args:
         saved_parameters: The parameters of the pipeline in the state.
         table: The positions; the ones that depend on the form are changed in place.
 
     Returns:
-        The earlier forms, by the path of the node.
+        The earlier forms and weights that nodes still need, by the path of the node.
+
+    Raises:
+        DataStateError: A changed parameter of a node does not fit the samples drawn so far.
     """
     schema, samples = stream.schema, int(table[:, SAMPLES].sum())
     histories: dict[str, History] = {}
     form_changes: list[str] = []
-    for path, node, old, positions in _saved_nodes(schema, saved_parameters, table):
+    for path, node, positions in schema.nodes_with_slots(table):
+        history: History = []
+        name = path_name(path)
+        old = saved_parameters.get(name)
+        if old is not None and isinstance(node, Mixes):
+            node.check_change(old, positions)
+            history = list(node.earlier(old, positions))
         # samples that are read again keep their form
-        if not isinstance(node, HasForm) or not _is_drawn_once(schema.root, path):
-            continue
-        name, new_parameters = path_name(path), schema.pipeline[path_name(path)]
-        history: History = [(int(first_sample), form) for first_sample, form in old.get(EARLIER_KEY, ())]
-        changed_keys = [key for key in sorted(node.FORM) if old.get(key) != new_parameters.get(key)]
-        form_changes += [
-            f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new_parameters.get(key)} from there"
-            for key in changed_keys
-        ]
-        if not set(WINDOW_PARAMETERS).isdisjoint(changed_keys):
-            history = [*history, (samples, _old_form(old, history, samples, len(table)))][-_MAX_FORMS:]
-            node.reform(positions)
+        if old is not None and isinstance(node, HasForm) and _is_drawn_once(schema.root, path):
+            new_parameters = schema.pipeline[name]
+            history = [(int(first_sample), form) for first_sample, form in old.get(EARLIER_KEY, ())]
+            changed_keys = [key for key in sorted(node.FORM) if old.get(key) != new_parameters.get(key)]
+            form_changes += [
+                f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new_parameters.get(key)} from there"
+                for key in changed_keys
+            ]
+            if not set(WINDOW_PARAMETERS).isdisjoint(changed_keys):
+                history = [*history, (samples, _old_form(old, history, samples, len(table)))][-_MAX_FORMS:]
+                node.reform(positions)
         if history:
             histories[name] = history
     if form_changes:

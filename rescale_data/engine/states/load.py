@@ -1,45 +1,76 @@
-"""Loads a state into a stream, and translates the state if the pipeline or its data have changed."""
+"""Loads a state into a stream: compares it with the loader, and translates it if the pipeline or its data have changed.
+
+A plain ``dcp.load`` raises by itself if the number of logical shards or columns differs ("Size mismatch between saved ... and
+current ..."). It does so before our code runs, and does not say what to do. So `check_state_fits` reads the header alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from rescale_data.engine.agreement import call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.recipe import (
     EPOCH_ENDED,
-    FIRST_SLOT_COLUMN,
+    FIRST_SLOT,
     NO_REMAINDER,
     REMAINDER_COLUMN,
     SAMPLES,
+    STAMP,
     DataHistories,
     History,
-    path_name,
 )
-from rescale_data.engine.schema import NodeParameters, Schema, set_histories
+from rescale_data.engine.schema import NodeParameters, Schema
 from rescale_data.engine.skip import require_micro_batches, skip
-from rescale_data.engine.states.change import apply_changes, check_changes, earlier_parameters, reform
-from rescale_data.engine.states.check import StateTranslation, require_fit
-from rescale_data.engine.states.codec import SavedState, decode, has_remainder, table_of
-from rescale_data.engine.states.differences import log_changes, without_functions, without_history
-from rescale_data.engine.states.growth import Growth, needed_manifests, with_added_files
+from rescale_data.engine.states.change import (
+    ChangedChild,
+    adapt_positions,
+    apply_changes,
+    fixed_parameters,
+    node_changes,
+)
+from rescale_data.engine.states.codec import SavedState, decode, fields_in, has_remainder, table_of
+from rescale_data.engine.states.differences import differences, log_changes, without_functions, without_history
+from rescale_data.engine.states.growth import Growth, compare_sources, join_added_files, needed_manifests
 from rescale_data.engine.states.statedict import whole_state
-from rescale_data.engine.stream import Stream
-from rescale_data.errors import DataStateError
+from rescale_data.engine.stream import HasStream, Stream, stream_of
+from rescale_data.errors import DataStateError, require_type
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
-from rescale_data.nodes import changing
-from rescale_data.nodes.abilities import RereadsDocument
-from rescale_data.nodes.base import Node
-from rescale_data.nodes.below import is_endless, readers_of
-from rescale_data.nodes.reader import Reader
-from rescale_data.state import Ints, position_slots, require_limits
+from rescale_data.nodes.below import readers_of
+from rescale_data.state import Ints, require_limits, slot_offsets
+
+_FIXED_VALUE_ADVICE = {
+    "num_logical_shards": "It is fixed for a whole run, and its default follows global_batch_size: give the loader the saved "
+    "one (the world size, the workers, the micro batch and the global batch may all change).",
+    "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
+}
+_DIFFERENCE_ADVICE = {
+    "fields": "The pipeline keeps other state than the one that was saved. Build the pipeline that was saved, with the saved "
+    "verify= (True keeps a digest a reader), or begin a new run.",
+    "parameters of the pipeline": "They change the order or the content of samples: use the saved ones, or begin a new run. "
+    "What may change between segments may not below other nodes of torchdata than Mapper: these keep what they have read.",
+}
+
+
+@dataclass(frozen=True)
+class StateTranslation:
+    """The parameters of the pipeline in a state, translated to the current pipeline, and the changes since the save.
+
+    Args:
+        added, removed: The child nodes that have come and gone. Nodes that have come have delivered nothing.
+        growth: The changes of the data.
+    """
+
+    pipeline: NodeParameters
+    added: list[ChangedChild]
+    removed: list[ChangedChild]
+    growth: Growth
 
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0) -> None:
@@ -49,7 +80,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         delivered: The number of samples that the topology of the state delivered after it.
     """
     saved = decode(whole_state(state))
-    translation, clock = require_fit(stream, saved.header), saved.clock
+    translation, clock = _require_fit(stream, saved.header), saved.clock
     pipeline_changed = saved.header["pipeline"] != stream.schema.pipeline
     table = table_of(stream.schema, saved, translation.added)
     had_remainder = has_remainder(table)
@@ -58,13 +89,17 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     if delivered:
         _refuse_changes(stream.schema, translation, delivered)
         histories_then = needed_manifests(translation.growth.all_histories(stream.schema), stream.schema, table)
-        forms_then = _earlier_forms(stream, translation.pipeline, table)
+        forms_then = adapt_positions(stream, translation.pipeline, table)
         clock, table = _skip_delivered(stream, saved, clock, table, {**histories_then, **forms_then}, delivered)
         had_remainder = has_remainder(table)
-    forms = _translate_positions(stream, translation.pipeline, table) if pipeline_changed else {}
-    histories = translation.growth.histories
-    if translation.growth.added_files:
-        histories = _join_added_files(stream, translation.growth, table, forms)
+    forms: dict[str, History] = {}
+    if pipeline_changed:
+        log_changes(stream, translation.pipeline)
+        forms = adapt_positions(stream, translation.pipeline, table)
+        if without_history(translation.pipeline) != without_history(stream.schema.pipeline):
+            # The remainder counts samples of the earlier pipeline
+            table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
+    histories = join_added_files(stream, translation.growth, table, forms)
     loaded_clock = _clock_after_load(stream, stream.layout, clock, table, saved.sizes, had_remainder=had_remainder)
     stream.schema.adopt({**needed_manifests(histories, stream.schema, table), **forms})  # from here on nothing raises
     if pipeline_changed:
@@ -81,20 +116,59 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         )
 
 
-def _translate_positions(stream: Stream, saved: NodeParameters, table: Ints) -> dict[str, History]:
-    """Translate positions from an earlier pipeline to the current one; return the earlier parameters that nodes need."""
-    log_changes(stream, saved)
-    check_changes(stream.schema, saved, table)
-    form_histories = _earlier_forms(stream, saved, table)
-    if without_history(saved) != without_history(stream.schema.pipeline):
-        # The remainder counts samples of the earlier pipeline
-        table[:, REMAINDER_COLUMN][table[:, REMAINDER_COLUMN] != EPOCH_ENDED] = NO_REMAINDER
-    return form_histories
+# The state and the loader are compared
 
 
-def _earlier_forms(stream: Stream, saved: NodeParameters, table: Ints) -> dict[str, History]:
-    """Adapt positions to the current sample format; return the earlier formats and weights that nodes still need."""
-    return {**reform(stream, saved, table), **earlier_parameters(stream.schema, saved, table)}
+def check_state_fits(header: Mapping[str, Any], loader: HasStream) -> None:
+    """Raise ``DataStateError`` if a saved data state does not fit the loader, or only `load_changed` can load it."""
+    require_type(HasStream, "the loader that is to load it", loader=loader)
+    stream = stream_of(loader)
+    translation = _require_fit(stream, header)
+    if slot_offsets(fields_in(header))[-1] == stream.table.shape[1] + 1:
+        return
+    added, removed = ([child.name for child in children] for children in (translation.added, translation.removed))
+    raise DataStateError(
+        f"The checkpoint keeps the table of the sources in another shape than the loader does: {added} are new and {removed} "
+        f'gone. dcp.load refuses that ("Size mismatch"). Leave the loader out of the dict that dcp.load is given, and call '
+        f"rescale_data.checkpoint.load_changed(path, loader): new sources begin with their first row, the others go on."
+    )
+
+
+def _require_fit(stream: Stream, header: Mapping[str, Any]) -> StateTranslation:
+    """Raise ``DataStateError`` if a state belongs to another run: its N, seed, columns, sources or pipeline differ."""
+    current = {"num_logical_shards": stream.layout.num_logical_shards, "seed": stream.setup.recipe.seed}
+    for name, advice in _FIXED_VALUE_ADVICE.items():
+        if header[name] != current[name]:
+            raise DataStateError(
+                f"The state was saved with {name}={header[name]}, the loader has {name}={current[name]}. {advice}"
+            )
+    schema, pipeline = stream.schema, stream.schema.pipeline
+    removed, added = node_changes(schema, header["pipeline"])
+
+    def translation(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+        common = {key: value for key, value in saved.items() if not any(child.owns(key) for child in removed)}
+        return {**common, **{key: value for key, value in current.items() if any(child.owns(key) for child in added)}}
+
+    saved_fields, fields = (
+        {field.key: field.describe() for field in fields} for fields in (fields_in(header), (STAMP, *schema.fields))
+    )
+    _require_same("fields", translation(saved_fields, fields), fields)
+    growth = compare_sources(schema, translation(header["sources"], json.loads(schema.sources_json)))
+    saved_pipeline = translation(header["pipeline"], pipeline)
+    pipelines = without_functions(saved_pipeline, pipeline)
+    _require_same("parameters of the pipeline", *(fixed_parameters(schema, nodes) for nodes in pipelines))
+    return StateTranslation(saved_pipeline, added, removed, growth)
+
+
+def _require_same(name: str, saved: Any, current: Any) -> None:
+    different = differences(saved, current)
+    if different:
+        raise DataStateError(
+            f"The {name} differ from those of the checkpoint: {'; '.join(different)}. {_DIFFERENCE_ADVICE[name]}"
+        )
+
+
+# Positions and counts are translated
 
 
 def _refuse_changes(schema: Schema, translation: StateTranslation, num_delivered: int) -> None:
@@ -164,7 +238,7 @@ def _require_common_end(table: Ints) -> None:
 def _require_valid_rows(schema: Schema, table: Ints) -> None:
     """Raise ``DataStateError`` if a number in the table is out of range, or a reader is past the last row of its source."""
     require_limits(schema.fields, table, "logical shard {}")
-    for reader, slot in readers_of(schema.root, FIRST_SLOT_COLUMN):
+    for reader, slot in readers_of(schema.root, FIRST_SLOT):
         epochs, rows = table[:, slot], table[:, slot + 1]
         is_past_end = rows > reader.source.num_rows
         if is_past_end.any():
@@ -178,7 +252,7 @@ def _require_valid_rows(schema: Schema, table: Ints) -> None:
 
 def _warn_of_mixed_epochs(stream: Stream, table: Ints) -> None:
     """Warn if a loader with epochs loads the state of an endless stream whose shards are in different epochs."""
-    readers = readers_of(stream.schema.root, FIRST_SLOT_COLUMN)
+    readers = readers_of(stream.schema.root, FIRST_SLOT)
     if stream.setup.recipe.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
         return
     ((_, slot),) = readers
@@ -191,81 +265,6 @@ def _warn_of_mixed_epochs(stream: Stream, table: Ints) -> None:
             begun_epochs.min(),
             begun_epochs.max(),
         )
-
-
-def _join_added_files(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
-    epochs_read = _last_epochs_read(
-        stream, table, {**growth.all_histories(stream.schema), **forms}, list(growth.added_files)
-    )
-    histories = with_added_files(growth, stream.schema, table, epochs_read)
-    for path, added in growth.added_files.items():
-        epoch = histories[path][-1][0]
-        stream.ranks.warn(
-            "%d files were added to the source %s since the state was saved (%s): they join at epoch %d, the next that no "
-            "logical shard has begun.", len(added), path, ", ".join(added[:3]) + ("" if len(added) <= 3 else ", ..."), epoch,
-        )  # fmt: skip
-    return histories
-
-
-def _last_epochs_read(stream: Stream, table: Ints, histories: DataHistories, paths: Sequence[str]) -> list[int]:
-    """Return for each source the last epoch of which a shard has to read rows again to resume, -1 for none (collective).
-
-    Shards read again to go on within windows and documents that were delivered in part.
-    """
-    ranks = stream.ranks.named("load")
-    shards = range(len(table)) if ranks.simulated else stream.ends.owned.tolist()
-
-    def own_last_epochs() -> list[int]:
-        by_shard = [_last_epochs_of(stream, shard, table[[shard]], histories) for shard in shards]
-        return [max((epochs.get(path, -1) for epochs in by_shard), default=-1) for path in paths]
-
-    return ranks.gather_ints(call_on_all_ranks(ranks, own_last_epochs)).max(axis=0).tolist()
-
-
-def _last_epochs_of(stream: Stream, shard: int, row: Ints, histories: DataHistories) -> dict[str, int]:
-    """Return, for each source, the last epoch that a shard reads again to resume within a window or document.
-
-    Args:
-        row: ``int64[1, columns]``, a copy of the shard's row in the table that is loaded.
-        histories: The data of each source, for that table.
-    """
-    if not _begun_nodes(stream.schema, stream.schema.root, row):
-        return {}
-    root = stream.setup.recipe.build(shard)
-    set_histories(root, histories)
-    changing.apply_changes_at(
-        root, row[0, FIRST_SLOT_COLUMN:].data
-    )  # what needs an old list begins again, and is not read
-    for node, position in _begun_nodes(stream.schema, root, row):
-        node.bind(position.copy().data)
-        with suppress(StopIteration):
-            if isinstance(node, RereadsDocument):
-                node.reread_document()
-            else:
-                next(node)
-    return {path_name(path): node.farthest_epoch for path, node in root.walk() if isinstance(node, Reader)}
-
-
-def _begun_nodes(schema: Schema, root: Node[Any], row: Ints) -> list[tuple[Node[Any], Ints]]:
-    """Return the nodes of a shard that stand within a partly delivered document or window, and their positions.
-
-    A node that `reveals_next` does as soon as it has moved in its epoch: a sample says something of the next one.
-    """
-    begun_nodes: list[tuple[Node[Any], Ints]] = []
-    fresh_nodes = schema.nodes_with_slots(schema.fresh_table(1))
-    for (_, node, positions), (*_, fresh_positions) in zip(
-        schema.nodes_with_slots(row, root), fresh_nodes, strict=True
-    ):
-        if not node.READS_AHEAD:
-            continue
-        is_begun = bool(positions[:, position_slots(node.FIELDS)].any())
-        if isinstance(node, RereadsDocument) and node.reveals_next:
-            # The last sample of an epoch says nothing of the next epoch
-            is_in_epoch = is_endless(node) or any(positions[0, slot + 1] for _, slot in readers_of(node, 0))
-            is_begun |= is_in_epoch and bool((positions != fresh_positions).any())
-        if is_begun:
-            begun_nodes.append((node, positions[0]))
-    return begun_nodes
 
 
 def _warn_of_changes(stream: Stream, translation: StateTranslation, shards_begun_again: int) -> None:

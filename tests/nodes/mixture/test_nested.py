@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.engine.recipe import FIRST_SLOT_COLUMN, Recipe
+from rescale_data.engine.recipe import FIRST_SLOT, Recipe
 from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.nodes.base import Node, as_node
@@ -102,10 +102,10 @@ def check_over_epochs(make: Any, steps: list[Step], index: int, data: st.DataObj
         first = data.draw(st.integers(0, len(drawn) - 1))
         count = data.draw(st.integers(0, len(drawn) - 1 - first))
         table = runner.table.copy()
-        table[index, FIRST_SLOT_COLUMN:] = steps[drawn[first]].row
+        table[index, FIRST_SLOT:] = steps[drawn[first]].row
         runner.load(table, {})
         runner.skip(index, count)
-        node, row = make(rd.Shard(index, SHARDS, seed=5, repeat=True)), runner.table[index, FIRST_SLOT_COLUMN:].copy()
+        node, row = make(rd.Shard(index, SHARDS, seed=5, repeat=True)), runner.table[index, FIRST_SLOT:].copy()
         node.bind(row.data)
         sample = next(node, None)
         while sample is None:
