@@ -6,6 +6,13 @@ If only reading can find the end, shards are read ahead in rounds of a bounded s
     round 2    from the end of round 1                    ...                            until no shard has any
 
 So no call reads more than the samples of a few steps, however much is left. A round is a function of the table alone.
+
+The main phase before them ends at the step at which the first logical shard of any rank runs out. All ranks agree on that step
+ahead of time. Each rank makes micro batches ahead, and sends how many it is sure of. The smallest of these counts is safe for
+all ranks. The next exchange begins one step before that count is used up, so that no step waits for the other ranks.
+
+A rank may fail ahead, in reading or in the proof of an epoch. Then it sends the failure in place of a count, and all ranks
+raise before the same micro batch. If the error was temporary, all ranks may ask again.
 """
 
 from __future__ import annotations
@@ -14,8 +21,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rescale_data.engine.agreement import EpochEndAgreement, call_on_all_ranks
 from rescale_data.engine.cursor import Cursor
+from rescale_data.engine.ranks.ranks import Ranks, call_on_all_ranks, other_rank_error
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import LoaderSetup
@@ -25,6 +32,7 @@ from rescale_data.state import Ints
 
 STEPS_PER_ROUND = 4
 _UNKNOWN_END = -1
+_READ_FAILED, _WRONG_ROWS = -1, -2
 
 
 class EpochEnds:
@@ -38,7 +46,6 @@ class EpochEnds:
     Attributes:
         owned: The shards that this rank reads.
         owners: ``int64[N]``, the rank that reads each shard.
-        verify_error: The reason why the proof of an epoch failed; empty if none failed.
     """
 
     def __init__(self, setup: LoaderSetup) -> None:
@@ -46,8 +53,7 @@ class EpochEnds:
         self.schema, self.layout, self.ranks = setup.schema, setup.layout, setup.ranks
         topology = self.ranks.world_size, self.layout.num_logical_shards
         self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owner_ranks(*topology)
-        self.verify_error = ""
-        self._agreement: tuple[Segment | None, EpochEndAgreement | None] = None, None
+        self._agreement: _EndAgreement | None = None
         self._epoch = -1  # the epoch that the next three describe
         self._table: Ints | None = None  # with all rows, of a `plan_round` that has not ended
         self._search_depth = 0
@@ -67,11 +73,9 @@ class EpochEnds:
         segment = cursor.segment
         if segment is None or segment.stop is not None or self.setup.recipe.repeat:
             return segment is not None and segment.stop == cursor.u
-        agreed_segment, agreement = self._agreement
-        if agreed_segment is not segment or agreement is None:
-            agreement = EpochEndAgreement(self.ranks, cursor.u, self.layout.gradient_accumulation_steps)
-            self._agreement = segment, agreement
-        return agreement.ends_before(cursor.u, make_batches_until)
+        if self._agreement is None or self._agreement.segment is not segment:
+            self._agreement = _EndAgreement(self.ranks, segment, cursor.u)
+        return self._agreement.ends_before(cursor.u, make_batches_until)
 
     def table_after_skip(self, cursor: Cursor, num_delivered: Ints) -> Ints:
         """Return the table after this rank has advanced each of its shards to the given count of delivered samples."""
@@ -130,8 +134,7 @@ class EpochEnds:
         try:
             call_on_all_ranks(self.ranks, lambda: [self.runner.verify(shard, int(dropped[shard])) for shard in owned])
         except DataStateError as error:
-            self.verify_error = f"Epoch {cursor.clock.epoch} does not end as it should. {error}"
-            raise DataStateError(self.verify_error) from None
+            raise DataStateError(f"Epoch {cursor.clock.epoch} does not end as it should. {error}") from None
         self.ranks.info(
             "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all segments of the run.",
             cursor.clock.epoch,
@@ -163,3 +166,48 @@ class EpochEnds:
         ranks = self.ranks.at_position(int(sample_counts.sum()), num_ahead)
         self._epoch_ends = ranks.merge(call_on_all_ranks(ranks, find), self.owners)
         return self._epoch_ends[:, 0]
+
+
+class _EndAgreement:
+    """Finds the number of micro batches that all ranks can make before a shard of some rank ends, ahead of time.
+
+    Args:
+        segment: The main phase of an epoch.
+        first_batch: The next micro batch.
+    """
+
+    def __init__(self, ranks: Ranks, segment: Segment, first_batch: int) -> None:
+        self.segment, self._ranks = segment, ranks
+        self._micro_batches_per_step = segment.layout.gradient_accumulation_steps
+        self._num_steps_ahead = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
+        self._pending: Callable[[], Ints] | None = None  # waits for the exchange that has begun
+        self._agreed_end, self._has_ended = first_batch, False  # True if the main phase ends there
+        self._failure: Exception | None = None
+
+    def ends_before(self, u: int, make_batches_until: Callable[[int], int]) -> bool:
+        """True if the main phase of the epoch, until a shard runs out of samples, ends before micro batch ``u`` (collective).
+
+        Args:
+            u: The next micro batch.
+            make_batches_until: Makes micro batches ahead up to a given one, if it can; returns the first one that is not made.
+        """
+        if u == self._agreed_end and not self._has_ended:
+            wait_for_ends, self._pending = self._begin_exchange(u, make_batches_until), None
+            num_made = int(wait_for_ends().min())
+            if num_made < 0:
+                failure, self._failure = self._failure, None
+                raise failure or other_rank_error(wrong_rows=num_made == _WRONG_ROWS)
+            step_end = num_made // self._micro_batches_per_step * self._micro_batches_per_step
+            self._agreed_end, self._has_ended = max(u, step_end), step_end <= u
+        if not self._has_ended and self._num_steps_ahead > 1 and u + self._micro_batches_per_step >= self._agreed_end:
+            self._begin_exchange(u, make_batches_until)
+        return self._has_ended and u == self._agreed_end
+
+    def _begin_exchange(self, u: int, make_batches_until: Callable[[int], int]) -> Callable[[], Ints]:
+        if self._pending is None:
+            try:
+                num_made = make_batches_until(u + self._num_steps_ahead * self._micro_batches_per_step)
+            except Exception as error:
+                self._failure, num_made = error, _WRONG_ROWS if isinstance(error, DataStateError) else _READ_FAILED
+            self._pending = self._ranks.at_position(u).begin_gather_ints([num_made])
+        return self._pending

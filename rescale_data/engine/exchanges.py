@@ -22,11 +22,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rescale_data.engine.agreement import other_rank_error
 from rescale_data.engine.message import PackedBytes, from_bytes, to_bytes
 from rescale_data.engine.options import MAX_TIMEOUT_SECONDS
 from rescale_data.engine.ranks.communicator import Call
-from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.ranks.ranks import Ranks, other_rank_error
 from rescale_data.engine.runner import NoSamplesLeft
 from rescale_data.engine.threads import TaskThread, WorkResult, call_at_exit
 from rescale_data.errors import DataStateError

@@ -25,8 +25,8 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from rescale_data.engine.message import PackedBytes, from_bytes, to_bytes
 from rescale_data.engine.options import Options
-from rescale_data.engine.ranks.find_ranks import MESH_TYPES, members_of, ranks_in
 from rescale_data.engine.ranks.meeting import digest, gather_texts, gloo, make_once, members_by_dp_rank
+from rescale_data.engine.ranks.ranks import MESH_TYPES, members_of, ranks_in
 from rescale_data.engine.stream import STOP_ITERATION_MESSAGE, Stream
 from rescale_data.engine.transfer import transfer_function
 from rescale_data.errors import require_callable, require_type, to_picklable

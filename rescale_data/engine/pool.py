@@ -84,7 +84,7 @@ class WorkerFeed(BatchFeed):
         if self._processes is None:
             return {"batches_ready": 0.0, **by_name(read_counters().values)}
         status = self._processes.status
-        num_ready = max(0, status.num_made - self._num_taken_batches)
+        num_ready = max(0, int(status.counts[:, MADE_BATCHES].sum()) - self._num_taken_batches)
         return {"batches_ready": float(num_ready), **by_name(status.counts.sum(dim=0).numpy() + read_counters().values)}
 
     def activity(self) -> str:

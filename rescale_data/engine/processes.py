@@ -15,11 +15,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import random
-import signal
 import sys
 import threading
-import traceback
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
@@ -27,24 +24,16 @@ from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
-import torch
-
-from rescale_data.engine.message import Inbox, from_bytes, to_bytes
-from rescale_data.engine.status import WorkerStatus
+from rescale_data.engine.message import Inbox, to_bytes
 from rescale_data.engine.threads import WaitableFlag
-from rescale_data.engine.worker_info import set_worker_info
-from rescale_data.engine.workers import BeginCommand, Worker
-from rescale_data.sources.counts import read_counters
+from rescale_data.engine.workers import BeginCommand, Worker, WorkerStatus
 from rescale_data.sources.decoded.cache import share_budget_with
 
-PRELOADED = ["rescale_data.engine.processes"]
+PRELOADED = ["rescale_data.engine.workers"]
 """Modules that the fork server imports once, before it forks the first worker: code that all workers need, and no data."""
 # The fork server also imports what the trainer has imported of these: pyarrow takes half a second.
 _PIPELINE_MODULES = ("rescale_data.nodes.", "rescale_data.sources.")
-_CHECK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
 _GRACE_SECONDS = 5.0  # time for a worker to end by itself
-_MAX_TRACEBACK_CHARS = 2000
 
 
 class WorkerRun:
@@ -144,9 +133,9 @@ class WorkerProcesses:
             if self.status.wanted_command_id < 0:  # `end` was called
                 break
             trainer_end, worker_end = context.Pipe()
-            args = (index, self._num_workers, worker_end, self.free_slabs[index], self.status, worker, [*seed, index])
+            args = (index, self._num_workers, worker_end, self.free_slabs[index], self.status, [*seed, index])
             process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-                target=_run_worker, args=args, daemon=True, name=f"rescale_data-worker-{index}"
+                target=worker.run, args=args, daemon=True, name=f"rescale_data-worker-{index}"
             )
             process.start()
             worker_end.close()
@@ -213,73 +202,6 @@ class WorkerProcesses:
         if self.failure is not None and self._worker_run is not None:
             for inbox in self._worker_run.inboxes:
                 inbox.messages.put(self.failure)
-
-
-# In a worker
-
-
-def _run_worker(
-    worker_index: int,
-    num_workers: int,
-    pipe: Connection,
-    slab_semaphore: Any,
-    status: WorkerStatus,
-    worker: Worker,
-    seed: list[int],
-) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides whether to end its workers, or to go on
-    threading.Thread(target=_exit_after_parent, args=(multiprocessing.parent_process(),), daemon=True).start()
-    set_worker_info(worker_index, num_workers, _seed_generators(seed), worker.recipe.pipeline)
-    torch.set_num_threads(1)
-    share_budget_with(os.getppid(), num_workers)  # the trainer's process and the other workers
-    with suppress(EOFError, ConnectionError):  # the trainer is gone
-        while (command := pipe.recv()) is not None:
-            begin: BeginCommand = from_bytes(*command)
-            try:
-                if not worker.is_attached:
-                    worker.attach(worker_index, status)
-                    read_counters().move_values_to(status.counters(worker_index))
-                    worker.watch.start()
-                _reset_semaphore(slab_semaphore, begin.num_slabs)
-                for message in worker.messages(begin, slab_semaphore.acquire):
-                    pipe.send((begin.command_id, message))
-            except Exception:
-                traceback_text = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
-                pipe.send((begin.command_id, RuntimeError(f"Worker process {worker_index} failed:\n{traceback_text}")))
-            pipe.send((begin.command_id, None))
-
-
-def _reset_semaphore(semaphore: Any, num_slabs: int) -> None:
-    """Set the semaphore to `num_slabs` free slabs (shared buffers), whatever its value was before."""
-    while semaphore.acquire(block=False):
-        pass
-    for _ in range(num_slabs):
-        semaphore.release()
-
-
-def _seed_generators(seed_numbers: list[int]) -> int:
-    """Seed the random number generators of this process, and return the seed."""
-    seed = int(np.random.SeedSequence(seed_numbers).generate_state(1, np.uint64)[0])
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    return seed
-
-
-def _exit_after_parent(parent: Any) -> None:
-    """End this process once the trainer's process has ended; otherwise workers and their fork server would live on."""
-    while not wait([parent.sentinel], _CHECK_SECONDS) and _process_exists(parent.pid):
-        pass
-    os._exit(1)
-
-
-def _process_exists(pid: int) -> bool:
-    """True if the process exists. Its sentinel may hide its end: processes that were forked from it may hold the pipe open."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 # Before they start

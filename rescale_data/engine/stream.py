@@ -10,12 +10,11 @@ from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.feed import BatchFeed
 from rescale_data.engine.micro_batch import MicroBatch
-from rescale_data.engine.next_segment import next_segment
+from rescale_data.engine.moves import next_segment, require_micro_batches, skip
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import NoSamplesLeft
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.setup import LoaderSetup
-from rescale_data.engine.skip import require_micro_batches, skip
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.state import Ints
@@ -231,8 +230,6 @@ class Stream:
                 f"{call} with balance= begins within a step: {self.num_in_step} of its "
                 f"{self.gradient_accumulation_steps} micro batches have been taken. Take the others first."
             )
-        if self.ends.verify_error:
-            raise DataStateError(self.ends.verify_error)
         self.rewind()
         samples_before, ends = self.clock.samples, EpochEnds(self.setup)
         cursor = skip(self.cursor.copy(), ends, num_micro_batches)
@@ -253,8 +250,6 @@ class Stream:
         segment = self.cursor.segment
         if segment is not None and self.cursor.u < segment.first_check_u:
             return segment
-        if self.ends.verify_error:
-            raise DataStateError(self.ends.verify_error)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure

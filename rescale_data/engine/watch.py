@@ -27,7 +27,7 @@ _logger = logging.getLogger("rescale_data")
 _PACKAGE, _USER_FUNCTION = "rescale_data.", "in a function of the user's"
 _WORK_KINDS = (
     ("rescale_data.sources.", "reading"),
-    *((f"rescale_data.engine.{name}", "waiting for other ranks") for name in ("ranks", "agreement", "threads")),
+    *((f"rescale_data.engine.{name}", "waiting for other ranks") for name in ("ranks", "threads")),
     *((f"rescale_data.nodes.{name}", _USER_FUNCTION) for name in ("map", "filter", "tokenize", "clean", "foreign")),
     *((f"rescale_data.engine.{name}", _USER_FUNCTION) for name in ("runner", "recipe", "feed")),
 )

@@ -6,29 +6,44 @@ position of every shard after the batches that it has received. Workers are neve
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import random
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
 
 from rescale_data.engine.feed import InProcessFeed
-from rescale_data.engine.message import MAX_MESSAGE_VALUES, Message, PackedValue, Slabs
+from rescale_data.engine.message import MAX_MESSAGE_VALUES, Message, PackedValue, Slabs, from_bytes
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.options import Options
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import NoSamplesLeft, ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.segment import Segment
-from rescale_data.engine.status import WorkerStatus
 from rescale_data.engine.watch import SLOW_SECONDS, Watch, describe
 from rescale_data.errors import to_picklable
-from rescale_data.sources.counts import MADE_BATCHES, MAKE_SECONDS, read_counters
+from rescale_data.sources.counts import COUNTER_INDICES, MADE_BATCHES, MAKE_SECONDS, read_counters
+from rescale_data.sources.decoded.cache import share_budget_with
 from rescale_data.state import Ints
 
 _MESSAGE_BYTES = 4 * 2**20  # large enough to make messages cheap, small enough to keep little in flight
 _MESSAGE_SECONDS = 0.05
+_CHECK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
+_MAX_TRACEBACK_CHARS = 2000
+_TEXT_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,36 @@ class BeginCommand:
     table: Ints
 
 
+class WorkerStatus:
+    """Memory shared by the trainer and its workers: counts and a text of each worker, and the number of the current command.
+
+    Attributes:
+        counts: The counters of each worker, ``float64[num_workers, len(COUNTER_INDICES)]``.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._wanted_command_id = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
+        self.counts = torch.zeros(num_workers, len(COUNTER_INDICES), dtype=torch.float64, device="cpu").share_memory_()
+        self._activity_texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
+
+    @property
+    def wanted_command_id(self) -> int:
+        """The number of the `BeginCommand` that the trainer wants; workers stop making micro batches for any other."""
+        return int(self._wanted_command_id.item())
+
+    @wanted_command_id.setter
+    def wanted_command_id(self, number: int) -> None:
+        self._wanted_command_id.fill_(number)
+
+    def write_activity(self, worker: int, text: str) -> None:
+        """Write a text that says what a worker is doing; the text is empty unless the work takes long."""
+        text_bytes = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
+        self._activity_texts[worker].numpy()[:] = text_bytes
+
+    def read_activity(self, worker: int) -> str:
+        return self._activity_texts[worker].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+
+
 class Worker:
     """Makes micro batches in a worker process, in the same way as the trainer's process makes them without workers."""
 
@@ -66,6 +111,37 @@ class Worker:
         self.watch = Watch(
             self._report_after_seconds, lambda _, frame: status.write_activity(worker_number, describe(frame))
         )
+
+    def run(
+        self, worker_number: int, num_workers: int, pipe: Connection, slabs: Any, status: WorkerStatus, seed: list[int]
+    ) -> None:
+        """Run the commands of the trainer, in a worker process, until one is `None` or the trainer is gone.
+
+        Args:
+            slabs: A semaphore of the slabs that are free.
+            seed: The seed of random numbers that the user's functions draw.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides whether to end its workers, or to go on
+        threading.Thread(target=_exit_after_parent, args=(multiprocessing.parent_process(),), daemon=True).start()
+        _set_worker_info(worker_number, num_workers, _seed_generators(seed), self.recipe.pipeline)
+        torch.set_num_threads(1)
+        share_budget_with(os.getppid(), num_workers)  # the trainer's process and the other workers
+        with suppress(EOFError, ConnectionError):  # the trainer is gone
+            while (packed_command := pipe.recv()) is not None:
+                command: BeginCommand = from_bytes(*packed_command)
+                try:
+                    if not self.is_attached:
+                        self.attach(worker_number, status)
+                        read_counters().move_values_to(status.counts[worker_number].numpy())
+                        self.watch.start()
+                    _reset_semaphore(slabs, command.num_slabs)
+                    for message in self.messages(command, slabs.acquire):
+                        pipe.send((command.command_id, message))
+                except Exception:
+                    traceback_text = traceback.format_exc()[-_MAX_TRACEBACK_CHARS:]
+                    error = RuntimeError(f"Worker process {worker_number} failed:\n{traceback_text}")
+                    pipe.send((command.command_id, error))
+                pipe.send((command.command_id, None))
 
     def messages(self, command: BeginCommand, await_slab: Callable[[], object]) -> Iterator[Message]:
         """Yield messages with the micro batches of a segment, until other work is wanted or an error occurs.
@@ -138,3 +214,45 @@ class Worker:
             watch.report_made = False
             self._status.write_activity(self._worker_number, "")
         return micro_batch
+
+
+def _set_worker_info(worker_number: int, num_workers: int, seed: int, pipeline: Any) -> None:
+    """Make ``torch.utils.data.get_worker_info()``, which datasets call, return the given values in this process.
+
+    Torch has no public way to set them: this is the only use of a private name of torch.
+    """
+    module: Any = sys.modules[get_worker_info.__module__]
+    module._worker_info = module.WorkerInfo(id=worker_number, num_workers=num_workers, seed=seed, dataset=pipeline)
+
+
+def _reset_semaphore(semaphore: Any, num_slabs: int) -> None:
+    """Set the semaphore to `num_slabs` free slabs (shared buffers), whatever its value was before."""
+    while semaphore.acquire(block=False):
+        pass
+    for _ in range(num_slabs):
+        semaphore.release()
+
+
+def _seed_generators(seed_numbers: list[int]) -> int:
+    """Seed the random number generators of this process, and return the seed."""
+    seed = int(np.random.SeedSequence(seed_numbers).generate_state(1, np.uint64)[0])
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    return seed
+
+
+def _exit_after_parent(parent: Any) -> None:
+    """End this process once the trainer's process has ended; otherwise workers and their fork server would live on."""
+    while not wait([parent.sentinel], _CHECK_SECONDS) and _process_exists(parent.pid):
+        pass
+    os._exit(1)
+
+
+def _process_exists(pid: int) -> bool:
+    """True if the process exists. Its sentinel may hide its end: processes that were forked from it may hold the pipe open."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

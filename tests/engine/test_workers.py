@@ -110,7 +110,7 @@ class TestProcesses:
         assert not started
         loader_of(k=1).close()
         assert started == [True]
-        assert {*of_sources, "rescale_data.engine.processes", "__main__"} <= set(preloaded)
+        assert {*of_sources, "rescale_data.engine.workers", "__main__"} <= set(preloaded)
         assert not [name for name in preloaded if name.startswith("rescale_data.integrations")]
 
     def test_batches_come_from_k_processes_in_turn_and_close_ends_them(self) -> None:

@@ -22,8 +22,8 @@ from rescale_data.engine.message import from_bytes
 from rescale_data.engine.processes import WorkerRun
 from rescale_data.engine.ranks.communicator import Call
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.status import WorkerStatus
 from rescale_data.engine.stream import Stream
+from rescale_data.engine.workers import WorkerStatus
 
 
 class Hang(BaseException):

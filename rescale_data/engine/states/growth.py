@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from rescale_data.engine.agreement import call_on_all_ranks
+from rescale_data.engine.ranks.ranks import call_on_all_ranks
 from rescale_data.engine.recipe import EPOCH_ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER_COLUMN, History, path_name
 from rescale_data.engine.schema import Schema, json_round_trip, set_histories
 from rescale_data.engine.states.differences import differences

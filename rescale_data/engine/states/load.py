@@ -15,6 +15,7 @@ import numpy as np
 
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import EpochEnds
+from rescale_data.engine.moves import require_micro_batches, skip
 from rescale_data.engine.recipe import (
     EPOCH_ENDED,
     FIRST_SLOT,
@@ -26,7 +27,6 @@ from rescale_data.engine.recipe import (
     History,
 )
 from rescale_data.engine.schema import NodeParameters, Schema
-from rescale_data.engine.skip import require_micro_batches, skip
 from rescale_data.engine.states.change import (
     ChangedChild,
     adapt_positions,
