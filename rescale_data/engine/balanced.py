@@ -148,10 +148,8 @@ class BalancedFeed(WrappedFeed):
 
     def _arrange(self, step: _Step, exchanges: Exchanges) -> list[_ArrangedBatch]:
         """Exchange costs and samples between ranks; return the samples of a step that this rank computes (collective)."""
-        samples_before, is_last = (
-            int(step.segment.samples_before(step.first_batch).sum()),
-            step.stop_batch == step.segment.stop,
-        )
+        samples_before = int(step.segment.samples_before(step.first_batch).sum())
+        is_last = step.stop_batch == step.segment.stop
         sample_measures, weight = exchanges.agree(step.failure, samples_before, step.own_measures, is_last=is_last)
         owners = np.repeat(np.arange(self._sample_group.world_size), len(step.own_measures))
         target_ranks, micro_batch = self._plan(step, sample_measures, owners)

@@ -46,6 +46,7 @@ class EpochEnds:
     Attributes:
         owned: The shards that this rank reads.
         owners: ``int64[N]``, the rank that reads each shard.
+        verify_error: The reason why the proof of an epoch failed; empty if none failed.
     """
 
     def __init__(self, setup: LoaderSetup) -> None:
@@ -53,10 +54,9 @@ class EpochEnds:
         self.schema, self.layout, self.ranks = setup.schema, setup.layout, setup.ranks
         topology = self.ranks.world_size, self.layout.num_logical_shards
         self.owned, self.owners = np.array(block_of(self.ranks.rank, *topology), dtype=np.int64), owner_ranks(*topology)
+        self.verify_error = ""
         self._agreement: _EndAgreement | None = None
-        self._epoch = -1  # the epoch that the next three describe
-        self._table: Ints | None = None  # with all rows, of a `plan_round` that has not ended
-        self._search_depth = 0
+        self._epoch = -1  # the epoch that the next one describes
         self._epoch_ends = np.empty((0, 0), dtype=np.int64)  # of each shard: samples at the end, and slots after it
 
     def samples_left_in_epoch(self, table: Ints) -> Ints | None:
@@ -92,25 +92,22 @@ class EpochEnds:
         The numbers add up to less than a global batch only if no shard has more samples.
 
         Collective over the dp ranks; each reads the shards that it owns. If one rank fails, for example at its disk, all ranks
-        fail. Called again, all ranks continue where they were.
+        fail. Called again, all ranks plan the round anew; ends that were found stay.
         """
         self._start_epoch_search(cursor)
-        if self._table is None:
-            self._table = self.ranks.merge(cursor.positions, cursor.owners)
-        table = self._table
+        table = self.ranks.merge(cursor.positions, cursor.owners)
         self.runner.load(table, self.schema.histories)
         min_samples, samples_read = STEPS_PER_ROUND * self.layout.global_batch_size, 0
-        self._search_depth = self._search_depth or -(-min_samples // len(table))
+        depth = -(-min_samples // len(table))
         while True:
-            depth, end_samples = self._search_depth, self._read(table[:, SAMPLES], samples_read, self._search_depth)
+            end_samples = self._read(table[:, SAMPLES], samples_read, depth)
             samples_left = np.where(
                 end_samples == _UNKNOWN_END, depth, np.minimum(end_samples - table[:, SAMPLES], depth)
             )
             num_unfinished = int((samples_left == depth).sum())
             if samples_left.sum() >= min_samples or not num_unfinished:
-                self._table, self._search_depth = None, 0
                 return table, samples_left
-            samples_read, self._search_depth = depth, max(2 * depth, -(-min_samples // num_unfinished))
+            samples_read, depth = depth, max(2 * depth, -(-min_samples // num_unfinished))
 
     def next_epoch(self, cursor: Cursor) -> Ints:
         """Return the positions of all shards at the start of the next epoch (collective if only reading can find them)."""
@@ -134,7 +131,8 @@ class EpochEnds:
         try:
             call_on_all_ranks(self.ranks, lambda: [self.runner.verify(shard, int(dropped[shard])) for shard in owned])
         except DataStateError as error:
-            raise DataStateError(f"Epoch {cursor.clock.epoch} does not end as it should. {error}") from None
+            self.verify_error = f"Epoch {cursor.clock.epoch} does not end as it should. {error}"
+            raise DataStateError(self.verify_error) from None
         self.ranks.info(
             "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all segments of the run.",
             cursor.clock.epoch,
@@ -145,7 +143,7 @@ class EpochEnds:
         if self._epoch != cursor.clock.epoch:
             n, num_columns = cursor.table.shape
             self._epoch_ends = np.full((n, 1 + num_columns - FIRST_SLOT), _UNKNOWN_END, dtype=np.int64)
-            self._table, self._search_depth, self._epoch = None, 0, cursor.clock.epoch
+            self._epoch = cursor.clock.epoch
 
     def _read(self, sample_counts: Ints, samples_read: int, num_ahead: int) -> Ints:
         """Read shards up to ``num_ahead`` samples ahead; return the sample count of each at its epoch end, else `_UNKNOWN_END`.

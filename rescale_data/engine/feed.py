@@ -90,10 +90,8 @@ class InProcessFeed(BatchFeed):
 
     def next(self) -> MicroBatch:
         started, u = time.perf_counter(), self._u
-        batch_shards, self._batch_shards = (
-            self._batch_shards,
-            None,
-        )  # after an error the rows are past what was delivered
+        # After an error the rows are past what was delivered
+        batch_shards, self._batch_shards = self._batch_shards, None
         if batch_shards is None or self._segment is None:
             raise NoSamplesLeft
         if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker

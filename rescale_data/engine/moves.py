@@ -64,7 +64,7 @@ def _plan_segment(cursor: Cursor, ends: EpochEnds) -> Cursor:
     num_left = ends.samples_left_in_epoch(table)
     if (planned == NO_REMAINDER).all():
         stop = None if num_left is None else max(layout.main_phase_end(samples, num_left, cursor.u), cursor.u)
-        segment = _segment(ends, cursor.u, stop, samples, num_left)
+        segment = _segment(ends, cursor.u, stop, samples, num_left, None)
     elif num_left is None and not cursor.u:  # a round that has not begun: perhaps planned for another global batch
         return _next_round(cursor, ends)
     else:
@@ -136,16 +136,12 @@ def _remainder_segment(ends: EpochEnds, u: int, samples_left: Ints, samples: Int
 
 
 def _segment(
-    ends: EpochEnds,
-    u: int,
-    stop: int | None,
-    samples: Ints,
-    samples_left: Ints | None,
-    remainder: Remainder | None = None,
+    ends: EpochEnds, u: int, stop: int | None, samples: Ints, samples_left: Ints | None, remainder: Remainder | None
 ) -> Segment:
     """Return the segment from micro batch ``u`` on: the part of an epoch before a shard runs out, or the remainder after it."""
     setup, pads = ends.setup, ends.setup.options.tail == "pad"
     first_check = stop if stop is not None else sys.maxsize if setup.recipe.repeat else 0
+    first_check = 0 if setup.recipe.verify or remainder is not None else first_check  # a failed proof stays failed
     balanced, histories = setup.options.balance is not None, ends.schema.histories
     return Segment(
         ends.layout, ends.ranks.rank, stop, u, samples, samples_left, remainder, histories, pads, first_check, balanced

@@ -32,7 +32,8 @@ class Segment:
         histories: The data of each source, by epoch (`DataHistories`).
         pads: True if batches say which of their samples are real.
         saves_whole_steps: True if the rows of a step count as consumed with its last micro batch (balanced steps).
-        first_check_u: Up to this micro batch, no end of the segment has to be looked for between two micro batches.
+        first_check_u: Up to this micro batch, nothing has to be looked for between two micro batches: no end of the segment, no
+            failed proof; else 0.
     """
 
     layout: Layout

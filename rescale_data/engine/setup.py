@@ -21,6 +21,7 @@ from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.decoded.cache import new_dict_by_owner, owner_id
 from rescale_data.sources.decoded.interest import warn_if_thrashing
+from rescale_data.state import Ints
 
 _FEW_ROWS, _EVEN_ROWS = 8, 20  # rows a shard; from 20 on, an endless stream gives all rows equally often, within 5 %
 _warned: dict[int, bool] = new_dict_by_owner()
@@ -41,6 +42,12 @@ class LoaderSetup:
     layout: Layout
     ranks: Ranks
     runner: ShardRunner
+
+    def drops_all(self, samples_left: Ints | None) -> bool:
+        """True if an epoch is known to have less than one global batch left, which will be dropped."""
+        if samples_left is None or self.options.tail == "pad":
+            return False
+        return int(samples_left.sum()) < self.layout.global_batch_size
 
     @cached_property
     def epoch_size_is_known(self) -> bool:
@@ -168,11 +175,7 @@ def _check_epoch(setup: LoaderSetup) -> None:
             f"in which the ranks agree on the end of the epoch; dp_rank={setup.ranks.rank} and dp_world_size="
             f"{setup.ranks.world_size} were given without one. Start it, use repeat=True, or a single rank."
         )
-    if (
-        epoch_end is not None
-        and setup.options.tail == "drop"
-        and int(epoch_end[0].sum()) < setup.layout.global_batch_size
-    ):
+    if epoch_end is not None and setup.drops_all(epoch_end[0]):
         raise ValueError(
             f"An epoch has {int(epoch_end[0].sum())} samples, less than one global batch of {setup.layout.global_batch_size}, "
             f"so tail='drop' would drop them all. Use a smaller global_batch_size, tail='pad', repeat=True or more data."

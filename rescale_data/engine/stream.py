@@ -123,12 +123,7 @@ class Stream:
 
     def has_short_tail(self) -> bool:
         """True if the epoch is known to have less than one global batch left, which will be dropped."""
-        unread = None if self.cursor.epoch_ended else self.ends.samples_left_in_epoch(self.table)
-        return (
-            unread is not None
-            and self.setup.options.tail == "drop"
-            and int(unread.sum()) < self.layout.global_batch_size
-        )
+        return not self.cursor.epoch_ended and self.setup.drops_all(self.ends.samples_left_in_epoch(self.table))
 
     # The epoch of the loader: an epoch of the data, or `steps_per_epoch` steps
 
@@ -230,6 +225,8 @@ class Stream:
                 f"{call} with balance= begins within a step: {self.num_in_step} of its "
                 f"{self.gradient_accumulation_steps} micro batches have been taken. Take the others first."
             )
+        if self.ends.verify_error:
+            raise DataStateError(self.ends.verify_error)
         self.rewind()
         samples_before, ends = self.clock.samples, EpochEnds(self.setup)
         cursor = skip(self.cursor.copy(), ends, num_micro_batches)
@@ -250,6 +247,8 @@ class Stream:
         segment = self.cursor.segment
         if segment is not None and self.cursor.u < segment.first_check_u:
             return segment
+        if self.ends.verify_error:
+            raise DataStateError(self.ends.verify_error)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
