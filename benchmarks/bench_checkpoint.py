@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
-from rescale_data.checkpoint.entry import find_mismatches
+from rescale_data.checkpoint.loading import find_mismatches
 from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.storage.metadata import read_metadata
 

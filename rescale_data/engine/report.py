@@ -7,18 +7,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rescale_data.sources.counts import by_name, read_counters
+
 READY_COUNTER = "batches_ready"
 COUNTER_NAMES = (
     "wait_seconds",
     "wait_p50_seconds",
     "wait_p99_seconds",
     READY_COUNTER,
-    "read_seconds",
-    "transform_seconds",
-    "read_bytes",
-    "requests",
-    "request_bytes",
-    "retries",
+    *by_name(read_counters().values),
 )
 
 
