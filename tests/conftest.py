@@ -7,11 +7,13 @@ them in one, for a debugger.
 import multiprocessing
 import os
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child processes inherit it
 
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from rescale_data.engine.processes import PRELOADED
@@ -41,6 +43,14 @@ def no_times_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learn nothing from how fast requests are answered: a slow one would be made again, which tests that count would see."""
     monkeypatch.setattr(remote, "_MIN_ANSWERS_FOR_LIMIT", 2**60)
     remote._request_times.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """Let this process be the only one of a process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,6 +1,10 @@
-"""One corpus of documents in every layout that a source can read."""
+"""One corpus of documents in every layout that a source can read, and lists of its rows."""
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +13,7 @@ from rescale_data.order import FragmentOrder, permuted_fragments
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.dataset import DatasetSource
 from rescale_data.sources.parquet import ParquetSource
-from rescale_data.sources.source import Source
+from rescale_data.sources.source import FiledSource, Source
 from rescale_data.state import Ints
 from tests.formats import write_table
 
@@ -36,3 +40,38 @@ def write(layout: str, folder: Path, docs: list[list[int]], per_file: int = 7, p
         table = pa.table({"tokens": pa.array(docs[start : start + per_file], pa.list_(pa.uint16()))})
         write_table(folder / f"{number:03d}.{suffix}", table, per_fragment, is_stream=layout == "stream")
     return ParquetSource(folder) if layout == "parquet" else ArrowSource(folder)
+
+
+def listed(source: Any, rows: Iterable[int]) -> Any:
+    """Return row numbers of any source as `Reader(exclude=)` takes them."""
+    if not isinstance(source, FiledSource):
+        return list(rows)
+    found = defaultdict(list)
+    for file, row in map(source.file_row, rows):
+        found[file].append(row)
+    return dict(found)
+
+
+# Map-style datasets that do something where a row is read
+
+
+class Hooked(list[Any]):
+    """Rows that call a function with the index of each row before it is read."""
+
+    def __init__(self, rows: Iterable[Any], hook: Callable[[int], object]) -> None:
+        super().__init__(rows)
+        self.hook = hook
+
+    def __getitem__(self, index: Any) -> Any:
+        self.hook(index)
+        return super().__getitem__(index)
+
+
+def unreadable(rows: Iterable[Any], bad: Iterable[int]) -> Hooked:
+    """Return rows of which those numbered in `bad` cannot be read."""
+    return Hooked(rows, partial(_fail_at, frozenset(bad)))
+
+
+def _fail_at(bad: frozenset[int], index: int) -> None:
+    if index in bad:
+        raise ValueError(f"row {index} cannot be read")

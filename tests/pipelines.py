@@ -132,7 +132,7 @@ def is_late(num_rows: int, sample: dict[str, Any]) -> bool:
 
 
 def of_zoo(name: str, _: Rows, shard: rd.Shard) -> BaseNode[Any]:
-    return tagged(zoo.PIPELINES[name](shard), shard)
+    return tagged(zoo.PACKED[name](shard), shard)
 
 
 PIPELINES = {
@@ -144,7 +144,7 @@ PIPELINES = {
     "mixed": mixed,
     "skewed": skewed,
 }
-ZOO = {name: functools.partial(of_zoo, name) for name in zoo.PIPELINES}
+ZOO = {name: functools.partial(of_zoo, name) for name in zoo.PACKED}
 """Those of `tests.nodes.zoo`, which have data of their own."""
 
 

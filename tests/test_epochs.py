@@ -8,11 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
 
 import rescale_data as rd
+from rescale_data.engine.ends import STEPS_PER_ROUND
 from rescale_data.engine.schema import Schema
+from tests.corpus import Hooked, documents
 from tests.pipelines import Rows
 from tests.states import opened
 
@@ -141,61 +146,33 @@ class TestBetweenTheLastBatchAndTheEnd:
         assert (loader.epoch, len(list(loader))) == (1, 6 if tail == "drop" else 7)
 
 
-def pipeline_over(kind: str, num_rows: int) -> Callable[[rd.Shard], rd.BaseNode[Any]]:
-    """Of two sources, or one."""
-    rows, few = rd.DatasetSource(range(num_rows), name="rows"), rd.DatasetSource(range(9), name="few")
-
-    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        if kind in ("never", "all"):
-            both = {"rows": rd.Reader(rows, shard), "few": rd.Map(rd.Reader(few, shard), int)}
-            return rd.WeightedSampler(both, {"rows": 2, "few": 1}, stop=kind)  # type: ignore[arg-type]
-        return rd.Shuffle(rd.Reader(rows, shard), 3) if kind == "shuffle" else rd.Reader(rows, shard)
-
-    return pipeline
-
-
-class TestSkipOfWholeEpochs:
-    @pytest.mark.parametrize("verify", [False, True])
-    def test_reads_nothing(self, verify: bool) -> None:
-        data = Rows(1000)
-
-        def make() -> rd.DataLoader:
-            return rd.DataLoader(data, global_batch_size=24, num_logical_shards=30, verify=verify)
-
-        skipped, taken = make(), make()
-        skipped.skip(24 * 41 * 5 + 24)
-        assert data.num_read == 0
-        assert (skipped.epoch, skipped.step, skipped.progress()["dropped_samples"]) == (5, 41 * 5 + 1, 80)
-        for _ in range(5):
-            list(taken)
-        next(iter(taken))
-        assert all(a["row"].equal(b["row"]) for a, b in zip(skipped, taken, strict=True))
-
-    @pytest.mark.parametrize("kind", ["rows", "all", "never"])
-    def test_cost_nothing_in_an_endless_stream(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls = count_calls(monkeypatch)
-        loader = rd.DataLoader(pipeline_over(kind, 40), global_batch_size=4, num_logical_shards=8, repeat=True)
-        loader.skip(4 * 10**7)
-        assert (loader.step, calls.total() < 100) == (10**7, True)
-
-    @pytest.mark.parametrize("kind", ["rows", "all"])
-    def test_cost_a_few_calls_each(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The numbers of an epoch are looked up; nothing below moves but in the last one."""
-        calls = count_calls(monkeypatch)
-        loader = rd.DataLoader(pipeline_over(kind, 40), global_batch_size=4, num_logical_shards=8)
-        loader.skip(4 * 10**4)
-        assert loader.step == 10**4
-        assert calls["epoch_end"] <= 3 * (loader.epoch + 2)
-        assert calls["skip"] < 100
-
-
-def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the counts of what a skip costs, by the name of the method."""
-    calls = Counter[str]()
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("stop", [None, "all"])
+def test_a_skip_of_whole_epochs_reads_nothing_and_costs_a_few_calls_each(
+    stop: Any, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of an epoch are looked up; nothing below moves but in the last one. Of an endless one: `test_mixtures`."""
+    data, calls = Rows(1000), Counter[str]()
     for owner, name in ((Schema, "epoch_end"), (rd.Reader, "skip")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, real=real, name=name: calls.update([name]) or real(*given))
-    return calls
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        reader = rd.Reader(data, shard)
+        return rd.WeightedSampler({"rows": reader}, {"rows": 1}, stop=stop) if stop else reader
+
+    skipped, taken = (
+        rd.DataLoader(pipeline, global_batch_size=24, num_logical_shards=30, verify=verify) for _ in range(2)
+    )
+    skipped.skip(24 * 41 * 5 + 24)
+    assert data.num_read == 0
+    assert (skipped.epoch, skipped.step, skipped.progress()["dropped_samples"]) == (5, 41 * 5 + 1, 80)
+    assert calls["epoch_end"] <= 3 * (5 + 2)
+    assert verify or calls["skip"] < 100
+    for _ in range(5):
+        list(taken)
+    next(iter(taken))
+    assert all(a["row"].equal(b["row"]) for a, b in zip(skipped, taken, strict=True))
 
 
 class TestUnderTorchdata:
@@ -331,3 +308,48 @@ def test_an_endless_stream_whose_shards_are_in_several_epochs_warns_where_the_lo
         assert ("in the epochs 0 to 1" in caplog.text) == apart
         epochs = [[row for batch in finite for row in batch.tolist()[: finite.last_batch_samples]] for _ in range(2)]
         assert (Counter(before + epochs[0]) == Counter(range(37))) == (len(set(epochs[1])) == 37) == (not apart)
+
+
+# An end that only reading tells
+
+
+SEQ_LEN = 8
+
+
+@settings(max_examples=4)
+@given(
+    longest=st.sampled_from([8, 40]),
+    n=st.sampled_from([4, 6]),
+    o=st.sampled_from([2, 4]),
+    saved_at=st.integers(0, 700),
+    seed=st.integers(0, 2**16),
+)
+def test_every_token_is_delivered_once_in_rounds_of_bounded_reading(
+    longest: int, n: int, o: int, saved_at: int, seed: int
+) -> None:
+    lengths = np.sort(np.random.default_rng(seed).integers(1, longest + 1, 1500)).tolist()  # the last shards have most
+    reads = list[int]()
+    source = rd.DatasetSource(Hooked([{"tokens": doc} for doc in documents(lengths, first=0)], reads.append))
+
+    def pipeline(shard: rd.Shard) -> Any:
+        rows = rd.Reader(source, shard, shuffle=8)
+        return rd.TokenPacker(rows, column="tokens", seq_len=SEQ_LEN, eos_id=None, last="pad", pad_id=-1)
+
+    def loader() -> rd.DataLoader:
+        return rd.DataLoader(pipeline, global_batch_size=o, num_logical_shards=n, tail="pad")
+
+    found, first, most = [], loader(), 0
+    for count, batch in enumerate(first):
+        found.append(batch["tokens"][batch["valid"]])
+        most = max(most, len(reads))
+        reads.clear()
+        if count == saved_at:
+            state, first = first.state_dict(), loader()
+            first.load_state_dict(state)
+            break
+    if first.epoch == 0:
+        found += [batch["tokens"][batch["valid"]] for batch in first]
+    tokens = np.sort(np.concatenate(found).flatten())
+    assert tokens[tokens >= 0].tolist() == list(range(sum(lengths)))
+    samples_a_call = 2 * (STEPS_PER_ROUND * o + n)  # looked at, and then served
+    assert most <= samples_a_call * (SEQ_LEN + 1) + 8 * n

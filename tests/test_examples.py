@@ -1,11 +1,13 @@
-"""The examples, small: those of sources, and the mixture."""
+"""The examples, small: those of sources, and the mixture; and benchmarks, in their smallest form, to their ends."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
 
 
 def test_three_epochs_of_images(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +71,34 @@ def test_a_mixture(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert shown.count("same\n") == 9
     assert "every global batch is the same" in shown
     assert "step 9, sample 0:" in shown
+
+
+def run(script: str, *arguments: str | Path) -> str:
+    found = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_bench_state() -> None:
+    told = run("bench_state.py", "--quick")
+    for question in (
+        "200 sources: state_dict()",
+        "what carries state",
+        "after a resume at 99 %",
+        "ours / one a message",
+    ):
+        assert question in told
+
+
+def test_bench_peers_writes_a_new_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    told = run("bench_peers.py", "--quick", "--only", "rows of 64 kB", "--page", page)
+    assert told.strip() in page.read_text()
+    assert "| ours |" in told
+    assert "left out" not in told

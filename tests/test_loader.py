@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
-from rescale_data.testing import assert_rescalable, full_state_dict
-from tests.pipelines import Rows, rows, tagged
+from rescale_data.testing import full_state_dict
+from tests.pipelines import Rows, rows
 from tests.states import opened, same_state
 
 ROWS = Rows(100)
@@ -183,16 +182,6 @@ def test_an_iterator_goes_on_after_a_peek_and_a_skip_and_is_invalid_after_what_b
         next(iter(loader))
 
 
-def test_an_iterator_notices_a_process_group_that_is_younger_than_its_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a few batches: it does not ask for each."""
-    batches = iter(rd.DataLoader(range(64), global_batch_size=1, num_logical_shards=1, repeat=True))
-    next(batches)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match="built before the process group of 2 ranks"):
-        list(itertools.islice(batches, 16))
-
-
 def test_a_thread_within_next_keeps_the_others_out() -> None:
     """Two at once read the same rows and wrote one table, and the error blamed the pipeline."""
     asked, may_answer = threading.Event(), threading.Event()
@@ -314,35 +303,6 @@ def test_start_makes_the_first_batch_and_changes_nothing() -> None:
     assert rows_of(loader) == EPOCH
 
 
-def test_reset_begins_again_and_close_keeps_the_position() -> None:
-    with loader_of() as loader:
-        take(loader, 30)
-        loader.reset()
-        assert (loader.step, loader.epoch) == (0, 0)
-        assert same_state(loader.state_dict(), loader_of().state_dict())
-        found = take(loader, 5)
-        loader.peek()
-        state = loader.state_dict()
-        loader.close()
-        loader.close()
-        assert same_state(state, loader.state_dict())
-        found += take(loader, 2)
-    assert found + rows_of(loader) == EPOCH
-
-
-def test_a_state_is_copied_out_and_in() -> None:
-    loader, other, states = loader_of(), loader_of(), []
-    for _ in zip(range(4), loader, strict=False):
-        states.append(loader.state_dict())
-    assert [opened(state)["samples"] for state in states] == [4, 8, 12, 16]
-    assert [opened(state)["shards"]["samples"].sum().item() for state in states] == [4, 8, 12, 16]
-    other.load_state_dict(states[-1])
-    states[-1]["table"].fill_(77)
-    assert rows_of(loader) == rows_of(other) == EPOCH[4:]
-    loader.load_state_dict(states[0])
-    assert rows_of(loader) == EPOCH[1:]
-
-
 # Nodes of torchdata, below and above
 
 
@@ -361,24 +321,3 @@ def test_a_node_that_shows_its_shard() -> None:
     for loader in ranks:
         next(iter(loader))
     make(0, 1).load_state_dict(full_state_dict(ranks))
-
-
-class Forgetful(rd.Node[Any]):
-    """Counts its samples, and keeps the count for itself."""
-
-    def __init__(self, source: rd.BaseNode) -> None:
-        super().__init__(source=source)
-        self.count = 0
-
-    def next(self) -> Any:
-        self.count += 1
-        return {**next(self.children["source"]), "count": self.count}
-
-
-def test_assert_rescalable_finds_a_node_that_forgets() -> None:
-    def make(rank: int, w: int, b: int, k: int) -> rd.DataLoader:
-        where = {"dp_rank": rank, "dp_world_size": w, "micro_batch_size": b, "num_workers": k}
-        return loader_of(lambda shard: tagged(Forgetful(rd.Reader(ROWS, shard)), shard), repeat=True, **where)
-
-    with pytest.raises(AssertionError, match=r"segment 1 \(W=2, b=2, K=0\), micro batch \d+, rank \d, 'count'"):
-        assert_rescalable(make, [(4, 3, 0), (2, 2, 0)])

@@ -98,15 +98,12 @@ def test_a_trainer_that_counts_iterators_trains_as_many_epochs(kind: str, num_ro
     assert loader.epoch == epoch + ended
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     "changed", [{"pipeline": range}, {"transfer": "cpu"}, {"pin_memory": True}, {"timeout": 5.0}], ids=str
 )
 def test_what_the_peers_of_a_dp_rank_agreed_on_stays(changed: dict[str, Any]) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        ranks: dict[str, Any] = {"peers": dist.group.WORLD, "dp_rank": 0, "dp_world_size": 1}
-        loader = rd.DataLoader(functools.partial(range, 96), global_batch_size=8, **ranks)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=rf"with peers= what they share: \['{min(changed)}'\] cannot change"):
-            loader.reopen(**changed)
-    finally:
-        dist.destroy_process_group()
+    ranks: dict[str, Any] = {"peers": dist.group.WORLD, "dp_rank": 0, "dp_world_size": 1}
+    loader = rd.DataLoader(functools.partial(range, 96), global_batch_size=8, **ranks)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"with peers= what they share: \['{min(changed)}'\] cannot change"):
+        loader.reopen(**changed)

@@ -2,6 +2,9 @@
 
 import json
 import math
+import pickle
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -141,3 +144,47 @@ def test_what_a_state_says_of_its_rows_is_pinned() -> None:
     assert [opened(state)[name] for name in counts] == [22, 0, 5, 0, 1]
     list(loader)
     assert [opened(loader.state_dict())[name] for name in counts] == [100, 100, 25, 1, 1], "anew in each epoch"
+
+
+def test_a_state_has_the_ranges_that_were_left_out_and_loses_them_with_an_older_state() -> None:
+    def sized(b: int) -> rd.DataLoader:
+        return rd.DataLoader(range(1000), global_batch_size=24, micro_batch_size=b, num_logical_shards=96, repeat=True)
+
+    def take(loader: rd.DataLoader, num: int) -> list[int]:
+        return [row for batch in islice(loader, num) for row in batch.tolist()]
+
+    whole, first, then = take(sized(24), 8), sized(12), sized(8)
+    taken = take(first, 4)
+    before = first.state_dict()
+    first.skip(48)
+    first.skip(24)  # a range that goes on
+    assert opened(first.state_dict())["skipped"] == [[48, 120]]
+    then.load_state_dict(first.state_dict())
+    taken += take(then, 3)
+    then.skip(0)
+    then.skip(24)
+    taken += take(then, 3)
+    assert taken == whole[:48] + whole[120:144] + whole[168:192]
+    assert opened(then.state_dict())["skipped"] == [[48, 120], [144, 168]]
+    then.load_state_dict(before)
+    assert opened(then.state_dict())["skipped"] == []
+    assert take(then, 3) == whole[48:72]
+
+
+class Counted(rd.DatasetSource):
+    """A source that counts how often its files are listed."""
+
+    num_listed = 0
+
+    def manifest(self) -> Mapping[str, Any]:
+        self.num_listed += 1
+        return {**super().manifest(), "files": [["a", 1, 2]] * 3}
+
+
+def test_the_files_are_listed_once_whatever_is_saved_and_loaded() -> None:
+    source = Counted(range(40))
+    loader = rd.DataLoader(lambda shard: rd.Reader(source, shard), global_batch_size=4, repeat=True)
+    for _ in range(3):
+        next(iter(loader))
+        loader.load_state_dict(pickle.loads(pickle.dumps(loader.state_dict())))
+    assert source.num_listed == 1

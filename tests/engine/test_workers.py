@@ -20,22 +20,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import get_worker_info
 from torchdata.nodes import Mapper
 
 import rescale_data as rd
-from rescale_data.engine.message import MAX_MESSAGE_VALUES, PackedValue, Slabs
+from rescale_data.engine.message import MAX_MESSAGE_VALUES, Inbox, PackedValue, Slabs
 from rescale_data.engine.processes import WorkerRun
 from rescale_data.engine.segment import Segment
 from rescale_data.engine.watch import frames, waits_for_batches
 from rescale_data.engine.workers import BeginCommand
-from tests.datasets import Hooked, unreadable
+from tests.corpus import Hooked, unreadable
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
-from tests.states import opened, same_state
+from tests.states import opened
+from tests.test_state import exact, tensors
 
 make = functools.partial(rd.DataLoader, global_batch_size=12, micro_batch_size=4, num_logical_shards=24)
 """A = 3; with N = 24, K = 1, 2, 3 are aligned."""
@@ -53,41 +54,23 @@ def row_numbers(batches: Any) -> list[list[int]]:
     return [batch["row"].tolist() for batch in batches]
 
 
-class TestSameAsWithout:
-    @pytest.mark.parametrize(
-        ("kind", "k", "given"),
-        [("rows", 1, {"multiprocessing_context": "spawn"}), ("packed mixture", 2, {"tail": "pad"})],
-    )
-    def test_batches_and_the_state_after_each(self, kind: str, k: int, given: dict[str, Any]) -> None:
-        """Over two epochs, remainders included; the state is taken while workers are ahead."""
-        other = loader_of(kind, tail=given.get("tail", "drop"))
-        with loader_of(kind, k, **given) as loader:
-            for _ in range(2):
-                for batch, expected in zip(loader, other, strict=True):
-                    assert plain(batch) == plain(expected)
-                    assert same_state(loader.state_dict(), other.state_dict())
-            assert loader.progress()["dropped_samples"] == other.progress()["dropped_samples"]
-
-    def test_many_small_micro_batches_share_a_message_and_keep_their_order(self) -> None:
-        found = []
-        for k in (2, 0):
-            sizes = {"global_batch_size": 2, "num_logical_shards": 8, "collate_fn": as_samples}
-            with rd.DataLoader(pipeline_of("rows", Rows(40_000)), num_workers=k, **sizes) as loader:
-                found.append(plainly(itertools.islice(loader, 3000)))
-                assert opened(loader.state_dict())["samples"] == 6000
-        assert found[0] == found[1]
+def test_many_small_micro_batches_share_a_message_and_keep_their_order() -> None:
+    found = []
+    for k in (2, 0):
+        sizes = {"global_batch_size": 2, "num_logical_shards": 8, "collate_fn": as_samples}
+        with rd.DataLoader(pipeline_of("rows", Rows(40_000)), num_workers=k, **sizes) as loader:
+            found.append(plainly(itertools.islice(loader, 3000)))
+            assert opened(loader.state_dict())["samples"] == 6000
+    assert found[0] == found[1]
 
 
-class TestMessages:
-    """What goes between the loader and its workers does not grow with what need not be told."""
-
-    def test_a_pipe_carries_less_than_4_kb_each_way(self) -> None:
-        """However much there is to say: else the sender of one side waits for the other, which waits for it."""
-        segment = Segment(loader_of()._stream.layout, 0, None)
-        begin = BeginCommand(2**40, segment, 2**40, 3, np.zeros((24, 20_000), dtype=np.int64))
-        message = Slabs().pack(3, [PackedValue((torch.zeros(10_000), "x" * 100_000))] * MAX_MESSAGE_VALUES)
-        assert len(ForkingPickler.dumps(WorkerRun(begin, 2).packed_command)) < 4096
-        assert len(ForkingPickler.dumps((2**40, message))) < 4096
+def test_a_pipe_carries_less_than_4_kb_each_way() -> None:
+    """However much there is to say: else the sender of one side waits for the other, which waits for it."""
+    segment = Segment(loader_of()._stream.layout, 0, None)
+    begin = BeginCommand(2**40, segment, 2**40, 3, np.zeros((24, 20_000), dtype=np.int64))
+    message = Slabs().pack(3, [PackedValue((torch.zeros(10_000), "x" * 100_000))] * MAX_MESSAGE_VALUES)
+    assert len(ForkingPickler.dumps(WorkerRun(begin, 2).packed_command)) < 4096
+    assert len(ForkingPickler.dumps((2**40, message))) < 4096
 
 
 def pid_pipeline(shard: rd.Shard) -> rd.BaseNode:
@@ -134,16 +117,6 @@ class TestProcesses:
         for child in set(multiprocessing.active_children()) - before:
             child.join(60)
         assert set(multiprocessing.active_children()) <= before
-
-    def test_they_start_safely_though_this_process_has_used_threads(self, tmp_path: Path) -> None:
-        """A fork of it could deadlock: pyarrow's thread pool and an open lock would be copied as they are."""
-        for part in range(4):
-            rows = pa.table({"x": range(part * 100, part * 100 + 100)})
-            pq.write_table(rows, tmp_path / f"{part}.parquet", row_group_size=10)
-        assert pq.read_table(tmp_path, use_threads=True).num_rows == 400
-        sizes = {"global_batch_size": 10, "num_logical_shards": 20, "num_workers": 2}
-        with threading.Lock(), rd.DataLoader(rd.ParquetSource(tmp_path), **sizes) as loader:
-            assert sorted(x for batch in loader for x in batch["x"].tolist()) == list(range(400))
 
 
 ROWS = [{"row": row} for row in range(96)]
@@ -391,3 +364,46 @@ def test_tensors_of_a_batch_are_the_trainers_own() -> None:
             batch["x"].add_(0.5)
     values = [value for batch in kept for value in batch.unique(dim=1).flatten().tolist()]
     assert sorted(values) == [i + 0.5 for i in range(96)]
+
+
+# Values that are packed into shared memory come back, and stay what they are when the memory is used again
+
+
+arrays = st.sampled_from([np.int8, np.uint16, np.int64, np.float32, np.float64, np.complex64, np.bool_]).flatmap(
+    lambda dtype: st.lists(st.integers(0, 3), max_size=3).map(
+        lambda shape: np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
+    )
+)
+others = st.one_of(st.none(), st.integers(), st.text(max_size=5), st.binary(max_size=5), st.floats(allow_nan=False))
+values = st.recursive(
+    st.one_of(tensors(), arrays, others),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+def sent(slabs: Slabs, inbox: Inbox, slab: int, batch: list[Any]) -> list[Any]:
+    inbox.messages.put(slabs.pack(slab, [PackedValue(value) for value in batch]))
+    received = [inbox.next_value(0) for _ in batch]
+    assert [is_last for _, is_last in received] == [False] * (len(batch) - 1) + [True]
+    return [value for value, _ in received]
+
+
+@given(st.lists(st.lists(values, min_size=1, max_size=3), min_size=1, max_size=6))
+def test_values_come_back_and_stay(batches: list[list[Any]]) -> None:
+    slabs, inbox = Slabs(), Inbox(pin_memory=False)
+    received = [sent(slabs, inbox, i % 2, batch) for i, batch in enumerate(batches)]
+    assert exact(received) == exact(batches)
+
+
+def test_what_is_not_contiguous_dense_or_plain() -> None:
+    batch = [
+        torch.arange(6).reshape(2, 3).t(),
+        np.arange(6).reshape(2, 3).T,
+        np.array(["a", "b"]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.datetime64("2020-01-01"),
+    ]
+    *found, sparse = sent(Slabs(), Inbox(pin_memory=False), 0, [*batch, torch.eye(2).to_sparse()])
+    assert exact(found) == exact(batch)
+    assert torch.equal(sparse.to_dense(), torch.eye(2))

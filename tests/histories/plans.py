@@ -244,7 +244,7 @@ def plan_of(r: random.Random) -> tuple[Plan, bool]:
     plan: Plan
     x = r.random()
     if x < 0.15:
-        name = r.choice([*PIPELINES, *(name for name in zoo.PIPELINES if name not in zoo.STOCK)])
+        name = r.choice([*PIPELINES, *zoo.PACKED])
         return ("Kind", name, r.choice([40, 113]), "never" if name in zoo.ENDLESS else ""), False
     if x < 0.25:
         return r.choice(

@@ -122,7 +122,7 @@ class Seats:
         return state
 
     def load(self, state: dict[str, Any]) -> None:
-        self.all(lambda seat: seat.loader.load_state_dict(copy.deepcopy(state)))
+        self.all(lambda seat: seat.loader.load_state_dict(state))
         self.begun, self.left = False, None
 
     # Batches
@@ -203,10 +203,10 @@ class Seats:
         def sit(rank: int) -> Seat:
             if order[rank] < 0:
                 seat = Seat(make(top))
-                seat.loader.load_state_dict(copy.deepcopy(state), delivered)
+                seat.loader.load_state_dict(state, delivered)
             else:
                 seat = self.seats[order[rank]]
-                seat.loader.reopen(copy.deepcopy(state), delivered, **changed)
+                seat.loader.reopen(state, delivered, **changed)
             return seat
 
         return Seats(make, top, sit, steps=self.steps)

@@ -86,11 +86,6 @@ def _values(case: Mapping[str, int], dimensions: Mapping[str, Sequence[Any]]) ->
     return {name: dimensions[name][i] for name, i in case.items()}
 
 
-def count_pairs(found: Sequence[Case]) -> int:
-    """Return the number of different pairs of values in `found`."""
-    return len({(a, str(case[a]), b, str(case[b])) for case in found for a, b in combinations(case, 2)})
-
-
 def name_of(case: Case) -> str:
     """Return the name of a test for `case`."""
     return "-".join(f"{value}" for value in case.values())

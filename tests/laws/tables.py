@@ -15,7 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 import rescale_data as rd
+from rescale_data.nodes.base import as_node
 from tests.formats import write_jsonl, write_megatron, write_table, write_tar
+from tests.laws.pairs import Case, cases
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -180,3 +182,18 @@ TOPS: dict[str, Callable[..., rd.Node[Any]]] = {
     "Shuffle-WholeDocumentPacker": lambda node: rd.Shuffle(whole(node), 3),
 }
 """Nodes that stand over all others. Packers take another ``seq_len``."""
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------------
+
+DATASETS = {name: rd.DatasetSource(rows, name=name) for name, rows in CORPORA.items()}
+CASES = cases({"rows": [*ROWS], "mixture": [*MIXTURES], "top": [*TOPS]})
+
+
+def pipeline(case: Case, shard: rd.Shard) -> rd.Node[Any]:
+    """Return the pipeline of one of `CASES`."""
+
+    def below(name: str) -> Any:
+        return ROWS[case["rows"]](rd.Reader(DATASETS[name], shard, shuffle=4))
+
+    return as_node(TOPS[case["top"]](MIXTURES[case["mixture"]](below)))

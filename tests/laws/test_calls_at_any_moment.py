@@ -23,6 +23,7 @@ from tests.distributed.ranks import run_ranks
 from tests.laws.pairs import Case, cases, name_of
 from tests.states import where
 
+pytestmark = pytest.mark.usefixtures("group")
 ROWS, AHEAD, HOLD_SECONDS = 124, 4, 0.2
 """A batch that is `AHEAD` of those taken has the row that is held. It is held so long while calls are made, many looks."""
 
@@ -69,6 +70,15 @@ def cost(row: int) -> int:
     return 1 + row % 7
 
 
+def flipped(batch: torch.Tensor) -> torch.Tensor:
+    """Send a batch: twice, it would be as it was."""
+    return ~batch
+
+
+def flip_and_collate(rows: list[int]) -> torch.Tensor:
+    return ~torch.tensor(rows)
+
+
 PIPELINES: dict[str, tuple[Callable[..., Any] | None, dict[str, Any]]] = {
     "rows": (None, {}),
     "padded": (None, {"tail": "pad", "verify": True}),
@@ -83,8 +93,8 @@ ENDS = ("rows", "padded", "filtered", "steps", "balanced", "balanced, filtered")
 FEEDS: dict[str, dict[str, Any]] = {
     "thread": {"prefetch": AHEAD + 1},
     "workers": {"num_workers": 2, "prefetch": AHEAD},
-    "sent": {"prefetch": AHEAD + 1, "transfer": "cpu"},
-    "workers, sent": {"num_workers": 2, "prefetch": AHEAD, "transfer": "cpu"},
+    "sent": {"prefetch": AHEAD + 1, "transfer": flipped},
+    "workers, sent": {"num_workers": 2, "prefetch": AHEAD, "transfer": flipped},
 }
 DOORS = {f"{kind} of {ranks}": (kind, ranks) for ranks in (1, 2) for kind in ("loader", "peers")}
 """What a trainer asks for batches, and on how many ranks."""
@@ -182,18 +192,13 @@ CASES = cases(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def opened(case: Case, feed: str, corpus: Corpus) -> Any:
     """Open the loader of a case; where `feed` is empty without peers, and with batches made when they are asked for."""
     pipeline, given = PIPELINES[case["pipeline"]]
     data = corpus if pipeline is None else partial(pipeline, corpus)
     arguments = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8, **given, **FEEDS.get(feed, {})}
+    if not feed and "sent" in case["feed"]:
+        arguments["collate_fn"] = flip_and_collate
     if kind_of(case) == "loader":
         return rd.DataLoader(data, **arguments)
     one: Any = {"dp_rank": 0, "dp_world_size": 1, **arguments}
@@ -251,7 +256,8 @@ def compare(case: Case, folder: Path) -> tuple[list[Any], list[Any]]:
     how = case["moment"] if case["moment"] in HELD else ""
     with opened(case, "", Corpus()) as loader:
         whole = [plain(batch) for batch in islice((batch for _ in range(3) for batch in loader), 10)]
-    row = next(row for row in [*whole[case["taken"] + AHEAD], *whole[case["taken"] + AHEAD + 1]] if row < ROWS)
+    rows = [max(row, ~row) for row in [*whole[case["taken"] + AHEAD], *whole[case["taken"] + AHEAD + 1]]]
+    row = next(row for row in rows if row < ROWS)
     with opened(case, "", Corpus(None, row, how)) as loader:
         run = Run(loader)
         take(run, case)

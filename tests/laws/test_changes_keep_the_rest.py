@@ -19,9 +19,9 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
+from tests.corpus import listed as excluded
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import ENDLESS, LENGTHS, MIXTURES, ROWS, SOURCES, TOPS, WEIGHTS, Row, packer, rows_of, whole
-from tests.nodes.listed import listed as excluded
 
 N = 2
 Weights = Mapping[str, float]
@@ -155,7 +155,7 @@ class Segments:
         exclude = None
         if "blocklist" in self.case["change"]:
             is_changed = name == ("web" if "files" in self.case["change"] else self.case["source"])
-            exclude = excluded(self.sources[name], ([5, 11, 13] if self.segment else [2, 8]) if is_changed else [])
+            exclude = excluded(self.sources[name], ([4, 9, 15] if self.segment else [2, 8]) if is_changed else [])
         node: Any = rd.Reader(self.sources[name], shard, shuffle=False, exclude=exclude)
         return {**ROWS, **RANDOM}[self.case["rows"]](node)
 
@@ -230,9 +230,11 @@ def saves(segments: Segments, most: int) -> list[tuple[list[int], Any]]:
 
 CASES = [(case, 6) for case in cases(DIMENSIONS, allowed)]
 SENSITIVE = [("schedule, left out", "Shuffle"), ("rests, left out", "WholeDocumentPacker"), ("added at 0", "Shuffle")]
+SENSITIVE += [("blocklist", "TokenPacker")]
 """Changes of a mixture by tokens that few of the positions show, with the nodes that have windows: saved at each step."""
 PLAIN = {"source": "code", "rows": "plain", "mixture": "tokens", "over": "plain", "then": "same"}
 CASES += [({"change": change, **PLAIN, "top": top}, 60) for change, top in SENSITIVE]
+CASES += [({"change": "files, blocklist", **PLAIN, "mixture": "one source", "top": "TokenPacker"}, 60)]
 
 
 @pytest.mark.parametrize(("case", "most"), CASES, ids=[name_of(case) for case, _ in CASES])

@@ -13,7 +13,7 @@ errors by which loops end (`StopIteration`) and others.
 
 import copy
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ from datasets.table import InMemoryTable
 
 import rescale_data as rd
 from rescale_data.sources.decoded.cache import cache
-from tests.datasets import Hooked
+from tests.corpus import Hooked
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import FILES, write
 
@@ -336,13 +336,6 @@ ERRORS = (StopIteration, StopAsyncIteration, IndexError, OSError)
 FAILURES = cases(
     {"function": list(FAILING), "error": list(ERRORS), "run": ["none", "thread", "workers", "peers"], "repeat": [0, 1]}
 )
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

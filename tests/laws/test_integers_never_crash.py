@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.base import as_node
 from rescale_data.nodes.reading import kernel
 from rescale_data.state import state_of
-from tests.laws.pairs import Case, cases, name_of
-from tests.laws.tables import CORPORA, ENDLESS, MIXTURES, ROWS, TOPS
+from tests.laws.pairs import Case, name_of
+from tests.laws.tables import CASES, ENDLESS, pipeline
 from tests.nodes.nested import Stream
 from tests.states import closed, opened
 
@@ -31,16 +30,6 @@ LIMITS = [0, 1, -1, -2, -4, 2**20, 2**31, 2**40, 2**47, 2**48, 2**53, 2**62, 2**
 """Numbers at which something begins to be wrong: signs, widths, counts, products."""
 FLOATS = np.array([0.5, -1.0, 1e300, 5e-324, np.inf, -np.inf, np.nan]).view(np.int64).tolist()
 NUMBERS = st.sampled_from([*LIMITS, *FLOATS]) | st.integers(-50, 50) | st.integers(-(2**63), 2**63 - 1)
-
-
-def pipeline(case: Case, shard: rd.Shard) -> rd.Node[Any]:
-    def below(name: str) -> Any:
-        return ROWS[case["rows"]](rd.Reader(rd.DatasetSource(CORPORA[name], name=name), shard, shuffle=4))
-
-    return as_node(TOPS[case["top"]](MIXTURES[case["mixture"]](below)))
-
-
-CASES = cases({"rows": list(ROWS), "mixture": list(MIXTURES), "top": list(TOPS)})
 
 
 OTHERS = {

@@ -1,5 +1,7 @@
 """Law 1: `skip(n)` of a node leaves the samples and the positions that n calls of `next` leave. Of a loader: histories.
 
+So does what `epoch_end` computes: how many samples are left, and where the next epoch begins.
+
 Crossed: source, its order, unreadable rows, blocklist, node over rows, mixture, top, repeat, verify, sources smaller than N.
 Hypothesis chooses n, how many samples were drawn before, which rows are unreadable and which are blocked.
 """
@@ -18,11 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.nodes.below import skip
-from tests.datasets import unreadable
+from rescale_data.nodes.below import epoch_end, skip
+from tests.corpus import listed, unreadable
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import CORPORA, MIXTURES, ROWS, SOURCES, TOPS, mixture, with_length
-from tests.nodes.listed import listed
 from tests.nodes.resume import plain
 
 ON_ERROR: dict[str, Any] = {
@@ -146,6 +147,22 @@ def skips(node: Any, num_samples: int) -> None:
         raise StopIteration
 
 
+def require_end(node: Any, index: int) -> None:
+    """Fail if drawing to the end of an epoch gives another number of samples, or another position, than is computed."""
+    node.bind(node.position)
+    row = np.array(node.position)
+    known = epoch_end(node, row[None], np.array([index]))
+    assert row.tolist() == node.position.tolist()
+    try:
+        num_samples = sum(1 for _ in islice(node, MOST))
+    except rd.DataStateError:  # two whole epochs without a sample
+        return
+    if known is not None and num_samples < MOST:
+        assert (known[0].tolist(), known[1].tolist()) == ([num_samples], [node.position.tolist()])
+
+
+MOST = 500
+"""Samples of an epoch that is not endless are fewer."""
 some = settings(max_examples=max(6, settings().max_examples // 16), deadline=None)
 rows_of = st.sets(st.integers(0, 35), max_size=12)
 
@@ -167,8 +184,11 @@ def test_skip_of_a_node(case: Case, data: st.DataObject) -> None:
     shard = rd.Shard(index, case["shards"], seed=3, repeat=case["repeat"], verify=case["verify"])
     with tempfile.TemporaryDirectory() as folder:
         build = pipeline(case, Path(folder), data.draw(rows_of), data.draw(rows_of))
-        drawn, skipped = build(shard), build(shard)
-        for node in (drawn, skipped):
-            outcome(node, partial(draws, num_samples=num_before), num_behind=0)
+        drawn, skipped, resumed = (build(shard) for _ in range(3))
+        begun = [outcome(node, partial(draws, num_samples=num_before), num_behind=0) for node in (drawn, skipped)]
+        resumed.reset(drawn.get_state())
         expected = outcome(drawn, partial(draws, num_samples=num_samples))
         assert outcome(skipped, partial(skips, num_samples=num_samples)) == expected
+        if "no sample" not in (*begun[0], *expected):  # how long a source is silent is no position
+            assert outcome(resumed, partial(draws, num_samples=num_samples)) == expected
+        require_end(drawn, index)

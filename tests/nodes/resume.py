@@ -1,14 +1,19 @@
-"""The contract of a node, checked at every position of its stream."""
+"""The contract of a node, checked at every position of its stream; and segments of a run, by logical shard."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+import rescale_data as rd
 from rescale_data.nodes.base import Node
 from rescale_data.sources.decoded.cache import cache
+
+N, BATCH = 6, 12
+"""Logical shards and the global batch of a segment, if it is not said otherwise."""
 
 
 def plain(value: Any) -> Any:
@@ -75,3 +80,31 @@ def _assert_binds(build: Callable[[], Node[Any]], rows: list[list[int]], whole: 
     for _ in range(2):  # from the beginning, which nothing that was read has changed
         node.bind(np.array(rows[0]).data)
         assert take(node, num) == whole[:num]
+
+
+def ranks_of(pipeline: Any, world_size: int = 1, state: Any = None, **given: Any) -> list[rd.DataLoader]:
+    """Return the loaders of all ranks, which have loaded `state`; endless, if `given` does not say otherwise."""
+    sizes = {"global_batch_size": BATCH, "micro_batch_size": BATCH // world_size, "num_logical_shards": N}
+    given = {"repeat": True, **sizes, **given, "dp_world_size": world_size}
+    ranks = [rd.DataLoader(pipeline, dp_rank=rank, **given) for rank in range(world_size)]
+    for loader in ranks if state is not None else []:
+        loader.load_state_dict(state)
+    return ranks
+
+
+def alone(pipeline: Any, state: Any = None, **given: Any) -> rd.DataLoader:
+    """Return the loader of one rank and one logical shard, a sample a batch."""
+    loader = rd.DataLoader(pipeline, **{"global_batch_size": 1, "num_logical_shards": 1, **given})
+    if state is not None:
+        loader.load_state_dict(state)
+    return loader
+
+
+def samples_by_shard(ranks: list[rd.DataLoader], num_micro_batches: int) -> dict[int, list[dict[str, Any]]]:
+    """Return the samples of each logical shard in the next micro batches of all ranks."""
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for loader in ranks * num_micro_batches:
+        taken = loader._stream.take()
+        for i, shard in enumerate(taken.shards):
+            found[shard].append({key: value[i] for key, value in taken.batch.items()})
+    return found

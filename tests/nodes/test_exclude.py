@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 from pyarrow import compute, parquet
 
 import rescale_data as rd
-from tests.corpus import write
-from tests.datasets import unreadable
-from tests.nodes.resume import plain
-from tests.nodes.runs import BATCH, alone, ranks_of
+from tests.corpus import unreadable, write
+from tests.nodes.resume import BATCH, alone, plain, ranks_of
 
 NUM = 150
 rows_of = st.sets(st.integers(0, NUM - 1), max_size=NUM // 2)
@@ -67,54 +65,11 @@ def test_served_blocked_unreadable_and_filtered_rows_are_the_source(
     assert counts["filtered_rows"] == NUM - len(blocked | bad) - len(found)
 
 
-WEB, CODE = documents([5] * 12), documents([5] * 4, 50)
+CODE = documents([5] * 4, 50)
 
 
 def mixture(web: Any, code: Any, stop: Any) -> rd.BaseNode[Any]:
     return rd.WeightedSampler({"web": web, "code": code}, {"web": 1, "code": 1}, stop=stop)
-
-
-CUT: dict[str, Callable[[Any, Any], rd.BaseNode[Any]]] = {
-    "reader": lambda web, code: web,
-    "mixture": lambda web, code: mixture(web, code, "never"),
-    "ending mixture": lambda web, code: mixture(web, code, "all"),
-}
-
-
-@pytest.mark.parametrize("kind", CUT)
-@pytest.mark.parametrize("layout", ["dataset", "arrow"])
-@pytest.mark.parametrize("before", [[], [1, 3, 5, 7, 9, 11, 51, 53]])
-def test_a_document_that_is_blocked_within_ends_there(
-    before: list[int], layout: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What follows begins with a first token, of an unblocked one with the next; a packer finds it, and repeats nothing."""
-    files = [write(layout, tmp_path / name, docs, NUM) for name, docs in (("web", WEB), ("code", CODE))]
-
-    def begun(blocked: list[int], state: Any = None) -> rd.DataLoader:
-        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-            nodes = []
-            for source, first in zip(files, (0, 50), strict=True):
-                rows = [number - first for number in blocked if 0 <= number - first < source.num_rows]
-                exclude: Any = rows if layout == "dataset" else {"000.arrow": rows}
-                nodes.append(rd.Reader(source, shard, shuffle=False, exclude=exclude))
-            return rd.TokenPacker(CUT[kind](*nodes), column="tokens", seq_len=3, eos_id=None)
-
-        return alone(pipeline, state, repeat=kind == "mixture")
-
-    first = begun(before)
-    for batch in itertools.islice(first, 19):
-        state, last = first.state_dict(), batch["tokens"].flatten().tolist()[-1]
-        for number in {last // 100, last // 100 + 1, 5, 50, 51}:
-            after = begun([number], state)
-            tokens = [t for packed in itertools.islice(after, 10) for t in packed["tokens"].flatten().tolist()]
-            assert all(b == a + 1 or b % 100 == 0 for a, b in itertools.pairwise([last, *tokens]))
-            if last % 100 < 4 and tokens:
-                goes_on = tokens[0] == last + 1
-                begins_an_epoch = kind == "mixture" and last // 100 in (0, 50)  # only the old list shows how it began
-                assert goes_on == (last // 100 != number) or begins_an_epoch
-                assert not goes_on or last // 100 != number
-            assert number not in {token // 100 for token in tokens}
-    assert "begin it again" not in caplog.text
 
 
 class TestFiles:

@@ -17,8 +17,6 @@ from rescale_data.nodes import reading
 from rescale_data.nodes.reading import extension, gather
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
 from rescale_data.nodes.reading.token_queue import TokenQueue
-from rescale_data.order import ShardOrder
-from tests.corpus import fragment_order
 
 KINDS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
 _PLAIN = gather.SpecialTokens(None, None, np.dtype("i8"))
@@ -195,20 +193,3 @@ def test_without_the_extension_nothing_goes_on(kernel: Any, reason: str, monkeyp
     monkeypatch.setitem(sys.modules, "rescale_data.nodes.reading.kernel", kernel)
     with pytest.raises(ImportError, match=rf"{reason}.* pip install"):
         importlib.reload(extension)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any), st.integers(1, 90), st.data())
-def test_a_window_is_permuted_alike(lengths: list[int], window: int, data: st.DataObject) -> None:
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    num_shards = data.draw(st.integers(1, int(starts[-1])))
-    seed, epoch, shard = data.draw(
-        st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 9), st.integers(0, num_shards - 1))
-    )
-    order = ShardOrder(
-        num_rows=int(starts[-1]), range_index=shard, num_logical_shards=num_shards, seed=seed, window=window
-    )
-    row = data.draw(st.integers(0, order.num_shard_rows - 1))
-    for fragments in (None, fragment_order(starts, seed, epoch)):
-        found = gather.rows_around(order, epoch, row, fragments)
-        assert found.tolist() == order.rows(epoch, row, fragments).tolist()

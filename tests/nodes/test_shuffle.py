@@ -12,7 +12,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.nodes import room
 from rescale_data.sources.decoded.cache import cache
-from tests.datasets import Hooked
+from tests.corpus import Hooked
 from tests.nodes.resume import endless
 
 

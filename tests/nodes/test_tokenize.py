@@ -14,7 +14,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.nodes.tokenize import _to_token_array
 from rescale_data.nodes.tokenized import concatenate_ids
-from tests.datasets import unreadable
+from tests.corpus import unreadable
 from tests.nodes.resume import endless
 from tests.nodes.zoo import by_letters
 from tests.pipelines import plain as as_values

@@ -222,6 +222,14 @@ def test_a_tokenizer_that_returns_another_number_is_an_error_whatever_is_skipped
         next(rd.Tokenize(rows(), lambda texts: [], "text", batch_size=8, on_error=on_error))
 
 
+def test_shards_that_yield_other_columns() -> None:
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return cut(rd.Reader([ROW] * 8, shard), seq_len=2 + shard.index)
+
+    with pytest.raises(TypeError, match=r"logical shard 1 yields the columns .*Samples of all shards"):
+        next(iter(rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=2)))
+
+
 def test_provenance_of_samples_that_are_no_dicts() -> None:
     with pytest.raises(TypeError, match="a sample is a int"):
         next(rd.Reader(range(3), rd.Shard(), provenance=True))

@@ -1,4 +1,4 @@
-"""Pipelines of every kind of node, alone and combined, over small corpora."""
+"""Pipelines of every kind of node over small corpora: of the tables of the laws, with columns, and of torchdata's nodes."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -9,6 +9,8 @@ import torch
 from torchdata import nodes
 
 import rescale_data as rd
+from tests.laws import tables
+from tests.laws.pairs import name_of
 
 
 def corpus(name: str, lengths: list[int]) -> list[dict[str, Any]]:
@@ -24,7 +26,6 @@ WEB = rd.DatasetSource(corpus("web", 4 * [3, 9, 0, 5, 14, 2, 7, 1, 6, 4, 11, 3, 
 FEW = rd.DatasetSource(
     corpus("web", 3 * [3, 9, 1, 5, 14, 2, 7, 1, 6, 4, 11, 3, 8, 2, 5, 2, 1, 8, 3, 4, 5, 1]), name="few"
 )
-TINY = rd.DatasetSource(corpus("tiny!", [4, 1, 6]), name="tiny")
 CODE = rd.DatasetSource(corpus("code", 5 * [6, 1, 2, 12, 4, 3, 9, 2, 5, 7, 1]), name="code")
 BOOKS = rd.DatasetSource(corpus("books", 5 * [17, 5, 30, 8, 2, 21, 9, 3, 12, 6, 4]), name="books")
 
@@ -63,57 +64,12 @@ def mixture(shard: rd.Shard, weights: Any = None, **kwargs: Any) -> rd.WeightedS
     return rd.WeightedSampler({name: read(sources[name], shard) for name in names}, weights, **kwargs)
 
 
-def scheduled(shard: rd.Shard) -> rd.BaseNode[Any]:
-    """By tokens under a packer, over a mixture of which sources are capped."""
-    inner = mixture(shard, {"web": 3, "code": 1, "books": 1}, max_epochs={"web": 2, "code": 3})
-    nodes = {"inner": inner, "books": read(BOOKS, shard)}
-    schedule = rd.Schedule([(0, {"inner": 1, "books": 0}), (600, {"inner": 1, "books": 2})], "linear")
-    rows = rd.WeightedSampler(nodes, schedule, unit="tokens", column="tokens")
-    return rd.TokenPacker(rows, column="tokens", seq_len=11, eos_id=None)
+def mapped(shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Map(read(FEW, shard), without_arrays)
 
 
-def packed_mixture(shard: rd.Shard) -> rd.BaseNode[Any]:
-    """Within documents of several sources, to an end that only reading tells."""
-    rows = mixture(shard, stop="all", max_epochs={"web": 2})
-    return rd.TokenPacker(rows, column="tokens", seq_len=5, eos_id=1, last="pad")
-
-
-def mapped(shard: rd.Shard, source: Any = WEB) -> rd.BaseNode[Any]:
-    return rd.Map(read(source, shard), without_arrays)
-
-
-def skipping(shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.Map(rd.Map(read(WEB, shard), fails_on_some, on_error="skip"), without_arrays)
-
-
-def filtered(shard: rd.Shard, source: Any = WEB) -> rd.BaseNode[Any]:
-    return rd.Map(rd.Filter(read(source, shard), is_kept), without_arrays)
-
-
-def random(shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.RandomMap(rd.RandomMap(rd.Map(read(WEB, shard), without_arrays), noisy), _renamed)
-
-
-def _renamed(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    return {**sample, "second": float(rng.random())}
-
-
-def mixed(shard: rd.Shard, **kwargs: Any) -> rd.BaseNode[Any]:
-    return rd.Map(mixture(shard, **kwargs), without_arrays)
-
-
-def tokenized(shard: rd.Shard) -> rd.BaseNode[Any]:
-    rows = rd.Tokenize(read(WEB, shard), by_letters, "text", into="ids", batch_size=3)
-    return rd.TokenPacker(rows, column="ids", seq_len=6, eos_id=1, labels=True)
-
-
-def cleaned(shard: rd.Shard) -> rd.BaseNode[Any]:
-    rows = rd.CleanDocuments(read(WEB, shard), "tokens", min_length=2, max_length=4)
-    return rd.TokenPacker(rows, column="tokens", seq_len=6, eos_id=1)
-
-
-def whole(shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.WholeDocumentPacker(read(WEB, shard), column="tokens", seq_len=12, eos_id=1, window=5, labels=True)
+def filtered(shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Map(rd.Filter(read(FEW, shard), is_kept), without_arrays)
 
 
 def with_columns(row: dict[str, Any]) -> dict[str, Any]:
@@ -127,19 +83,10 @@ def columned(shard: rd.Shard) -> rd.BaseNode[Any]:
 
 
 def paid(shard: rd.Shard) -> rd.BaseNode[Any]:
-    rows, carried = rd.Map(read(WEB, shard), with_columns), {"payload": ["images"], "limits": {"images": 4}}
-    columns = {"loss_mask": torch.bool}
-    return rd.WholeDocumentPacker(
-        rows,
-        column="tokens",
-        seq_len=12,
-        window=5,
-        long="truncate",
-        pad_documents_to=2,
-        columns=columns,
-        labels=True,
-        **carried,
-    )
+    rows, columns = rd.Map(read(WEB, shard), with_columns), {"loss_mask": torch.bool}
+    carried: Any = {"payload": ["images"], "limits": {"images": 4}}
+    form: Any = {"seq_len": 12, "window": 5, "long": "truncate", "pad_documents_to": 2, "labels": True}
+    return rd.WholeDocumentPacker(rows, column="tokens", columns=columns, **form, **carried)
 
 
 def everything(shard: rd.Shard) -> rd.BaseNode[Any]:
@@ -161,17 +108,6 @@ def everything(shard: rd.Shard) -> rd.BaseNode[Any]:
 
 def _cut(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     return {**sample, "tokens": sample["tokens"][: 1 + rng.integers(len(sample["tokens"]))]}
-
-
-def shuffled(shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.Shuffle(tokenized(shard), 5)
-
-
-def shuffled_rows(shard: rd.Shard) -> rd.BaseNode[Any]:
-    """Below, above and over each other: of a mixture by tokens, and of what a filter leaves."""
-    rows = rd.Shuffle(rd.Filter(rd.Shuffle(read(WEB, shard), 4), is_kept), 3)
-    mixed = {"web": rows, "books": read(BOOKS, shard)}
-    return rd.Shuffle(rd.Map(rd.WeightedSampler(mixed, {"web": 1, "books": 1}, stop="all"), without_arrays), 7)
 
 
 class Ids:
@@ -217,15 +153,11 @@ def ids_of(samples: Any) -> list[int]:
 
 
 def batched(shard: rd.Shard, *, drop_last: bool) -> nodes.BaseNode[Any]:
-    return nodes.Batcher(mapped(shard, FEW), 4, drop_last=drop_last)
+    return nodes.Batcher(mapped(shard), 4, drop_last=drop_last)
 
 
 def weighted(shard: rd.Shard, stop: str, *, foreign: bool = False) -> nodes.BaseNode[Any]:
-    sources = (
-        {"a": by_ids(shard), "b": mapped(shard, FEW)}
-        if foreign
-        else {"a": mapped(shard, FEW), "b": filtered(shard, FEW)}
-    )
+    sources = {"a": by_ids(shard), "b": mapped(shard)} if foreign else {"a": mapped(shard), "b": filtered(shard)}
     where = {"rank": shard.index, "world_size": shard.num_logical_shards}
     return nodes.MultiNodeWeightedSampler(sources, {"a": 1.0, "b": 2.0}, stop, **where)
 
@@ -234,17 +166,17 @@ def by_ids(shard: rd.Shard) -> nodes.BaseNode[Any]:
     return nodes.MapStyleWrapper({i: {"id": i, "text": "x"} for i in Ids(shard).ids}, Ids(shard))
 
 
-RESTING = rd.Schedule([(0, {"web": 1, "code": 1, "books": 1}), (40, {"web": 1, "code": 0, "books": 1})])
+CROSSED = {name_of(case): functools.partial(tables.pipeline, case) for case in tables.CASES}
 STOCK: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
-    "Mapper": lambda shard: nodes.Mapper(mapped(shard, FEW), lambda x: x),
-    "ParallelMapper": lambda shard: nodes.ParallelMapper(mapped(shard, FEW), lambda x: x, num_workers=0),
+    "Mapper": lambda shard: nodes.Mapper(mapped(shard), lambda x: x),
+    "ParallelMapper": lambda shard: nodes.ParallelMapper(mapped(shard), lambda x: x, num_workers=0),
     "Batcher": functools.partial(batched, drop_last=False),
     "Batcher-drop": functools.partial(batched, drop_last=True),
-    "Batcher-filter": lambda shard: nodes.Batcher(filtered(shard, FEW), 3, drop_last=False),
+    "Batcher-filter": lambda shard: nodes.Batcher(filtered(shard), 3, drop_last=False),
     "Unbatcher": lambda shard: nodes.Unbatcher(batched(shard, drop_last=False)),
     "Unbatcher-drop": lambda shard: nodes.Unbatcher(batched(shard, drop_last=True)),
     "Unbatcher-Mapper": lambda shard: nodes.Mapper(
-        nodes.Unbatcher(nodes.Mapper(mapped(shard, FEW), lambda x: [x, x])), lambda x: x
+        nodes.Unbatcher(nodes.Mapper(mapped(shard), lambda x: [x, x])), lambda x: x
     ),
     "Unbatcher-Map": lambda shard: nodes.Unbatcher(rd.Map(batched(shard, drop_last=False), lambda x: x[::-1])),
     "Map-Unbatcher": lambda shard: rd.Filter(
@@ -266,35 +198,11 @@ STOCK: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
 LOSSY = ("Batcher-drop", "Unbatcher-drop", "Weighted-first", "Weighted-cycle", "Weighted-forever")
 """Those that drop rows or repeat them as they are told to."""
 
-PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
-    "map": mapped,
-    "map, full": lambda shard: rd.Map(rd.Reader(WEB, shard), without_arrays),
-    "map, in order": lambda shard: rd.Map(rd.Reader(WEB, shard, shuffle=False), without_arrays),
-    "skip": skipping,
-    "filter": filtered,
-    "random": random,
-    "mixture": mixed,
-    "small": lambda shard: rd.Map(
-        rd.WeightedSampler({"web": read(WEB, shard), "tiny": read(TINY, shard)}, {"web": 9, "tiny": 1}, stop="all"),
-        without_arrays,
-    ),
-    "first": functools.partial(mixed, stop="first"),
-    "all": functools.partial(mixed, stop="all"),
-    "all, capped": functools.partial(mixed, stop="all", max_epochs={"code": 1}),
-    "all, scheduled": functools.partial(mixed, weights=RESTING, stop="all"),
-    "tokens": functools.partial(mixed, unit="tokens", column="tokens"),
-    "packed mixture": packed_mixture,
-    "tokenize": tokenized,
-    "clean": cleaned,
-    "whole": whole,
+PACKED: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "columns": columned,
     "payload": paid,
     "everything": everything,
-    "max_epochs": functools.partial(mixed, max_epochs={"code": 2, "web": 1}),
-    "schedule": scheduled,
-    "shuffle": shuffled,
-    "shuffles": shuffled_rows,
-    **STOCK,
 }
-ENDLESS = ("mixture", "max_epochs", "schedule", "tokens", "everything", "Weighted-forever")
+PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {**CROSSED, **PACKED, **STOCK}
+ENDLESS = ("everything", "Weighted-forever", *(name_of(c) for c in tables.CASES if c["mixture"] in tables.ENDLESS))
 """Those that no epoch ends."""

@@ -35,6 +35,18 @@ class Loses(rd.Node[Any]):
         return [sample, sample] if self._twice and self.position[1] and self.position[0] == 1 else sample
 
 
+class Forgetful(rd.Node[Any]):
+    """Counts its samples, and keeps the count for itself."""
+
+    def __init__(self, source: rd.BaseNode) -> None:
+        super().__init__(source=source)
+        self.count = 0
+
+    def next(self) -> Any:
+        self.count += 1
+        return {**next(self.children["source"]), "count": self.count}
+
+
 PASS: dict[str, Callable[[rd.Shard], rd.BaseNode[Any]]] = {
     "rows": lambda shard: rd.Reader(SOURCE, shard),
     "filtered": lambda shard: rd.Filter(rd.Reader(SOURCE, shard), lambda row: row["i"] % 3 > 0),
@@ -61,6 +73,11 @@ def check(pipeline: Callable[[rd.Shard], rd.BaseNode[Any]], **options: bool) -> 
 @pytest.mark.parametrize("name", PASS)
 def test_whole_epochs_pass(name: str) -> None:
     check(PASS[name])
+
+
+def test_a_node_that_forgets_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"segment 1 \(W=4, b=1, K=0\), micro batch \d+, rank \d"):
+        check(lambda shard: Forgetful(rd.Reader(SOURCE, shard)))
 
 
 @pytest.mark.parametrize("name", FAIL)

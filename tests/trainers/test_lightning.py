@@ -1,5 +1,6 @@
-"""Lightning's checkpoints of an epoch that it takes for over: it loads no loader from them, so `DataState` does."""
+"""Lightning: what `DataState` refuses, and what it does where Lightning takes an epoch for over and loads no loader."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,65 @@ def test_a_save_while_a_batch_is_trained_goes_on_with_whole_steps(
     assert [rows for _, rows in rest] == [rows for _, rows in whole[fails_at:]]
     assert [step for step, _ in rest] == [(fails_at - 1) // 2 + (i + fails_at % 2) // 2 for i in range(len(rest))]
     assert "saved while micro batch" in caplog.text
+
+
+def loader_of(**kwargs: Any) -> rd.DataLoader:
+    return rd.DataLoader(ROWS[:32], global_batch_size=8, micro_batch_size=4, **kwargs)  # two micro batches a step
+
+
+def of_two_steps(**arguments: Any) -> tuple[Any, Model]:
+    return trainer_of(**{"max_steps": 2, **arguments}), Model()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kwargs", "says"),
+    [
+        ({"accumulate_grad_batches": 4}, {}, r"Give accumulate_grad_batches=2 or another micro_batch_size"),
+        ({"manual": True}, {}, "with manual optimization it is 1"),
+        ({}, {"dp_rank": 0, "dp_world_size": 2}, r"has 1 data-parallel ranks, but the loader serves its rows to 2"),
+        ({"reload_dataloaders_every_n_epochs": 1}, {}, r"would begin the run's first epoch anew .* Leave it out"),
+        ({"limit_train_batches": 3}, {}, r"after 3 of its 8 batches .* Give rd\.DataLoader\(steps_per_epoch"),
+        ({}, {"repeat": True}, r"reads a batch ahead.* Give rd\.DataLoader\(steps_per_epoch=\.\.\.\)"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], kwargs: dict[str, Any], says: str) -> None:
+    trainer, model = of_two_steps(**{name: value for name, value in arguments.items() if name != "manual"})
+    model.automatic_optimization = "manual" not in arguments
+    with pytest.raises(ValueError, match=says):
+        trainer.fit(model, loader_of(**kwargs))
+
+
+def test_it_resumes_from_a_state_of_the_data_and_trains_anew_after_an_evaluation(tmp_path: Path) -> None:
+    trainer, model = of_two_steps()
+    trainer.fit(model, torch.utils.data.DataLoader(ROWS[:32], 4))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    trainer, model = of_two_steps(max_steps=4)
+    with pytest.raises(ValueError, match=r"states of 0 rd\.DataLoader, and the trainer has 1: .* without ckpt_path="):
+        trainer.fit(model, loader_of(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
+    trainer, model = of_two_steps()
+    trainer.fit(model, loader := loader_of())
+    assert (trainer.accumulate_grad_batches, trainer.global_step, loader.step) == (2, 2, 2), "those of the loader"
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    trainer, model = of_two_steps()
+    trainer.validate(model, loader_of(), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
+    trainer.fit(model, loader := loader_of())
+    assert (trainer.global_step, loader.step) == (2, 2)
+
+
+def test_it_tries_a_batch() -> None:
+    trainer, model = of_two_steps(fast_dev_run=True)
+    trainer.fit(model, loader_of())
+    assert trainer.global_step == 1
+
+
+def test_it_does_not_count_steps_before_it_knows_the_accumulation() -> None:
+    for given, says in ((1, "cannot be set later than trainer.estimated_stepping_batches"), (2, "")):
+        trainer, model = of_two_steps(accumulate_grad_batches=given, max_epochs=1)
+
+        def configure(trainer: Any = trainer, model: Any = model) -> torch.optim.Optimizer:
+            assert trainer.estimated_stepping_batches == 2  # max_steps
+            return torch.optim.SGD(model.parameters())
+
+        model.configure_optimizers = configure
+        with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
+            trainer.fit(model, loader_of())

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import rescale_data as rd
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -82,3 +84,14 @@ def test_each_argument_is_listed(trainer: str) -> None:
     listed = set(re.findall(r"[a-z]\w+", PAGE[PAGE.index("## What the trainer's own arguments do") :]))
     unrelated = re.compile("|".join(ELSEWHERE[trainer].split()))
     assert [each for each in names if each not in listed and not unrelated.fullmatch(each)] == []
+
+
+def test_torchtitan_saves_whole_steps() -> None:
+    module = pytest.importorskip("rescale_data.integrations.torchtitan")
+    pipeline = lambda *given: rd.Reader(range(96), given[-1])  # noqa: E731
+    config = module.RescaleDataLoader.Config(pipeline=pipeline, global_batch_size=8)
+    sizes = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 4, "local_batch_size": 4}
+    module.RescaleDataLoader(config, snapshot_every_n_steps=4, **sizes)
+    says = r"saves every 3 batches, but with global_batch_size=8 the loader takes 2 a step"
+    with pytest.raises(ValueError, match=says):
+        module.RescaleDataLoader(config, snapshot_every_n_steps=3, **sizes)

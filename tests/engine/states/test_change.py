@@ -5,14 +5,17 @@ are those of the new weights at once: `tests.nodes.mixture.test_mixtures`.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torchdata.nodes import Batcher, Mapper, Unbatcher
@@ -20,7 +23,7 @@ from torchdata.nodes import Batcher, Mapper, Unbatcher
 import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.testing import full_state_dict
-from tests.nodes.runs import alone
+from tests.nodes.resume import BATCH, alone, ranks_of, samples_by_shard
 from tests.nodes.zoo import BOOKS, CODE, WEB, mixture, read, without_arrays
 from tests.states import closed, opened
 
@@ -171,8 +174,12 @@ def test_nothing_else_may_change(saved: dict[str, Any], now: dict[str, Any], wor
         opened_with(**now).load_state_dict(opened_with(**saved).state_dict())
 
 
-def test_weights_below_a_mapper_of_torchdata_may_change() -> None:
-    opened_with(MOST, mapped).load_state_dict(opened_with(HALF, mapped).state_dict())
+def test_weights_below_a_mapper_of_torchdata_may_change_and_another_pipeline_delivered_nothing() -> None:
+    state = opened_with(HALF, mapped).state_dict()
+    opened_with(MOST, mapped).load_state_dict(state)
+    opened_with(HALF, mapped).load_state_dict(state, delivered=4)
+    with pytest.raises(rd.DataStateError, match="the pipeline has changed since the state was saved"):
+        opened_with(MOST, mapped).load_state_dict(state, delivered=4)
 
 
 @given(st.permutations(range(18)))
@@ -251,3 +258,115 @@ class TestCheckpoint:
             checkpoint.load_changed(tmp_path, loaders(ALL, stop="first")[0])
         with pytest.raises(FileNotFoundError, match=r"No checkpoint at .*none"):
             checkpoint.load_changed(tmp_path / "none", loaders(ALL)[0])
+
+
+# Samples that change their form: a longer context, labels, another dtype; each at another topology
+
+
+N = 12
+LENGTHS = np.random.default_rng(3).integers(1, 60, 400)
+DOCUMENTS = rd.DatasetSource([{"tokens": 100 * i + np.arange(1, n + 1)} for i, n in enumerate(LENGTHS)], name="docs")
+WORLDS = (4, 2, 3, 1, 6)
+Tokens = dict[int, list[int]]
+
+
+def form_loaders(packer: Any, world_size: int = 1, state: Any = None, **form: Any) -> list[rd.DataLoader]:
+    form = {"column": "tokens", "eos_id": 0, **form}
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return rd.Map(packer(rd.Reader(DOCUMENTS, shard), **form), dict)
+
+    return ranks_of(pipeline, world_size, state, num_logical_shards=N)
+
+
+Segments = list[tuple[dict[str, Any], int, int]]
+
+
+def play(packer: Any, segments: Segments) -> tuple[dict[int, list[Any]], list[rd.DataLoader], float]:
+    """Samples by shard, the form_loaders of the last segment, and the tokens that were in all samples."""
+    state, found, tokens = None, defaultdict(list), 0
+    ranks: list[rd.DataLoader] = []
+    for form, world_size, num_steps in segments:
+        ranks = form_loaders(packer, world_size, state, **form)
+        for shard, samples in samples_by_shard(ranks, num_steps).items():
+            found[shard] += samples
+        tokens += num_steps * BATCH * form["seq_len"]
+        state = full_state_dict(ranks)
+    return found, ranks, tokens
+
+
+def counted(ranks: list[rd.DataLoader]) -> float:
+    return sum(loader.progress()["tokens/docs"] for loader in ranks)
+
+
+def segments(forms: st.SearchStrategy[dict[str, Any]], max_size: int = 4) -> st.SearchStrategy[Segments]:
+    return st.lists(st.tuples(forms, st.sampled_from(WORLDS), st.integers(0, 4)), min_size=2, max_size=max_size)
+
+
+FORMS = st.fixed_dictionaries(
+    {"seq_len": st.sampled_from([64, 256, 16])},
+    optional={
+        "labels": st.booleans(),
+        "doc_ids": st.booleans(),
+        "dtype": st.sampled_from([torch.int64, torch.int32]),
+        "last": st.sampled_from(["drop", "pad"]),
+    },
+)
+THROUGH = [({"seq_len": 64}, 4, 2), ({"seq_len": 256, "labels": True}, 2, 1), ({"seq_len": 64}, 3, 3)]
+some = settings(max_examples=max(4, settings().max_examples // 6))
+
+
+@given(segments(FORMS))
+@example(THROUGH)
+@some
+def test_the_tokens_of_each_shard_end_to_end_are_those_of_an_uninterrupted_read(chain: Segments) -> None:
+    found, ranks, tokens = play(rd.TokenPacker, chain)
+    for shard, samples in found.items():
+        given_tokens = torch.cat([sample["tokens"].long() for sample in samples]).tolist()
+        rows = rd.Reader(DOCUMENTS, rd.Shard(shard, N, repeat=True))
+        node = rd.TokenPacker(rows, column="tokens", eos_id=0, seq_len=8)
+        assert given_tokens == torch.cat([next(node)["tokens"] for _ in range(len(given_tokens) // 8)]).tolist()
+        for sample in samples:
+            if "labels" in sample:
+                assert sample["labels"][:-1].tolist() == sample["tokens"][1:].tolist()
+    assert counted(ranks) == tokens
+
+
+def test_one_warning_names_old_new_and_the_sample(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        _, ranks, _ = play(rd.TokenPacker, THROUGH[:2])
+    said = [record.getMessage() for record in caplog.records if "another form" in record.getMessage()]
+    assert len(said) == 1  # of two ranks the first speaks
+    assert "source: labels was False up to sample 24, and is True from there; source: seq_len was 64 up" in said[0]
+    state = full_state_dict(ranks)
+    [again] = form_loaders(rd.TokenPacker, state=state, seq_len=256, labels=True)
+    assert opened(again.state_dict())["pipeline"] == opened(state)["pipeline"]  # what was before is kept
+    assert opened(state)["pipeline"]["source"]["earlier"] == [[24, {"seq_len": 64, "shards": 12, "tokens": 24 * 64}]]
+    again.reset()
+    assert "earlier" not in str(opened(again.state_dict())["pipeline"])
+
+
+def within(rows: Any, *, seq_len: int, **form: Any) -> rd.BaseNode[Any]:
+    """A packer below another one, which draws its samples again."""
+    return rd.WholeDocumentPacker(rd.TokenPacker(rows, seq_len=seq_len, **form), column="tokens", seq_len=64, window=4)
+
+
+@pytest.mark.parametrize(
+    ("packer", "other", "words"),
+    [
+        (rd.TokenPacker, {"eos_id": 1}, "eos_id"),
+        (rd.TokenPacker, {"bos_id": 2}, "bos_id"),
+        (rd.TokenPacker, {"column": "others"}, "column"),
+        (within, {"seq_len": 8}, "source: seq_len: saved 16, now 8"),
+    ],
+)
+def test_what_would_be_other_tokens_is_an_error(packer: Any, other: dict[str, Any], words: str) -> None:
+    [saved] = form_loaders(packer, seq_len=16)
+    with pytest.raises(rd.DataStateError, match=words):
+        form_loaders(packer, state=saved.state_dict(), **{"seq_len": 16, **other})
+
+
+def test_a_third_change_within_a_window_is_an_error() -> None:
+    chain = [({"window": 64, "seq_len": 64 * n}, 1, 1) for n in (1, 2, 3, 4)]
+    with pytest.raises(rd.DataStateError, match="third change"):
+        play(rd.WholeDocumentPacker, chain)

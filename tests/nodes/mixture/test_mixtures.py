@@ -1,6 +1,6 @@
 """Mixtures as a whole: even batches by tokens, mixtures in mixtures, and what a skip costs.
 
-That a skip is draws, of mixtures in any others: `tests.laws.test_skip_is_draws` and `test_nested`.
+That a skip is draws: `tests.laws.test_skip_is_draws`, and of mixtures in any others `tests.test_histories`.
 """
 
 import itertools
@@ -52,6 +52,7 @@ def inner(read: Any, stop: Any) -> rd.Node[Any]:
 
 
 STEADY: dict[str, Callable[[Callable[[int], rd.Node[Any]]], rd.Node[Any]]] = {
+    "rows": lambda read: read(900),
     "flat": lambda read: pair(read(40), read(900)),
     "few": lambda read: pair(read(2), read(900)),
     "first": lambda read: pair(read(40), read(900), stop="first"),
