@@ -102,14 +102,6 @@ class TestAhead:
             assert Far.requests() == 4 + 16
             assert read_ahead or Far.most_at_once == 1
 
-    def test_pieces_of_fragments_are_brought_ahead(self, sixteen: str, tmp_path: Path) -> None:
-        source = rd.ParquetSource(sixteen, cache_bytes=50_000, cache_dir=tmp_path / "cache")
-        loader = rd.DataLoader(source, global_batch_size=8, num_logical_shards=8)
-        cache().clear()
-        rows = [row for batch in loader for row in batch["tokens"][:, 0].tolist()]
-        assert sorted(rows) == [1000 * file + row for file in range(4) for row in range(400)]
-        assert cache().nbytes <= max(50_000, cache().budget)
-
 
 def test_data_that_passes_leaves_the_index_of_a_file_that_was_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,20 +162,26 @@ class TestOnce:
         assert Far.requests() == 1
 
     @pytest.mark.parametrize("column", [None, "tokens"])
-    def test_what_has_just_come_is_not_asked_for_again(
-        self, column: str | None, sixteen: str, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("is_piece", [False, True])
+    def test_what_was_fetched_ahead_is_not_asked_for_again(
+        self, column: str | None, is_piece: bool, sixteen: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         source = rd.ParquetSource(sixteen, remote=rd.Remote())
         source.row(150)
+        share: Any = ShardRows(source, rd.Shard(0, 2), shuffle=64).share(0) if is_piece else None
         Far.forget()
-        read = partial(source.tokens, "tokens", 0) if column else partial(source.row, 0)
-        source.prepare(column, 0)
+        whole = partial(source.tokens, "tokens", 0) if column else partial(source.row, 0)
+        piece = partial(source.tokens_of, "tokens", 0, share) if column else partial(source.row_of, 0, share)
+        read = piece if is_piece else whole
+        source.prepare(column, 0, share)
+        fetch_runner().wait(source._cache_key(0, column, share))
+        assert Far.requests() == 1
         read()
         get = Cache.get
         with monkeypatch.context() as patch:  # whoever prepares looked before it came
             patch.setattr(Cache, "get", lambda *_: patch.setattr(Cache, "get", get))
-            source.prepare(column, 0)
-        fetch_runner().wait(source._cache_key(0, column))
+            source.prepare(column, 0, share)
+        fetch_runner().wait(source._cache_key(0, column, share))
         read()
         assert Far.requests() == 1
 
