@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,6 +23,7 @@ from rescale_data.shard import Shard
 from rescale_data.sources import arrow, megatron
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.decoded.cache import cache, open_files
+from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.fragments import cumulative_sums, group_pieces
 from rescale_data.sources.megatron import MegatronSource
 from rescale_data.sources.parquet import ParquetSource
@@ -251,12 +253,16 @@ class TestMemory:
             peak = max(peak, resident())
         assert peak - before < 2**23 + 4 * source.fragment_bytes < size / 3
 
-    def test_few_files_are_open(self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_few_files_are_open_and_a_worker_reads_no_footer_again(
+        self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(open_files(), "_max_files", 3)
         source = write(layout, tmp_path, documents([2] * 20), per_file=2)
         for index in range(20):
             source.row(index)
         assert open_files().nbytes <= 3
+        monkeypatch.setattr(FileSource, "_read_footers", None)
+        assert pickle.loads(pickle.dumps(source)).row(19)["tokens"].tolist() == source.row(19)["tokens"].tolist()
 
 
 def resident() -> int:
