@@ -16,16 +16,7 @@ import numpy as np
 from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.ends import EpochEnds
 from rescale_data.engine.moves import require_micro_batches, skip
-from rescale_data.engine.recipe import (
-    EPOCH_ENDED,
-    FIRST_SLOT,
-    NO_REMAINDER,
-    REMAINDER_COLUMN,
-    SAMPLES,
-    STAMP,
-    DataHistories,
-    History,
-)
+from rescale_data.engine.recipe import EPOCH_ENDED, FIRST_SLOT, NO_REMAINDER, REMAINDER_COLUMN, SAMPLES, STAMP, History
 from rescale_data.engine.schema import NodeParameters, Schema
 from rescale_data.engine.states.change import (
     ChangedChild,
@@ -183,7 +174,7 @@ def _refuse_changes(schema: Schema, translation: StateTranslation, num_delivered
 
 
 def _skip_delivered(
-    stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: DataHistories, num_samples: int
+    stream: Stream, saved: SavedState, clock: Clock, table: Ints, histories: Mapping[str, History], num_samples: int
 ) -> tuple[Clock, Ints]:
     """Skip samples that were delivered after a save, in its topology; return clock and table (collective if rows are read).
 
