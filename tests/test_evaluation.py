@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,17 +91,6 @@ def test_a_fragment_is_decoded_once(global_batch_size: int, decoded: Counter[int
         half = global_batch_size // 2
         assert rows == [row for row in range(6000) if row // half % 2 == rank]
         assert sum(decoded.values()) <= 1.1 * 20
-
-
-def test_a_mask_is_for_dicts() -> None:
-    """Of other batches the first `last_batch_samples` are real."""
-    rows = torch.utils.data.TensorDataset(torch.arange(10))
-    loader = rd.DataLoader(rows, shuffle=False, global_batch_size=4, tail="pad")
-    assert [(batch[0].tolist()[: loader.last_batch_samples]) for batch in loader] == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [8, 9],
-    ]
 
 
 def test_sources_of_one_name_are_told_apart() -> None:

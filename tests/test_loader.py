@@ -303,6 +303,16 @@ def test_start_makes_the_first_batch_and_changes_nothing() -> None:
     assert rows_of(loader) == EPOCH
 
 
+def test_a_state_is_copied_out_and_in() -> None:
+    loader, other = loader_of(), loader_of()
+    states = [loader.state_dict() for _ in zip(range(4), loader, strict=False)]
+    other.load_state_dict(states[-1])
+    states[-1]["table"].fill_(77)
+    assert rows_of(loader) == rows_of(other) == EPOCH[4:]
+    loader.load_state_dict(states[0])
+    assert rows_of(loader) == EPOCH[1:]
+
+
 # Nodes of torchdata, below and above
 
 

@@ -1,7 +1,6 @@
 """`Shuffle`: every sample once, in windows; and what is said of windows, and batches of texts, that the cache does not hold."""
 
 import gc
-import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -13,16 +12,6 @@ import rescale_data as rd
 from rescale_data.nodes import room
 from rescale_data.sources.decoded.cache import cache
 from tests.corpus import Hooked
-from tests.nodes.resume import endless
-
-
-def test_windows_hold_what_the_node_yields() -> None:
-    node = rd.Shuffle(rd.Reader(range(10), rd.Shard(), shuffle=False), 4)
-    first, second = (list(itertools.islice(stream, 10)) for stream in [endless(node)] * 2)
-    for ids in (first, second):
-        assert [sorted(ids[i : i + 4]) for i in (0, 4, 8)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert first != second
-    assert first != sorted(first)
 
 
 def test_skip_reads_the_window_that_it_ends_in() -> None:

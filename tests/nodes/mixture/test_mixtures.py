@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import rescale_data as rd
-from rescale_data.engine.recipe import Recipe
+from rescale_data.engine.recipe import FIRST_SLOT, Recipe
 from rescale_data.engine.runner import ShardRunner
 from rescale_data.engine.schema import Schema
 from rescale_data.nodes.below import epoch_end, skip
@@ -88,6 +88,20 @@ def test_a_million_epochs_are_left_out_in_a_few_steps(kind: str) -> None:
         return count
 
     assert steps(10**8) < 12 * steps(1000)
+    recipe = Recipe(pipeline, 5, 0, repeat=True)
+    runner, skipped, drawn = ShardRunner(recipe, Schema(recipe.build(0))), recipe.build(1), recipe.build(1)
+    runner.skip(1, 1100)
+    skipped.bind(runner.table[1, FIRST_SLOT:].data)
+    assert drawn_over_epochs(skipped, 1) == drawn_over_epochs(drawn, 1101)
+
+
+def drawn_over_epochs(node: rd.Node[Any], num_samples: int) -> tuple[str, list[int]]:
+    """Return the last of the next samples, over the ends of epochs, and the position behind it."""
+    sample: Any = None
+    for _ in range(num_samples):
+        while (sample := next(node, None)) is None:
+            node.bind(node.position)
+    return str(sample), node.position.tolist()
 
 
 def test_a_skip_over_a_billion_draws_reads_nothing() -> None:
