@@ -7,7 +7,7 @@ that row, a writable memoryview of int64 slots. So recording a sample costs one 
                                     ^ a.position is this part of it
 
 `as_node` wraps children that are no `Node`; `foreign.py` registers torchdata's nodes with it. Only this module imports
-torchdata: the other modules import torchdata's names from here.
+torchdata: the others import `BaseNode` and ``torchdata_nodes`` from here.
 """
 
 # pyright: reportPrivateUsage=false
@@ -19,15 +19,7 @@ from functools import cached_property, singledispatch
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
-from torchdata.nodes import BaseNode
-from torchdata.nodes import IterableWrapper as IterableWrapper
-from torchdata.nodes import MultiNodeWeightedSampler as MultiNodeWeightedSampler
-from torchdata.nodes import ParallelMapper as ParallelMapper
-from torchdata.nodes import PinMemory as PinMemory
-from torchdata.nodes import Prefetcher as Prefetcher
-from torchdata.nodes import SamplerWrapper as SamplerWrapper
-from torchdata.nodes import Stateful as Stateful
-from torchdata.nodes import Unbatcher as Unbatcher
+from torchdata import nodes as torchdata_nodes
 
 from rescale_data.nodes.abilities import MayChange
 from rescale_data.shard import Shard
@@ -35,6 +27,7 @@ from rescale_data.sources.source import BaseSource
 from rescale_data.state import Field, join_fields, position_slots, require_limits, row_of, slot_offsets, state_of
 
 T = TypeVar("T")
+BaseNode = torchdata_nodes.BaseNode
 View: TypeAlias = memoryview  # of int64, always over a NumPy row, so that one slice can be copied into another
 _ENDED_KEY = "_ended"
 _NO_CHILDREN: dict[str, Any] = {}  # shared by all leaves: there may be many

@@ -9,22 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rescale_data.nodes.base import (
-    BaseNode,
-    IterableWrapper,
-    MultiNodeWeightedSampler,
-    Node,
-    ParallelMapper,
-    PinMemory,
-    Prefetcher,
-    SamplerWrapper,
-    Stateful,
-    Unbatcher,
-    View,
-    as_node,
-)
+from rescale_data.nodes.base import BaseNode, Node, View, as_node, torchdata_nodes
 from rescale_data.nodes.error_handler import error_handler
 from rescale_data.shard import Shard
+from rescale_data.sources.iterable import Stateful
 from rescale_data.state import Field, field_of, flatten, row_of, state_of
 
 T = TypeVar("T")
@@ -32,7 +20,7 @@ T = TypeVar("T")
 _NUM_COMPARED_INDICES = 8
 _UNSUPPORTED_SAMPLER = "StatefulDistributedSampler"  # by name, because importing it would import torchdata's loader
 _BEGUN_FIELD = Field(("begun",))
-_UNBATCHER_KEYS = {Unbatcher.SOURCE_KEY, Unbatcher.BATCH_IDX_KEY}
+_UNBATCHER_KEYS = {torchdata_nodes.Unbatcher.SOURCE_KEY, torchdata_nodes.Unbatcher.BATCH_IDX_KEY}
 _STATUS_AS_BUILT, _STATUS_EPOCH_START, _STATUS_WITHIN_EPOCH = range(3)
 
 
@@ -46,7 +34,7 @@ class Foreign(Node[T]):
 
     def __init__(self, node: BaseNode[T]) -> None:
         self.wrapped_node = node
-        self._samplers = [inner for inner in _all_below(node) if isinstance(inner, SamplerWrapper)]
+        self._samplers = [inner for inner in _all_below(node) if isinstance(inner, torchdata_nodes.SamplerWrapper)]
         self._built_state = node.state_dict()
         self.FIELDS = (_BEGUN_FIELD, *(field_of(path, value) for path, value in flatten(self._built_state)))
         super().__init__()
@@ -124,7 +112,7 @@ class MappedNode(Node[Any]):
 
     one_for_one = True
 
-    def __init__(self, mapper: ParallelMapper[Any]) -> None:
+    def __init__(self, mapper: torchdata_nodes.ParallelMapper[Any]) -> None:
         super().__init__(source=mapper.source)
         self._map = mapper.map_fn
         self._error_handler = error_handler(self, "raise", "in the function of Mapper, given")
@@ -143,31 +131,34 @@ def _wrap(node: BaseNode[Any]) -> Node[Any]:
         _refuse_threads(inner)
         _refuse_one_pass(inner)
         _refuse_nested(inner)
-    return MappedNode(node) if isinstance(node, ParallelMapper) else Foreign(node)
+    return MappedNode(node) if isinstance(node, torchdata_nodes.ParallelMapper) else Foreign(node)
 
 
 def refuse_rank_readers(root: Node[Any], shard: Shard) -> None:
     """Raise ``TypeError`` if a part of the pipeline reads the rows of a rank instead of the rows of a logical shard."""
-    for _, node in root.walk():
-        for obj in _objects_with_ranks(node.wrapped_node) if isinstance(node, Foreign) else ():
-            rank, world_size = _rank_and_world_size(obj)
-            if (rank, world_size) not in ((0, 1), (shard.index, shard.num_logical_shards)):
-                raise TypeError(
-                    f"{type(obj).__name__} reads as rank {rank} of {world_size}, so another number of ranks would read other "
-                    f"samples. A pipeline knows no ranks: give it rank=shard.index and as the number of ranks "
-                    f"shard.num_logical_shards, of the shard that the pipeline is called with."
-                )
+    wrapped_nodes = [node.wrapped_node for _, node in root.walk() if isinstance(node, Foreign)]
+    inner_nodes = [inner for wrapped_node in wrapped_nodes for inner in _all_below(wrapped_node)]
+    for reader in [*inner_nodes, *map(_wrapped_iterable, inner_nodes)]:
+        rank, num_replicas = getattr(reader, "rank", None), getattr(reader, "num_replicas", None)
+        world_size = getattr(reader, "world_size", num_replicas)  # as torchdata calls it, or `DistributedSampler`
+        is_by_rank = rank is not None and world_size is not None
+        if is_by_rank and (rank, world_size) not in ((0, 1), (shard.index, shard.num_logical_shards)):
+            raise TypeError(
+                f"{type(reader).__name__} reads as rank {rank} of {world_size}, so another number of ranks would read other "
+                f"samples. A pipeline knows no ranks: give it rank=shard.index and as the number of ranks "
+                f"shard.num_logical_shards, of the shard that the pipeline is called with."
+            )
 
 
 def _refuse_threads(node: BaseNode[Any]) -> None:
     """Raise ``TypeError`` if a node uses threads or processes, or maps samples in batches for its threads."""
-    if isinstance(node, ParallelMapper) and not node.num_workers:
+    if isinstance(node, torchdata_nodes.ParallelMapper) and not node.num_workers:
         if node.prebatch is not None:
             raise TypeError(
                 f"ParallelMapper(prebatch={node.prebatch}) maps in batches for the sake of its threads, which a logical "
                 f"shard's pipeline has none of. Leave prebatch out."
             )
-    elif isinstance(node, ParallelMapper | Prefetcher | PinMemory):
+    elif isinstance(node, torchdata_nodes.ParallelMapper | torchdata_nodes.Prefetcher | torchdata_nodes.PinMemory):
         raise TypeError(
             f"{type(node).__name__} owns threads or processes and reads ahead of what it yields, so it cannot be part of a "
             f"logical shard's pipeline. Put it above rd.LogicalShards, or use rd.DataLoader(num_workers=...)."
@@ -190,7 +181,7 @@ def _refuse_one_pass(node: BaseNode[Any]) -> None:
             f"{type(node).__name__} was given a {type(wrapped).__name__}, which can be read once: neither a resume nor a "
             f"second epoch could begin it again. Give an object whose __iter__ begins anew, or use rd.IterableSource."
         )
-    if isinstance(node, SamplerWrapper):
+    if isinstance(node, torchdata_nodes.SamplerWrapper):
         first_order, second_order = (list(islice(iter(node.sampler), _NUM_COMPARED_INDICES)) for _ in range(2))
         if str(first_order) != str(second_order):
             raise TypeError(
@@ -205,9 +196,9 @@ def _refuse_nested(node: BaseNode[Any]) -> None:
 
     The inner one would not begin its next epoch after some resumes.
     """
-    if isinstance(node, MultiNodeWeightedSampler):
+    if isinstance(node, torchdata_nodes.MultiNodeWeightedSampler):
         for inner in _all_below(node):
-            if inner is not node and isinstance(inner, MultiNodeWeightedSampler):
+            if inner is not node and isinstance(inner, torchdata_nodes.MultiNodeWeightedSampler):
                 raise TypeError(
                     "A MultiNodeWeightedSampler reads another, which after some resumes would not begin its next epoch. Make "
                     "one of both with the products of their weights, or use rd.WeightedSampler."
@@ -216,24 +207,9 @@ def _refuse_nested(node: BaseNode[Any]) -> None:
 
 def _wrapped_iterable(node: BaseNode[Any]) -> Any:
     """Return the iterable or sampler that a node of torchdata wraps; `None` if it wraps none."""
-    if isinstance(node, SamplerWrapper):
+    if isinstance(node, torchdata_nodes.SamplerWrapper):
         return node.sampler
-    return node.iterable if isinstance(node, IterableWrapper) else None
-
-
-def _objects_with_ranks(node: BaseNode[Any]) -> Iterator[Any]:
-    """Yield each object that has a rank and a number of ranks: ``node``, the nodes below it and the samplers they wrap."""
-    for inner in _all_below(node):
-        yield from (
-            part
-            for part in (inner, _wrapped_iterable(inner))
-            if all(value is not None for value in _rank_and_world_size(part))
-        )
-
-
-def _rank_and_world_size(reader: Any) -> tuple[Any, Any]:
-    """Return the rank and the number of ranks of an object, by torchdata's attribute names or `DistributedSampler`'s."""
-    return getattr(reader, "rank", None), getattr(reader, "world_size", getattr(reader, "num_replicas", None))
+    return node.iterable if isinstance(node, torchdata_nodes.IterableWrapper) else None
 
 
 def _parameters(node: BaseNode[Any]) -> dict[str, Any]:
