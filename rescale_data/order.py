@@ -112,6 +112,11 @@ class FragmentOrder:
     virtual_starts: Ints
     first: Ints
 
+    @staticmethod
+    def of(starts: Ints, lengths: Ints) -> FragmentOrder:
+        """Return fragments, given by their first rows and numbers of rows, in this order."""
+        return FragmentOrder(np.concatenate([[0], np.cumsum(lengths)]), starts)
+
     @property
     def nbytes(self) -> int:
         return self.virtual_starts.nbytes + self.first.nbytes
@@ -125,12 +130,7 @@ class FragmentOrder:
 def permuted_fragments(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
     """Return fragments, given by their first rows and numbers of rows, in the random order of an epoch."""
     fragment_order = permutation(len(starts), "fragments", seed, epoch)
-    return unpermuted_fragments(starts[fragment_order], lengths[fragment_order])
-
-
-def unpermuted_fragments(starts: Ints, lengths: Ints) -> FragmentOrder:
-    """Return fragments in the order in which they are given."""
-    return FragmentOrder(np.concatenate([[0], np.cumsum(lengths)]), starts)
+    return FragmentOrder.of(starts[fragment_order], lengths[fragment_order])
 
 
 @dataclass(frozen=True, kw_only=True)

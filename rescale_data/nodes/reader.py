@@ -99,8 +99,8 @@ class Reader(Node[Any]):
     _chunk_fetcher: ChunkFetcher | None = None
     _prefetcher: FragmentPrefetcher | None = None
     _row_checker: RowDigestChecker | None = None
-    _blocklist: Blocklist | None = None
-    _epoch_views: list[EpochView] | None = None
+    blocklist: Blocklist | None = None
+    epoch_views: list[EpochView] | None = None
     _on_evict: Callable[[], None] | None = None
 
     @checks_argument_types
@@ -119,14 +119,14 @@ class Reader(Node[Any]):
         self.shard = self.of_shard = shard
         self.reads = self.source = as_source(source)
         if exclude is not None:
-            self._blocklist = blocklist_of(self.source, exclude, shard.index)
+            self.blocklist = blocklist_of(self.source, exclude, shard.index)
             self.changeable = _CHANGEABLE_ARGUMENTS
         self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.LISTED)
         super().__init__()
         self.shuffle, self.provenance, self._adds_provenance = shuffle, provenance or shard.provenance, provenance
         self._error_handler = error_handler(self, on_error, "while reading", self.source.faults)
         check_order(shard, shuffle, by_global_batch)
-        self._by_global_batch = by_global_batch
+        self.by_global_batch = by_global_batch
         self._arguments: dict[str, Any] = {
             "shuffle": shuffle,
             "by_global_batch": by_global_batch,
@@ -155,17 +155,7 @@ class Reader(Node[Any]):
         """The order of this shard's rows, created when needed and dropped when the cache needs the memory."""
         shard_rows = self._rows
         if shard_rows is None:
-            shard_rows = ShardRows(
-                self.source,
-                self.shard,
-                self.shuffle,
-                self._by_global_batch,
-                self._epoch_views,
-                self,
-                self._reader_number,
-                self._blocklist,
-            )
-            self._rows = shard_rows
+            self._rows = shard_rows = ShardRows(self)
         return shard_rows
 
     def reads_alike(self, other: object) -> bool:
@@ -176,16 +166,16 @@ class Reader(Node[Any]):
             and self._arguments == other._arguments
             and type(self.shuffle) is type(other.shuffle)
             and self.source is other.source
-            and self._epoch_views is other._epoch_views
+            and self.epoch_views is other.epoch_views
             and self._chunk_fetcher is None
-            and self._blocklist is None  # each shard passes other rows
+            and self.blocklist is None  # each shard passes other rows
             and replace(other.shard, index=self.shard.index) == self.shard
         )
 
     def for_shard(self, shard: Shard, on_evict: Callable[[], None]) -> Reader:
         """Return a reader of another shard with the same arguments; it calls ``on_evict`` when the cache evicts its order."""
         reader = Reader(self.source, shard, **self._arguments)
-        reader._epoch_views, reader._reader_number, reader._on_evict = self._epoch_views, self._reader_number, on_evict
+        reader.epoch_views, reader._reader_number, reader._on_evict = self.epoch_views, self._reader_number, on_evict
         return reader
 
     @property
@@ -205,12 +195,12 @@ class Reader(Node[Any]):
             self._on_evict()
 
     def begin(self, row: View) -> None:
-        if self._blocklist is not None:  # also at the beginning of the first window, which a node above reads again
-            row[_LIST_DIGEST_SLOT] = self._blocklist.digest
+        if self.blocklist is not None:  # also at the beginning of the first window, which a node above reads again
+            row[_LIST_DIGEST_SLOT] = self.blocklist.digest
 
     def seek(self) -> None:
         self._is_epoch_over = False
-        if not self._by_global_batch:
+        if not self.by_global_batch:
             num_shards = len(served_shards(owner_id(self.source), self.shard.num_logical_shards))
             self._cuts_fragments = self.source.cuts_pay(num_shards, packed=self._document_column is not None)
 
@@ -267,17 +257,17 @@ class Reader(Node[Any]):
 
     @property
     def _leaves_out_rows(self) -> bool:
-        return self._blocklist is not None and len(self._blocklist.rows) > 0
+        return self.blocklist is not None and len(self.blocklist.rows) > 0
 
     def to_next_row(self, position: View) -> bool:
         """Advance a position past rows on the blocklist; return true if another row follows in the epoch."""
         size_of_epoch = self.rows.num_epoch_rows
-        if self._blocklist is None:
+        if self.blocklist is None:
             return position[1] < size_of_epoch(position[0])
         while position[1] < size_of_epoch(position[0]) and (num_blocked := self._num_blocked(position)):
             self.advance(position, num_blocked)
             position[_BLOCKED] += num_blocked
-        position[_LIST_DIGEST_SLOT] = self._blocklist.digest
+        position[_LIST_DIGEST_SLOT] = self.blocklist.digest
         return position[1] < size_of_epoch(position[0])
 
     def advance(self, position: View, num_rows: int) -> None:
@@ -337,7 +327,7 @@ class Reader(Node[Any]):
         if self._row_checker is not None:
             digests = self._row_checker.digests_after_each(start[3], start[0], start[1], num_rows)
             positions[:, 3] = digests[num_passed - 1]
-        if self._blocklist is not None:
+        if self.blocklist is not None:
             positions[:, _BLOCKED] += num_passed - np.arange(1, len(unblocked) + 1)
         self.skip_blocked_rows(positions[-1].data)
         slots = np.flatnonzero((positions != np.asarray(position)).any(axis=0))
@@ -352,12 +342,12 @@ class Reader(Node[Any]):
         """Do nothing: `skip_blocked_rows` writes the digest of the present blocklist."""
 
     def skip_blocked_rows(self, position: View) -> None:
-        if self._blocklist is None:
+        if self.blocklist is None:
             return
         if position[1]:
             self.to_next_row(position)
         else:  # the epoch has not begun: files may join it, and another list hold from its first row
-            position[_LIST_DIGEST_SLOT] = self._blocklist.digest
+            position[_LIST_DIGEST_SLOT] = self.blocklist.digest
 
     def is_on_blocklist(self, position: View) -> bool:
         is_in_epoch = position[1] < self.rows.num_epoch_rows(position[0])
@@ -368,7 +358,7 @@ class Reader(Node[Any]):
         return self._error_handler.skips and self.is_outdated(position)
 
     def is_outdated(self, position: View) -> bool:
-        return self._blocklist is not None and position[_LIST_DIGEST_SLOT] != self._blocklist.digest
+        return self.blocklist is not None and position[_LIST_DIGEST_SLOT] != self.blocklist.digest
 
     def has_pending_change(self, position: View) -> bool:
         return self.is_outdated(position)
@@ -392,8 +382,8 @@ class Reader(Node[Any]):
                 EpochView(epoch, int(fragment_lengths[subset].sum()), subset, hash(subset.tobytes()))
                 for (epoch, _), subset in zip(history, subsets, strict=True)
             ]
-        if epoch_views is not self._epoch_views:
-            self._epoch_views = epoch_views
+        if epoch_views is not self.epoch_views:
+            self.epoch_views = epoch_views
             self.drop_order()
             self._farthest_epoch, self._reader_number = 0, next(reader_numbers)
 
@@ -464,7 +454,7 @@ class Reader(Node[Any]):
             "shuffle": "full" if self.rows.permutes_all_rows else self.rows.window,
             **({"columns": columns} if columns is not None else {}),
             **({} if self.rows.batch_order is None else {"global_batch_size": self.shard.global_batch_size}),
-            **({} if self._blocklist is None else {"exclude": self._blocklist.parameters()}),
+            **({} if self.blocklist is None else {"exclude": self.blocklist.parameters()}),
         }
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
@@ -474,7 +464,7 @@ class Reader(Node[Any]):
             f"epoch_min/{name}": float(rows[:, 0].min()),
             f"epoch_max/{name}": float(rows[:, 0].max()),
             "skipped_rows": float(rows[:, 2].sum()),
-            **({} if self._blocklist is None else {"blocked_rows": float(rows[:, _BLOCKED].sum())}),
+            **({} if self.blocklist is None else {"blocked_rows": float(rows[:, _BLOCKED].sum())}),
         }
 
     def plan(self, epoch: int, row: int) -> WindowPlan:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import rescale_data as rd
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.fetching import FragmentPrefetcher
-from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.shard import Shard
 from rescale_data.sources.parquet import ParquetSource
 
@@ -52,7 +51,7 @@ def epoch_of(reader: Reader) -> list[int]:
 def test_fragments_around_are_those_of_the_rows(lengths: list[int], num_shards: int, shuffle: bool | int) -> None:
     source = Fragmented(*lengths)
     for shard in range(num_shards):
-        rows = ShardRows(source, Shard(0, num_shards), shuffle)
+        rows = Reader(source, Shard(0, num_shards), shuffle=shuffle).rows
         for epoch, row in itertools.product(range(2), range(rows.order(0, shard).num_shard_rows)):
             of_rows = np.searchsorted(source.fragments, rows.window_rows(epoch, row, shard), side="right") - 1
             found = rows.fragments_around(epoch, row, shard)

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pytest
 
 import rescale_data as rd
-from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.sources.decoded import cache as decoded
 from rescale_data.sources.decoded.ahead import decode_runner, fetch_runner
 from rescale_data.sources.decoded.cache import Cache, OpenFileCache, cache
@@ -147,7 +146,7 @@ class TestOnce:
     def test_two_threads_ask_for_it_once(self, work: str, both_lack: Callable[..., list[Any]], sixteen: str) -> None:
         source = rd.ParquetSource(sixteen, remote=rd.Remote())
         source.row(150)  # the footer is there
-        share = ShardRows(source, rd.Shard(index=0, num_logical_shards=2), shuffle=64).share(0)
+        share = rd.Reader(source, rd.Shard(index=0, num_logical_shards=2), shuffle=64).rows.share(0)
         works = {
             "footer": lambda: (cache().get("nothing"), source._footer_bytes(0).to_pybytes())[1],
             "row": lambda: source.row(3)["tokens"].tolist(),
@@ -168,7 +167,7 @@ class TestOnce:
     ) -> None:
         source = rd.ParquetSource(sixteen, remote=rd.Remote())
         source.row(150)
-        share: Any = ShardRows(source, rd.Shard(0, 2), shuffle=64).share(0) if is_piece else None
+        share: Any = rd.Reader(source, rd.Shard(0, 2), shuffle=64).rows.share(0) if is_piece else None
         Far.forget()
         whole = partial(source.tokens, "tokens", 0) if column else partial(source.row, 0)
         piece = partial(source.tokens_of, "tokens", 0, share) if column else partial(source.row_of, 0, share)

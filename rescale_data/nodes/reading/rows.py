@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -12,22 +12,13 @@ from weakref import ref
 
 import numpy as np
 
-from rescale_data.nodes.reading.blocklist import Blocklist
 from rescale_data.nodes.reading.epochs import EpochView, ShardEpochs, whole_source_views
 from rescale_data.nodes.reading.gather import rows_around
 from rescale_data.nodes.reading.proof import running_hash_sums
 from rescale_data.nodes.reading.share import ShardRowRanges
-from rescale_data.order import (
-    FragmentOrder,
-    GlobalBatchOrder,
-    ShardOrder,
-    encipher,
-    permuted_fragments,
-    unpermuted_fragments,
-)
+from rescale_data.order import FragmentOrder, GlobalBatchOrder, ShardOrder, encipher, permuted_fragments
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import EvictionListener, cache, owner_id
-from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:
@@ -60,7 +51,7 @@ class WindowPlan(EvictionListener):
     rows: Ints
     hash_sums: memoryview
     unblocked: memoryview | None
-    reader: ref[Reader] | None
+    reader: ref[Reader]
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +76,7 @@ class WindowPlan(EvictionListener):
         return (self.unblocked[place] if place < len(self.unblocked) else len(self.rows)) - index
 
     def handle_eviction(self) -> None:
-        reader = None if self.reader is None else self.reader()
-        if reader is not None:
+        if (reader := self.reader()) is not None:
             reader.drop_order()
 
 
@@ -94,13 +84,7 @@ class ShardRows(ShardEpochs):
     """Rows of one logical shard in the order of each epoch. Some methods take another shard of the same source.
 
     Args:
-        source: The source.
-        shard: The logical shard.
-        shuffle, by_global_batch: See `Reader`.
-        views: Contents of the source, in the order of their first epochs; default: all of it.
-        reader: The reader that keeps this object, as long as the cache has room for its plan.
-        reader_id: Number shared by readers that differ in the shard alone (`reader_numbers`); default: a new one.
-        blocklist: The rows that the reader leaves out.
+        reader: The reader of these rows, which keeps this object as long as the cache has room for its plan.
     """
 
     __slots__ = (
@@ -108,28 +92,19 @@ class ShardRows(ShardEpochs):
         "permutes_all_rows", "window",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        source: Source,
-        shard: Shard,
-        shuffle: bool | int,
-        by_global_batch: bool = False,
-        views: Sequence[EpochView] | None = None,
-        reader: Reader | None = None,
-        reader_id: int = -1,
-        blocklist: Blocklist | None = None,
-    ) -> None:
-        steps = GlobalBatchOrder(**_global_batch_args(shard, shuffle)) if by_global_batch else None
-        super().__init__(shard, views or whole_source_views(source.num_rows), steps)
-        self._source, self._blocklist = source, blocklist
+    def __init__(self, reader: Reader) -> None:
+        source, shard, shuffle = reader.source, reader.shard, reader.shuffle
+        steps = GlobalBatchOrder(**_global_batch_args(shard, shuffle)) if reader.by_global_batch else None
+        super().__init__(shard, reader.epoch_views or whole_source_views(source.num_rows), steps)
+        self._source, self._blocklist = source, reader.blocklist
         self.permutes_all_rows = shuffle is True and source.fragments is None
         self.window = 0 if self.permutes_all_rows else _to_window_rows(shuffle)
         self._source_key = owner_id(source)
-        self._plan_key = (self._source_key, "plan", next(reader_numbers) if reader_id < 0 else reader_id, shard.index)
+        self._plan_key = (self._source_key, "plan", *reader.key)
         self._last_epoch, self._size = -1, 0  # the last epoch given to `num_epoch_rows`, and its size
         self.farthest_epoch = 0  # the last epoch that was read
         self._plan: WindowPlan | None = None
-        self._reader = None if reader is None else ref(reader)
+        self._reader = ref(reader)
 
     @property
     def rows_per_window(self) -> int:
@@ -274,7 +249,7 @@ class ShardRows(ShardEpochs):
         if view.fragments is not None:
             fragment_starts, fragment_lengths = fragment_starts[view.fragments], fragment_lengths[view.fragments]
         if not self.window:
-            return unpermuted_fragments(fragment_starts, fragment_lengths)
+            return FragmentOrder.of(fragment_starts, fragment_lengths)
         return permuted_fragments(fragment_starts, fragment_lengths, self.shard.seed, epoch)
 
 
