@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rescale_data.nodes import reading
 from rescale_data.nodes.reading import extension, gather
+from rescale_data.nodes.reading.gather import TokenQueue
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
-from rescale_data.nodes.reading.token_queue import TokenQueue
 
 KINDS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
 _PLAIN = gather.SpecialTokens(None, None, np.dtype("i8"))

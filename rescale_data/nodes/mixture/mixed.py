@@ -11,13 +11,13 @@ from rescale_data.nodes.base import View
 from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.mixture.circle import Arcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
-from rescale_data.nodes.mixture.interleaved import interleave_documents
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.rules import CurrentWeights
 from rescale_data.nodes.mixture.source_buffer import KeptDocuments, SourceBuffer
 from rescale_data.nodes.reading.batched_read import read_batched
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
+from rescale_data.nodes.reading.gather import interleave_documents
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, UNLIMITED_DOCUMENTS, PositionUpdates, Spans
 from rescale_data.order import UInts
 from rescale_data.state import Ints, copy_of

@@ -13,9 +13,8 @@ from rescale_data.nodes.changing import apply_changes_at, has_pending_change, is
 from rescale_data.nodes.packing.aligned import AlignedColumns, ColumnArrays
 from rescale_data.nodes.provenance import provenance_of
 from rescale_data.nodes.reading.documents import DocumentReader
-from rescale_data.nodes.reading.gather import IntRows, SpecialTokens, fill
+from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, IntRows, SpecialTokens, TokenQueue, fill
 from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans
-from rescale_data.nodes.reading.token_queue import BEYOND_END_MESSAGE, TokenQueue
 from rescale_data.sources.decoded.cache import cache, owner_id
 from rescale_data.state import copy_of
 

@@ -1,4 +1,4 @@
-"""The functions of `kernel.c`, with checks and types: most of them make samples from `Spans`.
+"""The functions of `kernel.c`, and its `TokenQueue`, with checks and types: most of them make samples from `Spans`.
 
 spans    | document | document | mark | document |        places in memory
 queue    |b document e b document e     b document e|     with bos and eos around each; nothing is copied yet
@@ -7,22 +7,25 @@ samples      |  row 0  |  row 1  |  ...                   copied and widened onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.errors import require_int
+from rescale_data.errors import DataStateError, require_int
 from rescale_data.nodes.reading.extension import kernel
-from rescale_data.nodes.reading.spans import Spans, TokenArray
-from rescale_data.nodes.reading.token_queue import TokenQueue
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans, TokenArray
 from rescale_data.order import FragmentOrder, ShardOrder
+from rescale_data.sources.decoded.cache import ReferencedValue
 from rescale_data.state import Ints
 
 IntRows: TypeAlias = npt.NDArray[np.integer[Any]]
 """Rows of a batch: ``[b, seq_len]``, int64 or int32."""
+BEYOND_END_MESSAGE = (
+    "the position is behind the end of its document: the data is not what it was when the position was saved"
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,51 @@ class SpecialTokens:
     def documents_with_tokens(self, spans: Spans) -> Spans:
         """Return the documents that have tokens, bos and eos counted."""
         return spans.take(np.flatnonzero(self.lengths(spans)))
+
+
+class TokenQueue(kernel.TokenQueue, ReferencedValue):
+    """Documents from which `fill` draws samples. A draw advances the position that the queue was made with.
+
+    Args:
+        special_tokens: The tokens around each document.
+        position: int64 slots: an offset in the first document, and the position from which documents are read.
+        on_drop: Called when the cache drops the token queue.
+
+    Attributes:
+        nbytes: Bytes that the queue keeps alive, set by the caller of `append`.
+        reach: The position behind all of its documents, without the offset.
+        left: Number of tokens not drawn yet; negative if the position is within a document that has not been appended yet.
+    """
+
+    __slots__ = ("nbytes", "on_dropped", "reach")
+
+    def __new__(
+        cls, special_tokens: SpecialTokens, position: memoryview, on_drop: Callable[[], None] = lambda: None
+    ) -> Self:
+        end_position = np.array(position[1:], dtype=np.int64).data
+        bos, eos = (-1 if token is None else token for token in (special_tokens.bos_id, special_tokens.eos_id))
+        queue = super().__new__(cls, position, end_position, bos, eos)
+        queue.on_dropped, queue.reach, queue.nbytes = on_drop, end_position, 0
+        return queue
+
+    def append(self, spans: Spans) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Append documents to the queue.
+
+        Raises:
+            IndexError: A document is not within its array.
+            DataStateError: The offset is behind the end of the first document.
+        """
+        moves = spans.moves
+        numbers = (spans.array, spans.start, spans.length, moves.ends, moves.slot, moves.slot_values)
+        try:
+            super().append(spans.arrays, spans, *map(np.ascontiguousarray, numbers))
+        except ValueError as error:
+            raise DataStateError(str(error)) from None
+
+    def rest(self) -> Spans:
+        """Return the documents that still have tokens to draw."""
+        first_part, *other_parts = self.parts or [EMPTY_SPANS]
+        return Spans.join([first_part[self.document :], *other_parts])
 
 
 def fill(queues: list[Any], first_row: int, tokens: IntRows, labels: IntRows | None, doc_ids: IntRows | None) -> int:
@@ -124,6 +172,28 @@ def offsets_and_lengths(rows: Ints, fragment: Ints, first_row: Sequence[int], of
     start, length = np.empty_like(rows), np.empty_like(rows)
     kernel.cut(rows, fragment, np.array(first_row, dtype=np.int64), start, length, *offsets)
     return start, length
+
+
+def interleave_documents(
+    sources: Ints, spans: Spans, first_indices: Ints, num_drawn: int, counts_by_slot: Sequence[tuple[int, list[int]]]
+) -> Spans:
+    """Return documents in the order of their draws, with position updates that also count the draws.
+
+    Args:
+        sources: The source of each draw.
+        spans: The next documents of all these sources, source by source, with moves of the mixture's row.
+        first_indices: Index in ``spans`` of the first document of each source.
+        num_drawn: Number of draws before these.
+        counts_by_slot: The result of `MixtureRow.counts_at`: first slot and values of the numbers of documents, and by tokens
+            also of the numbers of tokens.
+    """
+    moves, num_draws = spans.moves, len(sources)
+    slots, counts = np.array([slot for slot, _ in counts_by_slot]), np.array([count for _, count in counts_by_slot])
+    document_index, ends = np.empty(num_draws, dtype=np.int64), np.empty(num_draws + 1, dtype=np.int64)
+    new_slots, new_values = np.empty((2, len(moves.slot) + num_draws * (1 + len(slots))), dtype=np.int64)
+    arrays = (sources, first_indices.copy(), spans.length, moves.ends, moves.slot, moves.slot_values, slots, counts)
+    kernel.interleave(num_drawn, *map(np.ascontiguousarray, arrays), document_index, ends, new_slots, new_values)
+    return spans.take(document_index, PositionUpdates(ends, new_slots[: ends[-1]], new_values[: ends[-1]]))
 
 
 def join_documents(spans: Spans, special_tokens: SpecialTokens) -> tuple[TokenArray, Ints]:
