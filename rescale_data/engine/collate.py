@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from rescale_data.errors import require_type
-from rescale_data.nodes.packing.payload import PerDocument
+from rescale_data.nodes.packing.columns import PerDocument
 
 Samples = Sequence[Any]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -19,28 +18,13 @@ DocPiece: TypeAlias = tuple[int, int, int]
 LONG_COUNTERS = {"split": "split_documents", "truncate": "truncated_documents", "drop": "dropped_documents"}
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Result of packing: the pieces of the documents, and the pieces that each sample holds.
-
-    Args:
-        pieces: All pieces.
-        bins: Indices of the pieces of each sample.
-        long_documents: Numbers of the documents that are longer than a sample, or exceed its limits.
-    """
-
-    pieces: list[DocPiece]
-    bins: list[list[int]]
-    long_documents: frozenset[int]
-
-
 def pack_documents(
     documents: Sequence[DocPiece],
     stages: Iterable[Stage],
     long: LongDocumentRule,
     multiple: int,
     payload_sizes: Mapping[str, Sequence[int]],
-) -> Fit:
+) -> tuple[list[list[DocPiece]], set[int]]:
     """Pack documents into samples; after a change of format within a window, pack the documents that are left anew.
 
     The pieces that are left after the samples yielded in one form are packed again in the next. The last form is the present
@@ -52,10 +36,11 @@ def pack_documents(
         long: As in `WholeDocumentPacker`.
         multiple: Each piece takes a multiple of this number of tokens.
         payload_sizes: By name, the size of each document's payload, which comes with its first piece.
+
+    Returns:
+        The pieces of each sample, and the numbers of the documents that are longer than a sample or exceed its limits.
     """
-    pieces = list(documents)
-    too_long: set[int] = set()
-    bins: list[list[int]] = []
+    pieces, too_long, samples = list(documents), set[int](), list[list[DocPiece]]()
     for stage in stages:
         limits = [(payload_sizes[name], limit) for name, limit in stage.limits.items()]
         too_big = {doc for sizes, limit in limits for doc, size in enumerate(sizes) if size > limit}
@@ -67,29 +52,30 @@ def pack_documents(
         pieces = [cut_piece for piece in pieces for cut_piece in _cut(piece, stage.seq_len, long)]
         extra = [([_payload_size(sizes, piece, documents) for piece in pieces], limit) for sizes, limit in limits]
         bins = best_fit([padded_length(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, extra)
+        samples = [[pieces[item] for item in items] for items in bins]
         if stage.num_samples_emitted:
-            pieces = sorted(pieces[i] for items in bins[stage.num_samples_emitted :] for i in items)
-    if len(bins) > MOST:
-        raise ValueError(f"A window has {len(bins)} samples, the most are {MOST}. Give a smaller window.")
-    return Fit(pieces, bins, frozenset(too_long))
+            pieces = sorted(piece for sample in samples[stage.num_samples_emitted :] for piece in sample)
+    if len(samples) > MOST:
+        raise ValueError(f"A window has {len(samples)} samples, the most are {MOST}. Give a smaller window.")
+    return samples, too_long
 
 
 def num_untrained(
-    documents: Sequence[DocPiece], fitted: Fit, seq_len: int, long: LongDocumentRule, learned: npt.NDArray[np.bool_]
+    documents: Iterable[DocPiece], seq_len: int, long: LongDocumentRule, learned: npt.NDArray[np.bool_]
 ) -> int:
-    """Return the number of documents that are packed and have no learned token among their labels.
+    """Return the number of documents that have tokens, and no learned token among the labels of their pieces.
 
     Args:
-        documents: The whole documents.
-        fitted: The samples into which they were packed.
+        documents: The whole documents, without those that were dropped.
         seq_len: Tokens of a sample.
         long: As in `WholeDocumentPacker`.
         learned: For each token of all documents, true if it is learned. The first token of a piece has no token before it, and
             so is no label.
     """
-    dropped_numbers = fitted.long_documents if long == "drop" else ()
-    packed = [doc for doc in documents if doc[0] < doc[1] and doc[2] not in dropped_numbers]
-    return sum(not any(learned[start + 1 : end].any() for start, end, _ in _cut(doc, seq_len, long)) for doc in packed)
+    documents_in_pieces = [_cut(document, seq_len, long) for document in documents]
+    return sum(
+        not any(learned[start + 1 : end].any() for start, end, _ in pieces) for pieces in documents_in_pieces if pieces
+    )
 
 
 def padded_length(piece: DocPiece, pad_multiple: int) -> int:

@@ -17,10 +17,11 @@ from rescale_data.nodes.below import has_provenance, is_endless, source_names
 from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS, EmptyDrawLimit
 from rescale_data.nodes.column import documents_of, num_tokens_of
 from rescale_data.nodes.form import ParameterHistory, num_tokens
-from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
+from rescale_data.nodes.packing.columns import MASK, AlignedColumns, ColumnArrays
 from rescale_data.nodes.packing.token_stream import TokenStream
-from rescale_data.nodes.provenance import PROVENANCE, join_provenance
+from rescale_data.nodes.provenance import PROVENANCE, join_provenance, provenance_of
 from rescale_data.nodes.reading.gather import IntRows, SpecialTokens, fill
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 IGNORED_LABEL = -100
@@ -122,16 +123,17 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.reveals_next = labels or self._aligned.has_mask
         self._repeat = is_endless(child)
         self._history: ParameterHistory = ()
+        self._has_provenance = any(has_provenance(node) for _, node in child.walk())
+        self._draws_one_by_one = bool(self._aligned) or self._has_provenance
+        self._special_tokens = SpecialTokens(eos_id, bos_id, DTYPES[dtype])
         self.stream = TokenStream(
             child,
             documents_of(child, column, type(self).__name__, *[self._aligned.extract_columns] * bool(self._aligned)),
-            SpecialTokens(eos_id, bos_id, DTYPES[dtype]),
+            self._special_tokens,
             tokens_per_sample=seq_len,
             num_tokens_ahead=int(self.reveals_next),
             repeat=self._repeat,
             draw_limit=EmptyDrawLimit(child, type(self).__name__),
-            aligned=self._aligned,
-            has_provenance=any(has_provenance(node) for _, node in child.walk()),
         )
 
     def seek(self) -> None:
@@ -144,13 +146,34 @@ class TokenPacker(Node[dict[str, Tensor]]):
         return written_sample(self)
 
     def write(self, buffer: BatchBuffer, place: int) -> None:
-        self._write_next_sample(buffer, place)
-        if self.stream.provenance:
-            buffer.add(PROVENANCE, join_provenance(self.stream.provenance))
+        if self._is_epoch_over:
+            raise StopIteration
+        offset, special_tokens = self.position[self._offset_slot], self._special_tokens
+        documents = self.stream.documents_left() if self._draws_one_by_one else EMPTY_SPANS
+        tokens = buffer.row("tokens", place)
+        labels = buffer.row("labels", place) if self.labels else None
+        doc_ids = buffer.row("doc_ids", place) if self.doc_ids else None
+        num_ready = self.stream.draw_sample(tokens, labels, doc_ids)
+        num_sample_tokens = min(num_ready, self.seq_len)
+        if self._aligned.has_mask:
+            self._count_documents(documents, offset, num_sample_tokens)
+        if num_sample_tokens < self.seq_len and not (num_sample_tokens and self.last == "pad"):
+            self.stream.begin_next_epoch()
+            self._is_epoch_over = True
+            raise StopIteration
+        if num_ready < self.seq_len + self.labels:
+            self._pad(num_sample_tokens, tokens, labels, doc_ids)
+        if self._aligned:
+            values = self._aligned.values_in_range(documents, offset, num_ready, special_tokens)
+            self._write_values(buffer, place, values, num_sample_tokens)
+        if self._has_provenance:
+            sample_documents = special_tokens.documents_within(documents, offset + num_sample_tokens)
+            if lines := provenance_of(sample_documents.document_values()):
+                buffer.add(PROVENANCE, join_provenance(lines))
 
     @staticmethod
     def write_many(nodes: Sequence[Any], buffer: BatchBuffer, first: int) -> int:
-        if nodes[0].stream.draws_one_by_one:
+        if nodes[0]._draws_one_by_one:
             return first
         columns, queues = buffer.arrays, [node.stream.queue for node in nodes]
         first = fill(queues, first, columns["tokens"], columns.get("labels"), columns.get("doc_ids"))
@@ -192,33 +215,17 @@ class TokenPacker(Node[dict[str, Tensor]]):
     def reform(self, rows: Ints) -> None:
         """Do nothing: positions of this packer do not depend on ``seq_len`` or its other output options."""
 
-    def _write_next_sample(self, buffer: BatchBuffer, row: int) -> None:
-        """Write the next sample into row ``row`` of a batch buffer; raise `StopIteration` at the end of the epoch."""
-        if self._is_epoch_over:
-            raise StopIteration
-        tokens, labels, doc_ids = buffer.row("tokens", row), None, None
-        if self.labels:
-            labels = buffer.row("labels", row)
-        if self.doc_ids:
-            doc_ids = buffer.row("doc_ids", row)
-        num_ready = self.stream.draw_sample(tokens, labels, doc_ids)
-        if self._offset_slot:
-            self.position[_UNTRAINED_SLOT] += self.stream.untrained_docs
-            self.position[_CUT_SLOT] += self.stream.cuts_document
-        num_sample_tokens = min(num_ready, self.seq_len)
-        if num_sample_tokens < self.seq_len and not (num_sample_tokens and self.last == "pad"):
-            self.stream.begin_next_epoch()
-            self._is_epoch_over = True
-            raise StopIteration
-        if num_ready < self.seq_len + self.labels:
-            self._pad(num_sample_tokens, tokens, labels, doc_ids)
-        if self._aligned:
-            self._write_values(buffer, row, num_sample_tokens)
+    def _count_documents(self, documents: Spans, offset: int, num_tokens: int) -> None:
+        """Count the documents that end untrained in the next ``num_tokens`` tokens, and one that begins there and goes on."""
+        document_ends = np.cumsum(self._special_tokens.lengths(documents))
+        num_ended = int(document_ends.searchsorted(offset + num_tokens, side="right"))
+        self.position[_UNTRAINED_SLOT] += self._aligned.num_untrained(documents[:num_ended])
+        self.position[_CUT_SLOT] += self.position[self._offset_slot] > 0 and (num_ended > 0 or not offset)
 
-    def _write_values(self, buffer: BatchBuffer, batch_row: int, num_sample_tokens: int) -> None:
+    def _write_values(self, buffer: BatchBuffer, batch_row: int, values: ColumnArrays, num_sample_tokens: int) -> None:
         """Write the other columns of a sample. The loss mask is shifted by one token, so it is true for learned labels."""
-        for name, values in self.stream.column_values.items():
-            buffer.write_row(name, batch_row, values[1:] if name == MASK else values[:num_sample_tokens], 0)
+        for name, array in values.items():
+            buffer.write_row(name, batch_row, array[1:] if name == MASK else array[:num_sample_tokens], 0)
         if self.labels and self._aligned.has_mask:
             buffer.row("labels", batch_row)[~buffer.row(MASK, batch_row)] = IGNORED_LABEL
 

@@ -10,8 +10,6 @@ from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.bound import EmptyDrawLimit, limit_empty_epochs
 from rescale_data.nodes.changing import apply_changes_at, has_pending_change, is_on_blocklist, skip_blocked_rows
-from rescale_data.nodes.packing.aligned import AlignedColumns, ColumnArrays
-from rescale_data.nodes.provenance import provenance_of
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.gather import BEYOND_END_MESSAGE, IntRows, SpecialTokens, TokenQueue, fill
 from rescale_data.nodes.reading.spans import UNLIMITED_DOCUMENTS, Spans
@@ -39,8 +37,6 @@ class TokenStream:
         num_tokens_ahead: Number of tokens behind the sample that are looked at, and not consumed.
         repeat: True to go on with the next epoch after the last document of one.
         draw_limit: Limits the number of documents without tokens.
-        aligned: Columns alongside the tokens.
-        has_provenance: True if documents come with their provenance.
     """
 
     def __init__(
@@ -53,16 +49,7 @@ class TokenStream:
         num_tokens_ahead: int,
         repeat: bool,
         draw_limit: EmptyDrawLimit,
-        aligned: AlignedColumns,
-        has_provenance: bool,
     ) -> None:
-        self._aligned, self._has_provenance = aligned, has_provenance
-        self.draws_one_by_one = bool(aligned) or has_provenance
-        self.column_values: ColumnArrays = {}
-        """Values of the columns alongside the tokens, for the last drawn sample and the tokens it looked ahead at."""
-        self.untrained_docs, self.cuts_document = 0, False
-        """With a loss mask: the number of documents that ended untrained in that sample, and true if one that began in it goes
-        on."""
         self._source, self._draw_limit = source, draw_limit
         self._documents, self._special_tokens, self._repeat = documents, special_tokens, repeat
         self._tokens_per_sample, self._num_tokens_needed = tokens_per_sample, tokens_per_sample + num_tokens_ahead
@@ -70,8 +57,6 @@ class TokenStream:
         self._num_after_read = 0  # tokens left after documents were read last
         self.queue: TokenQueue | None = None
         """The token queue that has been read, as long as the cache keeps it; used to draw from many streams at once."""
-        self.provenance: list[str] = []
-        """Provenance of the documents in the last drawn sample, if ``has_provenance``."""
 
     def bind(self, position: View, *, applies_changes: bool) -> None:
         """Continue from ``position``; each draw then updates this array in place.
@@ -92,33 +77,17 @@ class TokenStream:
             written.
         """
         queue = self._filled_queue()
-        num_ready, offset = min(queue.left, self._num_tokens_needed), self._position[0]
-        num_drawn, remaining = min(num_ready, self._tokens_per_sample), queue.rest() if self.draws_one_by_one else None
-        if self._aligned and remaining is not None:
-            self.column_values = self._aligned.values_in_range(remaining, offset, num_ready, self._special_tokens)
+        num_ready = min(queue.left, self._num_tokens_needed)
+        num_drawn = min(num_ready, self._tokens_per_sample)
         if num_ready == self._num_tokens_needed:
             fill([queue], 0, tokens, labels, doc_ids)
         elif num_drawn:
             fill([queue], 0, tokens[:, :num_drawn], None, None if doc_ids is None else doc_ids[:, :num_drawn])
-        if remaining is not None:
-            self._record_sample(remaining, len(remaining) - len(queue.rest()), begins_document=not offset)
         return num_ready
 
-    def _record_sample(self, remaining_documents: Spans, num_passed: int, *, begins_document: bool) -> None:
-        """Record what a sample did to its documents: their provenance, and how many ended untrained or were cut.
-
-        Args:
-            remaining_documents: The documents that were left before the sample.
-            num_passed: Number of documents that ended in the sample.
-            begins_document: True if the sample begins with a document's first token.
-        """
-        in_document = self._position[0] > 0
-        if self._aligned.has_mask:
-            self.untrained_docs = self._aligned.num_untrained(remaining_documents[:num_passed], self._special_tokens)
-            self.cuts_document = in_document and (num_passed > 0 or begins_document)
-        if self._has_provenance:
-            documents = self._special_tokens.documents_with_tokens(remaining_documents[: num_passed + in_document])
-            self.provenance = provenance_of(documents.document_values())
+    def documents_left(self) -> Spans:
+        """Return the documents with tokens that are at hand for the next sample and for later ones."""
+        return self._special_tokens.documents_with_tokens(self._filled_queue().rest())
 
     def begin_next_epoch(self) -> None:
         """Move to the beginning of the next epoch, after `draw_sample` has reached the end of the present one."""
@@ -189,10 +158,8 @@ class TokenStream:
             queue.append(spans)
             queue.nbytes += spans.nbytes
             has_read_tokens = queue.left > left_before
-            self._num_documents_read, self._num_tokens_read = (
-                self._num_documents_read + len(spans),
-                self._num_tokens_read + queue.left - left_before,
-            )
+            self._num_documents_read += len(spans)
+            self._num_tokens_read += queue.left - left_before
             num_epochs = 0 if has_read_tokens else num_epochs
             num_empty = 0 if has_read_tokens else self._draw_limit.count_empty_draws(num_empty, position, len(spans))
         if queue.left < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -17,11 +18,10 @@ from rescale_data.nodes.bound import EmptyDrawLimit, limit_empty_epochs
 from rescale_data.nodes.changing import apply_changes
 from rescale_data.nodes.column import documents_of
 from rescale_data.nodes.form import BAD_STATE_MESSAGE, MOST, ParameterHistory, Stage, begin_form, num_tokens, stages
-from rescale_data.nodes.packing.aligned import MASK, AlignedColumns
+from rescale_data.nodes.packing.columns import MASK, AlignedColumns, DocumentPayload
 from rescale_data.nodes.packing.fit import LONG_COUNTERS, LongDocumentRule
 from rescale_data.nodes.packing.packer import DTYPES, require_dtype
-from rescale_data.nodes.packing.payload import DocumentPayload
-from rescale_data.nodes.packing.window import Window, WindowPacker, write_row
+from rescale_data.nodes.packing.window import Window
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
@@ -150,7 +150,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         extractors = [column_group.extract_columns for column_group in (self._aligned, self._payload) if column_group]
         self._documents = documents_of(child, column, name, *extractors)
         special_tokens = SpecialTokens(eos_id, bos_id, self._numpy_dtype)
-        self._packing = WindowPacker(special_tokens, long, pad_documents_to, self._aligned, self._payload)
+        self._new_window = partial(Window, special_tokens, long, pad_documents_to, self._aligned, self._payload)
         self._history: ParameterHistory = ()
         self._repeat = is_endless(child)
         self._cache_key = (owner_id(self), "window")
@@ -168,7 +168,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         window = self._current_window()
         sample_number = self.position[_EMITTED_SLOT] & MOST
         self._to_next_sample(window)
-        write_row(buffer, place, window, sample_number, pad_id=self.pad_id, multiple=self.pad_documents_to)
+        window.write_row(buffer, place, sample_number, self.pad_id)
 
     def skip(self, num_samples: int) -> int:
         bind_once(self)
@@ -185,10 +185,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         source_label = "+".join(source_names(self))
-        total_tokens, num_padding = (
-            num_tokens(self._history, samples, self.seq_len),
-            float(rows[:, _PADDING_SLOT].sum()),
-        )
+        total_tokens = num_tokens(self._history, samples, self.seq_len)
+        num_padding = float(rows[:, _PADDING_SLOT].sum())
         return {
             f"tokens/{source_label}": total_tokens - num_padding,
             f"padding_share/{source_label}": num_padding / total_tokens if total_tokens else 0.0,
@@ -214,7 +212,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
                 self._documents.begin_next_epoch(self._bookmark)
                 num_epochs += 1
                 self._is_epoch_over = not self._repeat
-            elif not window.num_samples:
+            elif not window.samples:
                 self._finish_window(window)
                 window = None
                 num_empty = self._draw_limit.count_empty_draws(num_empty)
@@ -222,7 +220,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         if window is None:
             raise StopIteration
         if not self._is_cached:
-            if self.position[_EMITTED_SLOT] & MOST >= window.num_samples:
+            if self.position[_EMITTED_SLOT] & MOST >= len(window.samples):
                 raise DataStateError(BAD_STATE_MESSAGE)
             cache().put(self._cache_key, window)
             self._is_cached = True
@@ -232,14 +230,14 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         sample_number = self.position[_EMITTED_SLOT] & MOST
         self.position[_PADDING_SLOT] += self.seq_len - window.num_used_tokens(sample_number)
         self.position[_EMITTED_SLOT] += 1
-        if sample_number + 1 == window.num_samples:
+        if sample_number + 1 == len(window.samples):
             self._finish_window(window)
 
     def _finish_window(self, window: Window) -> None:
         self._bookmark[:] = window.end_position
         self.position[_EMITTED_SLOT] = 0
-        self.position[_LONG_SLOT] += len(window.packing_result.long_documents)
-        if MASK in window.column_values:
+        self.position[_LONG_SLOT] += window.num_long_docs
+        if self._aligned.has_mask:
             self.position[_UNTRAINED_SLOT] += window.num_untrained_docs
         self._is_cached = False
 
@@ -251,7 +249,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         if not len(spans):
             return None
         stage = Stage(self.seq_len, self.max_documents, self._payload.limits)
-        return self._packing.window(spans, list(stages(self.position[_EMITTED_SLOT], self._history, stage)), position)
+        return self._new_window(spans, list(stages(self.position[_EMITTED_SLOT], self._history, stage)), position)
 
     def _read_window(self, position: View) -> Spans:
         """Return the documents of one window, read from ``position``, which moves to the end of the window."""

@@ -68,6 +68,10 @@ class SpecialTokens:
         """Return the documents that have tokens, bos and eos counted."""
         return spans.take(np.flatnonzero(self.lengths(spans)))
 
+    def documents_within(self, spans: Spans, num_tokens: int) -> Spans:
+        """Return the documents that begin within the first ``num_tokens`` tokens of some documents."""
+        return spans[: int(np.cumsum(self.lengths(spans)).searchsorted(num_tokens)) + 1]
+
 
 class TokenQueue(kernel.TokenQueue, ReferencedValue):
     """Documents from which `fill` draws samples. A draw advances the position that the queue was made with.

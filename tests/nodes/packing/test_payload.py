@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.engine.collate import pin
-from rescale_data.nodes.packing.payload import PerDocument
+from rescale_data.nodes.packing.columns import PerDocument
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.nodes.resume import N, endless, plain, ranks_of, samples_by_shard
 
