@@ -39,8 +39,7 @@ class Blocklist:
     """
 
     def __init__(self, source: Source, excluded_rows: ExcludedRows) -> None:
-        rows = [_to_source_rows(source, file, row_ids) for file, row_ids in _excluded_by_file(source, excluded_rows)]
-        self.rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
+        self.rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *_to_source_rows(source, excluded_rows)]))
         """``int64[n]``, ascending row numbers over all files of the source."""
         self.digest = _digest(_rows_by_file(source, self.rows))
         """Positive hash of the files and rows. It does not depend on the form of the list, or on files added later."""
@@ -172,27 +171,30 @@ def _values_by_row(source: Source, column: str) -> Iterator[tuple[int, Any]]:
                 yield row, value
 
 
-def _excluded_by_file(source: Source, excluded: ExcludedRows) -> list[tuple[str, Ints]]:
-    """Return the excluded rows of each file, sorted by file; a source without files has one empty file name."""
+def _to_source_rows(source: Source, excluded: ExcludedRows) -> Iterator[Ints]:
+    """Yield the row numbers of the source for the excluded rows of each file, or for all of a source without files."""
     if not isinstance(source, FiledSource):
         if isinstance(excluded, Mapping):
             raise TypeError(
                 f"exclude= was given a {type(excluded).__name__}, and {source.name} does not name the files of its rows: give "
                 f"row numbers, or make it an rd.FiledSource."
             )
-        return [("", _to_row_numbers("", excluded))]
-    if not isinstance(excluded, Mapping):
-        if not len(_require_collection("exclude", excluded)):
-            return []
+        rows = _to_row_numbers("", excluded)
+        if len(rows) and not 0 <= rows[0] <= rows[-1] < source.num_rows:
+            raise ValueError(
+                f"exclude= has rows from {rows[0]} to {rows[-1]}; {source.name} has the rows 0 to {source.num_rows - 1}."
+            )
+        yield rows
+    elif isinstance(excluded, Mapping):
+        for file, rows_in_file in cast("Mapping[str, Collection[int]]", excluded).items():
+            if not isinstance(file, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"exclude= has the key {file!r}: give the names of files, {{file: rows in it}}.")
+            yield source.rows_in_file(file, _to_row_numbers(f" for {file}", rows_in_file))
+    elif len(_require_collection("exclude", excluded)):
         raise TypeError(
             f"exclude= was given a {type(excluded).__name__} for {source.name}, whose rows have other numbers when files join. "
             f"Give {{file: rows in it}}, as rd.find_rows returns it."
         )
-    rows_by_file = cast("Mapping[str, Collection[int]]", excluded)
-    for name in rows_by_file:
-        if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"exclude= has the key {name!r}: give the names of files, {{file: rows in it}}.")
-    return [(file, _to_row_numbers(file, rows_by_file[file])) for file in sorted(rows_by_file)]
 
 
 def _rows_by_file(source: Source, rows: Ints) -> Iterator[tuple[str, Ints]]:
@@ -215,23 +217,10 @@ def _digest(rows_by_file: Iterable[tuple[str, Ints]]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1 | 1
 
 
-def _to_source_rows(source: Source, file: str, indices: Ints) -> Ints:
-    """Convert row numbers within a file to row numbers of the source; ``ValueError`` if the source has no such row."""
-    if isinstance(source, FiledSource):
-        return source.rows_in_file(file, indices)
-    if len(indices) and not 0 <= indices[0] <= indices[-1] < source.num_rows:
-        raise ValueError(
-            f"exclude= has rows from {indices[0]} to {indices[-1]}; {source.name} has the rows 0 to {source.num_rows - 1}."
-        )
-    return indices
-
-
-def _to_row_numbers(file: str, rows: Any) -> Ints:
+def _to_row_numbers(context: str, rows: Any) -> Ints:
     row_numbers = np.asarray([*_require_collection("exclude", rows)])
     if row_numbers.size and (row_numbers.ndim != 1 or row_numbers.dtype.kind not in "iu"):
-        raise TypeError(
-            f"exclude= holds values of {row_numbers.dtype}{f' for {file}' * bool(file)}: give row numbers, ints."
-        )
+        raise TypeError(f"exclude= holds values of {row_numbers.dtype}{context}: give row numbers, ints.")
     return np.unique(row_numbers.astype(np.int64))
 
 
