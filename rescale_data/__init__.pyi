@@ -18,8 +18,8 @@ from rescale_data.nodes.clean import CleanDocuments as CleanDocuments
 from rescale_data.nodes.filter import Filter as Filter
 from rescale_data.nodes.map import Map as Map
 from rescale_data.nodes.map import RandomMap as RandomMap
+from rescale_data.nodes.mixture.rules import Schedule as Schedule
 from rescale_data.nodes.mixture.sampler import WeightedSampler as WeightedSampler
-from rescale_data.nodes.mixture.schedule import Schedule as Schedule
 from rescale_data.nodes.mixture.sizes import weights_by_size as weights_by_size
 from rescale_data.nodes.packing.packer import TokenPacker as TokenPacker
 from rescale_data.nodes.packing.varlen import flat_cu_seqlens as flat_cu_seqlens

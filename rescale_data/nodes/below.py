@@ -72,11 +72,8 @@ def skip_epochs(node: Node[Any], row: Ints, shard: int, samples_to_skip: int) ->
     Returns:
         The number of samples in the epochs that were passed; 0 if it is not known.
     """
-    end, readers, nodes = (
-        epoch_end(node, row[None], np.array([shard])),
-        readers_of(node, 0),
-        [n for _, n in node.walk()],
-    )
+    end, readers = epoch_end(node, row[None], np.array([shard])), readers_of(node, 0)
+    nodes = [inner for _, inner in node.walk()]
     if end is None or not all(map(has_equal_epochs, nodes)):
         return 0
     if not any(reader.rows.is_small or reader.rows.is_growing for reader, _ in readers):  # each epoch is like the next

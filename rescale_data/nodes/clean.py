@@ -94,9 +94,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         if column != self.column:
             return None
         documents, limit = open_documents(self._source, column), EmptyDrawLimit(self._source, type(self).__name__)
-        return documents and EditedDocuments(
-            documents, self._all_pieces, limit, dropped_slot=_SHORT_SLOT, piece_slot=_PIECE_SLOT
-        )
+        return documents and EditedDocuments(documents, self._all_pieces, limit, [_SHORT_SLOT, _PIECE_SLOT])
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         return dtype_of(self._source, column)

@@ -24,6 +24,7 @@ from rescale_data.nodes.reading.spans import Spans
 from rescale_data.state import COUNT_LIMITS, Field, Ints
 
 _DROPS_PER_CHECK = 1000
+_FILTERED_SLOT = 0
 _log = logging.getLogger("rescale_data")
 _counts_by_predicate: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
 """Counts of this process by predicate: samples kept, samples dropped, and True if a warning was logged."""
@@ -92,7 +93,7 @@ class Filter(Node[Any]):
             if stays is None:
                 self.position[1] += 1
             else:
-                self.position[0] += 1
+                self.position[_FILTERED_SLOT] += 1
                 self._count_dropped_sample()
             num_empty = self._draw_limit.count_empty_draws(num_empty)
 
@@ -103,7 +104,7 @@ class Filter(Node[Any]):
         if documents is None or dtype is None:
             return None
         limit = EmptyDrawLimit(self._source, type(self).__name__)
-        picked_documents = EditedDocuments(documents, partial(self._pieces, column, dtype), limit, dropped_slot=0)
+        picked_documents = EditedDocuments(documents, partial(self._pieces, column, dtype), limit, [_FILTERED_SLOT])
         return DocumentsUntilError(picked_documents, partial(ColumnDocuments, self, column, "Filter"))
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:

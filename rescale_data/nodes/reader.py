@@ -14,18 +14,17 @@ from rescale_data.nodes.base import Node, View, draw_and_drop
 from rescale_data.nodes.error_handler import OnError, error_handler
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.blocklist import Blocklist, ExcludedRows, blocklist_of
-from rescale_data.nodes.reading.chunks import ChunkFetcher
 from rescale_data.nodes.reading.documents import DocumentReader, TextReader
 from rescale_data.nodes.reading.epochs import EpochView
-from rescale_data.nodes.reading.fetching import FragmentPrefetcher
-from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
+from rescale_data.nodes.reading.fetching import ChunkFetcher, FragmentPrefetcher
+from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.nodes.reading.proof import RowDigestChecker
 from rescale_data.nodes.reading.rows import DEFAULT_WINDOW_ROWS, ShardRows, WindowPlan, check_order, reader_numbers
 from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.nodes.reading.spans import PositionUpdates
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.decoded.cache import cache_share, owner_id
+from rescale_data.sources.decoded.cache import owner_id
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import FiledSource, Source, TokenSource
 from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
@@ -145,7 +144,7 @@ class Reader(Node[Any]):
         if source.batch_rows > 1:
             self._chunk_fetcher = ChunkFetcher(source)
         if source.reads_ahead and source.fragments is not None:
-            self._prefetcher = FragmentPrefetcher(source, source.fragments, owner_id(source), self.rows.rows_per_window)
+            self._prefetcher = FragmentPrefetcher(source, source.fragments, self.rows.rows_per_window)
         if shard.verify:
             self._row_checker = RowDigestChecker(self)
         self._only_row_advances = not shard.verify and not self._leaves_out_rows
@@ -394,8 +393,7 @@ class Reader(Node[Any]):
         if self._error_handler.skips or self.provenance:
             return None
         self._document_column = column
-        num_shards = len(served_shards(owner_id(self.source), self.shard.num_logical_shards))
-        return FragmentDocuments(self.source, column, self, block_bytes(cache_share(self.source), num_shards))
+        return FragmentDocuments(self.source, column, self)
 
     def texts(self, column: str) -> TextReader | None:
         if self._error_handler.skips or self.provenance or not self.source.has_texts:

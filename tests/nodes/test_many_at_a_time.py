@@ -114,7 +114,7 @@ def in_blocks(num_bytes: int) -> Iterator[None]:
     with ExitStack() as stack:
         if num_bytes:
             stack.enter_context(mock.patch.object(FragmentDocuments, "_fit_in_cache", no_room))
-            stack.enter_context(mock.patch("rescale_data.nodes.reader.block_bytes", block_bytes))
+            stack.enter_context(mock.patch("rescale_data.nodes.reading.fragment_documents.block_bytes", block_bytes))
         yield
 
 

@@ -77,7 +77,7 @@ def test_windows_are_fetched_that_have_room(rows_a_fragment: int, room_a_shard: 
     fragments = np.arange(0, 4001, dtype=np.int64) * rows_a_fragment
     source: Any = Fragmented(rows_a_fragment)
     source.fragment_bytes, source.cache_bytes = 1, room_a_shard * 4000
-    assert FragmentPrefetcher(source, fragments, source_key=-1, rows_per_window=100).num_windows == num_windows
+    assert FragmentPrefetcher(source, fragments, rows_per_window=100).num_windows == num_windows
 
 
 def test_reset_without_a_state_begins_an_epoch() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import rescale_data as rd
-from rescale_data.nodes.reading.chunks import _all_chunks
+from rescale_data.nodes.reading.fetching import _all_chunks
 from rescale_data.sources import source as protocol
 from rescale_data.sources.dataset import as_source
 from rescale_data.sources.decoded.cache import cache

@@ -10,7 +10,7 @@ from rescale_data.nodes.abilities import Mixes
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.mixture.row import FIELD_NAMES
-from rescale_data.nodes.mixture.schedule import Schedule, require_weights
+from rescale_data.nodes.mixture.rules import Schedule, require_weights
 
 
 def check_mixture(

@@ -69,6 +69,17 @@ class Circle:
         num_draws = bisect_left(range(stop + 1), number + 1, key=lambda n: self.count(first_draw, first_draw + n, arc))
         return first_draw + num_draws - 1
 
+    def first_end(self, first_draw: int, stop_draw: int, arcs: list[Arc], limits: list[int]) -> tuple[int, int]:
+        """Return the first draw at which an arc has had as many draws as its limit, and the number of that arc.
+
+        Return ``stop_draw`` and -1 if there is none.
+        """
+        ended_arc = -1
+        for number, (arc, limit) in enumerate(zip(arcs, limits, strict=True)):
+            if self.count(first_draw, stop_draw, arc) > limit:
+                stop_draw, ended_arc = self.find_draw(first_draw, arc, limit), number
+        return stop_draw, ended_arc
+
 
 Arc = tuple[int, int]
 """An arc of the circle: its first point, and the first point after it."""

@@ -3,82 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 
+from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.below import is_endless, skip, skip_epochs
+from rescale_data.nodes.below import epoch_end, is_endless, readers_of, skip, skip_epochs
 from rescale_data.nodes.bound import MAX_EMPTY_EPOCHS
 from rescale_data.nodes.column import num_tokens_of
-from rescale_data.nodes.mixture.circle import (
-    WHOLE_CIRCLE,
-    Arc,
-    Arcs,
-    Circle,
-    arcs,
-    circle_of,
-    nested_arc,
-    scale_to_circle,
-)
-from rescale_data.nodes.mixture.ends import first_end, refuse_empty_source, refuse_stream_end, samples_left
+from rescale_data.nodes.mixture.circle import WHOLE_CIRCLE, Arc, Arcs, Circle, arcs, nested_arc, scale_to_circle
 from rescale_data.nodes.mixture.lengths import TokenArcs
-from rescale_data.nodes.mixture.row import DRAWS_SLOT, MixtureRow
+from rescale_data.nodes.mixture.row import DRAWS_SLOT
 from rescale_data.nodes.mixture.rules import CurrentWeights
 from rescale_data.nodes.mixture.sources import MixtureSources
 from rescale_data.nodes.mixture.weights import MixtureWeights
 
 StopRule: TypeAlias = Literal["never", "first", "all"]
+_UNLIMITED_SAMPLES = 1 << 62  # left in a source that begins its next epoch at once
+_NO_WEIGHTS = CurrentWeights((), None, {})
 
 
 class MixtureDraws:
     """Chooses the sources of one logical shard's draws, and counts the draws in its position.
 
+    It draws from the position that it was given last by `seek`.
+
     Args:
-        position: The position of the mixture, from which it draws.
         sources: The sources; each is bound when it is first drawn from.
         inner_draws: By number, the draws of each source that yields the samples of another mixture one for one.
-        row: The slots of the mixture's own values.
         weights: The weights at any position.
-        shard_and_num_shards: The index of the logical shard, and the number of logical shards.
         column: The column of the tokens, if the unit is tokens.
         stop_rule: As in `WeightedSampler`.
 
     Attributes:
         row: The slots of the mixture's own values.
-        circle: The points of the draws.
+        circle: The points of the draws; set when it is known below which mixtures this one is.
         last_source: The source of the last draw.
     """
 
+    circle: Circle
+
     def __init__(
         self,
-        position: View,
         sources: MixtureSources,
         inner_draws: Mapping[int, MixtureDraws],
-        row: MixtureRow,
         weights: MixtureWeights,
-        shard_and_num_shards: tuple[int, int],
         column: str | None,
         stop_rule: StopRule,
     ) -> None:
-        self.sources, self._inner_draws, self.row = sources, inner_draws, row
-        self.weights, self._shard, self._column, self._stop_rule = weights, shard_and_num_shards, column, stop_rule
+        self.sources, self._inner_draws, self.weights, self._column = sources, inner_draws, weights, column
+        self.row, self._shard, self._stop_rule = weights.row, weights.shard, stop_rule
         self._parent_point: int | None = None  # the next draw's point, if the mixture above gives it
-        self.circle = circle_of(*shard_and_num_shards)
         self.last_source = 0
-        self.seek(position)
 
     def seek(self, position: View) -> None:
         """Continue at another position of the mixture, and clear all values that were derived from the previous one."""
         self._position = position
         self._is_epoch_over = False
         self._arcs: Arcs | TokenArcs | None = None
-        self._current_weights: CurrentWeights | None = None  # the weights of the arcs
+        self._current_weights = _NO_WEIGHTS  # the weights of the arcs
         self._empty_epochs: dict[int, int] = {}
 
     @property
     def by_tokens(self) -> bool:
         return self.row.unit == "tokens"
+
+    @property
+    def repeats_sources(self) -> bool:
+        """True if a source begins its next epoch at once when it ends."""
+        return self._stop_rule == "never"
 
     def draw(self, draw_from: Callable[[Node[Any]], Any]) -> Any:
         """Call ``draw_from`` with the node of the next draw, and return the result: for ``next``, the next sample."""
@@ -151,7 +145,7 @@ class MixtureDraws:
     def _change_weights(self) -> None:
         """Change to the next weights of a schedule, if they are due after a draw."""
         current_weights = self._current_weights
-        if current_weights is None or current_weights.change_at_amount is None:
+        if current_weights.change_at_amount is None:
             return
         amount_drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[DRAWS_SLOT]
         if amount_drawn >= current_weights.change_at_amount:
@@ -194,9 +188,8 @@ class MixtureDraws:
                 if isinstance(arcs, TokenArcs) or num_left is None:
                     return self._skip_one_by_one(circle, first_draw, stop, arc)
                 source_arcs = [nested_arc(arcs.arc(source), arc) for source in range(len(num_left))]
-                next_stop, ended_source = first_end(
-                    circle, first_draw, self._next_weight_change(circle, first_draw, stop, arc), source_arcs, num_left
-                )
+                weight_change = self._next_weight_change(circle, first_draw, stop, arc)
+                next_stop, ended_source = circle.first_end(first_draw, weight_change, source_arcs, num_left)
                 for source, source_arc in enumerate(source_arcs):
                     self._skip_source(source, circle, first_draw, next_stop, source_arc)
                 first_draw = next_stop
@@ -209,7 +202,7 @@ class MixtureDraws:
 
     def _next_weight_change(self, circle: Circle, first_draw: int, stop: int, arc: Arc) -> int:
         """Return the first of the draws that uses other weights; ``stop`` if there is none."""
-        change_at = None if self._current_weights is None else self._current_weights.change_at_amount
+        change_at = self._current_weights.change_at_amount
         if change_at is None or circle.count(first_draw, stop, arc) <= (num := change_at - self._position[DRAWS_SLOT]):
             return stop
         return circle.find_draw(first_draw, arc, num)
@@ -237,9 +230,22 @@ class MixtureDraws:
             inner.draw(inner._skip_sample)
 
     def _samples_left(self) -> list[int] | None:
-        sources = zip(self.sources.nodes, self.sources.slots, strict=True)
-        final_epochs = {} if self._current_weights is None else self._current_weights.end_epochs
-        return samples_left(sources, self._position, self._shard, final_epochs, is_endless=self._stop_rule == "never")
+        """Return how many samples can still be drawn from each source before it ends; `None` if not known."""
+        position, shard_index = np.array(self._position)[None], self._shard[0]
+        goes_on, final_epochs = self.repeats_sources, self._current_weights.end_epochs
+        num_left: list[int] = []
+        for source, (node, slots) in enumerate(zip(self.sources.nodes, self.sources.slots, strict=True)):
+            if goes_on and source not in final_epochs:
+                num_left.append(_UNLIMITED_SAMPLES)
+                continue
+            source_end = epoch_end(node, position[:, slots], np.array([shard_index]))
+            if source_end is None:
+                return None
+            num_left.append(int(source_end[0][0]))
+            if goes_on:
+                reader, slot = readers_of(node, 0)[0]
+                num_left[-1] += reader.rows.num_rows(int(source_end[1][0, slot]), final_epochs[source], shard_index)
+        return num_left
 
     def _skip_source(self, source: int, circle: Circle, first_draw: int, stop: int, source_arc: Arc) -> None:
         """Skip draws of one source, over as many of its epochs as they need."""
@@ -251,8 +257,7 @@ class MixtureDraws:
         while num_left:
             num_before = num_left
             if inner is not None:
-                goes_on = self._stop_rule == "never"
-                first_draw = inner.skip_draws(circle, first_draw, stop, source_arc, across_epochs=goes_on)
+                first_draw = inner.skip_draws(circle, first_draw, stop, source_arc, across_epochs=self.repeats_sources)
                 num_left = circle.count(first_draw, stop, source_arc)
             else:
                 num_left -= skip(node, num_left)
@@ -285,9 +290,8 @@ class MixtureDraws:
     def _handle_source_end(self, chosen_source: int) -> None:
         """Record that a source has ended; its position is already the beginning of its next epoch."""
         self._arcs = None
-        if self._current_weights is not None:
-            self.weights.record_epoch_end(self._position, chosen_source, self._current_weights)
-        if self._stop_rule == "never":
+        self.weights.record_epoch_end(self._position, chosen_source, self._current_weights)
+        if self.repeats_sources:
             node = self._bound_node(chosen_source)
             node.bind(node.position)  # also before an error: who goes on draws or skips from there
             num_empty = self._empty_epochs[chosen_source] = self._empty_epochs.get(chosen_source, 0) + 1
@@ -303,10 +307,20 @@ class MixtureDraws:
         return self._stop_rule == "first"
 
     def _require_endless(self, current_weights: CurrentWeights) -> None:
+        """Raise ``DataStateError`` if the stream below is endless, and all sources have reached their `max_epochs`."""
         if not any(current_weights.source_weights) and any(map(is_endless, self.sources.nodes)):
-            refuse_stream_end(dict(self.weights.rule.max_epochs), self._shard)
+            shard_index, num_logical_shards = self._shard
+            raise DataStateError(
+                f"All sources of a mixture have reached their max_epochs, {dict(self.weights.rule.max_epochs)}, in logical "
+                f"shard {shard_index} of {num_logical_shards}, and the stream is to be endless (repeat=True). Give more "
+                f"epochs, a source without max_epochs, or repeat=False, where the stream ends."
+            )
 
-    # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`
-
-    def refuse_empty(self, source: int) -> None:
-        refuse_empty_source(self.row.sources[source], self.row.unit, self._shard)
+    def refuse_empty(self, source: int) -> NoReturn:
+        """Raise ``DataStateError`` for a source that began again too often without yielding anything."""
+        shard_index, num_logical_shards = self._shard
+        raise DataStateError(
+            f"The source {self.row.sources[source]!r} of a mixture yielded no {self.row.unit[:-1]} in {MAX_EMPTY_EPOCHS} whole "
+            f"epochs of logical shard {shard_index} of {num_logical_shards}: all of its rows were filtered out or are empty, "
+            f"or it has none. Use fewer logical shards, more data, or weight 0."
+        )

@@ -29,9 +29,8 @@ from rescale_data.state import Ints
 _PRIOR_DOCS = 20  # documents of the overall mean length that are added to each source's own
 _SLACK_DOCUMENTS = 2  # documents of a source by which its tokens may differ from its share
 _DOUBLING_DEFICIT = 6  # a deficit of so many further documents, in an even mixture, doubles the arc of a source
-_TOKENS_PER_EXTRA_DOC = (
-    256  # one document more for each 256 tokens of mean length: shards that follow long ones closely swing together
-)
+# One document more for each 256 tokens of mean length: shards that follow long ones closely swing together
+_TOKENS_PER_EXTRA_DOC = 256
 _MAX_DEFICIT = 3  # largest deficit that counts, in multiples of one that doubles the arc
 _DOCS_PER_UPDATE = 1  # documents a source after which the shared values change
 _MIN_SHARE = 1 / 50  # smaller shares count as this one when deficits are judged
@@ -158,21 +157,12 @@ class TokenArcs:
             return 0
         tokens = self.tokens[source]
         mean_length = (tokens + _PRIOR_DOCS * self._mean << _MEAN_BITS) // (self.num_documents[source] + _PRIOR_DOCS)
-        counted_tokens, tolerance = (
-            tokens - self._uncounted_tokens[source] << _SHARE_BITS,
-            _SLACK_DOCUMENTS * mean_length << _SHARE_BITS - _MEAN_BITS,
-        )
-        deficit, surplus = (
-            share * self._counted_token_floor - counted_tokens - tolerance,
-            counted_tokens - share * (self._counted_token_floor + self._tokens_per_update) - tolerance,
-        )
-        unit = (
-            (_DOUBLING_DEFICIT + self._mean // _TOKENS_PER_EXTRA_DOC)
-            * self._mean
-            * max(share, int(_MIN_SHARE * (1 << _SHARE_BITS)))
-        )
-        clipped_deficit, clipped_surplus = (
-            min(max(deficit, 0), _MAX_DEFICIT * unit),
-            min(max(surplus, 0), _MAX_DEFICIT * unit),
-        )
+        counted_tokens = tokens - self._uncounted_tokens[source] << _SHARE_BITS
+        tolerance = _SLACK_DOCUMENTS * mean_length << _SHARE_BITS - _MEAN_BITS
+        deficit = share * self._counted_token_floor - counted_tokens - tolerance
+        surplus = counted_tokens - share * (self._counted_token_floor + self._tokens_per_update) - tolerance
+        documents_per_unit = _DOUBLING_DEFICIT + self._mean // _TOKENS_PER_EXTRA_DOC
+        unit = documents_per_unit * self._mean * max(share, int(_MIN_SHARE * (1 << _SHARE_BITS)))
+        clipped_deficit = min(max(deficit, 0), _MAX_DEFICIT * unit)
+        clipped_surplus = min(max(surplus, 0), _MAX_DEFICIT * unit)
         return max(1, (share * (unit + clipped_deficit) << 16) // (max(1, mean_length) * (unit + clipped_surplus)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from rescale_data.nodes.mixture.draws import MixtureDraws
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.rules import CurrentWeights
 from rescale_data.nodes.mixture.source_buffer import KeptDocuments, SourceBuffer
-from rescale_data.nodes.reading.batched_read import read_batched
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.nodes.reading.gather import interleave_documents
-from rescale_data.nodes.reading.spans import EMPTY_SPANS, UNLIMITED_DOCUMENTS, PositionUpdates, Spans
+from rescale_data.nodes.reading.lent import ReadyDocuments, join_ready
+from rescale_data.nodes.reading.spans import EMPTY_SPANS, PositionUpdates, Spans
 from rescale_data.order import UInts
 from rescale_data.state import Ints, copy_of
 
@@ -41,26 +41,15 @@ class MixedDocuments:
         mixture: The draws, which choose the sources.
         column: The column of the tokens.
         documents: The documents of each source; they are opened again when they are read.
-        repeats: True if a source begins again when it ends.
-        by_tokens: True if a source without tokens counts as one that yields nothing.
-        byte_limit: Returns about how many bytes may be read at once.
     """
 
-    def __init__(
-        self,
-        mixture: MixtureDraws,
-        column: str,
-        documents: Sequence[DocumentReader],
-        *,
-        repeats: bool,
-        by_tokens: bool,
-        byte_limit: Callable[[], int],
-    ) -> None:
-        self._mixture, self._column, self._repeats, self._by_tokens = mixture, column, repeats, by_tokens
+    def __init__(self, mixture: MixtureDraws, column: str, documents: Sequence[DocumentReader]) -> None:
+        self._mixture, self._column, self._repeats = mixture, column, mixture.repeats_sources
+        self._by_tokens, self._byte_limit = mixture.by_tokens, mixture.sources.make_byte_limit()
         self._slots, self._num_sources = mixture.sources.slots, len(documents)
         self.is_costly = any(docs.is_costly for docs in documents)
         self._costly_documents: dict[int, KeptDocuments | MixedDocuments] = {}
-        self._next_num_draws, self._num_reads, self._byte_limit = _FIRST_READ_DRAWS, 0, byte_limit
+        self._next_num_draws, self._num_reads = _FIRST_READ_DRAWS, 0
         self._max_reads = max(_MAX_READS, 4 * len(documents))
         self._second_read_draws = max(
             _SECOND_READ_DRAWS, _MAX_READY_DOCS * sum([isinstance(docs, FragmentDocuments) for docs in documents])
@@ -97,21 +86,17 @@ class MixedDocuments:
             if arcs is None:
                 break
             self._ending_sources, self._change_at_amount = current_weights.end_epochs, current_weights.change_at_amount
-            max_draws = (
-                UNLIMITED_DOCUMENTS
-                if self._by_tokens or current_weights.change_at_amount is None
-                else max(1, current_weights.change_at_amount - self._next_position[0])
+            num_drawn = self._next_position[0]
+            max_draws = max_documents if points is not None else min(max_documents, self._next_num_draws)
+            if self._change_at_amount is not None and not self._by_tokens:
+                max_draws = min(max_draws, max(1, self._change_at_amount - num_drawn))
+            next_points = (
+                points[:max_draws] if points is not None else self._mixture.circle.points(num_drawn, max_draws)
             )
-            if points is None:
-                next_points = self._mixture.circle.points(
-                    self._next_position[0], min(max_documents, self._next_num_draws, max_draws)
-                )
-            else:
-                next_points = points[: min(max_documents, max_draws)]
             spans, ended_source = self._draw_documents(self._next_position, arcs, next_points)
             if len(spans):
                 self._set_next_num_draws(spans)
-                if self._by_tokens and current_weights.change_at_amount is not None:
+                if self._by_tokens and self._change_at_amount is not None:
                     spans = self._with_weight_change(spans, current_weights)
                 if self._next_position != position:
                     spans = spans.with_moves(
@@ -169,17 +154,25 @@ class MixedDocuments:
         return spans, ended
 
     def _read_sources_together(self, num_wanted: Sequence[int]) -> Ints:
-        """Read up to ``num_wanted`` documents of each source in one batched read, where possible; return how many were read."""
-        requests = [
-            (source, (documents, self._slots[source], num, self._repeats and source not in self._ending_sources))
-            for source, num in enumerate(num_wanted)
-            if num and isinstance(documents := self._documents_of(source), FragmentDocuments)
-        ]
+        """Read up to ``num_wanted`` documents of each source in one pass, where possible; return how many were read."""
+        ready, unready = dict[int, ReadyDocuments](), dict[int, Spans]()
+        for source, num in enumerate(num_wanted):
+            if num and isinstance(documents := self._documents_of(source), FragmentDocuments):
+                position = self._start_position[self._slots[source]]
+                ready_documents = documents.find_decoded(
+                    position, num, self._repeats and source not in self._ending_sources
+                )
+                if ready_documents is None:
+                    unready[source] = documents.read(position, num)
+                else:
+                    ready[source] = ready_documents
+        self._num_reads += len(ready) + len(unready)
+        counts = [len(docs.rows) for docs in ready.values()] + [len(spans) for spans in unready.values()]
         self._batched_ranges = np.zeros((2, self._num_sources), dtype=np.int64)
-        if requests:
-            self._batched_spans, ranges = read_batched([request for _, request in requests], self._start_position)
-            self._batched_ranges[:, [source for source, _ in requests]] = ranges
-            self._num_reads += len(requests)
+        self._batched_ranges[:, [*ready, *unready]] = np.cumsum(counts) - counts, counts
+        slots = [self._slots[source].start for source in (*ready, *unready)]
+        joined = join_ready([*ready.values()], slots[: len(ready)]) if ready else EMPTY_SPANS
+        self._batched_spans = Spans.join([joined, *unready.values()], [0, *slots[len(ready) :]])
         return self._batched_ranges[1]
 
     def _spans_in_batch(self, source: int) -> Spans:
@@ -205,15 +198,11 @@ class MixedDocuments:
                 break
             count = int(counts[missing_source])
             num_more = (len(points) - num) * fractions[missing_source]  # about as many, and some to spare
-            max_documents = (
-                count + max(1, int(num_more))
-                if self._documents_of(missing_source).is_costly
-                else count + 1 + int(num_more + num_more**0.5)
-            )
-            self._fill_buffer(missing_source, max_documents, max_documents)
-            if self._buffers[missing_source].num_documents == count:
+            is_costly = self._documents_of(missing_source).is_costly
+            num_to_read = max(1, int(num_more)) if is_costly else 1 + int(num_more + num_more**0.5)
+            buffer = self._fill_buffer(missing_source, count + num_to_read)
+            if buffer.num_documents == count:
                 break
-            buffer = self._buffers[missing_source]
             lengths[missing_source] = buffer.lengths
         return chosen_sources[:num], missing_source
 
@@ -230,36 +219,32 @@ class MixedDocuments:
             documents = self._documents_of(source)
             if isinstance(documents, MixedDocuments):
                 documents = NestedDocuments(documents, arcs.scale_points(points[draws], source))
-            if not self._fill_buffer(source, len(draws), len(draws), documents):
-                missing = int(draws[self._buffers[source].num_documents])
-                num_draws, ended_source = (missing, source) if missing < num_draws else (num_draws, ended_source)
+            buffer = self._fill_buffer(source, len(draws), documents)
+            if buffer.num_documents < len(draws) and draws[buffer.num_documents] < num_draws:
+                num_draws, ended_source = int(draws[buffer.num_documents]), source
         return chosen_sources[:num_draws], ended_source
 
-    def _fill_buffer(self, source: int, num: int, max_documents: int, documents: DocumentReader | None = None) -> bool:
-        """Read up to ``max_documents`` documents of a source until its buffer has ``num``; return false if there are fewer."""
+    def _fill_buffer(self, source: int, num: int, documents: DocumentReader | None = None) -> SourceBuffer:
+        """Read documents of a source until its buffer has ``num``, or fewer if there are no more; return the buffer."""
         buffer = self._buffers.get(source)
         if buffer is None:
-            slots = self._slots[source]
-            spans_in_batch = self._spans_in_batch(source)
+            slots, spans_in_batch = self._slots[source], self._spans_in_batch(source)
             spans_in_batch = spans_in_batch.with_moves(spans_in_batch.moves.shifted(-slots.start))
-            buffer = SourceBuffer(
-                documents or self._documents_of(source), self._start_position[slots], self._by_tokens, spans_in_batch
-            )
+            documents = documents or self._documents_of(source)
+            buffer = SourceBuffer(documents, self._start_position[slots], self._by_tokens, spans_in_batch)
             self._buffers[source] = buffer
-        while buffer.num_documents < num:
-            if buffer.num_documents and self._num_reads >= self._max_reads:
-                return False
+        while buffer.num_documents < num and not (buffer.num_documents and self._num_reads >= self._max_reads):
             self._num_reads += 1
-            if buffer.read_documents(max_documents):
+            if buffer.read_documents(num):
                 continue
             if not self._repeats or source in self._ending_sources:
-                return False
+                break
             if buffer.num_empty_epochs == MAX_EMPTY_EPOCHS:
                 if self._by_tokens:  # its documents without tokens may have been drawn
                     self._mixture.refuse_empty(source)
-                return False
+                break
             buffer.begin_next_epoch()
-        return True
+        return buffer
 
     def _in_draw_order(self, num_drawn: int, sources: Ints) -> Spans:
         """Return the documents in the order of their draws, with position updates that also count the draws."""

@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 
 from rescale_data.errors import checks_argument_types
-from rescale_data.nodes.base import BaseNode, Node, View, changing_children, draw_and_drop
-from rescale_data.nodes.below import dtype_of, find_shard, is_endless, readers_of
+from rescale_data.nodes.base import BaseNode, Node, View, bind_once, changing_children, draw_and_drop
+from rescale_data.nodes.below import dtype_of, epoch_end, find_shard, is_endless, readers_of
 from rescale_data.nodes.changing import is_on_blocklist, is_outdated, is_sample_lost
 from rescale_data.nodes.form import ParameterHistory
 from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
 from rescale_data.nodes.mixture.circle import circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, StopRule
-from rescale_data.nodes.mixture.ends import mixture_epoch_end
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.row import DRAWS_SLOT, RULE_SLOT, MixtureRow, Unit
-from rescale_data.nodes.mixture.rules import WeightRule, as_json, from_json, make_rule
-from rescale_data.nodes.mixture.schedule import Schedule
+from rescale_data.nodes.mixture.rules import Schedule, WeightRule, as_json, from_json, make_rule
 from rescale_data.nodes.mixture.sources import MixtureSources
 from rescale_data.nodes.mixture.weights import MixtureWeights
 from rescale_data.nodes.reading.documents import DocumentReader
@@ -102,9 +100,7 @@ class WeightedSampler(Node[Any]):
         children = [*self.children.values()]
         sources = MixtureSources(children, [*map(self._slots, self.names)], shard)
         inner = {i: mixture._draws for i, node in enumerate(children) if (mixture := _mixture_of(node)) is not None}
-        self._draws = MixtureDraws(
-            self.position, sources, inner, self._own_slots, self._weights, self._shard, column, stop
-        )
+        self._draws = MixtureDraws(sources, inner, self._weights, column, stop)
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
@@ -154,6 +150,7 @@ class WeightedSampler(Node[Any]):
         """
         if self.unit == "tokens":
             return draw_and_drop(self, num_samples)
+        bind_once(self)
         return self._draws.skip(num_samples)
 
     def skip_ahead(self, num_samples: int) -> int:
@@ -166,7 +163,20 @@ class WeightedSampler(Node[Any]):
             return None
         if (rows[:, RULE_SLOT] != rule.digest).any():
             return None
-        return mixture_epoch_end(self._own_slots, self._sources, rule.schedule_keys[0][1], rows, shards)
+        num_left, end_positions = np.zeros(len(rows), dtype=np.int64), rows.copy()
+        drawn_counts = end_positions[:, self._own_slots.drawn_slots]
+        is_active = (drawn_counts >= 0) & (np.array(rule.schedule_keys[0][1]) != 0)
+        self._own_slots.begin_epoch(end_positions)
+        for i, (node, slots) in enumerate(self._sources.values()):
+            source_end = epoch_end(node, rows[:, slots], shards)
+            if source_end is None:
+                return None
+            num_drawn = np.where(is_active[:, i], source_end[0], 0)
+            num_left += num_drawn
+            drawn_counts[:, i] += num_drawn
+            end_positions[:, slots] = np.where(is_active[:, i, None], source_end[1], rows[:, slots])
+        end_positions[:, DRAWS_SLOT] += num_left
+        return num_left, end_positions
 
     def begin(self, row: View) -> None:
         row[RULE_SLOT] = self._weights.rule.digest
@@ -269,14 +279,7 @@ class WeightedSampler(Node[Any]):
         # each draw of an inner mixture has its own point
         if any(is_mixture) and (self.unit == "tokens" or is_mixture != reads_mixture):
             return None
-        return MixedDocuments(
-            self._draws,
-            column,
-            source_documents,
-            repeats=self.stop == "never",
-            by_tokens=self.unit == "tokens",
-            byte_limit=self._draws.sources.make_byte_limit(self._shard[1]),
-        )
+        return MixedDocuments(self._draws, column, source_documents)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         dtypes = {dtype_of(node, column) for node in self.children.values()}

@@ -6,7 +6,7 @@ import numpy as np
 
 from rescale_data.nodes.base import View
 from rescale_data.nodes.reading.documents import DocumentReader
-from rescale_data.nodes.reading.spans import EMPTY_SPANS, NO_UPDATES, PositionUpdates, Spans
+from rescale_data.nodes.reading.spans import NO_UPDATES, PositionUpdates, Spans
 from rescale_data.state import Ints, copy_of
 
 
@@ -64,9 +64,7 @@ def _num_documents_before(documents: Spans, begin_key: bytes, position: View) ->
 class SourceBuffer:
     """The next documents of one source, as many as are requested, also from its following epochs."""
 
-    def __init__(
-        self, documents: DocumentReader, position: View, by_tokens: bool, first_spans: Spans = EMPTY_SPANS
-    ) -> None:
+    def __init__(self, documents: DocumentReader, position: View, by_tokens: bool, first_spans: Spans) -> None:
         self._documents, self._position = documents, copy_of(position)
         self._next_epoch, self._by_tokens = NO_UPDATES, by_tokens
         first_spans.move(self._position, len(first_spans))

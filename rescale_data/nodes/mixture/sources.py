@@ -78,13 +78,10 @@ class MixtureSources:
             reader = opened[source] = documents_of(self.open(source), column, "WeightedSampler")
         return reader
 
-    def make_byte_limit(self, num_shards: int) -> Callable[[], int]:
-        """Return a function that returns, at each call, about how many bytes may be read at once.
-
-        Args:
-            num_shards: Number of logical shards in all.
-        """
-        sources_read = [child.reads for node in self.nodes for _, child in node.walk() if child.reads is not None]
+    def make_byte_limit(self) -> Callable[[], int]:
+        """Return a function that returns, at each call, about how many bytes may be read at once."""
+        num_shards = 1 if self._shard is None else self._shard.num_logical_shards
+        sources_read = [child.reads for node in self.nodes for _, child in node.walk()]
         token_sources = [source for source in sources_read if isinstance(source, TokenSource)]
         if not token_sources:
             return lambda: DEFAULT_CACHE_BYTES // 8 // num_shards

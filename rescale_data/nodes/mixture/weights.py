@@ -36,7 +36,7 @@ class MixtureWeights:
     def __init__(
         self, row: MixtureRow, rule: WeightRule, shard: tuple[int, int], epoch_slots: Mapping[str, int]
     ) -> None:
-        self.rule, self._row_layout, self._shard, self._epoch_slots = rule, row, shard, epoch_slots
+        self.rule, self.row, self.shard, self._epoch_slots = rule, row, shard, epoch_slots
         self._earlier_rules: Sequence[WeightRule] = ()
         self._logged_sources: set[str] = set()
 
@@ -50,7 +50,7 @@ class MixtureWeights:
 
     def current(self, position: View) -> CurrentWeights:
         """Return the weights in use at a position."""
-        return self._weights_of(self._rule_at(position), self._row_layout.sources, position)
+        return self._weights_of(self._rule_at(position), self.row.sources, position)
 
     def apply_changes_at(self, position: View) -> None:
         """Change a position from the weights of an earlier segment of the run to the present ones."""
@@ -68,7 +68,7 @@ class MixtureWeights:
 
         By tokens, if the weights differ, the tokens drawn so far no longer count as ahead or behind.
         """
-        row = self._row_layout
+        row = self.row
         if row.unit == "tokens" and self.current(position).source_weights != old_weights.source_weights:
             position[row.uncounted_tokens] = position[row.token_slots]
 
@@ -77,13 +77,13 @@ class MixtureWeights:
         if source not in old_weights.end_epochs:
             return
         self.record_change(position, old_weights)
-        name, new_weights = self._row_layout.sources[source], self.current(position)
-        if source in new_weights.end_epochs or self._shard[0] or name in self._logged_sources:
+        name, new_weights = self.row.sources[source], self.current(position)
+        if source in new_weights.end_epochs or self.shard[0] or name in self._logged_sources:
             return
         self._logged_sources.add(name)
         _log.warning(
             "The source %r of a mixture has reached its max_epochs of %d in the first of %d logical shards, as it will in the "
-            "others: its part goes to the other sources.", name, old_weights.end_epochs[source], self._shard[1],
+            "others: its part goes to the other sources.", name, old_weights.end_epochs[source], self.shard[1],
         )  # fmt: skip
 
     def needs_missing_source(self, position: View) -> bool:
@@ -91,11 +91,11 @@ class MixtureWeights:
 
         Its weight is not 0, or its tokens count in the progress of a schedule by tokens.
         """
-        rule, names = self._rule_at(position), {*self._row_layout.sources}
+        rule, names = self._rule_at(position), {*self.row.sources}
         if names.issuperset(rule.sources):
             return False
         weights = self._weights_of(rule, rule.sources, position).source_weights
-        counts_tokens = self._row_layout.unit == "tokens" and rule.interpolate is not None
+        counts_tokens = self.row.unit == "tokens" and rule.interpolate is not None
         return counts_tokens or any(
             weight for name, weight in zip(rule.sources, weights, strict=True) if name not in names
         )
@@ -110,7 +110,7 @@ class MixtureWeights:
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         """Raise ``DataStateError`` if changed weights or `max_epochs` do not fit what has been drawn (`Mixes.check_change`)."""
-        saved_rule, progress = from_json(saved), int(self._row_layout.amounts_drawn(rows).max()) * self._shard[1]
+        saved_rule, progress = from_json(saved), int(self.row.amounts_drawn(rows).max()) * self.shard[1]
         if self.rule.interpolate:
             old_pieces, new_pieces = _shares_until(saved_rule, progress), _shares_until(self.rule, progress)
             if old_pieces != new_pieces:
@@ -145,9 +145,9 @@ class MixtureWeights:
         raise DataStateError(_UNKNOWN_RULE_MESSAGE)
 
     def _weights_of(self, rule: WeightRule, sources: Sequence[str], position: View) -> CurrentWeights:
-        row, epochs = self._row_layout, {name: position[slot] for name, slot in self._epoch_slots.items()}
+        row, epochs = self.row, {name: position[slot] for name, slot in self._epoch_slots.items()}
         amount_drawn: int = sum(position[row.token_slots]) if row.unit == "tokens" else position[DRAWS_SLOT]
-        return weights_at(rule, sources, amount_drawn, self._shard[1], epochs)
+        return weights_at(rule, sources, amount_drawn, self.shard[1], epochs)
 
 
 def _shares_until(rule: WeightRule, progress: int) -> list[tuple[int, dict[str, float]]]:

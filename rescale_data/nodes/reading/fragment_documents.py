@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rescale_data.nodes.reading.block import DocBlock
 from rescale_data.nodes.reading.gather import fragments_of
-from rescale_data.nodes.reading.lent import SharedFragment, copy_rows, locate_rows, shared_fragments
+from rescale_data.nodes.reading.lent import ReadyDocuments, SharedFragment, copy_rows, locate_rows, shared_fragments
 from rescale_data.nodes.reading.share import ShardRowRanges
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
 from rescale_data.sources.decoded.cache import cache, cache_share, owner_id
-from rescale_data.sources.decoded.interest import PARTS_PER_BLOCK, num_sources_and_shards, room_for_block
+from rescale_data.sources.decoded.interest import PARTS_PER_BLOCK, num_sources_and_shards, room_for_block, served_shards
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints, copy_of
 
@@ -27,22 +26,38 @@ _MAX_BYTES_FACTOR = 4
 _NUM_FRAGMENTS_AHEAD = 2  # further fragments that need room if decoding is costly
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyDocuments:
-    """Locations of documents within decoded fragments, for documents that need not be copied.
+class DocBlock:
+    """Copies of successive documents of one logical shard, from one row of an epoch on.
 
     Args:
-        runs: ``(epoch, row, number)`` for each run of documents: their epoch, the shard's row of the first document, and their
-            number. The number is 0 where an epoch has ended and documents of the next one follow.
-        rows: Rows of the source.
-        fragment_index: For each row, the index of its fragment in ``fragments``.
-        fragments: The decoded fragments.
+        epoch, row: Epoch and row of the first document.
+        parts: The documents, without their moves; each part has memory of its own.
     """
 
-    runs: list[tuple[int, int, int]]
-    rows: Ints
-    fragment_index: Ints
-    fragments: list[SharedFragment]
+    __slots__ = ("_epoch", "_parts", "_row")
+
+    def __init__(self, epoch: int, row: int, parts: Iterable[Spans]) -> None:
+        self._epoch, self._row, self._parts = epoch, row, deque(parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def has(self, epoch: int, row: int) -> bool:
+        return epoch == self._epoch and bool(self._parts) and 0 <= row - self._row < len(self._parts[0])
+
+    def take(self, epoch: int, row: int, max_documents: int) -> Spans:
+        """Return up to ``max_documents`` documents from a row on, of one part of the block; none if the block lacks the row.
+
+        A part is dropped when its last document is taken.
+        """
+        if not self.has(epoch, row):
+            return EMPTY_SPANS
+        index = row - self._row
+        documents = self._parts[0][index : index + max_documents]
+        if index + len(documents) == len(self._parts[0]):
+            self._row += len(self._parts.popleft())
+        return documents
 
 
 class FragmentDocuments:
@@ -56,29 +71,23 @@ class FragmentDocuments:
         source: The source.
         column: Its column of lists of integers.
         reader: Gives the order of the shard, and the moves of its position.
-        bytes_copied_at_once: About this many bytes are copied at once.
     """
 
     __slots__ = (
-        "_block_key",
-        "_bytes_copied_at_once",
-        "_column",
-        "_decoder",
-        "_fragments",
-        "_reader",
-        "_share",
-        "_source",
+        "_block_key", "_bytes_copied_at_once", "_column", "_decoder", "_fragments", "_reader", "_share", "_source",
         "_source_key",
     )  # fmt: skip
 
-    def __init__(self, source: TokenSource, column: str, reader: Reader, bytes_copied_at_once: int) -> None:
+    def __init__(self, source: TokenSource, column: str, reader: Reader) -> None:
         source.token_dtype(column)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._source, self._source_key, self._column, self._reader = source, owner_id(source), column, reader
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._decoder = source if source.decodes_ahead else None
-        self._bytes_copied_at_once, self._block_key = bytes_copied_at_once, (self._source_key, "block", *reader.key)
+        num_shards = len(served_shards(self._source_key, reader.shard.num_logical_shards))
+        self._bytes_copied_at_once = block_bytes(cache_share(source), num_shards)
+        self._block_key = (self._source_key, "block", *reader.key)
         self._share: ShardRowRanges | None = None
 
     is_costly = False

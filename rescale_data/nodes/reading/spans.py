@@ -97,11 +97,8 @@ class PositionUpdates:
 
     def preceded_by(self, earlier: PositionUpdates) -> PositionUpdates:
         """Return these position updates, in which the first document also makes the updates ``earlier``, before its own."""
-        ends = self.ends + len(earlier.slot)
-        ends[0] = 0
-        return PositionUpdates(
-            ends, np.concatenate([earlier.slot, self.slot]), np.concatenate([earlier.slot_values, self.slot_values])
-        )
+        num_earlier = len(earlier)
+        return PositionUpdates.join([earlier, self]).merge_groups(np.arange(num_earlier, num_earlier + len(self)) + 1)
 
     def shifted(self, first_slot: int) -> PositionUpdates:
         """Return the same position updates for a larger row, in which the position begins at ``first_slot``."""

@@ -52,7 +52,7 @@ def as_lists(samples: Any) -> list[dict[str, list[int]]]:
 
 def many_blocks(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Copy documents out of fragments, so few at a time that samples span several copies; 2**20: leave them where they are."""
-    monkeypatch.setattr("rescale_data.nodes.reader.block_bytes", lambda *_: num_bytes)
+    monkeypatch.setattr("rescale_data.nodes.reading.fragment_documents.block_bytes", lambda *_: num_bytes)
     if num_bytes < 2**20:
         monkeypatch.setattr(fragment_documents.FragmentDocuments, "_fit_in_cache", lambda *_: False)
         monkeypatch.setattr(fragment_documents, "room_for_block", lambda _: 8 * num_bytes)
