@@ -29,9 +29,8 @@ class Ability(ABC):  # noqa: B024
         if Ability not in cls.__bases__:  # a node that derives from an ability
             return NotImplemented
         has_methods = all(callable(getattr(kind, name, None)) for name in cls.__abstractmethods__)
-        return (
-            has_methods and all(getattr(kind, name, None) is not None for name in cls.__annotations__)
-        ) or NotImplemented
+        has_attributes = all(getattr(kind, name, None) is not None for name in cls.__annotations__)
+        return (has_methods and has_attributes) or NotImplemented
 
 
 # To count samples, and to leave them out

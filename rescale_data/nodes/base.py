@@ -114,9 +114,8 @@ class Node(BaseNode[T]):
         super().__init__()
         self._is_bound = self._epoch_ended = False
         self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()} or _NO_CHILDREN
-        self.fields, self._slices = join_fields(
-            self.FIELDS, tuple((name, child.fields) for name, child in self.children.items())
-        )
+        child_fields = tuple((name, child.fields) for name, child in self.children.items())
+        self.fields, self._slices = join_fields(self.FIELDS, child_fields)
 
     @cached_property
     def position(self) -> View:

@@ -54,9 +54,11 @@ class EmptyDrawLimit:
         return num_after
 
     def _check_progress(self, num_draws: int, position: View, *, is_first: bool) -> None:
-        positions = [
-            _position_of(self._node, position, path, node) for path, node in self._node.walk() if node.reads is not None
-        ]
+        positions = list[list[int]]()  # of the nodes that read rows
+        for path, node in self._node.walk():
+            if node.reads is not None:
+                slots = slots_of(self._node, path)
+                positions.append((node.position if slots is None else position[slots]).tolist())
         if is_first:
             self._start_positions = positions
             return
@@ -74,9 +76,3 @@ class EmptyDrawLimit:
             f"and kept none, over more than {MAX_EMPTY_EPOCHS} whole epochs: all were filtered out, skipped or empty. Check "
             f"the predicate or the column, or give fewer logical shards or more data."
         )
-
-
-def _position_of(node: Node[Any], position: View, path: tuple[str, ...], inner: Node[Any]) -> list[int]:
-    """Return the part of ``position`` (of ``node``) for ``inner``, a node below it; the own position of ``inner`` if none."""
-    slots = slots_of(node, path)
-    return (inner.position if slots is None else position[slots]).tolist()

@@ -42,11 +42,8 @@ def apply_changes_at(node: Node[Any], position: View) -> bool:
         return False
     source, source_position, restarts = node.children["source"], position[slot_offsets(node.FIELDS)[-1] :], False
     if _is_begun(node, position):
-        restarts = (
-            is_sample_lost(source, source_position)
-            if reread_unit(node) == "document"
-            else is_outdated(source, source_position)
-        )
+        needs_restart = is_sample_lost if reread_unit(node) == "document" else is_outdated
+        restarts = needs_restart(source, source_position)
         if not restarts:
             return False
         for slot in position_slots(node.FIELDS):

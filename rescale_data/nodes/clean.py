@@ -115,12 +115,8 @@ class CleanDocuments(Node[dict[str, Any]]):
         return [slice(begin, min(begin + length, stop)) for begin in range(start, max(stop, start + 1), length)]
 
     def parameters(self) -> dict[str, Any]:
-        return {
-            "column": self.column,
-            "strip": sorted(self.strip),
-            "min_length": self.min_length,
-            "max_length": self.max_length,
-        }
+        lengths = {"min_length": self.min_length, "max_length": self.max_length}
+        return {"column": self.column, "strip": sorted(self.strip), **lengths}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"short_documents": float(rows[:, _SHORT_SLOT].sum())}

@@ -78,11 +78,9 @@ def error_handler(
 
     Nodes of one class that raise all errors, and add the same note to them, share a handler.
     """
-    return (
-        _shared_handler(type(node), "raise", note)
-        if on_error == "raise"
-        else ErrorHandler(type(node), on_error, note, faults)
-    )
+    if on_error == "raise":
+        return _shared_handler(type(node), "raise", note)
+    return ErrorHandler(type(node), on_error, note, faults)
 
 
 _shared_handler = lru_cache(maxsize=64)(ErrorHandler)

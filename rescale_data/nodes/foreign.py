@@ -77,9 +77,8 @@ class Foreign(Node[T]):
         self.wrapped_node.reset(_with_unbatcher_copies(copy.deepcopy(self._built_state) if as_built else state))
 
     def _save_state(self, position: View, status: int) -> None:
-        position[:] = row_of(
-            self.fields, {_BEGUN_FIELD.key: status, **self.wrapped_node.state_dict()}, type(self.wrapped_node).__name__
-        )
+        state = {_BEGUN_FIELD.key: status, **self.wrapped_node.state_dict()}
+        position[:] = row_of(self.fields, state, type(self.wrapped_node).__name__)
 
     def parameters(self) -> dict[str, Any]:
         return _parameters(self.wrapped_node)
@@ -215,12 +214,9 @@ def _wrapped_iterable(node: BaseNode[Any]) -> Any:
 def _parameters(node: BaseNode[Any]) -> dict[str, Any]:
     """Return the public attributes of a torchdata node, and of torchdata nodes below it, that JSON can hold."""
     public = {k: v.item() if isinstance(v, np.generic) else v for k, v in vars(node).items() if not k.startswith("_")}
-    children = {
-        name: {"node": type(child).__name__, **_parameters(child)}
-        for name, child in _children(node)
-        if not isinstance(child, Node)
-    }
-    return {**{k: v for k, v in public.items() if _is_json_value(v)}, **children}
+    children = [(name, child) for name, child in _children(node) if not isinstance(child, Node)]
+    child_parameters = {name: {"node": type(child).__name__, **_parameters(child)} for name, child in children}
+    return {**{k: v for k, v in public.items() if _is_json_value(v)}, **child_parameters}
 
 
 def _is_json_value(value: Any) -> bool:

@@ -117,11 +117,8 @@ class Shuffle(Node[Any]):
         bind_once(self)
         num_left = num_samples
         while num_left:
-            num_windows = (
-                0
-                if self.position[_EMITTED_SLOT] or self._is_epoch_over
-                else min(num_left, self._num_samples_left()) // self.window
-            )
+            is_between = not (self.position[_EMITTED_SLOT] or self._is_epoch_over)
+            num_windows = min(num_left, self._num_samples_left()) // self.window if is_between else 0
             if num_windows and not self._is_change_pending():
                 apply_changes(self)
                 self._seek_source(unpermuted=False)

@@ -172,20 +172,15 @@ class Tokenize(Node[dict[str, Any]]):
         if batch is None or self._index == len(batch.samples_and_positions):
             was_dropped = batch is None and self._index >= 0
             batch, self._index = self._load_batch(), 0
-            self._cache_room_warner.warn_if_full(
-                batch.nbytes, len(batch.samples_and_positions), was_evicted=was_dropped
-            )
+            num_texts = len(batch.samples_and_positions)
+            self._cache_room_warner.warn_if_full(batch.nbytes, num_texts, was_evicted=was_dropped)
             cache().put(self._cache_key, batch)
         self._index += 1
         return batch.samples_and_positions[self._index - 1]
 
     def open_documents(self, column: str) -> DocumentReader | None:
-        nodes = [node for _, node in self.walk()]
-        if (
-            column != self.into
-            or self._error_handler.skips
-            or any(has_provenance(node) or may_change(node) for node in nodes)
-        ):
+        needs_samples = any(has_provenance(node) or may_change(node) for _, node in self.walk())
+        if column != self.into or self._error_handler.skips or needs_samples:
             return None
         texts = texts_of(self._source, self.column)
         if texts is None:

@@ -57,9 +57,8 @@ class Circle:
     def count(self, first_draw: int, stop_draw: int, arc: Arc) -> int:
         """Return how many of the draws ``first_draw .. stop_draw - 1`` fall into an arc of the circle."""
         num, start_point = stop_draw - first_draw, self.point(first_draw)
-        return floor_sum(num, self.point_step, start_point - arc[0]) - floor_sum(
-            num, self.point_step, start_point - arc[1]
-        )
+        num_before_end = floor_sum(num, self.point_step, start_point - arc[0])
+        return num_before_end - floor_sum(num, self.point_step, start_point - arc[1])
 
     def find_draw(self, first_draw: int, arc: Arc, number: int) -> int:
         """Return the draw that is the ``number``-th (from 0) to fall into a non-empty arc, from ``first_draw`` on."""

@@ -116,21 +116,16 @@ class MixtureDraws:
         """
         drawn_counts = position[self.row.drawn_slots].tolist()
         counts = [max(count, ~count) for count in drawn_counts]
-        active_weights = tuple(
-            weight if count >= 0 else 0.0
-            for weight, count in zip(current_weights.source_weights, drawn_counts, strict=True)
-        )
+        weights_and_counts = zip(current_weights.source_weights, drawn_counts, strict=True)
+        active_weights = tuple([weight if count >= 0 else 0.0 for weight, count in weights_and_counts])
         if not any(active_weights):
             self._require_endless(current_weights)
             position[self.row.drawn_slots] = np.array(counts, dtype=np.int64).data
             return None
         if not self.by_tokens:
             return arcs(active_weights)
-        return TokenArcs(
-            active_weights,
-            counts,
-            *(position[kind].tolist() for kind in (self.row.token_slots, self.row.uncounted_tokens)),
-        )
+        tokens, uncounted = position[self.row.token_slots].tolist(), position[self.row.uncounted_tokens].tolist()
+        return TokenArcs(active_weights, counts, tokens, uncounted)
 
     def _count_draw(self, chosen_source: int, length: int) -> None:
         self._position[DRAWS_SLOT] += 1
@@ -165,11 +160,10 @@ class MixtureDraws:
             The number of samples that were skipped; less if the epoch ended before.
         """
         first_draw = self._position[DRAWS_SLOT]
-        stop_draw = self.skip_draws(
-            self.circle, first_draw, first_draw + num_samples, WHOLE_CIRCLE, across_epochs=across_epochs
-        )
+        stop = first_draw + num_samples
+        stop = self.skip_draws(self.circle, first_draw, stop, WHOLE_CIRCLE, across_epochs=across_epochs)
         self._parent_point = None
-        return stop_draw - first_draw
+        return stop - first_draw
 
     def skip_draws(self, circle: Circle, first_draw: int, stop: int, arc: Arc, *, across_epochs: bool) -> int:
         """Skip each of the draws ``first_draw .. stop - 1`` whose point falls into an arc.

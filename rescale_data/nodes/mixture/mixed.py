@@ -51,9 +51,8 @@ class MixedDocuments:
         self._costly_documents: dict[int, KeptDocuments | MixedDocuments] = {}
         self._next_num_draws, self._num_reads = _FIRST_READ_DRAWS, 0
         self._max_reads = max(_MAX_READS, 4 * len(documents))
-        self._second_read_draws = max(
-            _SECOND_READ_DRAWS, _MAX_READY_DOCS * sum([isinstance(docs, FragmentDocuments) for docs in documents])
-        )
+        num_read_together = sum([isinstance(docs, FragmentDocuments) for docs in documents])
+        self._second_read_draws = max(_SECOND_READ_DRAWS, _MAX_READY_DOCS * num_read_together)
         self._drop_documents()
 
     def _drop_documents(self) -> None:
@@ -64,9 +63,8 @@ class MixedDocuments:
     def _documents_of(self, source: int) -> DocumentReader:
         documents = self._costly_documents.get(source) or self._mixture.sources.documents(source, self._column)
         if documents.is_costly and source not in self._costly_documents:
-            documents = self._costly_documents[source] = (
-                documents if isinstance(documents, MixedDocuments) else KeptDocuments(documents)
-            )
+            kept_documents = documents if isinstance(documents, MixedDocuments) else KeptDocuments(documents)
+            documents = self._costly_documents[source] = kept_documents
         return documents
 
     def drop_documents_before(self, position: View) -> None:
@@ -99,15 +97,13 @@ class MixedDocuments:
                 if self._by_tokens and self._change_at_amount is not None:
                     spans = self._with_weight_change(spans, current_weights)
                 if self._next_position != position:
-                    spans = spans.with_moves(
-                        spans.moves.preceded_by(PositionUpdates.between(position, self._next_position))
-                    )
+                    passed_ends = PositionUpdates.between(position, self._next_position)
+                    spans = spans.with_moves(spans.moves.preceded_by(passed_ends))
                 self._next_position = self._start_position = position  # frees the copy: there may be many shards
                 return spans
             num_empty[ended_source] += 1
-            if self._repeats and (
-                ended_source not in self._ending_sources or num_empty[ended_source] > MAX_EMPTY_EPOCHS
-            ):
+            is_ending = ended_source in self._ending_sources
+            if self._repeats and (not is_ending or num_empty[ended_source] > MAX_EMPTY_EPOCHS):
                 self._mixture.refuse_empty(ended_source)
             self._documents_of(ended_source).begin_next_epoch(self._next_position[self._slots[ended_source]])
             self._mixture.weights.record_epoch_end(self._next_position, ended_source, current_weights)
@@ -130,9 +126,8 @@ class MixedDocuments:
         return spans.with_moves(moves.merge_groups(np.array([*range(1, len(spans)), len(spans) + 1])))
 
     def _set_next_num_draws(self, spans: Spans) -> None:
-        num_bytes = sum(
-            [array.nbytes for array, value in zip(spans.arrays, spans.owners, strict=True) if value is None]
-        )
+        arrays_and_owners = zip(spans.arrays, spans.owners, strict=True)
+        num_bytes = sum([array.nbytes for array, owner in arrays_and_owners if owner is None])
         mean_bytes = _SPAN_BYTES + num_bytes // len(spans)
         max_draws = min(_MAX_DRAWS, _MAX_MEAN_DRAWS * self._num_sources, self._byte_limit() // mean_bytes)
         next_num_draws = max(self._second_read_draws, _READ_GROWTH_FACTOR * self._next_num_draws)
@@ -159,9 +154,8 @@ class MixedDocuments:
         for source, num in enumerate(num_wanted):
             if num and isinstance(documents := self._documents_of(source), FragmentDocuments):
                 position = self._start_position[self._slots[source]]
-                ready_documents = documents.find_decoded(
-                    position, num, self._repeats and source not in self._ending_sources
-                )
+                goes_on = self._repeats and source not in self._ending_sources
+                ready_documents = documents.find_decoded(position, num, goes_on)
                 if ready_documents is None:
                     unready[source] = documents.read(position, num)
                 else:
@@ -186,9 +180,8 @@ class MixedDocuments:
         chosen_sources, counters = np.empty(len(points), dtype=np.int64), arcs.counters()
         counts = counters[4]
         expected = [int(num_more + num_more**0.5) for num_more in (len(points) * fraction for fraction in fractions)]
-        num_read = self._read_sources_together(
-            [num_more if num_more >= _MIN_BATCHED_DOCS else 0 for num_more in expected]
-        )
+        num_wanted = [num_more if num_more >= _MIN_BATCHED_DOCS else 0 for num_more in expected]
+        num_read = self._read_sources_together(num_wanted)
         lengths = [self._spans_in_batch(source).length if num else None for source, num in enumerate(num_read.tolist())]
         num, missing_source = 0, -1
         change_at = -1 if self._change_at_amount is None else self._change_at_amount
@@ -255,9 +248,8 @@ class MixedDocuments:
             spans += buffer.spans(counts[source])
             slots += [self._slots[source].start] * (len(spans) - len(slots))
             starts[source], next_index = next_index, next_index + counts[source]
-        return interleave_documents(
-            sources, Spans.join(spans, slots), starts, num_drawn, self._mixture.row.counts_at(self._start_position)
-        )
+        counts_by_slot = self._mixture.row.counts_at(self._start_position)
+        return interleave_documents(sources, Spans.join(spans, slots), starts, num_drawn, counts_by_slot)
 
 
 class NestedDocuments:

@@ -233,9 +233,8 @@ class WeightedSampler(Node[Any]):
         return is_source_blocked
 
     def is_sample_lost(self, position: View) -> bool:
-        return self._weights.needs_missing_source(position) or any(
-            is_sample_lost(child, position[slots]) for child, slots in changing_children(self)
-        )
+        is_lost = (is_sample_lost(child, position[slots]) for child, slots in changing_children(self))
+        return self._weights.needs_missing_source(position) or any(is_lost)
 
     def has_pending_change(self, position: View) -> bool:
         return self._weights.has_pending_change(position)

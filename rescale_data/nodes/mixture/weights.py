@@ -96,9 +96,8 @@ class MixtureWeights:
             return False
         weights = self._weights_of(rule, rule.sources, position).source_weights
         counts_tokens = self.row.unit == "tokens" and rule.interpolate is not None
-        return counts_tokens or any(
-            weight for name, weight in zip(rule.sources, weights, strict=True) if name not in names
-        )
+        missing_weights = (weight for name, weight in zip(rule.sources, weights, strict=True) if name not in names)
+        return counts_tokens or any(missing_weights)
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> ParameterHistory:
         """Return ``(digest, rule)`` for each rule of an earlier segment that a position still uses (`Mixes.earlier`)."""

@@ -153,10 +153,8 @@ class DocumentPayload:
     @property
     def as_json(self) -> dict[str, Any]:
         """The columns and limits in use, as JSON values."""
-        return {
-            **({"payload": list(self.columns)} if self.columns else {}),
-            **({"limits": self.limits} if self.limits else {}),
-        }
+        values: dict[str, Any] = {"payload": list(self.columns), "limits": self.limits}
+        return {name: value for name, value in values.items() if value}
 
     def extract_columns(self, sample: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
         """Return the payload columns of a sample; ``ValueError`` if one is missing or exceeds the limit of a sample."""

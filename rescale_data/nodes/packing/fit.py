@@ -131,16 +131,13 @@ def best_fit(
         free_length, bin_number = open_bins.pop(index)
         bins[bin_number].append(item)
         if extra_limits:
-            bin_sizes[bin_number] = [
-                num + sizes[item] for num, (sizes, _) in zip(bin_sizes[bin_number], extra_limits, strict=True)
-            ]
+            sizes_before = zip(bin_sizes[bin_number], extra_limits, strict=True)
+            bin_sizes[bin_number] = [num + sizes[item] for num, (sizes, _) in sizes_before]
         if len(bins[bin_number]) < max_bin_items and free_length > lengths[item]:
             insort(open_bins, (free_length - lengths[item], bin_number))
     return [sorted(items) for items in sorted(bins, key=lambda items: items[0])]
 
 
 def _fits(used_sizes: list[int], item: int, extra_limits: Sequence[tuple[Sequence[int], int]]) -> bool:
-    return all(
-        not sizes[item] or num + sizes[item] <= limit
-        for num, (sizes, limit) in zip(used_sizes, extra_limits, strict=True)
-    )
+    limits = zip(used_sizes, extra_limits, strict=True)
+    return all(not sizes[item] or num + sizes[item] <= limit for num, (sizes, limit) in limits)

@@ -137,9 +137,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
         )
 
     def seek(self) -> None:
-        self.stream.bind(
-            self.position[self._offset_slot :], applies_changes=bool(changing_children(self)) and not self.reread
-        )
+        applies_changes = bool(changing_children(self)) and not self.reread
+        self.stream.bind(self.position[self._offset_slot :], applies_changes=applies_changes)
         self._is_epoch_over = False
 
     def next(self) -> dict[str, Tensor]:

@@ -68,11 +68,9 @@ class Window(DerivedValue):
             packed = [document for document in documents if long != "drop" or document[2] not in too_long]
             self.num_untrained_docs = num_untrained(packed, stages[-1].seq_len, long, learned)
         self._provenance = provenance_of(spans.document_values())
-        self.nbytes = (
-            self._tokens.nbytes
-            + memory_bytes_of((self._column_values, self._payload))
-            + _BYTES_OF_A_PIECE * (sum(map(len, self.samples)) + len(self._provenance))
-        )
+        column_bytes = memory_bytes_of((self._column_values, self._payload))
+        num_objects = sum(map(len, self.samples)) + len(self._provenance)
+        self.nbytes = self._tokens.nbytes + column_bytes + _BYTES_OF_A_PIECE * num_objects
 
     def num_used_tokens(self, sample_number: int) -> int:
         """Return the number of tokens in a sample, without padding."""

@@ -1,4 +1,4 @@
-"""What a `Reader` fetches before it is needed: fragments, in the background, or rows, several at a time."""
+"""`FragmentPrefetcher` and `ChunkFetcher`: fetch fragments and rows of a source before a `Reader` needs them."""
 
 from __future__ import annotations
 

@@ -109,9 +109,8 @@ class FragmentDocuments:
         if self._can_use_in_place(epoch, row, fragments, first_fragment):
             return locate_rows(rows[:max_documents], index, [self._get_fragment(fragment) for fragment in fragments])
         if self._decoder is not None and self._share is None and (room := room_for_block(self._decoder)):
-            return self._take(
-                self._make_block(epoch, row, self._rows_to_read(first_fragment, room), room), epoch, row, max_documents
-            )
+            block = self._make_block(epoch, row, self._rows_to_read(first_fragment, room), room)
+            return self._take(block, epoch, row, max_documents)
         rows = rows[: min(max_documents, self._rows_to_read(first_fragment, self._bytes_copied_at_once))]
         return _limit_bytes(self._bytes_copied_at_once * _MAX_BYTES_FACTOR, self._copy(rows, [len(rows)])[0])
 
@@ -121,9 +120,8 @@ class FragmentDocuments:
         rows = next(windows)[:num_rows]
         while (next_rows := next(windows, None)) is not None and len(rows) + len(next_rows) <= num_rows:
             rows = np.concatenate([rows, next_rows])
-        block_parts = self._copy(
-            rows, [len(rows) * part // PARTS_PER_BLOCK for part in range(1, PARTS_PER_BLOCK + 1)], self._decoder
-        )
+        stops = [len(rows) * part // PARTS_PER_BLOCK for part in range(1, PARTS_PER_BLOCK + 1)]
+        block_parts = self._copy(rows, stops, self._decoder)
         byte_ends = np.cumsum([part.nbytes for part in block_parts])
         return DocBlock(epoch, row, block_parts[: max(1, int(byte_ends.searchsorted(_MAX_BYTES_FACTOR * num_bytes)))])
 
@@ -213,11 +211,8 @@ class FragmentDocuments:
                     indices[part].append(part_indices)
             if source_to_release is not None:
                 source_to_release.release_tokens(self._column, fragment)
-        return [
-            Spans.join(spans).take(np.argsort(np.concatenate(index_arrays)))
-            for spans, index_arrays in zip(copies, indices, strict=True)
-            if index_arrays
-        ]
+        parts = [(spans, arrays) for spans, arrays in zip(copies, indices, strict=True) if arrays]
+        return [Spans.join(spans).take(np.argsort(np.concatenate(arrays))) for spans, arrays in parts]
 
     def _rows_to_read(self, shared_fragment: SharedFragment, num_bytes: int) -> int:
         """Return the number of rows in ``num_bytes`` bytes, estimated from the mean size of the rows of one fragment."""

@@ -51,10 +51,8 @@ class RowDigestChecker:
         size = rows.num_epoch_rows(epoch)
         # The order of rows does not matter within whole windows.
         stop = row - row % rows.rows_per_window if row < size else size
-        row_chunks = (
-            rows.unshuffled_rows(epoch, start, min(start + _ROWS_PER_CHUNK, stop))
-            for start in range(0, stop, _ROWS_PER_CHUNK)
-        )
+        starts = range(0, stop, _ROWS_PER_CHUNK)
+        row_chunks = (rows.unshuffled_rows(epoch, start, min(start + _ROWS_PER_CHUNK, stop)) for start in starts)
         expected_digest = sum(_sum_of_hashes(rows.to_epoch_rows(epoch, chunk)) for chunk in row_chunks)
         if self.read(expected_digest & _DIGEST_MASK, epoch, stop, row - stop) != digest:
             raise DataStateError(

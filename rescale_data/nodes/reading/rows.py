@@ -55,12 +55,8 @@ class WindowPlan(EvictionListener):
 
     @property
     def nbytes(self) -> int:
-        return (
-            self.rows.nbytes
-            + self.hash_sums.nbytes
-            + (0 if self.unblocked is None else self.unblocked.nbytes)
-            + _PLAN_OVERHEAD_BYTES
-        )
+        unblocked_bytes = 0 if self.unblocked is None else self.unblocked.nbytes
+        return self.rows.nbytes + self.hash_sums.nbytes + unblocked_bytes + _PLAN_OVERHEAD_BYTES
 
     def unblocked_indices(self, first: int, stop: int) -> Ints:
         """Return the indices from ``first`` to ``stop - 1`` whose rows are not left out."""
@@ -152,9 +148,8 @@ class ShardRows(ShardEpochs):
     @property
     def plan_bytes(self) -> int:
         """Approximate size in bytes of the plan of one logical shard in the cache."""
-        return _PLAN_OVERHEAD_BYTES + min(self.rows_per_window, self.order(0).num_shard_rows) * 8 * (
-            1 + self.shard.verify
-        )
+        num_rows = min(self.rows_per_window, self.order(0).num_shard_rows)
+        return _PLAN_OVERHEAD_BYTES + num_rows * 8 * (1 + self.shard.verify)
 
     def window_rows(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Return the row numbers of the source in the window around ``row`` of a shard, in the order of reading."""
@@ -200,9 +195,8 @@ class ShardRows(ShardEpochs):
 
     def unshuffled_rows(self, epoch: int, first_row: int, stop: int, shard: int = -1) -> Ints:
         """Return the rows of the source for rows ``first_row .. stop - 1`` of a shard, before windows are permuted."""
-        return self.order(epoch, shard).unshuffled_rows(
-            self.shuffle_key(epoch), first_row, stop, self.fragment_order(epoch)
-        )
+        order, shuffle_key = self.order(epoch, shard), self.shuffle_key(epoch)
+        return order.unshuffled_rows(shuffle_key, first_row, stop, self.fragment_order(epoch))
 
     def to_epoch_rows(self, epoch: int, rows: Ints) -> Ints:
         """Convert row numbers of the source to row numbers within the contents of an epoch, without files added later."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from rescale_data.sources.decoded.pieces import RowRange
 from rescale_data.state import Ints
 
 
+@dataclass(frozen=True, eq=False)
 class ShardRowRanges:
     """The pieces of fragments that one logical shard, and the other shards of this process, read in one epoch.
 
@@ -28,40 +30,38 @@ class ShardRowRanges:
         fragments_hash: See `EpochView`.
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        epoch: int,
-        fragments: Ints,
-        order: FragmentOrder | None,
-        source_key: int,
-        shard_index: int,
-        range_shift: int,
-        fragments_hash: int = 0,
-    ) -> None:
-        self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source_key
-        self._shard_index, self._range_shift, self._fragments_hash = shard_index, range_shift, fragments_hash
-        self._num_rows = int(fragments[-1] if order is None else order.virtual_starts[-1])
+    shard: Shard
+    epoch: int
+    fragments: Ints
+    order: FragmentOrder | None
+    source_key: int
+    shard_index: int
+    range_shift: int
+    fragments_hash: int = 0
+
+    @property
+    def _num_rows(self) -> int:
+        return int(self.fragments[-1] if self.order is None else self.order.virtual_starts[-1])
 
     @property
     def share_key(self) -> Hashable:
-        return self._share_key_of(self._shard_index)
+        return self._share_key_of(self.shard_index)
 
     def served_row_ranges(self, fragment: int) -> list[RowRange]:
-        num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
+        num_rows = int(self.fragments[fragment + 1] - self.fragments[fragment])
         if not num_rows:
             return []
         begin = self._virtual_first_row(fragment)
-        num_shards = self._shard.num_logical_shards
+        num_shards = self.shard.num_logical_shards
         starts = shard_starts(np.arange(num_shards + 1), self._num_rows, num_shards)
         first_range = int(np.searchsorted(starts, begin, side="right")) - 1
         stop_range = int(np.searchsorted(starts, begin + num_rows, side="left"))
-        served_indices = set(served_shards(self._source, num_shards)) | {self._shard_index}
+        served_indices = set(served_shards(self.source_key, num_shards)) | {self.shard_index}
         row_ranges: list[RowRange] = []
         for index in range(first_range, stop_range):
             start = max(int(starts[index]) - begin, 0)
             stop = min(int(starts[index + 1]) - begin, num_rows)
-            shard = (index - self._range_shift) % num_shards
+            shard = (index - self.range_shift) % num_shards
             if shard in served_indices and stop > start:
                 row_ranges.append(RowRange(self._share_key_of(shard), start, stop))
         return row_ranges
@@ -71,12 +71,12 @@ class ShardRowRanges:
 
     def _virtual_first_row(self, fragment: int) -> int:
         """Return the index of a fragment's first row among all rows in the order of the epoch."""
-        row = self._fragments[fragment]
-        if self._order is None:
+        row = self.fragments[fragment]
+        if self.order is None:
             return int(row)
-        begins_at_row = (self._order.first == row) & (np.diff(self._order.virtual_starts) > 0)
-        return int(self._order.virtual_starts[np.flatnonzero(begins_at_row)[0]])
+        begins_at_row = (self.order.first == row) & (np.diff(self.order.virtual_starts) > 0)
+        return int(self.order.virtual_starts[np.flatnonzero(begins_at_row)[0]])
 
     def _share_key_of(self, shard: int) -> Hashable:
-        n, seed = self._shard.num_logical_shards, self._shard.seed
-        return (self._order is not None, seed, n, self._num_rows, self._fragments_hash, self.epoch, shard)
+        n, seed = self.shard.num_logical_shards, self.shard.seed
+        return (self.order is not None, seed, n, self._num_rows, self.fragments_hash, self.epoch, shard)

@@ -182,20 +182,13 @@ class Spans:
         return len(self.length)
 
     def __getitem__(self, items: slice) -> Spans:
-        return Spans(
-            self.arrays, self.array[items], self.start[items], self.length[items], self.moves[items], self.owners
-        )
+        array, start, length = self.array[items], self.start[items], self.length[items]
+        return Spans(self.arrays, array, start, length, self.moves[items], self.owners)
 
     def take(self, index: Ints, moves: PositionUpdates | None = None) -> Spans:
         """Return some of the documents in a new order, with their position updates or with given ones."""
-        return Spans(
-            self.arrays,
-            self.array[index],
-            self.start[index],
-            self.length[index],
-            self.moves.take(index) if moves is None else moves,
-            self.owners,
-        )
+        moves = self.moves.take(index) if moves is None else moves
+        return Spans(self.arrays, self.array[index], self.start[index], self.length[index], moves, self.owners)
 
     def with_moves(self, moves: PositionUpdates) -> Spans:
         """Return the same documents with other position updates, as for the position of another node."""
