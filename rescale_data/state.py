@@ -80,6 +80,11 @@ class Field:
         return {"dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape or ())}
 
 
+def counter(name: str) -> Field:
+    """Return a field that counts what was done on the way (`Field.counts`), from 0 on."""
+    return Field((name,), counts=True, limits=COUNT_LIMITS)
+
+
 def field_of(path: tuple[str, ...], value: Any) -> Field:
     """Return the field that holds ``value``; ``TypeError`` if it is neither a number nor a tensor of a fixed shape."""
     if type(value) in _SCALAR_DTYPES:

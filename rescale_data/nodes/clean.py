@@ -16,7 +16,7 @@ from rescale_data.nodes.column import tokens_of_sample
 from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.picked import EditedDocuments
 from rescale_data.nodes.reading.spans import Spans
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints, counter
 
 _PIECE_SLOT, _SHORT_SLOT = 0, 1
 
@@ -46,7 +46,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         [[5, 6]]
     """
 
-    FIELDS = (Field(("piece",), limits=COUNT_LIMITS), Field(("short",), counts=True, limits=COUNT_LIMITS))
+    FIELDS = (Field(("piece",), limits=COUNT_LIMITS), counter("short"))
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "window"
 

@@ -21,7 +21,7 @@ from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.reading.gather import SpecialTokens, join_documents
 from rescale_data.nodes.reading.picked import EditedDocuments
 from rescale_data.nodes.reading.spans import Spans
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import Ints, counter
 
 _DROPS_PER_CHECK = 1000
 _FILTERED_SLOT = 0
@@ -56,10 +56,7 @@ class Filter(Node[Any]):
         [0, 2, 4]
     """
 
-    FIELDS = (
-        Field(("filtered",), counts=True, limits=COUNT_LIMITS),
-        Field(("skipped",), counts=True, limits=COUNT_LIMITS),
-    )
+    FIELDS = (counter("filtered"), counter("skipped"))
 
     def __init__(
         self,

@@ -16,13 +16,13 @@ from rescale_data.nodes.function import function_identity
 from rescale_data.nodes.provenance import copy_provenance
 from rescale_data.order import generator
 from rescale_data.shard import Shard
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import Ints, counter
 
 
 class PerSample(Node[Any]):
     """Base class of `Map` and `RandomMap`: yields at most one sample for each sample of its source."""
 
-    FIELDS = (Field(("skipped",), counts=True, limits=COUNT_LIMITS),)
+    FIELDS = (counter("skipped"),)
     one_for_one = True
     _extra_argument: Any = None
     """Makes the second argument of ``fn``, in a class whose ``fn`` has one; called before the sample is drawn."""

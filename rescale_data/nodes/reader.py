@@ -27,7 +27,7 @@ from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import owner_id
 from rescale_data.sources.decoded.interest import served_shards
 from rescale_data.sources.source import FiledSource, Source, TokenSource
-from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
+from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of, counter
 
 __all__ = ["DEFAULT_WINDOW_ROWS", "Reader"]
 
@@ -81,14 +81,11 @@ class Reader(Node[Any]):
     ROW: ClassVar[tuple[Field, ...]] = (
         Field(("epoch",), limits=(0, 2**62)),
         Field(("row",), limits=COUNT_LIMITS),
-        Field(("skipped",), counts=True, limits=COUNT_LIMITS),
+        counter("skipped"),
     )
     PROOF: ClassVar[Field] = Field(("digest",), counts=True)
     """Additional field if `Shard.verify` is set: the digest of the rows read."""
-    LISTED: ClassVar[tuple[Field, ...]] = (
-        Field(("blocked",), counts=True, limits=COUNT_LIMITS),
-        Field(("list",), counts=True),
-    )
+    LISTED: ClassVar[tuple[Field, ...]] = (counter("blocked"), Field(("list",), counts=True))
     """Last two fields if ``exclude`` is given: the number of rows left out, and the digest of the list."""
     repeats_itself = True
     changeable: frozenset[str] = frozenset()

@@ -15,7 +15,7 @@ from rescale_data.nodes.base import Node, View, initial
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.iterable import IterableSource, Stateful
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints, counter
 
 _log = logging.getLogger("rescale_data")
 _warned_sources: set[str] = set()
@@ -165,10 +165,7 @@ class StreamReader(Node[Any]):
 
 def _state_fields(num_bytes: int) -> tuple[Field, ...]:
     """Return the fields of a stream's state; they count as progress, as a stream may give another state for a row later."""
-    return (
-        Field(("length",), counts=True, limits=COUNT_LIMITS),
-        Field(("state",), torch.uint8, (num_bytes,), counts=True),
-    )
+    return (counter("length"), Field(("state",), torch.uint8, (num_bytes,), counts=True))
 
 
 def _stream_state_bytes(position: View) -> memoryview:

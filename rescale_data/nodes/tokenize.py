@@ -25,7 +25,7 @@ from rescale_data.nodes.reading.documents import DocumentReader
 from rescale_data.nodes.room import CacheCheck
 from rescale_data.nodes.tokenized import NUM_FIRST_TEXTS, TokenizedDocuments, TokenizedSamples
 from rescale_data.sources.decoded.cache import DerivedValue, cache, owner_id
-from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
+from rescale_data.state import Ints, copy_of, counter
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -96,7 +96,7 @@ class Tokenize(Node[dict[str, Any]]):
         [97, 98, 99]
     """
 
-    FIELDS = (Field(("skipped",), counts=True, limits=COUNT_LIMITS),)
+    FIELDS = (counter("skipped"),)
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "document"  # and never is: it has no own slot that says where it stands
     repeats_itself = True

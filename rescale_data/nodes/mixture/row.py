@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from rescale_data.nodes.base import View
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints, counter
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 
@@ -63,6 +63,6 @@ def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
     drawn_limits = ~COUNT_LIMITS[1], COUNT_LIMITS[1]  # the complement if a source has ended
     source_fields = [Field((_DRAWN_FIELD,), counts=True, limits=drawn_limits)]
     if unit == "tokens":
-        source_fields += [Field((kind,), counts=True, limits=COUNT_LIMITS) for kind in (_TOKENS, _UNCOUNTED)]
-    own_fields = (Field((_DRAWS_FIELD,), counts=True, limits=COUNT_LIMITS), Field((_RULE_FIELD,)))
+        source_fields += [counter(kind) for kind in (_TOKENS, _UNCOUNTED)]
+    own_fields = (counter(_DRAWS_FIELD), Field((_RULE_FIELD,)))
     return (*own_fields, *(replace(kind, path=(*kind.path, name)) for kind in source_fields for name in names))

@@ -22,7 +22,7 @@ from rescale_data.nodes.packing.token_stream import TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, join_provenance, provenance_of
 from rescale_data.nodes.reading.gather import IntRows, SpecialTokens, fill
 from rescale_data.nodes.reading.spans import EMPTY_SPANS, Spans
-from rescale_data.state import COUNT_LIMITS, Field, Ints
+from rescale_data.state import COUNT_LIMITS, Field, Ints, counter
 
 IGNORED_LABEL = -100
 """The label of a token without a next token; torch's cross entropy leaves it out."""
@@ -78,10 +78,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
     """
 
     OFFSET: ClassVar[tuple[Field, ...]] = (Field(("offset",), limits=COUNT_LIMITS),)
-    COUNTS: ClassVar[tuple[Field, ...]] = (
-        Field(("untrained",), counts=True, limits=COUNT_LIMITS),
-        Field(("cut",), counts=True, limits=COUNT_LIMITS),
-    )
+    COUNTS: ClassVar[tuple[Field, ...]] = (counter("untrained"), counter("cut"))
     """Additional fields, before the offset, if there is a loss mask."""
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "document"

@@ -26,7 +26,7 @@ from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.gather import SpecialTokens
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.sources.decoded.cache import cache, owner_id
-from rescale_data.state import COUNT_LIMITS, Field, Ints, copy_of
+from rescale_data.state import Field, Ints, copy_of, counter
 
 _EMITTED_SLOT, _PADDING_SLOT, _LONG_SLOT, _UNTRAINED_SLOT = 0, 1, 2, 3
 
@@ -92,12 +92,12 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     PACKED: ClassVar[tuple[Field, ...]] = (
         Field(("emitted",), limits=(0, 2**63 - 1)),
-        Field(("padding",), counts=True, limits=COUNT_LIMITS),
-        Field(("long",), counts=True, limits=COUNT_LIMITS),
+        counter("padding"),
+        counter("long"),
     )
     READS_AHEAD: ClassVar[bool] = True
     WITHIN = "window"
-    UNTRAINED: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True, limits=COUNT_LIMITS),)
+    UNTRAINED: ClassVar[tuple[Field, ...]] = (counter("untrained"),)
     """Additional field if there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
     written_columns: ColumnFormats = MappingProxyType({})
