@@ -96,11 +96,8 @@ class Node(BaseNode[T]):
                 setattr(cls, claim, False)
         for method in [name for name in _BYPASSING_METHODS if getattr(cls, name, None) is not None]:
             index = _definer_index(cls, method)
-            bypasses = [
-                name
-                for name in _BYPASSING_METHODS[method]
-                if getattr(cls, name, None) is not None and _definer_index(cls, name) > index
-            ]
+            present = [name for name in _BYPASSING_METHODS[method] if getattr(cls, name, None) is not None]
+            bypasses = [name for name in present if _definer_index(cls, name) > index]
             if bypasses:
                 override = f"the {method}() of {cls.__mro__[index].__name__}" if index else f"a {method}() of its own"
                 parent = cls.__mro__[_definer_index(cls, bypasses[0])].__name__

@@ -40,11 +40,9 @@ def shard_of(node: Node[Any], explicit_shard: Shard | None) -> Shard:
 
 def num_nodes_below(node: Node[Any], kind: type[Node[Any]]) -> int:
     """Return the number of nodes of a class below a node, but not below a mixture, whose sources may change."""
-    nodes = [(path, inner) for path, inner in node.walk() if path]
+    paths = [path for path, inner in node.walk() if path and isinstance(inner, kind)]
     mixtures = [path for path, inner in node.walk() if isinstance(inner, Mixes)]
-    return sum(
-        isinstance(inner, kind) and not any(path[: len(outer)] == outer for outer in mixtures) for path, inner in nodes
-    )
+    return sum(not any(path[: len(outer)] == outer for outer in mixtures) for path in paths)
 
 
 def source_names(node: Node[Any]) -> list[str]:

@@ -71,9 +71,8 @@ class Filter(Node[Any]):
         self.predicate = predicate
         self._source = self.children["source"]
         self._error_handler, self._draw_limit = error_handler(self, on_error), EmptyDrawLimit(self)
-        self._predicate_name = (
-            f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(source_names(self))}"
-        )
+        name = getattr(predicate, "__qualname__", type(predicate).__name__)
+        self._predicate_name = f"{name} over {', '.join(source_names(self))}"
         self._sample_counts = _counts_by_predicate[self._predicate_name]
 
     def next(self) -> Any:

@@ -131,7 +131,8 @@ class Reader(Node[Any]):
         }
         self._reader_number = next(reader_numbers)
         self._rows: ShardRows | None = None
-        self._farthest_epoch = 0
+        self.farthest_epoch = 0
+        """The highest epoch that has been read."""
         self._used_column: str | None = None  # the only column that is used, however the rows are read
         self._document_column: str | None = None  # the column that is read without its rows
         self._is_epoch_over = self._cuts_fragments = False
@@ -179,13 +180,7 @@ class Reader(Node[Any]):
         """Part of a cache key that identifies this reader and its shard."""
         return self._reader_number, self.shard.index
 
-    @property
-    def farthest_epoch(self) -> int:
-        """The highest epoch that has been read."""
-        return self._farthest_epoch if self._rows is None else max(self._farthest_epoch, self._rows.farthest_epoch)
-
     def drop_order(self) -> None:
-        self._farthest_epoch = self.farthest_epoch
         self._rows = self._share = None
         if self._on_evict is not None:
             self._on_evict()
@@ -381,7 +376,7 @@ class Reader(Node[Any]):
         if epoch_views is not self.epoch_views:
             self.epoch_views = epoch_views
             self.drop_order()
-            self._farthest_epoch, self._reader_number = 0, next(reader_numbers)
+            self.farthest_epoch, self._reader_number = 0, next(reader_numbers)
 
     def open_documents(self, column: str) -> DocumentReader | None:
         if not isinstance(self.source, TokenSource):
@@ -464,9 +459,11 @@ class Reader(Node[Any]):
 
     def plan(self, epoch: int, row: int) -> WindowPlan:
         """Return the order of rows in the window around ``row``. If it is new, start to fetch the next windows' fragments."""
-        plan, is_new = self.rows.plan(epoch, row)
-        if is_new and self._prefetcher is not None:
-            self._fetch_ahead(self._prefetcher, epoch, row)
+        plan = self.rows.cached_plan(epoch, row)
+        if plan is None:
+            plan = self.rows.new_plan(epoch, row)
+            if self._prefetcher is not None:
+                self._fetch_ahead(self._prefetcher, epoch, row)
         return plan
 
     def _fetch_ahead(self, fetching: FragmentPrefetcher, epoch: int, row: int) -> None:

@@ -108,9 +108,8 @@ def circle_constants(num_logical_shards: int) -> tuple[int, int]:
     if n == 1:
         return 0, _GOLDEN
     mid = max(1, (n * _GOLDEN + CIRCLE // 2) // CIRCLE)
-    candidates = [
-        factor for factor in range(max(1, mid - _CANDIDATES), min(n, mid + _CANDIDATES + 1)) if math.gcd(factor, n) == 1
-    ]
+    numbers = range(max(1, mid - _CANDIDATES), min(n, mid + _CANDIDATES + 1))
+    candidates = [factor for factor in numbers if math.gcd(factor, n) == 1]
     factor = min(candidates, key=lambda factor: (*_quotient_max_and_sum(factor, n), factor))
     steps = ((step_factor * CIRCLE + irrational) // n for step_factor in candidates for irrational in _IRRATIONAL_STEPS)
     return factor, min(steps, key=lambda step: (*_quotient_max_and_sum(step, CIRCLE), step))

@@ -59,9 +59,8 @@ class TokenArcs:
         self._shares = shares(weights, 1 << _SHARE_BITS)
         is_active = [share > 0 for share in self._shares]
         self._docs_per_update = _DOCS_PER_UPDATE * sum(is_active)
-        num_documents, active_tokens, self._uncounted_tokens = (
-            [*map(mul, is_active, counts)] for counts in (num_documents, tokens, uncounted)
-        )
+        active_counts = ([*map(mul, is_active, counts)] for counts in (num_documents, tokens, uncounted))
+        num_documents, active_tokens, self._uncounted_tokens = active_counts
         self._inactive_tokens = sum(tokens) - sum(active_tokens)
         self._set_counts(num_documents, active_tokens)
 
@@ -114,9 +113,8 @@ class TokenArcs:
     def draw_fractions(self) -> list[float]:
         """Return the approximate fraction of draws that each source gets, over many draws."""
         sources = zip(self._shares, self.num_documents, self.tokens, strict=True)
-        draw_rates = [
-            share * (docs + _PRIOR_DOCS) / max(1, tokens + _PRIOR_DOCS * self._mean) for share, docs, tokens in sources
-        ]
+        prior_tokens = _PRIOR_DOCS * self._mean
+        draw_rates = [share * (docs + _PRIOR_DOCS) / max(1, tokens + prior_tokens) for share, docs, tokens in sources]
         total_rate = sum(draw_rates)
         return [rate / total_rate for rate in draw_rates]
 

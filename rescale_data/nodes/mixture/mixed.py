@@ -88,9 +88,8 @@ class MixedDocuments:
             max_draws = max_documents if points is not None else min(max_documents, self._next_num_draws)
             if self._change_at_amount is not None and not self._by_tokens:
                 max_draws = min(max_draws, max(1, self._change_at_amount - num_drawn))
-            next_points = (
-                points[:max_draws] if points is not None else self._mixture.circle.points(num_drawn, max_draws)
-            )
+            circle = self._mixture.circle
+            next_points = circle.points(num_drawn, max_draws) if points is None else points[:max_draws]
             spans, ended_source = self._draw_documents(self._next_position, arcs, next_points)
             if len(spans):
                 self._set_next_num_draws(spans)

@@ -257,9 +257,8 @@ class WeightedSampler(Node[Any]):
             counts["tokens"] = rows[:, self._own_slots.token_slots].sum(axis=0)
         metrics = {f"drawn_{unit}": count for unit, count in counts.items()}
         metrics["share"] = counts[self.unit] / max(1, counts[self.unit].sum())
-        counters = {
-            f"{key}/{name}": float(value[i]) for key, value in metrics.items() for i, name in enumerate(self.names)
-        }
+        numbered = [*enumerate(self.names)]
+        counters = {f"{key}/{name}": float(value[i]) for key, value in metrics.items() for i, name in numbered}
         for name, (node, slots) in self._sources.items():
             if readers := readers_of(node, slots.start):
                 epochs = [reader.epochs_at(rows[:, slot:], shards) for reader, slot in readers]

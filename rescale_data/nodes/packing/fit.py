@@ -72,10 +72,8 @@ def num_untrained(
         learned: For each token of all documents, true if it is learned. The first token of a piece has no token before it, and
             so is no label.
     """
-    documents_in_pieces = [_cut(document, seq_len, long) for document in documents]
-    return sum(
-        not any(learned[start + 1 : end].any() for start, end, _ in pieces) for pieces in documents_in_pieces if pieces
-    )
+    packed = [pieces for document in documents if (pieces := _cut(document, seq_len, long))]
+    return sum(not any(learned[start + 1 : end].any() for start, end, _ in pieces) for pieces in packed)
 
 
 def padded_length(piece: DocPiece, pad_multiple: int) -> int:

@@ -84,7 +84,7 @@ class ShardRows(ShardEpochs):
     """
 
     __slots__ = (
-        "_blocklist", "_last_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key", "farthest_epoch",
+        "_blocklist", "_last_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key",
         "permutes_all_rows", "window",
     )  # fmt: skip
 
@@ -98,7 +98,6 @@ class ShardRows(ShardEpochs):
         self._source_key = owner_id(source)
         self._plan_key = (self._source_key, "plan", *reader.key)
         self._last_epoch, self._size = -1, 0  # the last epoch given to `num_epoch_rows`, and its size
-        self.farthest_epoch = 0  # the last epoch that was read
         self._plan: WindowPlan | None = None
         self._reader = ref(reader)
 
@@ -122,21 +121,19 @@ class ShardRows(ShardEpochs):
         """Return the number of rows of the shard in an epoch."""
         if epoch != self._last_epoch:
             self._last_epoch, self._size = epoch, self.order(epoch).num_shard_rows
-            self.farthest_epoch = max(self.farthest_epoch, epoch)
+            if (reader := self._reader()) is not None:
+                reader.farthest_epoch = max(reader.farthest_epoch, epoch)
         return self._size
 
-    def plan(self, epoch: int, row: int) -> tuple[WindowPlan, bool]:
-        """Return the plan of the window around ``row``, and true if this call has computed it."""
-        plan = self.cached_plan(epoch, row)
-        if plan is not None:
-            return plan, False
+    def new_plan(self, epoch: int, row: int) -> WindowPlan:
+        """Compute the plan of the window around ``row``, and keep it as long as the cache has room for it."""
         rows = self.window_rows(epoch, row)
         sums = running_hash_sums(self.to_epoch_rows(epoch, rows)) if self.shard.verify else _NO_HASH_SUMS
         unblocked = None if self._blocklist is None else self._blocklist.unblocked_indices(rows)
         plan = WindowPlan(epoch, self.order(epoch).window_bounds(row)[0], rows, sums, unblocked, self._reader)
         cache().put(self._plan_key, plan)
         self._plan = plan  # until the cache drops it: then the reader drops this object too
-        return plan, True
+        return plan
 
     def cached_plan(self, epoch: int, row: int) -> WindowPlan | None:
         """Return the last computed plan if it holds a row of an epoch, else `None`."""
@@ -220,14 +217,13 @@ class ShardRows(ShardEpochs):
 
     def share(self, epoch: int, shard: int = -1) -> ShardRowRanges | None:
         """Return the pieces of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""
-        if self._source.fragments is None or self.batch_order is not None:
+        fragments = self._source.fragments
+        if fragments is None or self.batch_order is not None:
             return None
         shard = self.shard.index if shard < 0 else shard
         range_shift = self.shard_range_index(epoch, shard) - shard
         order, fragments_hash = self.fragment_order(epoch), self.view(epoch).fragments_hash
-        return ShardRowRanges(
-            self.shard, epoch, self._source.fragments, order, self._source_key, shard, range_shift, fragments_hash
-        )
+        return ShardRowRanges(self.shard, epoch, fragments, order, self._source_key, shard, range_shift, fragments_hash)
 
     def fragment_order(self, epoch: int) -> FragmentOrder | None:
         """Return the fragments in the order of an epoch; `None` if rows are read in the order of the source."""
