@@ -74,7 +74,8 @@ class DataLoader(BaseLoader):
         pin_memory: True if batches arrive in page-locked memory, where there is an accelerator; on with ``transfer="cuda"``.
         multiprocessing_context: How workers start. The default is safe although this process has used threads.
         timeout: Seconds to wait for a worker, or for another rank in a collective: more than a rank may ever be behind another
-            one, so more than reading two steps takes where data is slowest. At most 2,000,000, 23 days.
+            one. Where only reading tells the end of an epoch, one rank may have to read four global batches alone. At most
+            2,000,000, 23 days.
         verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
             prove at the end of each epoch that every row was delivered once, across all segments of the run: else
             `DataStateError`.

@@ -5,7 +5,8 @@ If only reading can find the end, shards are read ahead in rounds of a bounded s
     round 1    each shard is read up to m samples ahead   some have m, some end before   these samples are redistributed
     round 2    from the end of round 1                    ...                            until no shard has any
 
-So no call reads more than the samples of a few steps, however much is left. A round is a function of the table alone.
+So no call reads more than the samples of a few steps, however much is left. A round is a function of the table alone. Worker
+processes draw its samples, if there are any.
 
 The main phase before them ends at the step at which the first logical shard of any rank runs out. All ranks agree on that step
 ahead of time. Each rank makes micro batches ahead, and sends how many it is sure of. The smallest of these counts is safe for
@@ -154,11 +155,11 @@ class EpochEnds:
 
         def find() -> Ints:
             epoch_ends = self._epoch_ends.copy()
-            for shard in self.owned.tolist():
-                if epoch_ends[shard, 0] == _UNKNOWN_END:
-                    num_drawn, next_slots = self.runner.look_ahead(shard, num_ahead - samples_read)
-                    if next_slots is not None:
-                        epoch_ends[shard] = [sample_counts[shard] + samples_read + num_drawn, *next_slots]
+            shards = self.owned[epoch_ends[self.owned, 0] == _UNKNOWN_END].tolist()
+            results = self.runner.look_ahead_in(shards, num_ahead - samples_read)
+            for shard, (num_drawn, next_slots) in zip(shards, results, strict=True):
+                if next_slots is not None:
+                    epoch_ends[shard] = [sample_counts[shard] + samples_read + num_drawn, *next_slots]
             return epoch_ends
 
         ranks = self.ranks.at_position(int(sample_counts.sum()), num_ahead)

@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
+from functools import partial
 from math import inf
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from rescale_data.engine.collate import with_valid_mask
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.runner import Collate, NoSamplesLeft, ShardRunner
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import LookAhead, Segment
 from rescale_data.engine.threads import TaskThread, call_at_exit
 from rescale_data.engine.watch import describe, frames
 from rescale_data.layout.batch_shards import BatchShards, BatchShardsFunction
@@ -76,7 +77,7 @@ class InProcessFeed(BatchFeed):
     def __init__(self, runner: ShardRunner, collate: Collate | None) -> None:
         self.runner = runner
         self._take: Callable[[BatchShards, Collate | None], MicroBatch] = runner.make_micro_batch
-        self._collate = collate
+        self._collate, self._draw = collate, self._take
         self._batch_shards: BatchShardsFunction | None = None
         self._segment: Segment | None = None
         self._u, self._u_step, self._pads_tail = 0, 1, False
@@ -87,6 +88,7 @@ class InProcessFeed(BatchFeed):
         self.runner.load(table, segment.histories)
         self._segment, self._u, self._u_step = segment, first_batch, u_step
         self._batch_shards, self._pads_tail = segment.batch_shards_function(table), segment.pads
+        self._draw = partial(self._look_ahead, segment.num_samples) if isinstance(segment, LookAhead) else self._take
 
     def next(self) -> MicroBatch:
         started, u = time.perf_counter(), self._u
@@ -96,7 +98,7 @@ class InProcessFeed(BatchFeed):
             raise NoSamplesLeft
         if not self.runner.is_serving:  # the number of the first micro batch determines the shards of a worker
             self.runner.serve(self._segment.served_shards(u))
-        batch = self._take(batch_shards(u), self._collate)
+        batch = self._draw(batch_shards(u), self._collate)
         if self._pads_tail:
             batch = batch._replace(batch=with_valid_mask(batch.batch, batch.num_real, len(batch.shards)))
         self._batch_shards, self._u = batch_shards, u + self._u_step
@@ -111,6 +113,9 @@ class InProcessFeed(BatchFeed):
 
     def close(self) -> None:
         self._batch_shards = None
+
+    def _look_ahead(self, num_samples: int, shard: Any, _: Collate | None) -> Any:
+        return *self.runner.look_ahead(shard, num_samples), self.runner.table[shard].copy()
 
 
 class WrappedFeed(BatchFeed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,14 @@ from rescale_data.engine.feed import BatchFeed, FunctionFeed, InProcessFeed, InT
 from rescale_data.engine.options import Options
 from rescale_data.engine.pool import WorkerFeed
 from rescale_data.engine.ranks.meeting import is_file_store
-from rescale_data.engine.recipe import Pipeline
+from rescale_data.engine.recipe import DataHistories, Pipeline
+from rescale_data.engine.segment import LookAhead
 from rescale_data.engine.setup import LoaderSetup, make_setup
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.transfer import with_transfer
+from rescale_data.state import Ints
 
 _FORK_WARNING = (
     "Workers are forked, and the ranks meet in a file (init_method='file://...', or a FileStore), which torch removes when the "
@@ -62,6 +64,12 @@ def _reading_feed(setup: LoaderSetup, options: Options, *, pin_memory: bool) -> 
     if not options.num_workers:
         return InProcessFeed(setup.runner, options.collate_fn)
     pool = WorkerFeed(setup.recipe, options, pin_memory=pin_memory)
+
+    def draw_in_workers(table: Ints, histories: DataHistories, shards: Sequence[int], num_samples: int) -> list[Any]:
+        work = LookAhead(setup.layout, 0, len(shards), histories=histories, shards=shards, num_samples=num_samples)
+        return pool.look_ahead(work, table)
+
+    setup.runner.draw_in_workers = draw_in_workers
     if pool.uses_fork and setup.ranks.communicator is not None and is_file_store():
         setup.ranks.warn(_FORK_WARNING)
     return pool

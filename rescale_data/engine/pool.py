@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from queue import Empty
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from rescale_data.engine.options import Options
 from rescale_data.engine.processes import WorkerProcesses, WorkerRun, context_of, require_pickle
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import NoSamplesLeft
-from rescale_data.engine.segment import Segment
+from rescale_data.engine.segment import LookAhead, Segment
 from rescale_data.engine.workers import BeginCommand, Worker
 from rescale_data.sources.counts import MADE_BATCHES, by_name, read_counters
 from rescale_data.state import Ints
@@ -79,6 +80,11 @@ class WorkerFeed(BatchFeed):
             raise value
         self._worker_run, self._num_taken_batches = run, self._num_taken_batches + 1
         return value
+
+    def look_ahead(self, work: LookAhead, table: Ints) -> list[Any]:
+        """Return the results of a `LookAhead` from the positions in ``table``, one for each of its shards."""
+        self.begin(work, table, 0)
+        return [self.next() for _ in work.shards]
 
     def progress(self) -> dict[str, float]:
         if self._processes is None:

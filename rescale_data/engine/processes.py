@@ -90,6 +90,11 @@ class WorkerProcesses:
 
     def begin(self, run: WorkerRun) -> None:
         """Make the workers drop their current work, and begin another one."""
+        if os.getpid() != self._trainer_pid:
+            raise RuntimeError(
+                f"The worker processes are those of process {self._trainer_pid}, of which this one is a fork. Make another "
+                f"loader here, and load the state into it."
+            )
         self.status.wanted_command_id = run.begin_number
         self._worker_run = run
         self._send_failure()

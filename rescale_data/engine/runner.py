@@ -37,12 +37,14 @@ class ShardRunner:
 
     Attributes:
         is_serving: True from `serve` until `release_cache` or `load`.
+        draw_in_workers: Makes worker processes look ahead in some shards, from the positions in a table (`LookAhead`).
     """
 
     def __init__(self, recipe: Recipe, schema: Schema) -> None:
         self._recipe, self.schema = recipe, schema
         self.table = schema.fresh_table(recipe.num_logical_shards)
         self.is_serving = False
+        self.draw_in_workers: Callable[[Ints, DataHistories, Sequence[int], int], list[Any]] | None = None
         self._histories: DataHistories = {}
         self._built_nodes: dict[int, Node[Any]] = {}
         self._active_nodes: list[Node[Any] | None] = [None] * recipe.num_logical_shards
@@ -158,6 +160,15 @@ class ShardRunner:
             except NoSamplesLeft:
                 return num_drawn, self._slots(shard).copy()
         return num_samples, None
+
+    def look_ahead_in(self, shards: Sequence[int], num_samples: int) -> list[tuple[int, Ints | None]]:
+        """Return `look_ahead` of each of some shards, which worker processes draw if there are any."""
+        if self.draw_in_workers is None:
+            return [self.look_ahead(shard, num_samples) for shard in shards]
+        results = self.draw_in_workers(self.table, self._histories, shards, num_samples)
+        for shard, (*_, row) in zip(shards, results, strict=True):
+            self.table[shard], self._active_nodes[shard] = row, None
+        return [(num_drawn, next_slots) for num_drawn, next_slots, _ in results]
 
     def verify(self, shard: int, samples_left: int) -> None:
         """Raise ``DataStateError`` unless a shard delivered each row of its epoch once, except its last `samples_left` samples.

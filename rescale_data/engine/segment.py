@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -105,3 +107,24 @@ class Segment:
         return (
             self.stop - u + Remainder(self.layout, self.samples_left - main, self.samples, self.pads).num_micro_batches
         )
+
+
+@dataclass(frozen=True, eq=False)
+class LookAhead(Segment):
+    """Work for worker processes in place of a segment: they draw samples ahead, to find where epochs of logical shards end.
+
+    What a feed makes in place of micro batch u: `ShardRunner.look_ahead` of the shard with that number, and its table row.
+
+    Args:
+        shards: The logical shards to look ahead in.
+        num_samples: The number of samples to draw from each.
+    """
+
+    shards: Sequence[int] = ()
+    num_samples: int = 0
+
+    def batch_shards_function(self, table: Ints) -> Callable[[int], Any]:
+        return self.shards.__getitem__
+
+    def served_shards(self, u: int) -> Ints:
+        return np.array(self.shards[u :: self.layout.workers_per_rank])
