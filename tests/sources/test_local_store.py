@@ -1,6 +1,7 @@
 """What is kept on the local disk (`cache_dir=`): within its bound, right, and shared by all processes of a machine."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import threading
@@ -128,6 +129,13 @@ class TestFolders:
         assert [store.read(name, lambda: bytes(500)) for name in "aab"] == [pa.py_buffer(bytes(500))] * 3
         assert [record.getMessage().count("No space left") for record in caplog.records] == [1] * full
         assert not files_in(tmp_path)
+
+
+def test_where_there_are_no_locks_it_is_kept_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    store, fetch = LocalStore(str(tmp_path), 10_000), Mock(return_value=b"abc")
+    assert [store.read("a", fetch) for _ in range(2)] == [pa.py_buffer(b"abc")] * 2
+    fetch.assert_called_once()
 
 
 def cut_to(num_bytes: int, path: Path) -> None:

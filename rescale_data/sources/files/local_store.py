@@ -120,10 +120,12 @@ class LocalStore:
             return
         _held_locks.add(lock_file)
         try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX)
+            with suppress(OSError):  # a file system may have no locks
+                fcntl.flock(lock_file, fcntl.LOCK_EX)
             yield
         finally:
-            fcntl.flock(lock_file, fcntl.LOCK_UN)  # otherwise a child that was forked meanwhile would hold it, too
+            with suppress(OSError):
+                fcntl.flock(lock_file, fcntl.LOCK_UN)  # otherwise a child that was forked meanwhile would hold it, too
             _held_locks.discard(lock_file)
             os.close(lock_file)
 
