@@ -388,7 +388,7 @@ class Reader(Node[Any]):
         return FragmentDocuments(self.source, column, self)
 
     def texts(self, column: str) -> TextReader | None:
-        if self._error_handler.skips or self.provenance or not self.source.has_texts:
+        if self._error_handler.skips or self.provenance or not self.source.has_texts(column):
             return None
         return TextReader(self.source, column, self)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
+from rescale_data.sources.decoded.pieces import RowRanges
 from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import RangeReader
@@ -57,7 +58,6 @@ class JsonlSource(IndexedSource):
     """
 
     FORMAT: ClassVar[str] = "jsonl"
-    has_texts: ClassVar[bool] = True
     SUFFIXES: ClassVar[tuple[str, ...]] = tuple(
         f".{name}{codec_suffix}" for name in ("jsonl", "ndjson") for codec_suffix in ("", *CODECS)
     )
@@ -67,7 +67,10 @@ class JsonlSource(IndexedSource):
         empty_lines = self._file_handle(file).array("empty")
         return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty_lines, row, side='right'))}"
 
-    def texts(self, column: str, rows: Ints) -> list[str]:
+    def has_texts(self, column: str) -> bool:
+        return True
+
+    def texts(self, column: str, rows: Ints, share: RowRanges | None = None) -> list[str]:
         fragments = np.searchsorted(self._index.starts, rows, side="right") - 1
         indices, fragment_list = (rows - self._index.starts[fragments]).tolist(), fragments.tolist()
         lines = {fragment: cast(_Lines, self._rows(fragment)) for fragment in {*fragment_list}}

@@ -92,8 +92,6 @@ class Source(BaseSource):
     """Number of rows that are best fetched together."""
     faults: ClassVar[tuple[type[Exception], ...]] = ()
     """Errors that come from a disk or a network and not from the row that is read: ``on_error="skip"`` raises them."""
-    has_texts: ClassVar[bool] = False
-    """True if `texts` reads many strings at a time."""
 
     @abstractmethod
     def row(self, index: int) -> Any:
@@ -110,8 +108,19 @@ class Source(BaseSource):
         """Return ``[row(i) for i in indices]``, in one read if that costs less than reading row by row."""
         return [self.row(index) for index in indices]
 
-    def texts(self, column: str, rows: Ints) -> list[str]:
-        """Return the strings of one column in the given rows, without the other columns. Raises if `row` would."""
+    def has_texts(self, column: str) -> bool:
+        """Return true if `texts` reads many strings of a column at a time."""
+        del column
+        return False
+
+    def texts(self, column: str, rows: Ints, share: RowRanges | None = None) -> list[str]:
+        """Return the strings of one column in the given rows, without the other columns. Raises if `row` would.
+
+        Args:
+            column: The column.
+            rows: ``int64[n]``.
+            share: Read the pieces of this share; `None` for whole fragments.
+        """
         raise NotImplementedError
 
     def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int | None:

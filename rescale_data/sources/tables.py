@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,14 @@ from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import RowFilter, filtered_footer
 from rescale_data.sources.counts import READ_BYTES, read_counters
 from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, cache_share, owner_id
-from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
+from rescale_data.sources.decoded.columns import (
+    Fragment,
+    check_columns,
+    chosen_columns,
+    is_text,
+    is_token_list,
+    token_lists,
+)
 from rescale_data.sources.decoded.interest import bytes_needed, room_for_block
 from rescale_data.sources.decoded.pieces import FragmentPiece, RowRange, RowRanges, copy_as_stream
 from rescale_data.sources.file_source import FileSource
@@ -31,6 +38,7 @@ from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragmented import DEFAULT_CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Footer, join_footers
 from rescale_data.sources.source import Tokens, TokenSource
+from rescale_data.state import Ints
 
 
 class TableSource(FileSource, TokenSource):
@@ -134,6 +142,21 @@ class TableSource(FileSource, TokenSource):
         piece = self._piece(fragment, share, column)
         with self._name_row_in_errors(fragment, piece.start):
             return piece.tokens
+
+    def has_texts(self, column: str) -> bool:
+        return self.columns == [column] and is_text(self._schema.field(column).type)
+
+    def texts(self, column: str, rows: Ints, share: RowRanges | None = None) -> list[str]:
+        fragments, strings = np.searchsorted(self._index.starts, rows, side="right") - 1, [""] * len(rows)
+        for fragment in np.unique(fragments).tolist():
+            piece = None if share is None else self._piece(fragment, share)
+            decoded, first_row = (self._rows(fragment), 0) if piece is None else (piece.rows, piece.start)
+            indices = np.flatnonzero(fragments == fragment)
+            rows_in_fragment = rows[indices] - self._index.starts[fragment] - first_row
+            texts = cast(Fragment, decoded).texts(column, rows_in_fragment)
+            for index, text in zip(indices.tolist(), texts, strict=True):
+                strings[index] = text
+        return strings
 
     def _piece(self, fragment: int, share: RowRanges, column: str | None = None) -> FragmentPiece:
         """Return one shard's rows of a fragment, from the cache or from disk, or after cutting the fragment for all shards."""

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from rescale_data.nodes.base import Node, initial, slots_of
 from rescale_data.nodes.mixture import mixed
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from tests.corpus import listed, write
-from tests.formats import write_jsonl
+from tests.formats import write_jsonl, write_table
 from tests.nodes.resume import plain
 from tests.nodes.zoo import by_letters
 
@@ -36,6 +37,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     texts = [{"text": "abc" * (n % 4)} for n in range(25)]
     found.append(rd.JsonlSource(write_jsonl(folder / "texts.jsonl", texts)))
     found.append(rd.DatasetSource(texts, name="texts"))
+    found.append(rd.ParquetSource(write_table(folder / "texts.parquet", pa.Table.from_pylist(texts), 7)))
     return found
 
 
@@ -145,7 +147,7 @@ def assert_alike(found: list[Any], expected: list[Any]) -> None:
 
 
 pipelines = st.tuples(
-    st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    st.lists(st.integers(0, 7), min_size=1, max_size=4),
     st.lists(st.sampled_from(["", "", "clean", "filter", "blocked"]), min_size=4, max_size=4),
     st.sampled_from(["never", "never", "first", "all"]),
     st.sampled_from(["samples", "tokens"]),

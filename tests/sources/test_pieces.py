@@ -196,3 +196,40 @@ def test_order_of_pieces_does_not_matter(corpus: Path, tmp_path: Path) -> None:
         for reader in readers:
             reader.reset({"epoch": row % 3, "row": row, "skipped": 0})
         assert next(readers[0])["text"] == next(readers[1])["text"]
+
+
+TEXT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+
+
+@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+@pytest.mark.parametrize("num_shards", [1, 50])
+def test_texts_are_read_many_at_a_time_out_of_fragments_or_pieces(
+    kind: pa.DataType, num_shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A null is an error in the turn of its row."""
+    texts = [f"{row % 700:04d}" * 40 for row in range(NUM_ROWS)]
+    texts[1100] = None
+    column = pa.array(texts).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(texts, kind)
+    write_table(tmp_path / "a.parquet", {"text": column, "number": range(NUM_ROWS)}, GROUP)
+    source, num_rows_alone, found = small(tmp_path, columns=["text"]), 0, list[int]()
+    read = {name: getattr(ParquetSource, name) for name in ("row", "row_of")}
+
+    def numbers(given: list[str]) -> list[list[int]]:
+        return [[int(text[:4]) if text.isdigit() else 0] for text in given]
+
+    def count(name: str, *given: Any) -> Any:
+        nonlocal num_rows_alone
+        num_rows_alone += 1
+        return read[name](*given)
+
+    for name in read:
+        monkeypatch.setattr(ParquetSource, name, lambda *given, name=name: count(name, *given))
+    readers = [rd.Reader(source, rd.Shard(i, num_shards), shuffle=False) for i in range(num_shards)]
+    tokenized = [rd.Tokenize(reader, numbers, "text") for reader in readers]
+    packers = [rd.TokenPacker(node, column="tokens", seq_len=1, eos_id=None) for node in tokenized]
+    with pytest.raises(ValueError, match="under that key a NoneType"):
+        found.extend(int(packed["tokens"][0]) for packer in packers for packed in packer)
+    assert found == [row % 700 for row in range(1100)]
+    assert 1 <= num_rows_alone < 200
+    assert not rd.ParquetSource(tmp_path).has_texts("text"), "a row has more, which may be no good"
+    assert not rd.ParquetSource(tmp_path, columns=["number"]).has_texts("number")

@@ -156,7 +156,7 @@ def _values_by_row(source: Source, column: str) -> Iterator[tuple[int, Any]]:
     for first_row in range(0, source.num_rows, _ROWS_PER_READ):
         rows = range(first_row, min(first_row + _ROWS_PER_READ, source.num_rows))
         try:
-            if not source.has_texts:
+            if not source.has_texts(column):
                 raise TypeError
             yield from zip(rows, source.texts(column, np.array(rows)), strict=True)
         except Exception:  # no strings, or a row among them that cannot be read

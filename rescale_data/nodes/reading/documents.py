@@ -55,7 +55,8 @@ class TextReader:
             return [], NO_UPDATES
         rows = self._reader.rows_from(next_position[0], next_position[1])[:max_texts]
         unblocked, moves = self._reader.moves(position, next_position, len(rows))
-        return self._source.texts(self._column, rows if unblocked is None else rows[unblocked]), moves
+        share = self._reader.share(next_position[0])
+        return self._source.texts(self._column, rows if unblocked is None else rows[unblocked], share), moves
 
     def begin_next_epoch(self, position: memoryview) -> None:
         self._reader.begin_unblocked_epoch(position)

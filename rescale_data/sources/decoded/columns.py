@@ -13,8 +13,9 @@ import pyarrow.types as kinds
 
 from rescale_data.errors import require_type
 from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable, ArrowType
-from rescale_data.sources.bad_row import NullValueError
+from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.source import Tokens
+from rescale_data.state import Ints
 
 
 class Fragment:
@@ -27,6 +28,17 @@ class Fragment:
 
     def row(self, index: int) -> dict[str, Any]:
         return {name: get_value(index) for name, get_value in self._value_getters.items()}
+
+    def texts(self, name: str, rows: Ints) -> list[str]:
+        """Return the strings of a column (`is_text`) in some rows; raise `BadRow` if one is null."""
+        array: ArrowArray = self._value_getters[name].args[0]
+        try:
+            texts = array.take(pa.array(rows)).to_pylist()
+        except pa.ArrowNotImplementedError:  # of string_view
+            texts = [array[row].as_py() for row in rows.tolist()]
+        if None in texts:
+            raise BadRow(f"{name!r} is not a string in each of these rows.")
+        return texts
 
 
 def _value_getter(column: ArrowArray) -> partial[Any]:
@@ -107,6 +119,12 @@ def is_number_list(kind: ArrowType) -> bool:
 
 def is_token_list(kind: ArrowType) -> bool:
     return _is_list(kind) and kinds.is_integer(kind.value_type)
+
+
+def is_text(kind: ArrowType) -> bool:
+    """True if the values of a type are strings."""
+    kind = kind.value_type if kinds.is_dictionary(kind) else kind
+    return kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind)
 
 
 def _is_list(kind: ArrowType) -> bool:
