@@ -165,6 +165,6 @@ def test_c_refuses_what_it_is_given_or_does_it(call: tuple[str, tuple[Any, ...]]
         queue = kernel.TokenQueue(position.data, position[1:].copy().data, -1, eos)
         queue.append(*parts)
         rows = np.zeros((1, 3), dtype=np.int64)
-        kernel.fill([queue], 0, rows, rows.copy(), None)
+        kernel.TokenQueue.fill([queue], 0, rows, rows.copy(), None)
     except (ValueError, IndexError, OverflowError):
         pass

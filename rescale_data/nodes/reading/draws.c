@@ -9,7 +9,7 @@ typedef __int128 wide;
 
 int refuse(const char* message); /* all in kernel.c */
 Py_buffer* open_buffers(PyObject* args, Py_ssize_t first, Py_ssize_t least, unsigned written);
-PyObject* close_buffers(Py_buffer* views, PyObject* args, Py_ssize_t first, int is_done);
+PyObject* close_buffers(Py_buffer* views, int is_done);
 
 enum { PRIOR = 20, SLACK = 2, PATIENCE = 6, LONG = 256, MOST = 3, SHARE = 32, FINE = 8 };
 #define SMALL ((int64_t)(0.02 * ((int64_t)1 << SHARE)))
@@ -136,7 +136,7 @@ PyObject* run(PyObject* module, PyObject* args) {
   }
   if (!is_valid && !PyErr_Occurred()) refuse("sizes of what is drawn by tokens that do not fit, or counts beyond those of any run");
   PyMem_Free(a.arcs), PyMem_Free(a.tree);
-  close_buffers(views, args, 2, 0);
+  close_buffers(views, 0);
   return PyErr_Occurred() ? NULL : Py_BuildValue("nn", (Py_ssize_t)next, missing);
 }
 
@@ -181,5 +181,5 @@ PyObject* interleave(PyObject* module, PyObject* args) {
   const int64_t number = PyLong_AsLongLong(PyTuple_GetItem(args, 0));
   const char* wrong = PyErr_Occurred() ? NULL : interleave_all(buffers, sizes, number);
   if (wrong) refuse(wrong);
-  return close_buffers(views, args, 1, !PyErr_Occurred());
+  return close_buffers(views, !PyErr_Occurred());
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_VERSION = 5
+_VERSION = 6
 _REMEDY = "Install the package again; in a clone, where there is a C compiler: pip install -e ."
 
 try:

@@ -127,7 +127,7 @@ def fill(queues: list[Any], first_row: int, tokens: IntRows, labels: IntRows | N
         The first row that was not written.
     """
     try:
-        return kernel.fill(queues, first_row, tokens, labels, doc_ids)
+        return kernel.TokenQueue.fill(queues, first_row, tokens, labels, doc_ids)
     except OverflowError as error:
         queue: TokenQueue = queues[error.args[0]]
         _require_tokens_fit(queue.rest(), tokens.dtype)

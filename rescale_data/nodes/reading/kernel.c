@@ -11,14 +11,15 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#include <structmember.h>
 
-#define VERSION 5 /* changes with the functions that Python calls: see extension.py */
+#define VERSION 6 /* changes with the functions that Python calls: see extension.py */
 
 PyObject* run(PyObject* module, PyObject* args); /* both in draws.c */
 PyObject* interleave(PyObject* module, PyObject* args);
 int refuse(const char* message); /* these for draws.c, too */
 Py_buffer* open_buffers(PyObject* args, Py_ssize_t first, Py_ssize_t least, unsigned written);
-PyObject* close_buffers(Py_buffer* views, PyObject* args, Py_ssize_t first, int is_done);
+PyObject* close_buffers(Py_buffer* views, int is_done);
 
 #if defined(__GNUC__) || defined(__clang__)
 /* Fetch, but not into the nearest cache, which writing fills. Without the second statement, GCC removes functions that only fetch. */
@@ -43,7 +44,7 @@ PyObject* close_buffers(Py_buffer* views, PyObject* args, Py_ssize_t first, int 
 #endif
 
 enum { MARK = -1, I1 = 0, U1, I2, U2, I4, U4, I8, U8 }; /* the dtype of a document; a mark has no token */
-enum { DONE, TOO_LARGE, FAILED };
+enum { FAILED = -1, DONE, TOO_LARGE };
 
 typedef struct {
   int64_t address, length, moves; /* moves: of this document and all before it */
@@ -63,7 +64,8 @@ typedef struct {
   Py_buffer position, reach;
   int64_t num_documents, document, offset, left, bos, eos;
   int32_t num_parts, first_part; /* number of parts appended, and the first that is still kept */
-  int busy, used;
+  const void* busy; /* the call of `fill` that draws from the queue, by the address of its rows; NULL if none does */
+  int used;
 } TokenQueue;
 
 /* Copying. Documents lie anywhere, so no processor can predict the next one. The first pages of many documents are prefetched
@@ -92,30 +94,25 @@ enum { LINE = 64, PAGE = 4096, LONG = 128, AHEAD = 1 << 15 /* bytes */ };
     PUT(BAD, i, n) \
     break; \
   }
-
-CLONES static int copy_64(int64_t* __restrict q, int64_t address, int64_t first, int64_t n, int kind) {
-  typedef int64_t OUT;
-  const int64_t MAX = INT64_MAX, head = n < LONG ? 0 : (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
-  int wrong = 0;
-  switch (kind) {
-    CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)
-    CASE(I4, int32_t, NONE) CASE(U4, uint32_t, NONE) CASE(I8, int64_t, NONE) CASE(U8, uint64_t, ABOVE)
+#define DEFINE_COPY(BITS) \
+  CLONES static int copy_##BITS(int##BITS##_t* __restrict q, int64_t address, int64_t first, int64_t n, int kind) { \
+    typedef int##BITS##_t OUT; \
+    const int64_t MIN = INT##BITS##_MIN, MAX = INT##BITS##_MAX; \
+    const int64_t head = n < LONG ? 0 : (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT)); \
+    int wrong = 0; \
+    switch (kind) { \
+      CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE) \
+      CASE(I4, int32_t, NONE) CASE(U4, uint32_t, ABOVE) CASE(I8, int64_t, OUTSIDE) CASE(U8, uint64_t, ABOVE) \
+    } \
+    return wrong ? TOO_LARGE : DONE; \
   }
-  return wrong ? TOO_LARGE : DONE;
-}
 
-CLONES static int copy_32(int32_t* __restrict q, int64_t address, int64_t first, int64_t n, int kind) {
-  typedef int32_t OUT;
-  const int64_t MIN = INT32_MIN, MAX = INT32_MAX, head = n < LONG ? 0 : (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
-  int wrong = 0;
-  switch (kind) {
-    CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)
-    CASE(I4, int32_t, NONE) CASE(U4, uint32_t, ABOVE) CASE(I8, int64_t, OUTSIDE) CASE(U8, uint64_t, ABOVE)
-  }
-  return wrong ? TOO_LARGE : DONE;
-}
+DEFINE_COPY(64)
+DEFINE_COPY(32)
 
 /* Samples. Each is written whole or not at all: the position moves behind a sample after it has been written. */
+
+static int64_t width_of(int64_t kind) { return kind < 0 ? 0 : 1 << (kind / 2); }
 
 static int64_t total_of(const TokenQueue* s, const Document* d) {
   return d->kind == MARK ? 0 : d->length + (s->bos >= 0) + (s->eos >= 0);
@@ -130,14 +127,13 @@ static int64_t moves_before(const TokenQueue* s, int64_t d) { return d ? s->docu
 /* Prefetch the documents that hold the next num_tokens, from a token of document d on, or the first of them; return the first
    document that was left out. */
 static int64_t ask_for(const TokenQueue* s, int64_t d, int64_t offset, int64_t num_tokens) {
-  static const int64_t widths[] = {1, 1, 2, 2, 4, 4, 8, 8};
   for (int64_t asked = 0; d < s->num_documents && num_tokens > 0 && asked < AHEAD; d++, offset = 0) {
     const Document* found = s->documents + d;
     num_tokens -= total_of(s, found) - offset;
     PREFETCH(s->moves + moves_before(s, d));
     if (found->kind == MARK) continue;
-    const char* from = (const char*)found->address + offset * widths[found->kind];
-    int64_t size = (found->length - offset) * widths[found->kind];
+    const char* from = (const char*)found->address + offset * width_of(found->kind);
+    int64_t size = (found->length - offset) * width_of(found->kind);
     size = size < PAGE ? size : PAGE, asked += size;
     for (int64_t at = 0; at < size; at += LINE) PREFETCH(from + at);
     if (size > 0) PREFETCH(from + size - 1);
@@ -206,28 +202,25 @@ int refuse(const char* message) {
   return -1;
 }
 
-static PyObject* close_some(Py_buffer* views, Py_ssize_t num, int is_done) {
-  while (num > 0)
-    if (views[--num].obj) PyBuffer_Release(&views[num]);
+/* Release the buffers of `open_buffers`; return None, or NULL after an error. */
+PyObject* close_buffers(Py_buffer* views, int is_done) {
+  for (Py_buffer* view = views; view->buf != views; view++) PyBuffer_Release(view);
   PyMem_Free(views);
   if (is_done) Py_INCREF(Py_None);
   return is_done ? Py_None : NULL;
 }
 
-/* Release the buffers of `open_buffers`; return None, or NULL after an error. */
-PyObject* close_buffers(Py_buffer* views, PyObject* args, Py_ssize_t first, int is_done) {
-  return close_some(views, PyTuple_Size(args) - first, is_done);
-}
-
-/* Open the buffers of all arguments from `first` on, `least` or more, those with a bit in `written` to write; None has no bytes. */
+/* Open the buffers of all arguments from `first` on, `least` or more, those with a bit in `written` to write; None has no bytes.
+   One more view marks the end: its address is that of the views. */
 Py_buffer* open_buffers(PyObject* args, Py_ssize_t first, Py_ssize_t least, unsigned written) {
   const Py_ssize_t num = PyTuple_Size(args) - first;
   Py_buffer* views = num < least ? NULL : PyMem_Calloc(num + 1, sizeof(*views));
   if (!views) PyErr_SetString(num < least ? PyExc_TypeError : PyExc_MemoryError, "too few arguments, or too little memory for them");
+  else views[num].buf = views;
   for (Py_ssize_t i = 0; views && i < num; i++) {
     PyObject* each = PyTuple_GetItem(args, first + i);
     const int flags = i < 32 && written >> i & 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE;
-    if (each != Py_None && PyObject_GetBuffer(each, &views[i], flags)) views = (Py_buffer*)close_some(views, i, 0);
+    if (each != Py_None && PyObject_GetBuffer(each, &views[i], flags)) views = (Py_buffer*)close_buffers(views, 0);
   }
   return views;
 }
@@ -235,45 +228,33 @@ Py_buffer* open_buffers(PyObject* args, Py_ssize_t first, Py_ssize_t least, unsi
 /* TokenQueue */
 
 static PyObject* queue_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  PyObject *position, *reach;
+  Py_buffer position, reach;
   long long bos, eos;
-  if (kwargs && PyDict_Size(kwargs)) {
-    PyErr_SetString(PyExc_TypeError, "a token queue takes no keyword");
+  if (!PyArg_ParseTuple(args, "w*w*LL", &position, &reach, &bos, &eos)) return NULL;
+  const int64_t offset = position.len < 8 ? -1 : *(int64_t*)position.buf;
+  const int is_fit = offset >= 0 && reach.len == position.len - 8;
+  TokenQueue* s = is_fit ? (TokenQueue*)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0) : NULL;
+  if (!is_fit) refuse("a token queue moves an offset, of 0 or more, and slots, and its reach is those slots");
+  if (!s) {
+    PyBuffer_Release(&position);
+    PyBuffer_Release(&reach);
     return NULL;
   }
-  if (!PyArg_ParseTuple(args, "OOLL", &position, &reach, &bos, &eos)) return NULL;
-  allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-  TokenQueue* s = (TokenQueue*)alloc(type, 0);
-  if (!s) return NULL;
-  s->bos = bos, s->eos = eos;
+  s->position = position, s->reach = reach, s->bos = bos, s->eos = eos, s->offset = offset, s->left = -offset;
   s->parts = PyList_New(0);
-  if (!s->parts || PyObject_GetBuffer(position, &s->position, PyBUF_WRITABLE) || PyObject_GetBuffer(reach, &s->reach, PyBUF_WRITABLE))
-    goto fail;
-  if (s->position.len < 8 || s->reach.len != s->position.len - 8) {
-    refuse("a token queue moves an offset and slots, and its reach is those slots");
-    goto fail;
-  }
-  if (*(int64_t*)s->position.buf < 0) {
-    refuse("a token before the first of its document");
-    goto fail;
-  }
-  s->offset = *(int64_t*)s->position.buf, s->left = -s->offset;
+  if (!s->parts) Py_CLEAR(s);
   return (PyObject*)s;
-fail:
-  Py_DECREF(s);
-  return NULL;
 }
 
 static void queue_dealloc(PyObject* self) {
   TokenQueue* s = (TokenQueue*)self;
   PyTypeObject* type = Py_TYPE(self);
-  if (s->position.obj) PyBuffer_Release(&s->position);
-  if (s->reach.obj) PyBuffer_Release(&s->reach);
+  PyBuffer_Release(&s->position);
+  PyBuffer_Release(&s->reach);
   PyMem_Free(s->documents);
   PyMem_Free(s->moves);
   Py_CLEAR(s->parts);
-  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-  release(self);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
   Py_DECREF(type);
 }
 
@@ -281,21 +262,16 @@ static void queue_dealloc(PyObject* self) {
 static int make_room(TokenQueue* s, int64_t num_documents, int64_t num_moves) {
   const int64_t passed = s->document, left = s->num_documents - passed;
   const int64_t moved = moves_before(s, passed), moves = moves_before(s, s->num_documents) - moved;
-  Document* documents = PyMem_Malloc((left + num_documents + 1) * sizeof(Document));
-  Move* all_moves = PyMem_Malloc((moves + num_moves + 1) * sizeof(Move));
-  if (!documents || !all_moves) {
-    PyMem_Free(documents);
-    PyMem_Free(all_moves);
-    PyErr_NoMemory();
-    return -1;
-  }
-  if (left) memcpy(documents, s->documents + passed, left * sizeof(Document));
-  if (moves) memcpy(all_moves, s->moves + moved, moves * sizeof(Move));
-  for (int64_t d = 0; d < left; d++) documents[d].moves -= moved;
-  PyMem_Free(s->documents);
-  PyMem_Free(s->moves);
-  s->documents = documents, s->moves = all_moves, s->num_documents = left, s->document = 0;
-  return 0;
+  if (left) memmove(s->documents, s->documents + passed, left * sizeof(Document));
+  if (moves) memmove(s->moves, s->moves + moved, moves * sizeof(Move));
+  for (int64_t d = 0; d < left; d++) s->documents[d].moves -= moved;
+  s->num_documents = left, s->document = 0;
+  Document* documents = PyMem_Realloc(s->documents, (left + num_documents + 1) * sizeof(Document));
+  Move* all_moves = PyMem_Realloc(s->moves, (moves + num_moves + 1) * sizeof(Move));
+  if (documents) s->documents = documents;
+  if (all_moves) s->moves = all_moves;
+  if (!documents || !all_moves) PyErr_NoMemory();
+  return documents && all_moves ? 0 : -1;
 }
 
 /* Write the address, number of values and dtype of each array into `found`. */
@@ -317,8 +293,6 @@ static int look_at(PyObject* arrays, int64_t (*found)[3], Py_ssize_t num) {
   return 0;
 }
 
-static int64_t width_of(int64_t kind) { return kind < 0 ? 0 : 1 << (kind / 2); }
-
 enum { ARRAY, START, LENGTH, ENDS, SLOT, VALUE, NUM_BUFFERS };
 
 static int read_documents(TokenQueue* s, int64_t (*arrays)[3], int64_t num_arrays, Py_buffer* buffers) {
@@ -335,10 +309,8 @@ static int read_documents(TokenQueue* s, int64_t (*arrays)[3], int64_t num_array
     const int64_t which = array[i], *found = which < 0 || which >= num_arrays ? NULL : arrays[which];
     if (ends[i + 1] < ends[i]) return refuse("moves of documents are not in order");
     if (which < MARK || which >= num_arrays || start[i] < 0 || length[i] < 0 ||
-        (found ? start[i] > found[1] || length[i] > found[1] - start[i] : start[i] | length[i])) {
-      PyErr_SetString(PyExc_IndexError, "a document reaches beyond its array, or lies in none");
-      return -1;
-    }
+        (found ? start[i] > found[1] || length[i] > found[1] - start[i] : start[i] | length[i]))
+      return PyErr_SetString(PyExc_IndexError, "a document reaches beyond its array, or lies in none"), -1;
     d->kind = found ? (int32_t)found[2] : MARK, d->length = length[i];
     d->address = found ? found[0] + start[i] * width_of(found[2]) : 0;
     d->moves = before + ends[i + 1], d->part = s->num_parts, d->index = (int32_t)i;
@@ -383,48 +355,22 @@ static PyObject* append(PyObject* self, PyObject* args) {
     else is_done = !drop_passed(s); /* the last drawn token may have been the last of the older parts */
   }
   PyMem_Free(found);
-  return close_buffers(buffers, args, 2, is_done);
+  return close_buffers(buffers, is_done);
 }
 
-static PyObject* get_parts(PyObject* self, void* unused) {
-  PyObject* parts = ((TokenQueue*)self)->parts;
-  Py_INCREF(parts);
-  return parts;
-}
 /* Return the index of the next token's document in the first of the parts. */
 static PyObject* get_document(PyObject* self, void* unused) {
   const TokenQueue* s = (TokenQueue*)self;
   if (s->document < s->num_documents) return PyLong_FromLong(s->documents[s->document].index);
   return PyLong_FromLong(s->num_documents ? s->documents[s->num_documents - 1].index + 1 : 0);
 }
-static PyObject* get_left(PyObject* self, void* unused) { return PyLong_FromLongLong(((TokenQueue*)self)->left); }
 static PyObject* was_used(PyObject* self, PyObject* unused) {
   int used = ((TokenQueue*)self)->used;
   ((TokenQueue*)self)->used = 0;
   return PyBool_FromLong(used);
 }
 
-static PyGetSetDef queue_getset[] = {
-    {"parts", get_parts, NULL, NULL, NULL},
-    {"document", get_document, NULL, NULL, NULL},
-    {"left", get_left, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-static PyMethodDef queue_methods[] = {
-    {"append", append, METH_VARARGS, NULL}, {"was_used", was_used, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
-static PyType_Slot queue_slots[] = {{Py_tp_new, queue_new},
-                                      {Py_tp_dealloc, queue_dealloc},
-                                      {Py_tp_getset, queue_getset},
-                                      {Py_tp_methods, queue_methods},
-                                      {0, NULL}};
-static PyType_Spec queue_spec = {"rescale_data.nodes.reading.kernel.TokenQueue", sizeof(TokenQueue), 0,
-                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, queue_slots};
-
-/* Functions */
-
-typedef struct {
-  PyObject* queue_type;
-} State;
+/* Samples of a batch */
 
 static int open_rows(PyObject* object, Py_buffer* view, const Py_buffer* like) {
   view->obj = NULL;
@@ -441,63 +387,45 @@ static char* row_of(const Py_buffer* view, Py_ssize_t row) {
   return view->obj ? (char*)view->buf + row * view->strides[0] : NULL;
 }
 
-/* fill(queues, first, tokens, labels, doc_ids) -> the first row that was not written */
-static PyObject* fill(PyObject* module, PyObject* args) {
-  enum { MOST = 64 };
-  State* state = PyModule_GetState(module);
+/* TokenQueue.fill(queues, first, tokens, labels, doc_ids) -> the first row that was not written */
+static PyObject* fill(PyObject* type, PyObject* args) {
   PyObject *list, *objects[3], *result = NULL;
-  Py_ssize_t first, num;
+  Py_ssize_t first, num = 0;
   Py_buffer rows[3] = {{0}, {0}, {0}};
-  if (!PyArg_ParseTuple(args, "OnOOO", &list, &first, &objects[0], &objects[1], &objects[2])) return NULL;
-  if (!PyList_Check(list) || first < 0) {
-    PyErr_SetString(PyExc_TypeError, "fill takes a list of token queues, and the index of the first");
-    return NULL;
-  }
-  num = PyList_Size(list);
+  TokenQueue** queues = NULL;
+  if (!PyArg_ParseTuple(args, "O!nOOO", &PyList_Type, &list, &first, &objects[0], &objects[1], &objects[2])) return NULL;
+  int status = FAILED;
+  const Py_ssize_t stop = PyList_Size(list);
   if (open_rows(objects[0], &rows[0], NULL) || open_rows(objects[1], &rows[1], &rows[0]) || open_rows(objects[2], &rows[2], &rows[0]))
     goto done;
-  if (!rows[0].obj || num > rows[0].shape[0]) {
-    refuse("a batch has fewer rows than there are token queues");
-    goto done;
+  if (first < 0 || !rows[0].obj || stop > rows[0].shape[0]) refuse("a batch has fewer rows than there are token queues");
+  else if (!(queues = PyMem_Malloc((stop + 1) * sizeof(*queues)))) PyErr_NoMemory();
+  else status = DONE;
+  for (; status == DONE && first + num < stop; num++) {
+    TokenQueue* queue = (TokenQueue*)PyList_GetItem(list, first + num);
+    if (!PyObject_TypeCheck((PyObject*)queue, (PyTypeObject*)type)) break;
+    if (queue->busy && queue->busy != rows) {
+      status = refuse("a token queue is drawn from in two threads");
+      break;
+    }
+    Py_INCREF((PyObject*)queue);
+    queue->busy = rows, queues[num] = queue;
   }
-  const int64_t size = rows[0].shape[1], needed = size + (rows[1].obj != NULL);
-  int status = DONE, is_over = 0;
-  while (first < num && !is_over && status == DONE) {
-    TokenQueue* some[MOST];
-    Py_ssize_t count = 0, at = first;
-    while (count < MOST && at < num) {
-      PyObject* item = at < PyList_Size(list) ? PyList_GetItem(list, at) : NULL;
-      if (!item || !PyObject_TypeCheck(item, (PyTypeObject*)state->queue_type)) break;
-      Py_ssize_t ours = 0;
-      while (ours < count && some[ours] != (TokenQueue*)item && ((TokenQueue*)item)->busy) ours++;
-      if (((TokenQueue*)item)->busy && ours == count) {
-        refuse("a token queue is drawn from in two threads");
-        status = FAILED;
-        break;
-      }
-      Py_INCREF(item);
-      ((TokenQueue*)item)->busy++;
-      some[count++] = (TokenQueue*)item, at++;
-    }
-    is_over = at < num && count < MOST;
-    Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count && status == DONE; i++) {
-      if (some[i]->left < needed || size < 1) {
-        is_over = 1;
-        break;
-      }
-      char *t = row_of(&rows[0], first), *l = row_of(&rows[1], first), *d = row_of(&rows[2], first);
-      const TokenQueue* below = i + 1 < count ? some[i + 1] : NULL;
-      status = rows[0].itemsize == 8 ? sample_64(some[i], below, (int64_t*)t, (int64_t*)l, (int64_t*)d, size)
-                                     : sample_32(some[i], below, (int32_t*)t, (int32_t*)l, (int32_t*)d, size);
-      first += status == DONE;
-    }
-    Py_END_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count; i++) {
-      some[i]->busy--;
-      if (drop_passed(some[i])) status = FAILED;
-      Py_DECREF(some[i]);
-    }
+  const int64_t size = rows[0].obj ? rows[0].shape[1] : 0, needed = size + (rows[1].obj != NULL);
+  Py_BEGIN_ALLOW_THREADS
+  for (Py_ssize_t i = 0; i < num && status == DONE && size > 0 && queues[i]->left >= needed; i++) {
+    char *t = row_of(&rows[0], first), *l = row_of(&rows[1], first), *d = row_of(&rows[2], first);
+    const TokenQueue* below = i + 1 < num ? queues[i + 1] : NULL;
+    status = rows[0].itemsize == 8 ? sample_64(queues[i], below, (int64_t*)t, (int64_t*)l, (int64_t*)d, size)
+                                   : sample_32(queues[i], below, (int32_t*)t, (int32_t*)l, (int32_t*)d, size);
+    first += status == DONE;
+  }
+  Py_END_ALLOW_THREADS
+  while (num > 0) {
+    TokenQueue* queue = queues[--num];
+    queue->busy = NULL;
+    if (drop_passed(queue)) status = FAILED;
+    Py_DECREF((PyObject*)queue);
   }
   result = status == FAILED ? NULL : PyLong_FromSsize_t(first);
   if (status == TOO_LARGE && result) {
@@ -505,10 +433,26 @@ static PyObject* fill(PyObject* module, PyObject* args) {
     Py_CLEAR(result);
   }
 done:
-  for (int i = 0; i < 3; i++)
-    if (rows[i].obj) PyBuffer_Release(&rows[i]);
+  PyMem_Free(queues);
+  for (int i = 0; i < 3; i++) PyBuffer_Release(&rows[i]);
   return result;
 }
+
+static PyMemberDef queue_members[] = {
+    {"parts", T_OBJECT, offsetof(TokenQueue, parts), READONLY, NULL},
+    {"left", T_LONGLONG, offsetof(TokenQueue, left), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
+static PyGetSetDef queue_getset[] = {{"document", get_document, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+static PyMethodDef queue_methods[] = {
+    {"append", append, METH_VARARGS, NULL}, {"fill", fill, METH_VARARGS | METH_CLASS, NULL},
+    {"was_used", was_used, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyType_Slot queue_slots[] = {
+    {Py_tp_new, queue_new},       {Py_tp_dealloc, queue_dealloc}, {Py_tp_members, queue_members},
+    {Py_tp_getset, queue_getset}, {Py_tp_methods, queue_methods}, {0, NULL}};
+static PyType_Spec queue_spec = {"rescale_data.nodes.reading.kernel.TokenQueue", sizeof(TokenQueue), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, queue_slots};
+
+/* Functions */
 
 /* join(width, array, start, length, destination): parts of an array of numbers of `width` bytes, one behind the other */
 static PyObject* join(PyObject* module, PyObject* args) {
@@ -529,7 +473,7 @@ static PyObject* join(PyObject* module, PyObject* args) {
   }
   Py_END_ALLOW_THREADS
   if (left) refuse("the parts do not lie within their array, or do not fill their destination");
-  return close_buffers(views, args, 1, !left);
+  return close_buffers(views, !left);
 }
 
 static int64_t last_at_most(const int64_t* sorted, int64_t num, int64_t value) {
@@ -570,7 +514,7 @@ static PyObject* find(PyObject* module, PyObject* args) {
     if (!number || PyList_SetItem(result, i, number)) Py_CLEAR(result);
   }
   PyMem_Free(used);
-  close_buffers(views, args, 0, 0);
+  close_buffers(views, 0);
   return result;
 }
 
@@ -591,23 +535,17 @@ static PyObject* cut(PyObject* module, PyObject* args) {
   }
   if (!is_fit) refuse("cut takes a number of fragment, and room for two numbers, of each row, and the first row of each fragment");
   else if (i < num) PyErr_SetString(PyExc_IndexError, "a row is not in its fragment");
-  return close_buffers(views, args, 0, is_fit && i == num);
+  return close_buffers(views, is_fit && i == num);
 }
 
 /* The random words of order.py: Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). */
-
-static uint64_t multiply(uint64_t a, uint64_t b, uint64_t* high) {
-  unsigned __int128 product = (unsigned __int128)a * b;
-  *high = (uint64_t)(product >> 64);
-  return (uint64_t)product;
-}
 
 static void random_words(const uint64_t* key, uint64_t* words, int64_t num) {
   for (int64_t block = 0; 4 * block < num; block++) {
     uint64_t c[4] = {(uint64_t)block + 1, 0, 0, 0}, k[2] = {key[0], key[1]};
     for (int round = 0; round < 10; round++, k[0] += 0x9E3779B97F4A7C15, k[1] += 0xBB67AE8584CAA73B) {
-      uint64_t high0, high1, low0 = multiply(0xD2E7470EE14C6C93, c[0], &high0), low1 = multiply(0xCA5A826395121157, c[2], &high1);
-      c[0] = high1 ^ c[1] ^ k[0], c[1] = low1, c[2] = high0 ^ c[3] ^ k[1], c[3] = low0;
+      const unsigned __int128 p0 = (unsigned __int128)0xD2E7470EE14C6C93 * c[0], p1 = (unsigned __int128)0xCA5A826395121157 * c[2];
+      c[0] = (uint64_t)(p1 >> 64) ^ c[1] ^ k[0], c[1] = (uint64_t)p1, c[2] = (uint64_t)(p0 >> 64) ^ c[3] ^ k[1], c[3] = (uint64_t)p0;
     }
     memcpy(words + 4 * block, c, sizeof(c[0]) * (num - 4 * block < 4 ? num - 4 * block : 4));
   }
@@ -642,7 +580,7 @@ static PyObject* permute(PyObject* module, PyObject* args) {
       (num && virtual && (!fragments || first < virtual[0] || num > virtual[fragments] || first > virtual[fragments] - num)))
     refuse("a window lies within the rows of its source, and its key has 16 bytes");
   else if (!(words = PyMem_Malloc((num + 1 + ((int64_t)1 << bits) + 1) * sizeof(*words)))) PyErr_NoMemory();
-  if (!words) return close_buffers(views, args, 1, 0);
+  if (!words) return close_buffers(views, 0);
   for (int i = 0; i < 16; i++) halves[i / 8] |= (uint64_t)((unsigned char*)views[KEY].buf)[i] << 8 * (i % 8);
   Py_BEGIN_ALLOW_THREADS
   random_words(halves, words, num);
@@ -658,31 +596,22 @@ static PyObject* permute(PyObject* module, PyObject* args) {
   }
   Py_END_ALLOW_THREADS
   PyMem_Free(words);
-  return close_buffers(views, args, 1, 1);
+  return close_buffers(views, 1);
 }
 
 static int start(PyObject* module) {
-  State* state = PyModule_GetState(module);
-  if (PyModule_AddIntConstant(module, "VERSION", VERSION)) return -1;
-  state->queue_type = PyType_FromModuleAndSpec(module, &queue_spec, NULL);
-  return state->queue_type ? PyModule_AddObjectRef(module, "TokenQueue", state->queue_type) : -1;
-}
-
-static int traverse(PyObject* module, visitproc visit, void* arg) {
-  Py_VISIT(((State*)PyModule_GetState(module))->queue_type);
-  return 0;
-}
-
-static int clear(PyObject* module) {
-  Py_CLEAR(((State*)PyModule_GetState(module))->queue_type);
-  return 0;
+  PyObject* queue_type = PyType_FromModuleAndSpec(module, &queue_spec, NULL);
+  if (!queue_type) return -1;
+  const int failed = PyModule_AddType(module, (PyTypeObject*)queue_type) || PyModule_AddIntConstant(module, "VERSION", VERSION);
+  Py_DECREF(queue_type);
+  return -failed;
 }
 
 static PyMethodDef methods[] = {
-    {"fill", fill, METH_VARARGS, NULL},       {"join", join, METH_VARARGS, NULL}, {"find", find, METH_VARARGS, NULL},
-    {"cut", cut, METH_VARARGS, NULL},         {"run", run, METH_VARARGS, NULL},   {"interleave", interleave, METH_VARARGS, NULL},
-    {"permute", permute, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+    {"join", join, METH_VARARGS, NULL},       {"find", find, METH_VARARGS, NULL}, {"cut", cut, METH_VARARGS, NULL},
+    {"run", run, METH_VARARGS, NULL}, {"interleave", interleave, METH_VARARGS, NULL}, {"permute", permute, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", NULL, sizeof(State), methods, slots, traverse, clear, NULL};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", NULL, 0, methods, slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit_kernel(void) { return PyModuleDef_Init(&definition); }
