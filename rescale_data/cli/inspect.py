@@ -20,7 +20,7 @@ from rescale_data.engine.recipe import path_name
 from rescale_data.engine.states.codec import SavedState, data_state_paths, decode
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.nodes.mixture.rules import from_json, weights_at
-from rescale_data.sources.folders import num_rows
+from rescale_data.sources.fragmented import num_rows
 
 SKIP_COUNTERS = ("filtered", "skipped", "short", "long", "blocked", "untrained")
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
+import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
 from rescale_data.sources import ipc
-from rescale_data.sources.arrow_types import ArrowArray, ArrowBuffer, ArrowSchema, ArrowTable
+from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable
 from rescale_data.sources.decoded.cache import open_files, owner_id
-from rescale_data.sources.decoded.place import Place
-from rescale_data.sources.files.paths import Files, Paths
-from rescale_data.sources.files.ranges import RangeReader
+from rescale_data.sources.decoded.columns import Place
+from rescale_data.sources.file_source import OpenFile
+from rescale_data.sources.files.paths import Files, Paths, read_if_exists
+from rescale_data.sources.files.ranges import ArrowBuffer
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cumulative_sums, group_pieces
-from rescale_data.sources.saved_dataset import data_files
 from rescale_data.sources.source import Tokens
 from rescale_data.sources.tables import TableSource, has_dictionary, schema_to_json
-from rescale_data.state import Ints
 
 MAX_FRAGMENT_ROWS = 1024
 FRAGMENT_BYTES = 2**24
+_SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 
 
 class ArrowSource(TableSource):
@@ -63,30 +65,31 @@ class ArrowSource(TableSource):
         return self._files.filesystem is not None or any(kind["is_compressed"] for kind in self._index.kinds)
 
     @classmethod
-    def find_files(
-        cls, paths: Paths, storage_options: Mapping[str, Any] | None = None, remote: Remote | None = None
-    ) -> Files:
-        return super().find_files(data_files(paths, storage_options, remote), storage_options, remote)
+    def find_files(cls, paths: Paths, options: Mapping[str, Any] | None = None, remote: Remote | None = None) -> Files:
+        return super().find_files(_data_files(paths, options, remote), options, remote)
 
     def _footer(self, file: int) -> Footer:
         ranges = self._files.reader_of(file)
         blocks, has_footer = ipc.read_blocks(ranges), ipc.is_file_format(ranges)
         schema = ipc.read_schema(ranges, blocks)
-        _refuse_dictionaries(schema, has_footer)
+        if not has_footer and has_dictionary(schema):
+            raise ValueError("a stream with dictionaries cannot be read at random; write a file (pa.ipc.new_file)")
         rows, is_compressed = ipc.read_batch_headers(ranges, blocks)
-        forced_starts = _batches_after_gaps(blocks) if not has_dictionary(schema) else None
+        stops = ipc.stops_of(blocks)
+        # A fragment begins at each batch that does not lie directly behind the one before it
+        gaps = None if has_dictionary(schema) else np.flatnonzero(blocks["offset"][1:] != stops[:-1]) + 1
         batch_bounds = group_pieces(
-            cumulative_sums(rows), cumulative_sums(blocks.body_size), MAX_FRAGMENT_ROWS, FRAGMENT_BYTES, forced_starts
+            cumulative_sums(rows), cumulative_sums(blocks["body"]), MAX_FRAGMENT_ROWS, FRAGMENT_BYTES, gaps
         )
         starts, last_batches = batch_bounds[:-1], batch_bounds[1:] - 1
-        locations = {"batch": starts, "batches": np.diff(batch_bounds), "offset": blocks.offset[starts]}
-        locations["length"] = blocks.stop[last_batches] - locations["offset"]
-        rows, nbytes = (np.add.reduceat(nums, starts) if len(nums) else nums for nums in (rows, blocks.body_size))
+        locations = {"batch": starts, "batches": np.diff(batch_bounds), "offset": blocks["offset"][starts]}
+        locations["length"] = stops[last_batches] - locations["offset"]
+        rows, nbytes = (np.add.reduceat(nums, starts) if len(nums) else nums for nums in (rows, blocks["body"]))
         format_facts = {**schema_to_json(schema), "has_footer": has_footer, "is_compressed": is_compressed}
         return Footer(rows, nbytes, locations, format_facts)
 
-    def _open(self, file: int) -> _OpenArrowFile:
-        return _OpenArrowFile(self._files.reader_of(file))
+    def _open(self, file: int) -> OpenFile:
+        return OpenFile(self._files.reader_of(file), {})
 
     def _needs_decoding(self, fragment: int) -> bool:
         file = self._index.file_of(fragment)
@@ -96,17 +99,18 @@ class ArrowSource(TableSource):
         file = self._index.file_of(fragment)
         if self._files.filesystem is not None or self._index.facts_of(file)["is_compressed"]:
             return super()._load_tokens(column, fragment)
-        open_file: _OpenArrowFile = self._file_handle(file)
+        open_file: OpenFile = self._file_handle(file)
+        # Places of token columns in fragments, as long as the file is open; `None` if pyarrow must read the column
+        places: dict[tuple[str, int], Place | None] = open_file.kept
         data = self._bytes_in_file(fragment)
-        if (column, fragment) not in open_file.column_places:
+        if (column, fragment) not in places:
             # pyarrow makes a copy when it reads some columns of a file, and none when it reads all
             names = self._file_schema(file).names
             columns = names if len({*names}) == len(names) else [column]
-            open_file.column_places[column, fragment] = Place.find(self._decode(fragment, columns).column(column), data)
-        column_place = open_file.column_places[column, fragment]
-        if column_place is None:
+            places[column, fragment] = Place.find(self._decode(fragment, columns).column(column), data)
+        if (place := places[column, fragment]) is None:
             return super()._load_tokens(column, fragment)
-        tokens = column_place.tokens(data)
+        tokens = place.tokens(data)
         open_file.ranges.release_with(tokens, data)
         return tokens
 
@@ -115,25 +119,22 @@ class ArrowSource(TableSource):
 
         Arrow itself does not check that offsets lie within their buffers, and would read beyond them.
         """
-        table = self._columns_of(fragment, columns)
+        file = self._index.file_of(fragment)
+        if self._needs_reader(file, columns):
+            first_batch = self._index.location("batch", fragment)
+            batches = range(first_batch, first_batch + self._index.location("batches", fragment))
+            table = self._read_columns(file, batches, columns)
+        else:
+            table = _read_messages(self._read_raw_bytes(fragment), self._file_schema(file)).select(list(columns))
         for column in table.columns:
             _as_bytes(column).validate(full=True)
         return table
 
-    def _columns_of(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        file = self._index.file_of(fragment)
-        if self._needs_reader(file, columns):
-            return self._read_columns(file, self._batches(fragment), columns)
-        return _read_messages(self._read_raw_bytes(fragment), self._file_schema(file)).select(list(columns))
-
-    def _batches(self, fragment: int) -> range:
-        first_batch = self._index.location("batch", fragment)
-        return range(first_batch, first_batch + self._index.location("batches", fragment))
-
     def _free_with_holder(self, decoded: object, fragment: int) -> None:
         if self._files.filesystem is not None:
             return  # the fetched bytes are a copy, freed with the decoded columns
-        self._range_reader(self._index.file_of(fragment)).release_with(decoded, self._bytes_in_file(fragment))
+        open_file: OpenFile = self._file_handle(self._index.file_of(fragment))
+        open_file.ranges.release_with(decoded, self._bytes_in_file(fragment))
 
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
         """True if columns must be read through the file's footer: to decompress only some of them, or to find dictionaries."""
@@ -141,7 +142,7 @@ class ArrowSource(TableSource):
         return has_footer and (set(columns) != set(schema.names) or has_dictionary(schema))
 
     def _read_columns(self, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
-        schema, ranges = self._file_schema(file), self._range_reader(file)
+        schema, ranges = self._file_schema(file), self._file_handle(file).ranges
         field_indices = [schema.get_field_index(name) for name in columns]
         read_options = pa.ipc.IpcReadOptions(included_fields=field_indices)
         key = (owner_id(self), file, "reader", *field_indices)
@@ -150,17 +151,26 @@ class ArrowSource(TableSource):
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))
 
 
-@dataclass(frozen=True)
-class _OpenArrowFile:
-    """An open Arrow file, with the places of columns in its fragments.
+def _data_files(paths: Paths, options: Mapping[str, Any] | None, remote: Remote | None) -> Paths:
+    """Return the data files of a saved Hugging Face dataset. Its folder may hold other files, which transformations cached.
 
-    Args:
-        ranges: Byte ranges of the file.
-        column_places: Places of token columns in fragments, by column and fragment; `None` if pyarrow must read the column.
+    Any other ``paths`` are returned as they are.
+
+    Raises:
+        ValueError: The folder holds several splits: give one of them.
     """
-
-    ranges: RangeReader
-    column_places: dict[tuple[str, int], Place | None] = field(default_factory=dict[tuple[str, int], Place | None])
+    if not isinstance(paths, str | os.PathLike):
+        return paths
+    folder = os.fspath(paths)
+    split_list = read_if_exists(posixpath.join(folder, _SPLITS_FILE), options, remote)
+    if split_list is not None:
+        splits: list[str] = json.loads(split_list)["splits"]
+        raise ValueError(f"{folder} has the splits {splits}. Give one of them, {posixpath.join(folder, splits[0])!r}.")
+    dataset_state = read_if_exists(posixpath.join(folder, _STATE_FILE), options, remote)
+    if dataset_state is None:
+        return paths
+    file_names = [item["filename"] for item in json.loads(dataset_state).get("_data_files") or ()]
+    return [posixpath.join(folder, name) for name in file_names] or paths
 
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema) -> ArrowTable:
@@ -176,15 +186,3 @@ def _as_bytes(column: ArrowArray) -> ArrowArray:
     """
     bytes_type = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(column.type)
     return column if bytes_type is None else column.cast(bytes_type)
-
-
-def _batches_after_gaps(blocks: ipc.RecordBatchBlocks) -> Ints:
-    """Return the indices of the record batches that do not begin where the one before them ends."""
-    return np.flatnonzero(blocks.offset[1:] != blocks.stop[:-1]) + 1
-
-
-def _refuse_dictionaries(schema: ArrowSchema, has_footer: bool) -> None:
-    if not has_footer and has_dictionary(schema):
-        raise ValueError(
-            "a stream with dictionaries cannot be read at random; write it in the file format (pa.ipc.new_file)"
-        )

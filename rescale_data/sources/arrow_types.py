@@ -3,9 +3,7 @@
 from typing import Any, TypeAlias
 
 ArrowArray: TypeAlias = Any
-ArrowBuffer: TypeAlias = Any
 ArrowExpression: TypeAlias = Any
-ArrowFile: TypeAlias = Any
 ArrowSchema: TypeAlias = Any
 ArrowTable: TypeAlias = Any
 ArrowType: TypeAlias = Any

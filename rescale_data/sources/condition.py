@@ -8,10 +8,9 @@ import pickle
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.types as kinds
 from pyarrow import dataset
 
-from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, ArrowTable, ArrowType
+from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, ArrowTable
 from rescale_data.sources.fragments import Footer
 from rescale_data.state import Ints
 
@@ -29,25 +28,14 @@ class RowFilter:
 
     def __init__(self, expression: ArrowExpression) -> None:
         if not isinstance(expression, pc.Expression):
-            raise TypeError(
-                f"filter={expression!r}: give an expression, such as pyarrow.compute.field('lang') == 'de'."
-            )
+            raise TypeError(f"filter={expression!r}: give an expression such as pyarrow.compute.field('lang') == 'de'.")
         try:
             serialized = pickle.dumps(expression, protocol=5)
         except pa.ArrowNotImplementedError as error:
-            raise ValueError(
-                f"filter={expression} cannot be serialized ({error}): name the columns that it asks for, do not number them."
-            ) from None
+            raise ValueError(f"filter={expression} cannot be serialized ({error}): name the columns.") from None
         self.expression = expression
-        self._digest = hashlib.blake2b(serialized, digest_size=8).hexdigest()
-
-    def __str__(self) -> str:
-        return str(self.expression)
-
-    @property
-    def identity(self) -> str:
+        self.identity = f"{expression} [{hashlib.blake2b(serialized, digest_size=8).hexdigest()}]"
         """Text that identifies the filter: the expression, which Arrow may shorten, and a digest of its serialized form."""
-        return f"{self} [{self._digest}]"
 
     def columns(self, schema: ArrowSchema) -> list[str]:
         """Return the names of the columns that the expression uses; ``ValueError`` if one is missing or of the wrong type."""
@@ -57,11 +45,11 @@ class RowFilter:
             reason = str(error).partition("\n")[0]
             reason = reason.rpartition(" in ")[0] if reason.startswith("No match") else reason  # columns follow
             raise ValueError(
-                f"filter={self} cannot be asked of the columns {schema.names}: {reason}. Ask for columns that are there, and "
-                f"compare each with values of its type."
+                f"filter={self.expression} cannot be asked of the columns {schema.names}: {reason}. Ask for columns that are "
+                f"there, and compare each with values of its type."
             ) from None
         if result_type != pa.bool_():
-            raise ValueError(f"filter={self} is of type {result_type}, not true or false: compare it with something.")
+            raise ValueError(f"filter={self.expression} is of type {result_type}, not true or false: compare it.")
         unique_names = [name for name in schema.names if schema.names.count(name) == 1]
         return [name for name in unique_names if self._uses_column(name, schema)]
 
@@ -80,13 +68,6 @@ class RowFilter:
     def _evaluate(self, table: ArrowTable) -> ArrowTable:
         scanner = dataset.InMemoryDataset(table).scanner(columns={_MATCH_COLUMN: self.expression}, use_threads=False)
         return scanner.to_table().column(_MATCH_COLUMN)
-
-
-def has_floats(kind: ArrowType) -> bool:
-    """True if a type is, or contains, a floating-point type."""
-    if kinds.is_dictionary(kind):
-        return has_floats(kind.value_type)
-    return kinds.is_floating(kind) or any(has_floats(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def filtered_footer(footer: Footer, matching_rows: dict[int, Ints]) -> Footer:

@@ -76,12 +76,6 @@ def by_name(counters: Any) -> dict[str, float]:
     Args:
         counters: ``float64[FIELDS]``.
     """
-    read_seconds = float(counters[READ_SECONDS])
-    return {
-        "read_bytes": float(counters[READ_BYTES]),
-        "read_seconds": read_seconds,
-        "transform_seconds": max(0.0, float(counters[MAKE_SECONDS]) - read_seconds),
-        "requests": float(counters[REQUESTS]),
-        "request_bytes": float(counters[REQUEST_BYTES]),
-        "retries": float(counters[RETRIES]),
-    }
+    names = ("read_bytes", "requests", "request_bytes", "retries", "read_seconds")  # in the order of their indices
+    values = dict(zip(names, map(float, counters), strict=False))
+    return {**values, "transform_seconds": max(0.0, float(counters[MAKE_SECONDS]) - values["read_seconds"])}

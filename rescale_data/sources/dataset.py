@@ -52,12 +52,7 @@ class DatasetSource(Source):
 
     @checks_argument_types
     def __init__(
-        self,
-        dataset: MapStyle,
-        name: str | None = None,
-        *,
-        batch_rows: int = 16,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        self, dataset: MapStyle, name: str = "", *, batch_rows: int = 16, cache_bytes: int = DEFAULT_CACHE_BYTES
     ) -> None:
         if isinstance(dataset, str | bytes | os.PathLike | Mapping):
             raise TypeError(

@@ -9,32 +9,34 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.counts import READ_BYTES, read_counters
 from rescale_data.sources.decoded.ahead import fetch_runner
 from rescale_data.sources.decoded.cache import DerivedValue, Sized, cache, cache_share, open_files, owner_id
 from rescale_data.sources.decoded.interest import num_sources_and_shards
-from rescale_data.sources.decoded.pieces import RowRanges
-from rescale_data.sources.files.ranges import RangeReader
+from rescale_data.sources.files.ranges import ArrowBuffer, RangeReader
 from rescale_data.sources.fragmented import FragmentedSource
+from rescale_data.sources.source import BadRow, RowRanges
 
 V = TypeVar("V", bound=Sized)
 
-_HASH_MULTIPLIER = (
-    2654435769  # its multiples, modulo 2**32, are spread evenly (Knuth, "The Art of Computer Programming", 6.4)
-)
+# Its multiples, modulo 2**32, are spread evenly (Knuth, "The Art of Computer Programming", 6.4)
+_HASH_MULTIPLIER = 2654435769
 
 
-class FragmentRows(Protocol):
+class FragmentRows(Sized, Protocol):
     """The rows of one fragment, in memory."""
-
-    @property
-    def nbytes(self) -> int: ...
 
     def row(self, index: int) -> dict[str, Any]:
         """Return a copy of one row, which the caller owns; raise `BadRow` if the row cannot be used."""
         ...
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """An open file whose fragments are byte ranges, and what its format keeps with it, such as where its rows begin."""
+
+    ranges: RangeReader
+    kept: Any
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,7 @@ class FileSource(FragmentedSource):
         If only the bytes are fetched, the thread does not interrupt the trainer's thread at each step to make the rows, which
         costs more than it saves.
         """
-        del fragment
         return False
-
-    def _range_reader(self, file: int) -> RangeReader:
-        """Return an object that reads byte ranges of an open file. Called for formats whose index has byte ranges."""
-        return self._file_handle(file).ranges
 
     def row(self, index: int) -> dict[str, Any]:
         fragment = self._index.fragment_at(index)
@@ -85,22 +82,20 @@ class FileSource(FragmentedSource):
         except BadRow as bad:
             raise self._bad_row_error(index, bad) from None
 
-    @property
-    def reads_ahead(self) -> bool:
-        return self._files.filesystem is not None and self._files.remote.read_ahead
-
     def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
         key = self._cache_key(fragment, column, share)
         if not self.reads_ahead or cache().get(key) is not None:
             return
         if share is not None or self._needs_decoding(fragment):
-            fetch_runner().begin(key, partial(self._fill_cache, column, fragment, share))
+            fetch_runner.begin(key, partial(self._fill_cache, column, fragment, share))
         elif cache().get(key := self._bytes_key(fragment)) is None:
-            fetch_runner().begin(key, partial(self._fetch_bytes, fragment))
+            fetch_runner.begin(key, partial(self._fetch_bytes, fragment))
 
     def _fill_cache(self, column: str | None, fragment: int, share: RowRanges | None) -> None:
-        """Put a fragment into the cache before it is needed. Runs in a background thread, once at a time for a key."""
-        del column, share  # a format with token columns or pieces overrides this
+        """Put a fragment into the cache before it is needed. Runs in a background thread, once at a time for a key.
+
+        A format with token columns or pieces overrides this.
+        """
         self._get_or_make(self._cache_key(fragment), partial(self._load, fragment))
 
     def _fetch_bytes(self, fragment: int) -> None:
@@ -110,7 +105,7 @@ class FileSource(FragmentedSource):
         """Return the bytes of a fragment; they were fetched ahead, or are read now."""
         key = self._bytes_key(fragment)
         if self.reads_ahead:
-            fetch_runner().wait(key)
+            fetch_runner.wait(key)
         fetched: FetchedBytes | None = cache().get(key)
         if fetched is None:
             return self._bytes_in_file(fragment)
@@ -146,7 +141,7 @@ class FileSource(FragmentedSource):
     def _bytes_in_file(self, fragment: int) -> ArrowBuffer:
         """Read the bytes of a fragment from its file. Called for formats whose index has byte ranges."""
         offset, length = self._index.location("offset", fragment), self._index.location("length", fragment)
-        return self._range_reader(self._index.file_of(fragment)).read(offset, length)
+        return self._file_handle(self._index.file_of(fragment)).ranges.read(offset, length)
 
     def _rows(self, fragment: int) -> FragmentRows:
         key = self._cache_key(fragment)

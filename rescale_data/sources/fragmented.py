@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import struct
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
 from rescale_data.errors import DataStateError, checks_argument_types
-from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.local_store import local_store_for
 from rescale_data.sources.files.paths import Files, Paths, find_matching_files
 from rescale_data.sources.files.ranges import ChangedFileError
 from rescale_data.sources.files.remote import Remote, RemoteError
-from rescale_data.sources.folders import FILES, FOLDERS, short_manifest
 from rescale_data.sources.fragments import NO_FRAGMENTS, Footer, Fragments, join_footers
-from rescale_data.sources.index import IndexFolder, digest, listed_files
-from rescale_data.sources.source import FiledSource
+from rescale_data.sources.index import INDEX_FORMAT_VERSION, IndexFolder, digest, listed_files
+from rescale_data.sources.source import BadRow, FiledSource
 from rescale_data.state import Ints
 
 INDEX_FOLDER = ".rescale_data"
 """Name of the folder beside local files that holds their index and copies of compressed files."""
 
-DEFAULT_CACHE_DIR_BYTES = 2**36
+FILES, FOLDERS = "files", "folders"
+_MAX_FOLDERS = 64
 _OPENING_THREADS = 16
 _DAMAGE_ERRORS = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
 
 
+@checks_argument_types
+@dataclass(eq=False, repr=False)
 class FragmentedSource(FiledSource):
     """Files that have fragments. A subclass for each format reads footers."""
 
@@ -45,32 +48,30 @@ class FragmentedSource(FiledSource):
     SUFFIXES: ClassVar[tuple[str, ...]]
     FILES_A_PART: ClassVar[int] = 32
     """Number of files whose footers one process reads, as one part of an index."""
+    _must_index = False
+    """True if the source needs an index, even without ``index_dir``."""
 
-    @checks_argument_types
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
-    ) -> None:
-        if cache_bytes < 1 or cache_dir_bytes < 1:
-            raise ValueError(f"{cache_bytes=}, {cache_dir_bytes=}: give numbers of bytes, at least 1.")
-        if cache_dir is not None and not os.fspath(cache_dir):
-            raise ValueError("cache_dir='': give a local folder, or None to keep nothing on disk.")
-        store = None if cache_dir is None else local_store_for(os.path.abspath(os.fspath(cache_dir)), cache_dir_bytes)
-        self.cache_bytes, self.cache_dir_bytes = cache_bytes, 0 if store is None else cache_dir_bytes
-        if index_dir is not None and not os.fspath(index_dir):
-            raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
-        self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
-        self._files = replace(self.find_files(paths, storage_options, remote), store=store)
+    paths: Paths
+    _: KW_ONLY
+    cache_bytes: int = DEFAULT_CACHE_BYTES
+    storage_options: Mapping[str, Any] | None = None
+    remote: Remote | None = None
+    index_dir: str | os.PathLike[str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_dir_bytes: int = 2**36
+
+    def __post_init__(self) -> None:
+        if self.cache_bytes < 1 or self.cache_dir_bytes < 1:
+            raise ValueError(f"cache_bytes={self.cache_bytes}, cache_dir_bytes={self.cache_dir_bytes}: at least 1.")
+        cache_dir = _absolute_folder("cache_dir", self.cache_dir)
+        store = None if cache_dir is None else local_store_for(cache_dir, self.cache_dir_bytes)
+        self.cache_dir_bytes = 0 if store is None else self.cache_dir_bytes
+        self._index_dir = _absolute_folder("index_dir", self.index_dir)
+        self._files = replace(self.find_files(self.paths, self.storage_options, self.remote), store=store)
+        self.reads_ahead = self._files.filesystem is not None and self._files.remote.read_ahead
         self._index, self._index_bundle = NO_FRAGMENTS, None
-        self._folder = self._index_folder(paths)
-        if index_dir is not None or self._must_index:
+        self._folder = self._index_folder()
+        if self._index_dir is not None or self._must_index:
             self._map_index(self._open_index())
         else:
             self._index = join_footers(self._read_footers(range(len(self._files.names))))
@@ -104,9 +105,10 @@ class FragmentedSource(FiledSource):
                 raise ValueError(f"{self._folder.folder} cannot be a folder: {error}. Give index_dir=.") from error
             raise
 
-    def _index_folder(self, paths: Paths) -> IndexFolder:
-        root, path_list = self._files.root, [paths] if isinstance(paths, str | os.PathLike) else paths
-        spec = {"format": self.FORMAT, **self._index_arguments()}
+    def _index_folder(self) -> IndexFolder:
+        root, paths = self._files.root, self.paths
+        path_list = [paths] if isinstance(paths, str | os.PathLike) else paths
+        spec = {"version": INDEX_FORMAT_VERSION, "format": self.FORMAT, **self._index_arguments()}
         if self._index_dir is None:
             folder = os.path.join(root, INDEX_FOLDER)
             path_list = [os.path.relpath(os.path.expanduser(path), root) for path in path_list]
@@ -119,14 +121,9 @@ class FragmentedSource(FiledSource):
         """Return the arguments on which fragments depend, as JSON values."""
         return {}
 
-    @property
-    def _must_index(self) -> bool:
-        """True if the source needs an index, even without ``index_dir``."""
-        return False
-
     def __getstate__(self) -> dict[str, Any]:
         overrides = {} if self._index_bundle is None else {"_files": self._files.with_files((), (), ()), "_index": None}
-        return {**vars(self), "fragments": None, **overrides}
+        return {**vars(self), "fragments": None, "paths": (), **overrides}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -135,11 +132,9 @@ class FragmentedSource(FiledSource):
         self.fragments = self._index.starts
 
     @classmethod
-    def find_files(
-        cls, paths: Paths, storage_options: Mapping[str, Any] | None = None, remote: Remote | None = None
-    ) -> Files:
+    def find_files(cls, paths: Paths, options: Mapping[str, Any] | None = None, remote: Remote | None = None) -> Files:
         """Return the files that a source of this class reads, given its arguments."""
-        return find_matching_files(paths, cls.SUFFIXES, storage_options, remote)
+        return find_matching_files(paths, cls.SUFFIXES, options, remote)
 
     @abstractmethod
     def _footer(self, file: int) -> Footer:
@@ -148,9 +143,7 @@ class FragmentedSource(FiledSource):
     def _check_files(self) -> None:
         """Check all files together, from their footers; ``ValueError`` if they do not fit together or have no rows."""
         if not self.num_rows:
-            raise ValueError(
-                f"The {len(self._files.names)} files below {self._files.root} have no rows. Give files that have some."
-            )
+            raise ValueError(f"The {len(self._files.names)} files below {self._files.root} have no rows: give others.")
 
     def manifest(self) -> Mapping[str, Any]:
         """Return a manifest with the list of files, or with ``index_dir=`` digests of folders, since the index has the list."""
@@ -232,7 +225,43 @@ class FragmentedSource(FiledSource):
             return self._footer(file)
 
 
+def _absolute_folder(name: str, folder: str | os.PathLike[str] | None) -> str | None:
+    """Return the absolute path of the folder that was given as the argument ``name``; `None` if none was given."""
+    if folder is not None and not os.fspath(folder):
+        raise ValueError(f"{name}='': give a folder, or None for no such folder.")
+    return None if folder is None else os.path.abspath(os.fspath(folder))
+
+
 def manifest_entries(files: Files, fragments: Fragments) -> list[list[Any]]:
     """Return ``[name, bytes, rows]`` for each file, as in a manifest."""
     entries = zip(files.names, map(int, files.sizes), fragments.file_row_counts, strict=True)
     return [list(entry) for entry in entries]
+
+
+def short_manifest(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a manifest with a digest of each folder in place of its list of files; unchanged if it has no such list.
+
+    Folders are the ones directly below the root. If there are more than 64, one digest stands for all files::
+
+        {"format": ..., "files":   [[name, bytes, rows], ...]}                     in full
+        {"format": ..., "folders": [[folder, files, digest, rows], ...]}           folded
+    """
+    if FILES not in manifest:
+        return manifest
+    by_folder: dict[str, list[Any]] = {}
+    for file in manifest[FILES]:
+        folder, slash, _ = file[0].partition("/")
+        by_folder.setdefault(folder if slash else ".", []).append(file)
+    if len(by_folder) > _MAX_FOLDERS:
+        by_folder = {".": list(manifest[FILES])}
+    table = [[name, len(files), _digest(files), num_rows({FILES: files})] for name, files in sorted(by_folder.items())]
+    return {**{key: value for key, value in manifest.items() if key != FILES}, FOLDERS: table}
+
+
+def num_rows(manifest: Mapping[str, Any]) -> int:
+    """Return the total number of rows in the files or folders of a manifest."""
+    return sum(int(entry[-1]) for entry in manifest.get(FILES) or manifest.get(FOLDERS) or ())
+
+
+def _digest(files: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()

@@ -15,7 +15,8 @@ from rescale_data.state import Ints
 
 NamedArrays = Mapping[str, npt.NDArray[Any]]
 
-_PLACE, _CHOSEN_ARRAY, _UNFILTERED_ROWS_ARRAY = "place.", "chosen", "unfiltered_rows"
+_PLACE = "place."
+_ARRAYS = ("starts", "nbytes", "files", "kind_of", "chosen", "unfiltered_rows")
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,9 @@ class Fragments:
 
     def kept_rows(self, file: int) -> Ints:
         """Return ``int64[n]``, the numbers within a file of its rows that the filter kept."""
-        row_numbers = [np.zeros(0, dtype=np.int64)]
-        for fragment in range(*self.files[file : file + 2].tolist()):
-            row_numbers.append(self.location("base", fragment) + np.asarray(self.chosen_of(fragment), dtype=np.int64))
-        return np.concatenate(row_numbers)
+        fragments = range(*self.files[file : file + 2].tolist())
+        kept = [self.location("base", i) + np.asarray(self.chosen_of(i), dtype=np.int64) for i in fragments]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *kept])
 
     def fragment_at(self, row: int) -> int:
         """Return the number of the fragment that contains a row."""
@@ -125,22 +125,16 @@ class Fragments:
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return all arrays of the fragments, by name, as an index stores them; `load` reads them back."""
-        base_arrays = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
-        filter_fields = {_CHOSEN_ARRAY: self.chosen, _UNFILTERED_ROWS_ARRAY: self.unfiltered_rows}
-        filter_arrays = {name: values for name, values in filter_fields.items() if values is not None}
-        return {**base_arrays, **filter_arrays, **{_PLACE + name: values for name, values in self.locations.items()}}
+        arrays = {name: values for name in _ARRAYS if (values := getattr(self, name)) is not None}
+        return {**arrays, **{_PLACE + name: values for name, values in self.locations.items()}}
 
     @staticmethod
     def load(bundle: Bundle, *, copy: bool = False) -> Fragments:
         """Return the fragments that an index stores, as views of the mapped file or as copies."""
-
-        def load_array(name: str) -> npt.NDArray[Any]:
-            return np.array(bundle.array(name)) if copy else bundle.array(name)
-
-        base_arrays = {name: load_array(name) for name in ("starts", "nbytes", "files", "kind_of")}
-        locations = {name.removeprefix(_PLACE): load_array(name) for name in bundle.names if name.startswith(_PLACE)}
-        filtering = {name: load_array(name) for name in (_CHOSEN_ARRAY, _UNFILTERED_ROWS_ARRAY) if name in bundle.names}
-        return Fragments(**base_arrays, **filtering, locations=locations, kinds=bundle.json_metadata["kinds"])
+        names = [name for name in bundle.names if name in _ARRAYS or name.startswith(_PLACE)]
+        arrays = {name: np.array(bundle.array(name)) if copy else bundle.array(name) for name in names}
+        locations = {name.removeprefix(_PLACE): arrays.pop(name) for name in names if name.startswith(_PLACE)}
+        return Fragments(**arrays, locations=locations, kinds=bundle.json_metadata["kinds"])
 
 
 def join_footers(footers: Sequence[Footer]) -> Fragments:

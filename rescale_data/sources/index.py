@@ -13,6 +13,7 @@ its size and its probed bytes (`Files.probe_digest`) are the same.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -33,7 +35,7 @@ from rescale_data.sources.fragments import Footer, Fragments, join_footers
 
 ReadFooters: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
-_INDEX_FORMAT_VERSION = 5
+INDEX_FORMAT_VERSION = 5
 _OPENING_THREADS = 16
 _INDEX_SUFFIX, _PART_SUFFIX = ".rdindex", ".rdpart"
 _PROBES, _PARTS = "probes", "parts"
@@ -49,7 +51,7 @@ class IndexFolder:
 
     Args:
         folder: Path of the folder, which all ranks share.
-        identity: The format, and the arguments on which fragments depend, as JSON values.
+        identity: Version of the index, format, and the arguments on which fragments depend, as JSON values.
         paths_digest: Digest of the paths that the source was given. An earlier index for them shows which files are gone.
         files_a_part: Number of files that one process reads, as one part.
     """
@@ -58,11 +60,6 @@ class IndexFolder:
     identity: Mapping[str, Any]
     paths_digest: str
     files_a_part: int
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        """The values that identify an index: ``identity``, and the version of the index format."""
-        return {"version": _INDEX_FORMAT_VERSION, **self.identity}
 
     def open_index(self, files: Files, read_footers: ReadFooters) -> Bundle:
         """Return the index of these files, memory-mapped; it is written first if it is missing or damaged.
@@ -98,8 +95,8 @@ class IndexFolder:
     def _why_unusable(self, bundle: Bundle) -> str:
         """Return why a bundle is not this source's index, or not under its own name, as text for an error; empty if it is."""
         about = bundle.json_metadata.get("about")
-        if about != json.loads(json.dumps(self._identity)):
-            return f"an index of {about}, not of {self._identity}"
+        if about != json.loads(json.dumps(self.identity)):
+            return f"an index of {about}, not of {self.identity}"
         is_own_name = bundle.json_metadata.get("listing", "") in os.path.basename(bundle.path)
         return "" if is_own_name else "an index of other files, under a name that is not its own"
 
@@ -112,7 +109,7 @@ class IndexFolder:
         return self._path(Strings(index, _PARTS)[file], _PART_SUFFIX)
 
     def _path(self, listing: str, suffix: str) -> str:
-        return os.path.join(self.folder, f"{digest(self._identity)}-{listing}{suffix}")
+        return os.path.join(self.folder, f"{digest(self.identity)}-{listing}{suffix}")
 
     def _make_index(self, path: str, files: Files, read_footers: ReadFooters) -> Bundle:
         footers = self._unchanged_footers(files)
@@ -132,12 +129,9 @@ class IndexFolder:
         """Write the missing parts of an index: first the ones that no other process is writing, then the unfinished ones."""
         shuffled_parts = random.sample(list(files_by_part), len(files_by_part))
         with ThreadPoolExecutor(max(1, _OPENING_THREADS // self.files_a_part)) as pool:
-            for wait_for_writer in (False, True):
-
-                def make(path: str, wait: bool = wait_for_writer) -> None:
-                    make_part(path, files_by_part[path], read_footers, wait=wait)
-
-                list(pool.map(make, shuffled_parts))
+            for wait in (False, True):
+                make = partial(make_part, read_footers=read_footers, wait=wait)
+                list(pool.map(make, shuffled_parts, map(files_by_part.__getitem__, shuffled_parts)))
 
     def _unchanged_footers(self, files: Files) -> dict[str, tuple[Footer, str]]:
         """Return, by file name, the footer of each file that is as in an earlier index, and the index part that holds it.
@@ -146,7 +140,7 @@ class IndexFolder:
         """
         footers, changed_file_names = dict[str, tuple[Footer, str]](), set[str]()
         warns_of_missing = True
-        for bundle in self.index_bundles(f"{digest(self._identity)}-"):
+        for bundle in self.index_bundles(f"{digest(self.identity)}-"):
             if self._why_unusable(bundle):
                 continue
             earlier_files, index = listed_files(bundle, files), Fragments.load(bundle)
@@ -157,29 +151,30 @@ class IndexFolder:
                 if missing_names := sorted(ids.keys() - {*files.names}):
                     _log.warning("%s: %s are in its index, and no longer there.", files.root, _first_few(missing_names))
             for file, name in enumerate(files.names):
-                if name not in ids or name in footers:
+                if (earlier := ids.get(name)) is None or name in footers:
                     continue
-                if _is_unchanged_file(files, file, earlier_files, ids[name], digests):
-                    footers[name] = (index.footer(ids[name]), parts[ids[name]])
+                has_same_size = int(files.sizes[file]) == int(earlier_files.sizes[earlier])
+                has_same_stamp = files.stamps[file] == earlier_files.stamps[earlier]
+                if has_same_size and (has_same_stamp or files.is_unchanged_copy(file, digests[earlier])):
+                    footers[name] = (index.footer(earlier), parts[earlier])
                 else:
                     changed_file_names.add(name)
             if len(footers) == len(files.names):
                 break
-        if changed_names := sorted(changed_file_names - footers.keys()):
-            _log.warning(
-                "%s: %s changed since an index of them was made, and are read anew.",
-                files.root,
-                _first_few(changed_names),
-            )
+        if changed := sorted(changed_file_names - footers.keys()):
+            _log.warning("%s: %s changed since they were indexed, and are read anew.", files.root, _first_few(changed))
         return footers
 
     def _write(self, path: str, files: Files, footers: Mapping[str, tuple[Footer, str]]) -> None:
         fragments = join_footers([footers[name][0] for name in files.names])
         parts = string_arrays(_PARTS, [footers[name][1] for name in files.names])
-        facts: dict[str, Any] = {"about": self._identity, "given": self.paths_digest}
+        facts: dict[str, Any] = {"about": self.identity, "given": self.paths_digest}
         facts |= {"listing": _listing_digest(files), "kinds": list(fragments.kinds)}
-        digests = string_arrays(_PROBES, files.digests())
-        write_bundle(path, facts, {**fragments.to_arrays(), **_listing_arrays(files), **digests, **parts})
+        with ThreadPoolExecutor(_OPENING_THREADS) as pool:
+            digests = string_arrays(_PROBES, list(pool.map(files.probe_digest, range(len(files.names)))))
+        sizes = np.array(files.sizes, dtype=np.int64)
+        listing = {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
+        write_bundle(path, facts, {**fragments.to_arrays(), **listing, **digests, **parts})
 
 
 def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, *, wait: bool = True) -> Bundle | None:
@@ -198,7 +193,7 @@ def make_part(index_part: str, files: Sequence[int], read_footers: ReadFooters, 
         format_arrays = {FORMAT_PREFIX + name: array for footer in footers for name, array in footer.arrays.items()}
         write_bundle(temporary_path, {"kinds": list(fragments.kinds)}, {**fragments.to_arrays(), **format_arrays})
 
-    return open_or_create(index_part, Bundle, write, wait_for_writer=wait)
+    return open_or_create(index_part, Bundle, write, wait=wait)
 
 
 def listed_files(bundle: Bundle, files: Files) -> Files:
@@ -206,23 +201,9 @@ def listed_files(bundle: Bundle, files: Files) -> Files:
     return files.with_files(Strings(bundle, "names"), bundle.array("sizes"), Strings(bundle, "stamps"))
 
 
-def _listing_arrays(files: Files) -> dict[str, Any]:
-    sizes = np.array(files.sizes, dtype=np.int64)
-    return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
-
-
-def _is_unchanged_file(files: Files, file: int, old_files: Files, old: int, digests: Sequence[str]) -> bool:
-    """True if a file is unchanged since an index was made: same size, and same time stamp, ETag or digest of sampled bytes."""
-    same_size = int(files.sizes[file]) == int(old_files.sizes[old])
-    return same_size and (files.stamps[file] == old_files.stamps[old] or files.is_unchanged_copy(file, digests[old]))
-
-
 def count_parts(folder: str) -> int:
     """Count the finished parts of all indices in a folder."""
-    try:
-        return sum(entry.name.endswith(_PART_SUFFIX) for entry in os.scandir(folder))
-    except FileNotFoundError:  # no process has begun
-        return 0
+    return len(glob.glob(os.path.join(glob.escape(folder), f"*{_PART_SUFFIX}")))
 
 
 def _listing_digest(files: Files) -> str:

@@ -15,16 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import checks_argument_types
-from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
 from rescale_data.sources.decoded.columns import chosen_columns
-from rescale_data.sources.file_source import FileSource
+from rescale_data.sources.file_source import FileSource, OpenFile
 from rescale_data.sources.files.blocks import BlockRangeReader, codec_of, decompress_chunks, write_blocks
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.once import open_or_create
-from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import RangeReader
-from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragmented import DEFAULT_CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Footer, NamedArrays, adjacent_locations, group_pieces
 from rescale_data.sources.index import FORMAT_PREFIX, make_part
 from rescale_data.state import Ints
@@ -46,18 +42,8 @@ def make_footer(starts: Ints, arrays: NamedArrays, facts: Mapping[str, Any] | No
     return Footer(np.diff(cuts), *adjacent_locations(starts[cuts]), facts or {}, arrays={"starts": starts, **arrays})
 
 
-@dataclass(frozen=True)
-class OpenIndexedFile:
-    """An open file, and the part of the index that describes only this file."""
-
-    ranges: RangeReader
-    index_part: Bundle
-
-    def array(self, name: str) -> npt.NDArray[Any]:
-        """Return the array ``name`` that was stored when this file was scanned, such as the bytes at which its rows begin."""
-        return self.index_part.array(FORMAT_PREFIX + name)
-
-
+@checks_argument_types
+@dataclass(eq=False, repr=False, kw_only=True)
 class IndexedSource(FileSource):
     """Base class of sources whose files are scanned once.
 
@@ -65,31 +51,14 @@ class IndexedSource(FileSource):
     """
 
     FILES_A_PART: ClassVar[int] = 1
+    _must_index = True
 
-    @checks_argument_types
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
-        transcode: bool = True,
-    ) -> None:
-        self.columns, self._may_transcode = chosen_columns(columns), transcode
-        super().__init__(
-            paths,
-            cache_bytes=cache_bytes,
-            storage_options=storage_options,
-            remote=remote,
-            index_dir=index_dir,
-            cache_dir=cache_dir,
-            cache_dir_bytes=cache_dir_bytes,
-        )
+    columns: Sequence[str] | None = None
+    transcode: bool = True
+
+    def __post_init__(self) -> None:
+        self.columns = chosen_columns(self.columns)
+        super().__post_init__()
 
     @abstractmethod
     def _scan_file(self, range_reader: RangeReader) -> Footer:
@@ -98,7 +67,7 @@ class IndexedSource(FileSource):
     def _open_index(self) -> Bundle:
         files = self._files
         compressed_name = next((name for name in files.names if codec_of(name) is not None), None)
-        if compressed_name is not None and not self._may_transcode:
+        if compressed_name is not None and not self.transcode:
             raise ValueError(
                 f"{posixpath.join(files.root, compressed_name)} is compressed as a whole, so that none of its rows can be read "
                 f"without "
@@ -106,24 +75,22 @@ class IndexedSource(FileSource):
             )
         return super()._open_index()
 
-    @property
-    def _must_index(self) -> bool:
-        return True
-
     def _footer(self, file: int) -> Footer:
         return self._scan_file(self._open_range_reader(file, self._folder.part_path(self._files.select([file]))))
 
-    def _open(self, file: int) -> OpenIndexedFile:
+    def _open(self, file: int) -> OpenFile:
         path = self._folder.part_of_file(cast(Bundle, self._index_bundle), file)
         index_part = make_part(path, [file], self._read_footers)  # again, if it was deleted or damaged
-        return OpenIndexedFile(self._open_range_reader(file, path), cast(Bundle, index_part))
+        return OpenFile(self._open_range_reader(file, path), cast(Bundle, index_part))
 
-    def _fragment_file_and_rows(self, fragment: int) -> tuple[OpenIndexedFile, slice, Ints]:
-        """Return the open file of a fragment, its rows in the file, and the offsets at which these rows begin and end."""
+    def _array(self, file: int, name: str) -> npt.NDArray[Any]:
+        """Return an array that was stored when a file was scanned, such as ``starts``, the bytes at which its rows begin."""
+        return self._file_handle(file).kept.array(FORMAT_PREFIX + name)
+
+    def _rows_in_file(self, fragment: int) -> tuple[int, slice]:
+        """Return the file of a fragment, and the slice of that file's rows."""
         file = self._index.file_of(fragment)
-        open_file: OpenIndexedFile = self._file_handle(file)
-        first_row, stop_row = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
-        return open_file, slice(first_row, stop_row), np.array(open_file.array("starts")[first_row : stop_row + 1])
+        return file, slice(*(self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist())
 
     def _open_range_reader(self, file: int, part_path: str) -> RangeReader:
         """Return an object that reads byte ranges of a file.

@@ -9,7 +9,6 @@ arrays of offsets.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -21,29 +20,20 @@ from rescale_data.sources.files.ranges import RangeReader
 from rescale_data.state import Ints
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Blocks: TypeAlias = npt.NDArray[np.void]
+"""The record batches of a file, with the fields of `_BLOCK_DTYPE`: offset of each message, bytes of its metadata and body."""
 
 MAGIC = b"ARROW1"
 _FOOTER_BATCHES_FIELD = 3
 _MESSAGE_TYPE, _MESSAGE_HEADER_FIELD, _MESSAGE_BODY_FIELD = 1, 2, 3
 _BATCH_ROWS_FIELD, _BATCH_COMPRESSION_FIELD = 0, 3
 _RECORD_BATCH = 3
-_BLOCK_DTYPE = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
+_BLOCK_DTYPE = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("padding", "<i4"), ("body", "<i8")])
 
 
-@dataclass(frozen=True)
-class RecordBatchBlocks:
-    """The record batches of a file: offset of each message, bytes of its metadata, and bytes of its body, each ``int64[B]``."""
-
-    offset: Ints
-    metadata_size: Ints
-    body_size: Ints
-
-    def __len__(self) -> int:
-        return len(self.offset)
-
-    @property
-    def stop(self) -> Ints:
-        return self.offset + self.metadata_size + self.body_size
+def stops_of(blocks: Blocks) -> Ints:
+    """Return the byte at which each record batch ends."""
+    return blocks["offset"] + blocks["metadata"] + blocks["body"]
 
 
 def is_file_format(file: RangeReader) -> bool:
@@ -51,26 +41,26 @@ def is_file_format(file: RangeReader) -> bool:
     return file.read(0, len(MAGIC)).to_pybytes() == MAGIC
 
 
-def read_blocks(file: RangeReader) -> RecordBatchBlocks:
+def read_blocks(file: RangeReader) -> Blocks:
     """Return offsets and sizes of the record batches of a file in either format; ``ValueError`` if it was cut off."""
     blocks = _footer_blocks(file) if is_file_format(file) else _stream_blocks(file)
-    if len(blocks) and int(blocks.stop.max()) > file.size:
-        raise ValueError(f"it ends before its record batches do, at byte {file.size} of {int(blocks.stop.max())}")
+    if len(blocks) and int(stops_of(blocks).max()) > file.size:
+        raise ValueError(f"it ends before its record batches do, at byte {file.size} of {int(stops_of(blocks).max())}")
     return blocks
 
 
-def read_schema(file: RangeReader, blocks: RecordBatchBlocks) -> ArrowSchema:
+def read_schema(file: RangeReader, blocks: Blocks) -> ArrowSchema:
     """Return the schema of a file, which is stored before the first record batch."""
     start = 8 if is_file_format(file) else 0
-    stop = int(blocks.offset[0]) if len(blocks) else file.size
+    stop = int(blocks["offset"][0]) if len(blocks) else file.size
     return pa.ipc.read_schema(file.read(start, stop - start))
 
 
-def read_batch_headers(file: RangeReader, blocks: RecordBatchBlocks) -> tuple[Ints, bool]:
+def read_batch_headers(file: RangeReader, blocks: Blocks) -> tuple[Ints, bool]:
     """Return ``int64[B]``, the number of rows of each record batch, and True if a batch is compressed; reads no data."""
-    headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata_size.tolist(), strict=True)))
+    headers = file.read_many(list(zip(blocks["offset"].tolist(), blocks["metadata"].tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
-    starts = np.cumsum(blocks.metadata_size) - blocks.metadata_size
+    starts = np.cumsum(blocks["metadata"]) - blocks["metadata"]
     positions = _record_batch_positions(data, starts)
     row_counts = _read_fields(data, _field_positions(data, positions, _BATCH_ROWS_FIELD), "<i8")
     return row_counts, bool(_field_positions(data, positions, _BATCH_COMPRESSION_FIELD).any())
@@ -86,7 +76,7 @@ def _record_batch_positions(data: Bytes, starts: Ints) -> Ints:
     return _dereference(data, _field_positions(data, message_positions, _MESSAGE_HEADER_FIELD))
 
 
-def _footer_blocks(file: RangeReader) -> RecordBatchBlocks:
+def _footer_blocks(file: RangeReader) -> Blocks:
     """Return the record batches as the footer of the file format lists them."""
     file_size = file.size
     footer_length, magic = struct.unpack("<i6s", file.read(max(0, file_size - 10), 10).to_pybytes().rjust(10, b"\0"))
@@ -96,14 +86,13 @@ def _footer_blocks(file: RangeReader) -> RecordBatchBlocks:
     table_position = _read_numbers(footer_bytes, np.zeros(1, np.int64), "<i4")
     blocks_vector = _dereference(footer_bytes, _field_positions(footer_bytes, table_position, _FOOTER_BATCHES_FIELD))
     blocks_offset, num_blocks = int(blocks_vector[0]) + 4, int(_read_numbers(footer_bytes, blocks_vector, "<i4")[0])
-    table = np.frombuffer(footer_bytes, dtype=_BLOCK_DTYPE, count=num_blocks, offset=blocks_offset)
-    return RecordBatchBlocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
+    return np.frombuffer(footer_bytes, dtype=_BLOCK_DTYPE, count=num_blocks, offset=blocks_offset)
 
 
-def _stream_blocks(file: RangeReader) -> RecordBatchBlocks:
+def _stream_blocks(file: RangeReader) -> Blocks:
     """Return the record batches of a file in the stream format, which has a message after the other."""
     offset, file_size = 0, file.size
-    blocks: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int, int]] = []
     while offset + 8 <= file_size:
         mark, length = struct.unpack("<ii", file.read(offset, 8))
         prefix_length, metadata_length = (8, length) if mark == -1 else (4, mark)
@@ -119,9 +108,9 @@ def _stream_blocks(file: RangeReader) -> RecordBatchBlocks:
         if body_length < 0:
             raise ValueError(f"it has a message of {body_length} bytes, at byte {offset}")
         if message_type == _RECORD_BATCH:
-            blocks.append((offset, prefix_length + metadata_length, body_length))
+            blocks.append((offset, prefix_length + metadata_length, 0, body_length))
         offset += prefix_length + metadata_length + body_length
-    return RecordBatchBlocks(*np.array(blocks, dtype=np.int64).reshape(-1, 3).T)
+    return np.array(blocks, dtype=_BLOCK_DTYPE)
 
 
 def _read_numbers(data: Bytes, position: Ints, dtype_name: str) -> Ints:

@@ -31,6 +31,9 @@ class Shardable(Protocol):
     def shard(self, num_shards: int, index: int) -> Any: ...
 
 
+Streams: TypeAlias = Sequence[Iterable[Any]] | Shardable | StreamFactory
+
+
 class IterableSource(BaseSource):
     """Streams without random access, read from their beginning to their end; each belongs to one logical shard.
 
@@ -62,19 +65,12 @@ class IterableSource(BaseSource):
 
     @checks_argument_types
     def __init__(
-        self,
-        streams: Sequence[Iterable[Any]] | Shardable | StreamFactory,
-        *,
-        num_streams: int | None = None,
-        name: str = "stream",
-        state_bytes: int = 1024,
+        self, streams: Streams, *, num_streams: int | None = None, name: str = "stream", state_bytes: int = 1024
     ) -> None:
         self._make_stream, self.num_streams = _to_factory(streams, num_streams)
         self.name, self.state_bytes = name, state_bytes
         if self.num_streams < 1 or state_bytes < 0:
-            raise ValueError(
-                f"num_streams={self.num_streams}, {state_bytes=}: give one stream at least, and no negative bytes."
-            )
+            raise ValueError(f"num_streams={self.num_streams}, {state_bytes=}: give a stream, no negative bytes.")
         self._begun: set[int] = set()  # streams that can be read once, and were opened
         is_read_once = isinstance(streams, Sequence) and any(map(_is_read_once, streams))
         self.keeps: PositionKind = "nothing" if is_read_once else _position_kind(self._make_stream, state_bytes)
@@ -142,11 +138,7 @@ def _to_factory(streams: Any, num_streams: int | None) -> tuple[StreamFactory, i
     if isinstance(streams, Shardable):
         return partial(_shard_of, streams), int(streams.num_shards)
     if isinstance(streams, Sequence) and not isinstance(streams, str | bytes):
-        require_type(
-            Iterable,
-            "an iterable",
-            **{f"streams[{i}]": stream for i, stream in enumerate(cast(Sequence[object], streams))},
-        )
+        require_type(Iterable, "an iterable", **{f"streams[{i}]": each for i, each in enumerate(cast(Any, streams))})
         return partial(_stream_at, streams), len(streams)
     if not callable(streams) or num_streams is None:
         raise TypeError(

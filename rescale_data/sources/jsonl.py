@@ -10,14 +10,12 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.decoded.pieces import RowRanges
 from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
-from rescale_data.sources.files.ranges import RangeReader
+from rescale_data.sources.files.ranges import ArrowBuffer, RangeReader
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.indexed import IndexedSource, make_footer
+from rescale_data.sources.source import BadRow, RowRanges
 from rescale_data.state import Ints
 
 _CHUNK_BYTES = 2**24
@@ -58,13 +56,11 @@ class JsonlSource(IndexedSource):
     """
 
     FORMAT: ClassVar[str] = "jsonl"
-    SUFFIXES: ClassVar[tuple[str, ...]] = tuple(
-        f".{name}{codec_suffix}" for name in ("jsonl", "ndjson") for codec_suffix in ("", *CODECS)
-    )
+    SUFFIXES = tuple(f".{name}{codec_suffix}" for name in ("jsonl", "ndjson") for codec_suffix in ("", *CODECS))
 
     def locate(self, index: int) -> str:
         file, row = self._index.file_and_row(index)
-        empty_lines = self._file_handle(file).array("empty")
+        empty_lines = self._array(file, "empty")
         return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty_lines, row, side='right'))}"
 
     def has_texts(self, column: str) -> bool:
@@ -86,9 +82,10 @@ class JsonlSource(IndexedSource):
 
     def _load(self, fragment: int) -> FragmentRows:
         data = self._read_raw_bytes(fragment)
-        open_file, _, starts = self._fragment_file_and_rows(fragment)
+        file, rows = self._rows_in_file(fragment)
+        starts = self._array(file, "starts")[rows.start : rows.stop + 1]
         lines = _Lines(data, starts - starts[0], self.columns)
-        open_file.ranges.release_with(lines, data)
+        self._file_handle(file).ranges.release_with(lines, data)
         return lines
 
 
@@ -100,9 +97,8 @@ class _Lines:
         self.nbytes: int = data.size
 
     def row(self, index: int) -> dict[str, Any]:
-        return {
-            name: _to_array(value) for name, value in select_columns(parse(self.line(index)), self._columns).items()
-        }
+        values = select_columns(parse(self.line(index)), self._columns)
+        return {name: _to_array(value) for name, value in values.items()}
 
     def line(self, index: int) -> memoryview:
         return self._data[self._line_offsets[index] : self._line_offsets[index + 1]]
@@ -112,8 +108,7 @@ def select_columns(row: dict[str, Any], columns: Sequence[str] | None) -> dict[s
     """Return the chosen columns of a row, or all of them; raise `BadRow` if one is missing."""
     if columns is None:
         return row
-    missing = [name for name in columns if name not in row]
-    if missing:
+    if missing := [name for name in columns if name not in row]:
         raise BadRow(f"the line has no {missing}; it has {list(row)}. Fix it, or leave such rows out.")
     return {name: row[name] for name in columns}
 
@@ -164,10 +159,9 @@ def find_lines(reader: RangeReader) -> tuple[Ints, Ints]:
     bounds = np.concatenate(line_starts)
     if bounds[-1] < reader.size:
         bounds = np.append(bounds, reader.size)
-    short = np.flatnonzero(np.diff(bounds) <= _MAX_EMPTY_LINE_BYTES)
-    is_empty = [
-        not reader.read(int(bounds[i]), int(bounds[i + 1] - bounds[i])).to_pybytes().strip() for i in short.tolist()
-    ]
+    lengths = np.diff(bounds)
+    short = np.flatnonzero(lengths <= _MAX_EMPTY_LINE_BYTES)
+    is_empty = [not reader.read(int(bounds[i]), int(lengths[i])).to_pybytes().strip() for i in short.tolist()]
     empty_lines = short[np.array(is_empty, dtype=bool)]
     starts = np.append(np.delete(bounds[:-1], empty_lines), bounds[-1])
     return starts, empty_lines - np.arange(len(empty_lines))

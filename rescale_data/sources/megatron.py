@@ -8,18 +8,15 @@ Layout of the index: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-L
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.decoded.cache import cache
-from rescale_data.sources.decoded.pieces import RowRanges
-from rescale_data.sources.file_source import FileSource
-from rescale_data.sources.files.ranges import RangeReader
+from rescale_data.sources.file_source import FileSource, OpenFile
+from rescale_data.sources.files.ranges import ArrowBuffer
 from rescale_data.sources.fragments import Footer, adjacent_locations, group_pieces
-from rescale_data.sources.source import Tokens, TokenSource
+from rescale_data.sources.source import RowRanges, Tokens, TokenSource
 from rescale_data.state import Ints
 
 TOKEN_COLUMN = "tokens"
@@ -78,12 +75,8 @@ class MegatronSource(FileSource, TokenSource):
         return int((nbytes if fragments is None else nbytes[fragments]).sum()) // dtype.itemsize
 
     def tokens(self, column: str, fragment: int) -> Tokens:
-        del column  # there is only one
         key = self._cache_key(fragment)
-        documents: _Documents = cache().get(key) or self._read(
-            key, fragment, self._load, cached=self._may_stay_cached(fragment)
-        )
-        return documents.tokens
+        return cache().get(key) or self._read(key, fragment, self._load, cached=self._may_stay_cached(fragment))
 
     def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
         super().prepare(None, fragment, share)
@@ -92,16 +85,14 @@ class MegatronSource(FileSource, TokenSource):
         index = _DocumentIndex(self._footer_bytes(file, read_soon=False))
         starts = index.document_offsets(0, index.num_documents)
         if int(starts[-1]) != self._files.sizes[file]:
-            raise ValueError(
-                f"its index speaks of {int(starts[-1])} bytes of tokens, and it has {self._files.sizes[file]}"
-            )
+            raise ValueError(f"its index speaks of {int(starts[-1])} bytes of tokens, it has {self._files.sizes[file]}")
         if index.dtype.kind not in "iu":
             raise ValueError(f"it holds numbers of type {index.dtype}, not tokens")
         cuts = group_pieces(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
         return Footer(np.diff(cuts), *adjacent_locations(starts[cuts]), {"dtype": index.dtype.str})
 
-    def _open(self, file: int) -> _OpenFile:
-        return _OpenFile(self._files.reader_of(file), _DocumentIndex(self._footer_bytes(file)))
+    def _open(self, file: int) -> OpenFile:
+        return OpenFile(self._files.reader_of(file), _DocumentIndex(self._footer_bytes(file)))
 
     def _read_footer_bytes(self, file: int) -> ArrowBuffer:
         """Return the content of the ``.idx`` file that belongs to a ``.bin`` file."""
@@ -115,30 +106,19 @@ class MegatronSource(FileSource, TokenSource):
     def _load(self, fragment: int) -> _Documents:
         file = self._index.file_of(fragment)
         data = self._read_raw_bytes(fragment)
-        open_file: _OpenFile = self._file_handle(file)
+        open_file: OpenFile = self._file_handle(file)
         start, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
-        starts, dtype = open_file.index.document_offsets(start, stop), open_file.index.dtype
-        tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
-        open_file.ranges.release_with(tokens, data)  # a packer may keep the tokens longer than the cache does
-        return _Documents(tokens)
+        starts, dtype = open_file.kept.document_offsets(start, stop), open_file.kept.dtype
+        documents = _Documents(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
+        open_file.ranges.release_with(documents, data)  # a packer may keep the tokens longer than the cache does
+        return documents
 
 
-@dataclass(frozen=True)
-class _OpenFile:
-    ranges: RangeReader
-    index: _DocumentIndex
-
-
-class _Documents:
+class _Documents(Tokens):
     """The documents of one fragment."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self.tokens = tokens
-        self.nbytes = tokens.nbytes
-
     def row(self, index: int) -> dict[str, Any]:
-        start, stop = self.tokens.offsets[index : index + 2]
-        return {TOKEN_COLUMN: self.tokens.values[start:stop].copy()}
+        return {TOKEN_COLUMN: self.copy_of(index)}
 
 
 class _DocumentIndex:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.types as kinds
 from pyarrow import dataset
 
-from rescale_data.sources.arrow_types import ArrowBuffer, ArrowFile, ArrowTable
-from rescale_data.sources.condition import has_floats
+from rescale_data.sources.arrow_types import ArrowTable
 from rescale_data.sources.decoded.ahead import decode_runner
 from rescale_data.sources.decoded.cache import cache
-from rescale_data.sources.files.ranges import RangeReader
+from rescale_data.sources.decoded.columns import has_type
+from rescale_data.sources.files.ranges import ArrowBuffer, RangeReader
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.tables import TableSource, schema_to_json
 
@@ -84,7 +85,7 @@ class ParquetSource(TableSource):
     def _candidate_fragments(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
         """Return the row groups in which rows may match by their statistics; all for floats, whose bounds ignore NaN."""
         schema = self._file_schema(0)
-        if any(has_floats(schema.field(name).type) for name in columns):
+        if any(has_type(schema.field(name).type, kinds.is_floating) for name in columns):
             return super()._candidate_fragments(footer, condition, columns)
         with self._files.open(0) as handle:
             row_groups = dataset.ParquetFileFormat().make_fragment(handle).split_by_row_group(filter=condition)
@@ -98,7 +99,7 @@ class ParquetSource(TableSource):
         if self._files.filesystem is not None:
             return pq.read_metadata(pa.BufferReader(self._footer_bytes(file)))
         # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
-        return _OpenFile(pq.ParquetFile(self._files.open(file), pre_buffer=False), threading.Lock())
+        return pq.ParquetFile(self._files.open(file), pre_buffer=False), threading.Lock()
 
     def _read_footer_bytes(self, file: int) -> ArrowBuffer:
         return _read_tail(self._files.reader_of(file))
@@ -106,9 +107,10 @@ class ParquetSource(TableSource):
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         file, group_index = self._index.file_of(fragment), self._index.location("number", fragment)
         handle = self._file_handle(file)
-        if isinstance(handle, _OpenFile):
-            with handle.lock:  # one column is decoded in this thread: other threads would have to allocate anew
-                table = handle.file.read_row_group(group_index, columns=list(columns), use_threads=len(columns) > 1)
+        if self._files.filesystem is None:
+            parquet_file, lock = handle  # for one thread at a time
+            with lock:  # one column is decoded in this thread: other threads would have to allocate anew
+                table = parquet_file.read_row_group(group_index, columns=list(columns), use_threads=len(columns) > 1)
         else:  # one request for adjacent columns, by any number of threads at once
             remote_file = pq.ParquetFile(self._files.open(file), metadata=handle, pre_buffer=True)
             table = remote_file.read_row_group(group_index, columns=list(columns), use_threads=False)
@@ -117,17 +119,10 @@ class ParquetSource(TableSource):
     def decode_ahead(self, column: str, fragment: int) -> None:
         key = self._cache_key(fragment, column)
         if self._files.filesystem is None and cache().get(key) is None:
-            decode_runner().begin(key, partial(self.tokens, column, fragment))
+            decode_runner.begin(key, partial(self.tokens, column, fragment))
 
     def release_tokens(self, column: str, fragment: int) -> None:
         cache().mark_for_eviction(self._cache_key(fragment, column))
-
-
-class _OpenFile(NamedTuple):
-    """An open local file, for one thread at a time."""
-
-    file: ArrowFile
-    lock: threading.Lock
 
 
 def _read_tail(range_reader: RangeReader) -> ArrowBuffer:

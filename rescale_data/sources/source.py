@@ -32,9 +32,9 @@ that have defaults.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +42,34 @@ import numpy.typing as npt
 from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES
 from rescale_data.state import Ints
 
-if TYPE_CHECKING:
-    from rescale_data.sources.decoded.pieces import RowRanges
-
 _NARROW_DTYPES = [(dtype, int(np.iinfo(dtype).max)) for dtype in (np.uint8, np.uint16, np.int32)]
+
+
+class BadRow(ValueError):
+    """Error of a single row. Its message has the problem and the remedy; the source adds the file and the number of the row."""
+
+
+class RowRange(NamedTuple):
+    """Rows ``start .. stop - 1`` of a fragment that one logical shard reads, and the key of that shard's `RowRanges`."""
+
+    share_key: Hashable
+    start: int
+    stop: int
+
+
+class RowRanges(Protocol):
+    """The pieces of fragments that one logical shard reads in one epoch."""
+
+    @property
+    def share_key(self) -> Hashable: ...
+
+    def served_row_ranges(self, fragment: int) -> Sequence[RowRange]:
+        """Return the row ranges of a fragment that all shards of this process read, this shard included."""
+        ...
+
+    def own_row_range(self, fragment: int) -> RowRange:
+        """Return the row range of a fragment that this shard reads."""
+        ...
 
 
 class BaseSource(ABC):
@@ -80,7 +104,7 @@ class Source(BaseSource):
     """``int64[F + 1]``: the first row of each fragment, and ``num_rows``. The rows of a fragment are decoded together.
 
     `None` if any row can be read as cheaply as the next: then a full permutation shuffles the rows."""
-    columns: list[str] | None = None
+    columns: Sequence[str] | None = None
     """Names of the columns that are read, if the source can choose; `None` if each row has columns of its own."""
     cache_bytes: int = DEFAULT_CACHE_BYTES
     """Byte budget of the cache of a rank, which all its sources share, and all its processes in equal parts."""
@@ -92,6 +116,8 @@ class Source(BaseSource):
     """Number of rows that are best fetched together."""
     faults: ClassVar[tuple[type[Exception], ...]] = ()
     """Errors that come from a disk or a network and not from the row that is read: ``on_error="skip"`` raises them."""
+    reads_ahead: bool = False
+    """True if `prepare` fetches fragments in the background."""
 
     @abstractmethod
     def row(self, index: int) -> Any:
@@ -110,7 +136,6 @@ class Source(BaseSource):
 
     def has_texts(self, column: str) -> bool:
         """Return true if `texts` reads many strings of a column at a time."""
-        del column
         return False
 
     def texts(self, column: str, rows: Ints, share: RowRanges | None = None) -> list[str]:
@@ -130,13 +155,7 @@ class Source(BaseSource):
             column: The column; `None` if the source has one.
             fragments: ``int64[G]``, the fragments to count; `None` for all.
         """
-        del column, fragments
         return None
-
-    @property
-    def reads_ahead(self) -> bool:
-        """True if `prepare` fetches fragments in the background."""
-        return False
 
     def prepare(self, column: str | None, fragment: int, share: RowRanges | None = None) -> None:
         """Start to fetch a fragment that will be needed soon; return at once, and raise nothing.
@@ -154,7 +173,6 @@ class Source(BaseSource):
             num_shards: Number of logical shards that take turns in this process.
             packed: True if one column of tokens is read; False if rows are.
         """
-        del num_shards, packed
         return False
 
     def row_of(self, index: int, share: RowRanges) -> Any:
@@ -162,7 +180,6 @@ class Source(BaseSource):
 
         Called only if `cuts_pay`.
         """
-        del share
         return self.row(index)
 
 
@@ -183,6 +200,11 @@ class Tokens:
     @property
     def nbytes(self) -> int:
         return self.offsets.nbytes + self.values.nbytes
+
+    def copy_of(self, document: int) -> npt.NDArray[np.integer[Any]]:
+        """Return a copy of the tokens of one document."""
+        start, stop = self.offsets[document : document + 2]
+        return self.values[start:stop].copy()
 
     def with_narrow_dtype(self) -> Tokens:
         """Return a copy with values in the smallest of uint8, uint16 and int32 that holds them all; else in the present dtype.
@@ -216,7 +238,6 @@ class TokenSource(Source):
 
     def tokens_of(self, column: str, fragment: int, share: RowRanges) -> Tokens:
         """Return the tokens in the piece of a fragment that one logical shard reads. Called only if `cuts_pay`."""
-        del share
         return self.tokens(column, fragment)
 
     def decode_ahead(self, column: str, fragment: int) -> None:

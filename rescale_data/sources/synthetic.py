@@ -70,8 +70,7 @@ class SyntheticSource(TokenSource):
 
     def row(self, index: int) -> dict[str, Any]:
         fragment, row = divmod(index, FRAGMENT_ROWS)
-        tokens = self.tokens(TOKEN_COLUMN, fragment)
-        return {TOKEN_COLUMN: tokens.values[tokens.offsets[row] : tokens.offsets[row + 1]].copy()}
+        return {TOKEN_COLUMN: self.tokens(TOKEN_COLUMN, fragment).copy_of(row)}
 
     def locate(self, index: int) -> str:
         return f"synthetic row {index}"
@@ -82,7 +81,6 @@ class SyntheticSource(TokenSource):
         return np.dtype(np.int32)
 
     def tokens(self, column: str, fragment: int) -> Tokens:
-        del column  # there is only one
         cache().register(self)
         return cache().get_or_make((owner_id(self), fragment), lambda: self._compute_tokens(fragment))
 

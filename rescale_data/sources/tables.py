@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import copy
-import os
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -16,59 +16,42 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from rescale_data.errors import DataStateError, checks_argument_types
-from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, ArrowTable, ArrowType
-from rescale_data.sources.bad_row import BadRow, NullValueError
+from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, ArrowTable
 from rescale_data.sources.condition import RowFilter, filtered_footer
 from rescale_data.sources.counts import READ_BYTES, read_counters
-from rescale_data.sources.decoded.cache import DEFAULT_CACHE_BYTES, cache, cache_share, owner_id
+from rescale_data.sources.decoded.cache import cache, cache_share, owner_id
 from rescale_data.sources.decoded.columns import (
     Fragment,
+    FragmentPiece,
+    NullValueError,
     check_columns,
     chosen_columns,
+    copy_as_stream,
+    has_type,
     is_text,
     is_token_list,
     token_lists,
 )
 from rescale_data.sources.decoded.interest import bytes_needed, room_for_block
-from rescale_data.sources.decoded.pieces import FragmentPiece, RowRange, RowRanges, copy_as_stream
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.paths import Paths
-from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragmented import DEFAULT_CACHE_DIR_BYTES
 from rescale_data.sources.fragments import Footer, join_footers
-from rescale_data.sources.source import Tokens, TokenSource
+from rescale_data.sources.source import BadRow, RowRange, RowRanges, Tokens, TokenSource
 from rescale_data.state import Ints
 
 
+@checks_argument_types
+@dataclass(eq=False, repr=False, kw_only=True)
 class TableSource(FileSource, TokenSource):
     """Base class of sources of files with a schema. A subclass for each format reads footers, and columns of fragments."""
 
-    @checks_argument_types
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-        filter: ArrowExpression | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
-    ) -> None:
-        self._condition = None if filter is None else RowFilter(filter)
-        self.columns = chosen_columns(columns)
-        super().__init__(
-            paths,
-            cache_bytes=cache_bytes,
-            storage_options=storage_options,
-            remote=remote,
-            index_dir=index_dir,
-            cache_dir=cache_dir,
-            cache_dir_bytes=cache_dir_bytes,
-        )
+    columns: Sequence[str] | None = None
+    filter: ArrowExpression | None = None
+
+    def __post_init__(self) -> None:
+        self._condition = None if self.filter is None else RowFilter(self.filter)
+        self._must_index, self.columns = self.filter is not None, chosen_columns(self.columns)
+        super().__post_init__()
 
     @abstractmethod
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
@@ -76,7 +59,6 @@ class TableSource(FileSource, TokenSource):
 
     def _free_with_holder(self, decoded: object, fragment: int) -> None:
         """Free the mapped memory of a fragment when ``decoded``, an object made from it, is garbage-collected."""
-        del decoded, fragment
 
     def token_dtype(self, column: str) -> np.dtype[Any]:
         check_columns(self._schema, [column], f"{self.name} (columns={self._schema.names})")
@@ -208,10 +190,6 @@ class TableSource(FileSource, TokenSource):
     def _index_arguments(self) -> Mapping[str, Any]:
         return {} if self._condition is None else {"filter": self._condition.identity}
 
-    @property
-    def _must_index(self) -> bool:
-        return self._condition is not None
-
     def _check_files(self) -> None:
         self._schemas = [_schema_of(kind) for kind in self._index.kinds]
         self._schema = self._common_schema(self.columns)
@@ -219,7 +197,7 @@ class TableSource(FileSource, TokenSource):
         if self._condition is not None and not self.num_rows:
             raise DataStateError(
                 f"{self.name}: no row of {len(self._files.names)} files below {self._files.root} matches filter="
-                f"{self._condition}. Give another filter, or leave the source out."
+                f"{self.filter}. Give another filter, or leave the source out."
             )
         super()._check_files()
 
@@ -245,7 +223,6 @@ class TableSource(FileSource, TokenSource):
 
     def _candidate_fragments(self, footer: Footer, condition: ArrowExpression, columns: Sequence[str]) -> Iterable[int]:
         """Return the fragments in which rows may match a filter on these columns; the source has one file here."""
-        del condition, columns
         return range(len(footer.row_counts))
 
     def _load(self, fragment: int) -> Fragment:
@@ -283,11 +260,7 @@ class TableSource(FileSource, TokenSource):
 
 
 def has_dictionary(schema: ArrowSchema) -> bool:
-    return any(_is_dictionary(field.type) for field in schema)
-
-
-def _is_dictionary(dtype: ArrowType) -> bool:
-    return kinds.is_dictionary(dtype) or any(_is_dictionary(dtype.field(i).type) for i in range(dtype.num_fields))
+    return any(has_type(field.type, kinds.is_dictionary) for field in schema)
 
 
 def schema_to_json(schema: ArrowSchema) -> dict[str, Any]:

@@ -16,14 +16,13 @@ from typing import Any, ClassVar, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import FragmentRows
 from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.bundle import string_arrays
-from rescale_data.sources.files.ranges import RangeReader, RangesFile
+from rescale_data.sources.files.ranges import ArrowBuffer, RangeReader, RangesFile
 from rescale_data.sources.fragments import Footer, cumulative_sums
 from rescale_data.sources.indexed import IndexedSource, make_footer
+from rescale_data.sources.source import BadRow
 from rescale_data.state import Ints
 
 KEY_COLUMN = "__key__"
@@ -69,8 +68,7 @@ class WebDatasetSource(IndexedSource):
     def _check_files(self) -> None:
         names = list(dict.fromkeys(name for kind in self._index.kinds for name in kind["counts"]))
         self.columns = self.columns or names
-        missing = [name for name in self.columns if name not in names]
-        if missing:
+        if missing := [name for name in self.columns if name not in names]:
             raise ValueError(f"The files below {self._files.root} have no column {missing[0]!r}. They have {names}.")
         if KEY_COLUMN in self.columns:
             raise ValueError(
@@ -82,15 +80,13 @@ class WebDatasetSource(IndexedSource):
 
     def _warn_of_missing_members(self) -> None:
         for file, num_rows in enumerate(self._index.file_row_counts):
-            counts, num_links = self._index.facts_of(file)["counts"], self._index.facts_of(file).get("links", 0)
+            counts, num_links = (self._index.facts_of(file)[name] for name in ("counts", "links"))
             if num_links:
                 _log.warning(
                     "%s: %d members are links and are left out. Write it with tar --dereference --hard-dereference.",
                     self._files.path(file), num_links,
                 )  # fmt: skip
-            num_missing = {
-                name: num_rows - counts.get(name, 0) for name in self.columns or () if counts.get(name, 0) < num_rows
-            }
+            num_missing = {name: num_rows - n for name in self.columns or () if (n := counts.get(name, 0)) < num_rows}
             if num_missing:
                 _log.warning(
                     "%s: of %d rows, %s have no such member. They are errors when they are read: give columns=[...] that all "
@@ -102,15 +98,15 @@ class WebDatasetSource(IndexedSource):
 
     def _load(self, fragment: int) -> FragmentRows:
         data = self._read_raw_bytes(fragment)
-        opened, rows, starts = self._fragment_file_and_rows(fragment)
-        names = list(self._index.facts_of(self._index.file_of(fragment))["counts"])
-        bounds, key_ends = (opened.array(name)[rows.start : rows.stop + 1] for name in ("first", "keys.ends"))
-        keys = opened.array("keys.text")[key_ends[0] : key_ends[-1]].tobytes()
-        members = [opened.array(name)[bounds[0] : bounds[-1]] for name in ("column", "offset", "size")]
+        file, rows = self._rows_in_file(fragment)
+        names = list(self._index.facts_of(file)["counts"])
+        bounds, key_ends = (self._array(file, name)[rows.start : rows.stop + 1] for name in ("first", "keys.ends"))
+        keys = self._array(file, "keys.text")[key_ends[0] : key_ends[-1]].tobytes()
+        members = [self._array(file, name)[bounds[0] : bounds[-1]] for name in ("column", "offset", "size")]
         table = np.stack(members, dtype=np.int64)
-        table[1] -= starts[0]
+        table[1] -= self._index.location("offset", fragment)
         samples = _Samples(data, keys, key_ends - key_ends[0], bounds - bounds[0], table, names, self.columns or ())
-        opened.ranges.release_with(samples, data)
+        self._file_handle(file).ranges.release_with(samples, data)
         return samples
 
 
@@ -144,8 +140,7 @@ class _Samples:
         key = self.keys[slice(*self.key_ends[index : index + 2].tolist())].decode()
         members = self.members[:, slice(*self.member_bounds[index : index + 2].tolist())].T.tolist()
         ranges = {self.names[column]: (offset, size) for column, offset, size in members}
-        missing = [name for name in self.columns if name not in ranges]
-        if missing:
+        if missing := [name for name in self.columns if name not in ranges]:
             raise BadRow(f"the sample {key!r} has no member {missing}; it has {list(ranges)}. Add it, or leave it out.")
         return {KEY_COLUMN: key, **{name: self.data.slice(*ranges[name]).to_pybytes() for name in self.columns}}
 
@@ -207,5 +202,4 @@ def _group_members(members: Sequence[TarMember]) -> Footer:
         **string_arrays("keys", [sample[0].key for sample in samples]),
     }
     starts = [sample[0].header_offset for sample in samples] + [files[-1].offset + files[-1].size if files else 0]
-    links = {"links": len(members) - len(files)} if len(files) < len(members) else {}
-    return make_footer(np.array(starts, dtype=np.int64), arrays, {"counts": counts, **links})
+    return make_footer(np.array(starts, dtype=np.int64), arrays, {"counts": counts, "links": len(members) - len(files)})

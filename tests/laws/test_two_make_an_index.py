@@ -145,8 +145,8 @@ class Inline:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def map(self, function: Callable[[Any], Any], values: Any) -> Iterator[Any]:
-        return map(function, values)
+    def map(self, function: Callable[..., Any], *values: Any) -> Iterator[Any]:
+        return map(function, *values)
 
 
 class Entries(list[Any]):

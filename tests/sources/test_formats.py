@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.sources import arrow, indexed, jsonl, megatron
-from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.files import local_store
 from rescale_data.sources.files.blocks import BlockRangeReader, write_blocks
 from rescale_data.sources.jsonl import parse
+from rescale_data.sources.source import BadRow
 from rescale_data.testing import assert_source
 from tests.corpus import documents
 from tests.formats import lines, pack, tar_bytes, write_jsonl, write_megatron, write_tar

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 import rescale_data as rd
-from rescale_data.sources.folders import num_rows, short_manifest
+from rescale_data.sources.fragmented import num_rows, short_manifest
 from rescale_data.testing import full_state_dict
 from tests.formats import write_jsonl, write_table
 from tests.laws.tables import TOPS

@@ -14,9 +14,9 @@ from unittest.mock import Mock
 import pytest
 
 import rescale_data as rd
-from rescale_data.sources import index as indexing
+from rescale_data.sources import fragmented
 from rescale_data.sources.files import once
-from rescale_data.sources.folders import short_manifest
+from rescale_data.sources.fragmented import short_manifest
 from rescale_data.testing import assert_source
 from tests.formats import write_table
 from tests.sources.corpora import FORMATS, make_source
@@ -120,7 +120,7 @@ def test_only_files_that_were_added_or_have_changed_are_read(
     write(tmp_path, "d", 1000)
     os.utime(tmp_path / "data" / "d.parquet", ns=(1, 1))
     source = indexed(tmp_path)
-    assert "d.parquet changed since an index of them was made, and are read anew" in caplog.messages[-1]
+    assert "d.parquet changed since they were indexed, and are read anew" in caplog.messages[-1]
     assert [source.row(i)["x"] for i in (0, 20)] == [100, 1000]
     assert read[3:] == ["d.parquet"]
 
@@ -144,7 +144,7 @@ def test_an_index_of_another_format_or_of_other_files_is_an_error(tmp_path: Path
 def test_an_index_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "a")
     indexed(tmp_path)
-    monkeypatch.setattr(indexing, "_INDEX_FORMAT_VERSION", 9)
+    monkeypatch.setattr(fragmented, "INDEX_FORMAT_VERSION", 9)
     assert indexed(tmp_path).num_rows == 20
     assert len(list((tmp_path / "index").glob("*.rdindex"))) == 2
 

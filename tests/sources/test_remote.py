@@ -71,7 +71,7 @@ class TestAhead:
         for fragment in range(16):
             source.prepare("tokens", fragment)
             source.decode_ahead("tokens", fragment)
-            for runner in (fetch_runner(), decode_runner()):
+            for runner in (fetch_runner, decode_runner):
                 runner.wait(source._cache_key(fragment, "tokens"))
         assert Far.requests() == num_requests
 
@@ -173,14 +173,14 @@ class TestOnce:
         piece = partial(source.tokens_of, "tokens", 0, share) if column else partial(source.row_of, 0, share)
         read = piece if is_piece else whole
         source.prepare(column, 0, share)
-        fetch_runner().wait(source._cache_key(0, column, share))
+        fetch_runner.wait(source._cache_key(0, column, share))
         assert Far.requests() == 1
         read()
         get = Cache.get
         with monkeypatch.context() as patch:  # whoever prepares looked before it came
             patch.setattr(Cache, "get", lambda *_: patch.setattr(Cache, "get", get))
             source.prepare(column, 0, share)
-        fetch_runner().wait(source._cache_key(0, column, share))
+        fetch_runner.wait(source._cache_key(0, column, share))
         read()
         assert Far.requests() == 1
 
@@ -198,7 +198,7 @@ from tests.sources.far import Far
 def stall():
     print("asked", flush=True)
     one.set()
-    exit_event().wait()
+    exit_event.wait()
     raise OSError("503 slow down")
 
 one = threading.Event()

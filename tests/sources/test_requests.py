@@ -234,7 +234,7 @@ def test_nothing_is_held_over_a_fork() -> None:
 
 def test_a_child_that_is_forked_within_a_pause_makes_pauses_of_its_own() -> None:
     """The lock of the event that ends pauses may be held at that moment."""
-    with remote.exit_event()._cond:
+    with remote.exit_event._cond:
         assert in_a_fork(tried, Mock(side_effect=[OSError("503"), 7])) == 0
 
 
@@ -242,7 +242,7 @@ def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for listing and once for reading, however many sources and threads: each thread waits for the same moment."""
     waits: list[float] = []
     monkeypatch.setattr(remote, "_start_times", {})
-    monkeypatch.setattr(remote.exit_event(), "wait", waits.append)
+    monkeypatch.setattr(remote.exit_event, "wait", waits.append)
     monkeypatch.setattr(remote.random, "uniform", lambda low, high: high)
     monkeypatch.setenv("WORLD_SIZE", "2000")
     for _ in range(60):

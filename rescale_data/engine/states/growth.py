@@ -23,7 +23,7 @@ from rescale_data.nodes.abilities import RereadsDocument
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import is_endless, readers_of
 from rescale_data.nodes.reader import Reader
-from rescale_data.sources.folders import FILES, FOLDERS, short_manifest
+from rescale_data.sources.fragmented import FILES, FOLDERS, short_manifest
 from rescale_data.sources.source import FiledSource
 from rescale_data.state import Ints, position_slots
 

@@ -50,36 +50,24 @@ class BackgroundRunner:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-_NUM_FETCHING_THREADS = 16
+_FETCHERS = 16
 
-_decoder, _fetcher = BackgroundRunner(1), BackgroundRunner(_NUM_FETCHING_THREADS)
-
-_exit_event = threading.Event()
-
-
-def decode_runner() -> BackgroundRunner:
-    """Return this process's `BackgroundRunner` for decoding, with one thread, because decoding keeps a core busy."""
-    return _decoder
-
-
-def fetch_runner() -> BackgroundRunner:
-    """Return this process's `BackgroundRunner` for requests over a network, with many threads, because they mostly wait."""
-    return _fetcher
-
-
-def exit_event() -> threading.Event:
-    """Return the event that is set when this process begins to exit. Pauses wait on it, so that they then end at once."""
-    return _exit_event
+decode_runner = BackgroundRunner(1)
+"""This process's `BackgroundRunner` for decoding, with one thread, because decoding keeps a core busy."""
+fetch_runner = BackgroundRunner(_FETCHERS)
+"""This process's `BackgroundRunner` for requests over a network, with many threads, because they mostly wait."""
+exit_event = threading.Event()
+"""The event that is set when this process begins to exit. Pauses wait on it, so that they then end at once."""
 
 
 def _stop_all() -> None:
-    _exit_event.set()
-    _decoder.stop()
-    _fetcher.stop()
+    exit_event.set()
+    decode_runner.stop()
+    fetch_runner.stop()
 
 
 # Begun anew in a forked child: it has no threads, and another thread of the parent may have held a lock
-for _reset in (partial(_decoder.__init__, 1), partial(_fetcher.__init__, _NUM_FETCHING_THREADS), _exit_event.__init__):
+for _reset in (partial(decode_runner.__init__, 1), partial(fetch_runner.__init__, _FETCHERS), exit_event.__init__):
     os.register_at_fork(after_in_child=_reset)
 
 # Before Python calls the functions of `atexit`, it waits until the threads of all executors have done all submitted work. The

@@ -50,8 +50,7 @@ class ReferencedValue(DerivedValue):
 
 
 class Budgeted(Protocol):
-    @property
-    def cache_bytes(self) -> int: ...
+    cache_bytes: int
 
 
 class Cache:
@@ -126,13 +125,10 @@ class Cache:
 
     def get_or_make(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the value at ``key``. If it is missing, one thread makes it and the others wait."""
-        value = self.get(key)
-        if value is None:
+        if (value := self.get(key)) is None:
             with self.lock_for(key):
-                value = self.get(key)
-                if value is None:
-                    value = compute()
-                    self.put(key, value)
+                if (value := self.get(key)) is None:
+                    self.put(key, value := compute())
         return value
 
     def lock_for(self, key: Hashable) -> AbstractContextManager[Any]:

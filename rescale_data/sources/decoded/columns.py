@@ -1,10 +1,16 @@
-"""Decoded columns of one fragment: converts Arrow arrays to NumPy arrays and Python values."""
+"""Decoded columns of one fragment, or of a piece of it: converts Arrow arrays to NumPy arrays and Python values.
+
+A piece holds the rows that one logical shard reads, so that all shards use one decoding of a fragment.
+
+fragment, decoded      | rows of shard 7 | rows of shard 8 | rows of shard 9 |
+cut, by copy           [ piece           ] [ piece         ] [ piece         ]   in the cache, and on disk
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +19,21 @@ import pyarrow.types as kinds
 
 from rescale_data.errors import require_type
 from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable, ArrowType
-from rescale_data.sources.bad_row import BadRow, NullValueError
-from rescale_data.sources.source import Tokens
+from rescale_data.sources.files.ranges import ArrowBuffer
+from rescale_data.sources.source import BadRow, Tokens
 from rescale_data.state import Ints
+
+
+class NullValueError(BadRow):
+    """Error for a list of numbers that is null or contains a null; ``row`` is its row in the fragment."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(
+            "a list of numbers is null or has a null in it. Fill or drop such rows where the files are made, read the other "
+            "columns only (columns=...), or leave such rows out: rd.Filter(reader, has_tokens) those whose list is null, "
+            "rd.Reader(on_error='skip') those with a null in it."
+        )
+        self.row = row
 
 
 class Fragment:
@@ -41,18 +59,39 @@ class Fragment:
         return texts
 
 
+class FragmentPiece:
+    """Some rows of a fragment as an Arrow IPC stream, the same bytes in memory and on disk.
+
+    Args:
+        stream_bytes: The stream.
+        first_row: Row of the fragment at which the piece begins.
+    """
+
+    def __init__(self, stream_bytes: ArrowBuffer, first_row: int) -> None:
+        self.stream_bytes, self.start = stream_bytes, first_row
+        self.nbytes: int = stream_bytes.size
+
+    @cached_property
+    def rows(self) -> Fragment:
+        return Fragment(self._table())
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The tokens of the piece's only column, decoded on first use."""
+        lists = token_lists(self._table().column(0))
+        return Tokens(lists.values, lists.offsets, self.start)
+
+    def _table(self) -> ArrowTable:
+        return pa.ipc.open_stream(self.stream_bytes).read_all()
+
+
 def _value_getter(column: ArrowArray) -> partial[Any]:
     """Return a function that returns a copy of a column's value in a row, such as an array for a list of numbers."""
     is_list, is_tensor = is_number_list(column.type), isinstance(column.type, pa.FixedShapeTensorType)
     if is_list and (lists := flat_lists(column)) is not None:
-        return partial(_flat_value, lists)
+        return partial(Tokens.copy_of, lists)
     array: ArrowArray = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     return partial(_nullable_value, array, is_tensor) if is_list or is_tensor else partial(_object_value, array)
-
-
-def _flat_value(lists: Tokens, row: int) -> npt.NDArray[Any]:
-    start, stop = lists.offsets[row : row + 2]
-    return lists.values[start:stop].copy()
 
 
 def _nullable_value(array: ArrowArray, is_tensor: bool, row: int) -> npt.NDArray[Any] | None:
@@ -72,9 +111,8 @@ def _object_value(array: ArrowArray, row: int) -> Any:
 
 def token_lists(array: ArrowArray) -> Tokens:
     """Return a column of lists of integers as flat values and offsets; `NullValueError` with the row of the first null."""
-    lists = flat_lists(array)
-    if lists is None:
-        raise NullValueError(_first_null_row(array))
+    if (lists := flat_lists(array)) is None:
+        raise NullValueError(next(i for i, each in enumerate(array) if not each.is_valid or each.values.null_count))
     return lists
 
 
@@ -109,10 +147,6 @@ def _flatten_chunk(chunk: Any) -> Tokens | None:
     return Tokens(values.to_numpy(zero_copy_only=False), offsets)
 
 
-def _first_null_row(array: ArrowArray) -> int:
-    return next(i for i, scalar in enumerate(array) if not scalar.is_valid or scalar.values.null_count)
-
-
 def is_number_list(kind: ArrowType) -> bool:
     return _is_list(kind) and (kinds.is_integer(kind.value_type) or kinds.is_floating(kind.value_type))
 
@@ -129,6 +163,61 @@ def is_text(kind: ArrowType) -> bool:
 
 def _is_list(kind: ArrowType) -> bool:
     return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
+
+
+ArrayPlace: TypeAlias = tuple[np.dtype[Any], int, int]
+"""The dtype, the length and the first byte of an array of numbers in a buffer, as ``np.frombuffer`` takes them."""
+
+
+class Place(NamedTuple):
+    """The places, in a buffer, of the values and of the offsets of a column of lists without nulls."""
+
+    values: ArrayPlace
+    offsets: ArrayPlace
+
+    @staticmethod
+    def find(lists: ArrowArray, data: ArrowBuffer) -> Place | None:
+        """Return the place of a column of lists that Arrow read from ``data`` without a copy; `None` if Arrow copied it."""
+        chunk = lists.chunk(0) if lists.num_chunks == 1 else None
+        if chunk is None or kinds.is_fixed_size_list(chunk.type) or chunk.null_count or chunk.values.null_count:
+            return None
+        values = _array_place(chunk.values.to_numpy(zero_copy_only=False), data)
+        offsets = _array_place(chunk.offsets.to_numpy(), data)
+        return None if values is None or offsets is None else Place(values, offsets)
+
+    def tokens(self, data: ArrowBuffer) -> Tokens:
+        """Return the column's tokens from the bytes of a fragment, values not copied; ``ValueError`` if bytes are missing."""
+        offsets = np.frombuffer(data, *self.offsets).astype(np.int64)
+        start, stop = int(offsets[0]), int(offsets[-1])
+        offsets -= start
+        return Tokens(np.frombuffer(data, *self.values)[start:stop], offsets)
+
+
+def _array_place(array: npt.NDArray[Any], data: ArrowBuffer) -> ArrayPlace | None:
+    """Return the place of an array in a buffer; `None` if the array is a copy outside of the buffer."""
+    first_byte = array.ctypes.data - data.address
+    return (array.dtype, len(array), first_byte) if 0 <= first_byte <= data.size - array.nbytes else None
+
+
+def copy_as_stream(table: ArrowTable, start: int, stop: int) -> ArrowBuffer:
+    """Return some rows of a table as the bytes of an Arrow IPC stream, a copy that does not keep the table in memory."""
+    rows = table.slice(start, stop - start).combine_chunks()
+    size_counter = pa.MockOutputStream()
+    _write(rows, size_counter)
+    stream_buffer = pa.allocate_buffer(size_counter.size())  # a growing buffer would keep up to twice as much
+    _write(rows, pa.FixedSizeBufferWriter(stream_buffer))
+    return stream_buffer
+
+
+def _write(table: ArrowTable, sink: object) -> None:
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def has_type(kind: ArrowType, is_wanted: Callable[[ArrowType], bool]) -> bool:
+    """True if a type is, or contains, one for which a function of ``pyarrow.types`` is true."""
+    inner = [kind.value_type] if kinds.is_dictionary(kind) else [kind.field(i).type for i in range(kind.num_fields)]
+    return is_wanted(kind) or any(has_type(each, is_wanted) for each in inner)
 
 
 def check_columns(schema: ArrowSchema, columns: Sequence[str], table: str) -> None:

@@ -31,9 +31,8 @@ class CacheDemand(NamedTuple):
 
 
 _demands: dict[int, CacheDemand] = {}  # by the id of the reader
-_known_counts: list[dict[int, tuple[int, int]]] = [
-    {}
-]  # one dict, replaced where demands change: a late writer has the old one
+# One dict, replaced where demands change: a late writer has the old one
+_known_counts: list[dict[int, tuple[int, int]]] = [{}]
 _warned_owners: dict[int, bool] = new_dict_by_owner()
 _log = logging.getLogger("rescale_data")
 
@@ -90,9 +89,8 @@ def num_sources_and_shards(source_key: int) -> tuple[int, int]:
     Args:
         source_key: Key of the source, see `owner_id`.
     """
-    known_counts = _known_counts[
-        0
-    ]  # for each read of documents a sum over the loaders would cost 1 % of a packed batch
+    # For each read of documents a sum over the loaders would cost 1 % of a packed batch
+    known_counts = _known_counts[0]
     if source_key not in known_counts:
         demands = _demands_on(source_key)
         num_sources = max((len(demand.owners) for demand in demands), default=1)
@@ -110,10 +108,9 @@ def room_for_block(source: Source) -> int:
         Bytes; 0 if the cache has room for all fragments, or if a block would be too small to pay.
     """
     num_sources, num_shards = num_sources_and_shards(owner_id(source))
-    num_fragments = 0 if source.fragments is None else len(source.fragments) - 1
     room = cache_share(source)
     block_bytes = (room - source.fragment_bytes) * PARTS_PER_BLOCK // ((PARTS_PER_BLOCK + 1) * num_sources * num_shards)
-    all_fit = num_sources * num_fragments * source.fragment_bytes <= room
+    all_fit = num_sources * _num_fragments(source) * source.fragment_bytes <= room
     return 0 if all_fit or block_bytes < _MIN_BLOCK_BYTES else block_bytes
 
 
@@ -126,9 +123,11 @@ def bytes_needed(source: Source, num_shards: int) -> int:
 
 
 def _bytes_needed_by(source: BaseSource, num_shards: int) -> int:
-    if not isinstance(source, Source) or source.fragments is None:
-        return 0
-    return min(num_shards, len(source.fragments) - 1) * source.fragment_bytes
+    return min(num_shards, _num_fragments(source)) * source.fragment_bytes if isinstance(source, Source) else 0
+
+
+def _num_fragments(source: Source) -> int:
+    return 0 if source.fragments is None else len(source.fragments) - 1
 
 
 def warn_if_thrashing(
@@ -145,10 +144,7 @@ def warn_if_thrashing(
     """
     num_shards = -(-num_owned_shards // max(1, num_workers))
     fragmented = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
-    rows_per_fragment = [
-        source.num_rows // max(1, len(bounds) - 1) for source in fragmented if (bounds := source.fragments) is not None
-    ]
-    decodes_per_epoch = max(rows_per_fragment, default=0)
+    decodes_per_epoch = max((source.num_rows // max(1, _num_fragments(source)) for source in fragmented), default=0)
     needed_bytes = sum(_bytes_needed_by(source, num_shards) for source in fragmented) + num_shards * extra_bytes
     num_bytes = (1 + num_workers) * needed_bytes
     # A piece is kept in both

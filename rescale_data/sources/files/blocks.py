@@ -1,30 +1,29 @@
 """Random access to compressed files, by a copy whose blocks are each compressed on their own.
 
-    block | block | ... | int64[B + 1] | int64[B + 1] | int64[B] | int64 B | int64 checksum | "RDBLOCK2"
+    block | block | ... | int64[B + 1] | int64[B] | int64 size | int64 block size | int64 B | int64 checksum | "RDBLOCK3"
 
-B is the number of blocks. The arrays hold the byte at which each block begins and the last one ends, in the decompressed file
-and in the copy, and the checksum (CRC-32) of each block. The last checksum is that of the arrays and B.
+B is the number of blocks, which hold as many bytes of the decompressed file each, the last one fewer. The arrays hold the byte
+at which each block begins in the copy and the last one ends, and the checksum (CRC-32) of each block. The last checksum is that
+of all numbers before it.
 """
 
 from __future__ import annotations
 
-import bisect
 import errno
 import io
 import zlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import MappedFile, RangeReader
+from rescale_data.sources.files.ranges import ArrowBuffer, MappedFile, RangeReader
 
 BLOCK_BYTES = 2**20
-_MAGIC = b"RDBLOCK2"
+_MAGIC = b"RDBLOCK3"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
@@ -40,35 +39,25 @@ class BlockRangeReader(RangeReader):
         self._store = store
         self._file, self._codec = MappedFile(path), pa.Codec("zstd")
         copy_tail = self._file.read(max(0, self._file.size - 24), 24).to_pybytes().rjust(24, b"\0")
-        num_offsets, checksum = int.from_bytes(copy_tail[:8], "little") + 1, int.from_bytes(copy_tail[8:16], "little")
-        table_offset = self._file.size - 24 * num_offsets - 16
-        table_bytes = self._file.read(max(0, table_offset), 24 * num_offsets)
+        num_blocks, checksum = int.from_bytes(copy_tail[:8], "little"), int.from_bytes(copy_tail[8:16], "little")
+        table_offset = self._file.size - 16 * num_blocks - 48
+        table_bytes = self._file.read(max(0, table_offset), 16 * num_blocks + 32)
         if copy_tail[16:] != _MAGIC or table_offset < 0 or zlib.crc32(table_bytes) != checksum:
             raise ValueError(f"{path} is not whole")
         table = np.frombuffer(table_bytes, dtype=np.int64)
-        self._content_offsets, self._copy_offsets = table[: 2 * num_offsets].reshape(2, -1)
-        self._checksums = table[2 * num_offsets : -1]
+        self._copy_offsets, self._checksums = table[: num_blocks + 1], table[num_blocks + 1 : -3]
+        self.size, self._block_bytes = table[-3:-1].tolist()
         # A copy that was made again has other blocks, if the file has changed.
         self._path, self._store_key_prefix = path, f"{path}|{checksum}"
 
-    @property
-    def size(self) -> int:
-        return int(self._content_offsets[-1])
-
     def read(self, offset: int, length: int) -> ArrowBuffer:
-        offsets = self._content_offsets
         stop = min(offset + length, self.size)
         if stop <= offset:
             return pa.py_buffer(b"")
-        first_block = bisect.bisect_right(cast(Any, offsets), offset) - 1
-        stop_block = bisect.bisect_left(cast(Any, offsets), stop)
+        first_block, stop_block = offset // self._block_bytes, -(-stop // self._block_bytes)
         blocks = [self._read_block(block) for block in range(first_block, stop_block)]
         content = blocks[0] if len(blocks) == 1 else pa.py_buffer(b"".join(blocks))
-        content_offset = int(offsets[first_block])
-        return content.slice(offset - content_offset, stop - offset)
-
-    def as_arrow(self) -> Any:
-        return self.read(0, self.size)
+        return content.slice(offset - first_block * self._block_bytes, stop - offset)
 
     def _read_block(self, block: int) -> ArrowBuffer:
         if self._store is None:
@@ -77,12 +66,10 @@ class BlockRangeReader(RangeReader):
 
     def _decompress(self, block: int) -> ArrowBuffer:
         start, stop = self._copy_offsets[block : block + 2].tolist()
-        size = int(self._content_offsets[block + 1] - self._content_offsets[block])
+        size = min(self._block_bytes, self.size - block * self._block_bytes)
         compressed_block = self._file.read(start, stop - start)
         if zlib.crc32(compressed_block) != self._checksums[block]:
-            raise OSError(
-                errno.EIO, "a block was changed on the disk: delete the file, and it is written anew", self._path
-            )
+            raise OSError(errno.EIO, "a block was changed on the disk: delete the file, it is written anew", self._path)
         return self._codec.decompress(compressed_block, size)
 
 
@@ -92,16 +79,17 @@ def codec_of(file_name: str) -> str | None:
 
 
 def write_blocks(chunks: Iterator[bytes], path: str) -> None:
-    """Write chunks of bytes to a file for `BlockRangeReader`; each chunk is compressed as a block of its own."""
-    codec, offsets, copy_offsets, checksums = pa.Codec("zstd"), [0], [0], list[int]()
+    """Write chunks of bytes, all but the last of one size, for `BlockRangeReader`; each is compressed as a block of its own."""
+    codec, copy_offsets, sizes, checksums = pa.Codec("zstd"), [0], [0], list[int]()
     with open(path, "wb") as file:
         for chunk in chunks:
             compressed_chunk = codec.compress(chunk, asbytes=True)
             file.write(compressed_chunk)
-            offsets.append(offsets[-1] + len(chunk))
             copy_offsets.append(copy_offsets[-1] + len(compressed_chunk))
+            sizes.append(len(chunk))
             checksums.append(zlib.crc32(compressed_chunk))
-        table_bytes = np.array([*offsets, *copy_offsets, *checksums, len(checksums)], dtype=np.int64).tobytes()
+        table = [*copy_offsets, *checksums, sum(sizes), max(sizes), len(checksums)]
+        table_bytes = np.array(table, dtype=np.int64).tobytes()
         file.write(table_bytes + zlib.crc32(table_bytes).to_bytes(8, "little") + _MAGIC)
 
 

@@ -31,22 +31,16 @@ class Bundle:
             raise ValueError(f"{path} is no index, or not whole")
         header_length = int(self._data[8:16].view(np.int64)[0])
         self._header: dict[str, Any] = json.loads(self._data[16 : 16 + header_length].tobytes())
+        self.names = list(self._header["arrays"])
+        """Names of the arrays in the index file."""
+        self.json_metadata: dict[str, Any] = self._header["facts"]
+        """The JSON values that the index file stores together with its arrays."""
         self._arrays_begin = _aligned(16 + header_length)
         if self._arrays_begin + self._header["bytes"] + 8 != len(self._data):
             raise ValueError(f"{path} is not whole")
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
         return Bundle, (self.path,)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the arrays in the index file."""
-        return list(self._header["arrays"])
-
-    @property
-    def json_metadata(self) -> dict[str, Any]:
-        """The JSON values that the index file stores together with its arrays."""
-        return self._header["facts"]
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return the array called ``name`` as a view of the memory-mapped index file."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.files.once import write_atomically
+from rescale_data.sources.files.ranges import ArrowBuffer
 
 _log = logging.getLogger(__name__)
 _ENTRIES_FOLDER = "rescale_data-1"  # 1: version of the entries; other files in the user's folder are never deleted
@@ -52,9 +52,7 @@ class LocalStore:
         self._verified: set[int] = set()  # hashes of inode, time of writing and size: files whose checksum was verified
         self._bytes_since_trim = max_bytes  # look at the first write: other processes may have left much
         if (kind := _filesystem_type(folder)) in _SHARED_FILESYSTEMS:
-            raise ValueError(
-                f"cache_dir={folder!r} is on {kind}, which hosts share. Give a folder on a disk of this host."
-            )
+            raise ValueError(f"cache_dir={folder!r} is on {kind}, which hosts share. Give one on a disk of this host.")
         try:
             os.makedirs(self._folder, exist_ok=True)
             if os.stat(self._folder).st_uid != os.getuid():

@@ -17,9 +17,7 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.05
 
 
-def open_or_create(
-    path: str, opener: Callable[[str], T], write_file: Callable[[str], None], *, wait_for_writer: bool = True
-) -> T | None:
+def open_or_create(path: str, read: Callable[[str], T], write: Callable[[str], None], *, wait: bool = True) -> T | None:
     """Open a file and return it. If it is missing or incomplete, one process writes it while the others wait.
 
     The process that holds the lease ``<path>.claim`` writes the file under another name and renames it. The lease of a dead
@@ -27,30 +25,30 @@ def open_or_create(
 
     Args:
         path: Path of the file.
-        opener: Opens the file; raises `ValueError` if the file is incomplete.
-        write_file: Writes the file to the path that it is given.
-        wait_for_writer: Whether to wait for a process that is making the file. If not, return `None` in that case.
+        read: Opens the file; raises `ValueError` if the file is incomplete.
+        write: Writes the file to the path that it is given.
+        wait: Whether to wait for a process that is making the file. If not, return `None` in that case.
     """
     filesystem, lease_path = LocalFileSystem(), f"{path}.claim"
     observer = LeaseObserver(filesystem)
     while True:
         with suppress(FileNotFoundError, ValueError):
-            return opener(path)
+            return read(path)
         try:
             lease = Lease(filesystem, lease_path, exclusive=True)
         except FileExistsError:
             if observer.observe_holder(lease_path)[0] == "gone":
                 with suppress(FileNotFoundError):
                     os.unlink(lease_path)
-            elif wait_for_writer:
+            elif wait:
                 time.sleep(_POLL_SECONDS)
             else:
                 return None
             continue
         with lease:
             with suppress(FileNotFoundError, ValueError):
-                return opener(path)
-            write_atomically(path, write_file)
+                return read(path)
+            write_atomically(path, write)
 
 
 def write_atomically(path: str, write_file: Callable[[str], object]) -> None:

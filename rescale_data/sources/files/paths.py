@@ -10,12 +10,9 @@ import os
 import posixpath
 import re
 from bisect import bisect_left
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,7 +25,6 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from rescale_data.errors import require_type
-from rescale_data.sources.arrow_types import ArrowFile
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.ranges import ChangedFileError, MappedFile, RangeReader
 from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, reconnected, wait_random_time
@@ -36,8 +32,8 @@ from rescale_data.state import Ints
 
 _NUM_PROBES = 16
 _PROBE_BYTES = 2**12
-_PROBING_THREADS = 16
 _VERSION_KEYS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "created")
+_HIDDEN_NAME = re.compile(r"(?<=/)(_|[.][^/])")
 _warned_roots: set[str] = set()
 _log = logging.getLogger("rescale_data")
 
@@ -101,11 +97,6 @@ class Files:
         names, sizes = [self.names[file] for file in file_indices], [int(self.sizes[file]) for file in file_indices]
         return self.with_files(names, sizes, [self.stamps[file] for file in file_indices])
 
-    def digests(self) -> list[str]:
-        """Return a digest of sampled bytes (`probe_digest`) for each file."""
-        with ThreadPoolExecutor(_PROBING_THREADS) as pool:
-            return list(pool.map(self.probe_digest, range(len(self.names))))
-
     def probe_digest(self, file: int) -> str:
         """Return a digest of sampled bytes of a local file; empty for a remote file, which has an ETag.
 
@@ -134,8 +125,8 @@ class Files:
             )  # fmt: skip
         return True
 
-    def open(self, file: int) -> ArrowFile:
-        """Open a file for random access."""
+    def open(self, file: int) -> Any:
+        """Open a file for random access, as a file of pyarrow."""
         return pa.OSFile(self._local_path(file), "rb") if self.filesystem is None else self.reader_of(file).as_arrow()
 
     def reader_of(self, file: int) -> RangeReader:
@@ -162,10 +153,7 @@ class Files:
 
 
 def find_matching_files(
-    paths: Paths,
-    suffixes: Sequence[str],
-    storage_options: Mapping[str, Any] | None = None,
-    remote: Remote | None = None,
+    paths: Paths, suffixes: Sequence[str], options: Mapping[str, Any] | None = None, remote: Remote | None = None
 ) -> Files:
     """Return the files that paths, globs, folders or URLs stand for, sorted by path.
 
@@ -174,7 +162,7 @@ def find_matching_files(
             (all files below it that end in one of ``suffixes``, except names that begin with a dot or an underscore), a file,
             or a list of these; each local or any fsspec URL.
         suffixes: Ends of file names; other files in a folder are left out.
-        storage_options: Arguments of the fsspec filesystem.
+        options: Arguments of the fsspec filesystem.
         remote: Options for reading files behind URLs.
 
     Raises:
@@ -188,27 +176,25 @@ def find_matching_files(
     items = [paths] if isinstance(paths, str | os.PathLike) else paths
     items = list(items) if isinstance(items, Iterable) else [items]  # pyright: ignore[reportUnnecessaryIsInstance]
     if not all(isinstance(path, str | os.PathLike) for path in items):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"paths={paths!r} is a {type(paths).__name__}: give a glob, a folder, a file, or a list of these."
-        )
+        raise TypeError(f"paths={paths!r} is a {type(paths).__name__}: give a glob, a folder, a file, or a list.")
     items = [os.fspath(path) for path in items]
     if not items or "" in items:
         raise FileNotFoundError(f"No paths were given, {items}: give a glob, a folder or a list of files.")
     urls = [path for path in items if "://" in path]
     if not urls:
         pairs = [_find_local_files(item, suffixes) for item in items]
-        return _build_files([folder for folder, _ in pairs], {path: info for _, files in pairs for path, info in files})
+        stats = {path: os.stat(path) for _, matches in pairs for path in matches}
+        stamps = {path: (stat.st_size, str(stat.st_mtime_ns)) for path, stat in stats.items()}
+        return _build_files([folder for folder, _ in pairs], stamps)
     if len(urls) != len(items):
         raise ValueError(f"Local paths and URLs in one list, {items}: give a source for each.")
-    return _remote(items, suffixes, storage_options or {}, remote or Remote())
+    return _remote(items, suffixes, options or {}, remote or Remote())
 
 
 def _build_files(given_folders: Iterable[str], size_stamp_by_path: Mapping[str, tuple[int, str]]) -> Files:
     """Return files named from the common folder of ``given_folders``, so that names stay if files join in any of these."""
     folders = [path.split("/") for path in given_folders] + [path.split("/")[:-1] for path in size_stamp_by_path]
-    shared = [
-        name for name, _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(folders), max(folders), strict=False))
-    ]
+    shared = posixpath.commonprefix(folders)
     root = "/".join(shared).rstrip("/") or "/"[: len(shared)]  # not normalized: in a bucket, a//b is not a/b
     infos_by_name = {path.removeprefix(_prefix(root)): info for path, info in size_stamp_by_path.items()}
     names = tuple(sorted(infos_by_name))
@@ -227,40 +213,29 @@ def _prefix(root: str) -> str:
     return root if root in ("", "/") else f"{root}/"
 
 
-def _find_local_files(user_input: str, suffixes: Sequence[str]) -> tuple[str, list[tuple[str, tuple[int, str]]]]:
+def _find_local_files(user_input: str, suffixes: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the folder that a path, a folder or a glob names, and the files that it stands for."""
     pattern = os.path.expanduser(user_input)
     path = os.path.abspath(pattern)
     folder = os.path.dirname(path)
     if os.path.isdir(path):
         folder = path
-        with _explain_link_circle():
+        try:
             matches = _filter_names(_walk_local(path), path, suffixes)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ValueError(
+                f"{error.filename} is a symbolic link that leads in a circle, back to itself or to a folder above it. Remove "
+                f"it, or give a glob or a list of files that leaves it out."
+            ) from None
     elif os.path.exists(path):
         matches = [path]
     else:
         folder = os.path.abspath(_folder_of(pattern))
-        matches = [
-            match for match in map(os.path.abspath, glob.glob(pattern, recursive=True)) if not os.path.isdir(match)
-        ]
+        matches = [file for file in map(os.path.abspath, glob.glob(pattern, recursive=True)) if not os.path.isdir(file)]
     _require_matches(matches, user_input, suffixes, os.path.isdir(path))
-    return Path(folder).as_posix(), [(Path(match).as_posix(), _size_and_stamp(os.stat(match))) for match in matches]
-
-
-@contextmanager
-def _explain_link_circle() -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise ValueError(
-            f"{error.filename} is a symbolic link that leads in a circle, back to itself or to a folder above it. Remove it, "
-            f"or give a glob or a list of files that leaves it out."
-        ) from None
-
-
-def _size_and_stamp(info: os.stat_result) -> tuple[int, str]:
-    return info.st_size, str(info.st_mtime_ns)
+    return folder, matches
 
 
 def _walk_local(folder: str, parent_stats: Sequence[os.stat_result] = ()) -> Iterator[str]:
@@ -326,9 +301,8 @@ def _list_files_at(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple
             info = filesystem.info(path)
             if info["type"] == "file":
                 return False, {path: info}
-        return True, _find_files_below(filesystem, path) if _uses_default_find(filesystem) else filesystem.find(
-            path, detail=True
-        )
+        has_own_find = not _uses_default_find(filesystem)
+        return True, filesystem.find(path, detail=True) if has_own_find else _find_files_below(filesystem, path)
     except FileNotFoundError as error:
         http_error: Any = error.__cause__
         if type(http_error).__module__.startswith("aiohttp") and getattr(http_error, "status", None) not in (404, 410):
@@ -386,11 +360,7 @@ def _version_stamp(info: Mapping[str, Any]) -> str:
 def _filter_names(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
     """Return the paths that end in one of the suffixes, and have no name below the root that begins with "." or "_"."""
     start = len(root.rstrip("/")) + 1
-    return [
-        path
-        for path in paths
-        if path.endswith(tuple(suffixes)) and not any(name.startswith((".", "_")) for name in Path(path[start:]).parts)
-    ]
+    return [path for path in paths if path.endswith(tuple(suffixes)) and not _HIDDEN_NAME.search(path, start)]
 
 
 def _require_matches(matches: Iterable[str], user_input: str, suffixes: Sequence[str], is_folder: bool) -> None:

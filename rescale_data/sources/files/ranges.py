@@ -9,12 +9,13 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from rescale_data.sources.arrow_types import ArrowBuffer
+_madvise = ctypes.CDLL(None).madvise
+ArrowBuffer: TypeAlias = Any
+"""Bytes that pyarrow keeps, mapped or copied; pyarrow has no annotations."""
 
 
 class ChangedFileError(OSError, ValueError):
@@ -24,9 +25,8 @@ class ChangedFileError(OSError, ValueError):
 class RangeReader(ABC):
     """Interface to a file that any number of threads may read at random."""
 
-    @property
-    @abstractmethod
-    def size(self) -> int: ...
+    size: int
+    """Bytes of the file."""
 
     @abstractmethod
     def read(self, offset: int, length: int) -> ArrowBuffer:
@@ -36,13 +36,15 @@ class RangeReader(ABC):
         """Return several ranges, each given as ``(offset, length)``. A remote file requests all of them at the same time."""
         return [self.read(offset, length) for offset, length in ranges]
 
-    @abstractmethod
     def as_arrow(self) -> Any:
         """Return the whole file as an object that pyarrow can read."""
+        return self.read(0, self.size)
 
-    def release_with(self, holder: object, data: ArrowBuffer) -> None:
-        """Free the memory of ``data``, which was read from this file, when the object ``holder`` is garbage-collected."""
-        del holder, data  # a copy is freed with its holder
+    def release_with(self, holder: object, data: ArrowBuffer) -> None:  # noqa: B027
+        """Free the memory of ``data``, which was read from this file, when the object ``holder`` is garbage-collected.
+
+        A copy, as of a remote file, is freed with its holder in any case.
+        """
 
 
 class RangesFile(io.RawIOBase):
@@ -80,23 +82,14 @@ class MappedFile(RangeReader):
 
     def __init__(self, path: str) -> None:
         self._path, self._stat_when_mapped = path, os.stat(path)
-        if not self._stat_when_mapped.st_size:  # there is nothing to map
-            self._buffer = pa.py_buffer(b"")
-            return
-        with pa.memory_map(path) as file:  # the buffer keeps the mapping, but no file descriptor
+        # The buffer keeps the mapping, but no file descriptor. An empty file cannot be mapped
+        with pa.memory_map(path) if self._stat_when_mapped.st_size else pa.BufferReader(b"") as file:
             self._buffer = file.read_buffer()
-
-    @property
-    def size(self) -> int:
-        return self._buffer.size
+        self.size: int = self._buffer.size
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
         self._require_not_truncated()
         return self._buffer.slice(offset, max(0, min(length, self.size - offset)))
-
-    def as_arrow(self) -> Any:
-        self._require_not_truncated()
-        return self._buffer
 
     def _require_not_truncated(self) -> None:
         """Raise `ChangedFileError` if the file became shorter since it was mapped: reading beyond its end raises SIGBUS."""
@@ -107,8 +100,7 @@ class MappedFile(RangeReader):
         if file_stat.st_ino == self._stat_when_mapped.st_ino and file_stat.st_size < self._stat_when_mapped.st_size:
             raise ChangedFileError(
                 f"{self._path} was cut off while it was read: it had {self._stat_when_mapped.st_size} bytes and has "
-                f"{file_stat.st_size}. "
-                f"Write files anew under another name, and rename them."
+                f"{file_stat.st_size}. Write files anew under another name, and rename them."
             )
 
     def release_with(self, holder: object, data: ArrowBuffer) -> None:
@@ -120,13 +112,8 @@ def _drop_pages(data: ArrowBuffer) -> None:
 
     Without this, all pages of a mapped file that a process ever touched count as its memory until the file is closed.
     """
-    advise, dont_need = _madvise(), getattr(mmap, "MADV_DONTNEED", None)
     page_start = -(-data.address // mmap.PAGESIZE) * mmap.PAGESIZE
     page_stop = (data.address + data.size) // mmap.PAGESIZE * mmap.PAGESIZE
-    if advise is not None and dont_need is not None and page_stop > page_start:
-        advise(ctypes.c_void_p(page_start), ctypes.c_size_t(page_stop - page_start), ctypes.c_int(dont_need))
-
-
-@cache
-def _madvise() -> Any:
-    return getattr(ctypes.CDLL(None), "madvise", None)
+    if page_stop > page_start:
+        num_bytes = ctypes.c_size_t(page_stop - page_start)
+        _madvise(ctypes.c_void_p(page_start), num_bytes, ctypes.c_int(mmap.MADV_DONTNEED))

@@ -13,20 +13,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from fsspec.asyn import AsyncFileSystem
 
 from rescale_data.errors import checks_argument_types
-from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.counts import REQUEST_BYTES, REQUESTS, RETRIES, read_counters
 from rescale_data.sources.decoded.ahead import exit_event
 from rescale_data.sources.files.local_store import LocalStore
-from rescale_data.sources.files.ranges import RangeReader, RangesFile
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+from rescale_data.sources.files.ranges import ArrowBuffer, RangeReader, RangesFile
 
 T = TypeVar("T")
 
@@ -40,15 +36,8 @@ _LISTING_TIMEOUT_FACTOR = 10
 _OVERHEAD_BYTES = 2**20  # a request takes about as long as so many of its bytes, even if it asks for none
 _MAX_START_DELAY_SECONDS = 10.0
 _SLOW_DOWN_MARKS = ("SlowDown", "Slow Down", "SLOW_DOWN", "503", "429", "TooManyRequests")
-_PERMANENT_ERRORS = (
-    IsADirectoryError,
-    NotADirectoryError,
-    NotImplementedError,
-    AttributeError,
-    KeyError,
-    TypeError,
-    ValueError,
-)
+# A request that ends in one of these is not made again
+_FATAL = (IsADirectoryError, NotADirectoryError, NotImplementedError, AttributeError, KeyError, TypeError, ValueError)
 
 
 @checks_argument_types
@@ -82,9 +71,7 @@ class Remote:
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout < math.inf or self.retries < 0 or self.max_requests < 1:
-            raise ValueError(
-                f"{self}: timeout is a number of seconds, more than 0; retries is at least 0, max_requests at least 1."
-            )
+            raise ValueError(f"{self}: timeout is seconds, above 0; retries is at least 0, max_requests at least 1.")
 
 
 class RemoteError(OSError):
@@ -99,28 +86,18 @@ class RemoteFile(RangeReader):
         path: Path of the file in it.
         remote: Options for reading it.
         size: Bytes of the file.
-        version_stamp: A text that changes with the file; "" if it is not known.
+        stamp: A text that changes with the file; "" if it is not known.
         store: Store for ranges that were read; `None` to keep none.
     """
 
     def __init__(
-        self,
-        filesystem: AbstractFileSystem,
-        path: str,
-        remote: Remote,
-        size: int,
-        version_stamp: str = "",
-        store: LocalStore | None = None,
+        self, filesystem: Any, path: str, remote: Remote, size: int, stamp: str = "", store: LocalStore | None = None
     ) -> None:
         self._filesystem: Any = reconnected(filesystem)
-        self._path, self._remote, self._version_stamp, self._store = path, remote, version_stamp, store
+        self._path, self._remote, self._stamp, self._store = path, remote, stamp, store
         self.url: str = self._filesystem.unstrip_protocol(path)
-        self._size = size
+        self.size = size
         self._last_read: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
         """Return ``length`` bytes that begin at ``offset``, fewer at the end of the file.
@@ -159,9 +136,9 @@ class RemoteFile(RangeReader):
 
         if not length:
             return pa.py_buffer(b"")
-        if self._store is None or not self._version_stamp:  # a change of the file would not be seen
+        if self._store is None or not self._stamp:  # a change of the file would not be seen
             return pa.py_buffer(fetch())
-        return self._store.read(f"{self.url}|{self.size}|{self._version_stamp}|{offset}|{length}", fetch)
+        return self._store.read(f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}", fetch)
 
 
 def attempt(remote: Remote, url: str, send: Callable[[], T], num_bytes: int | None = None, detail: str = "") -> T:
@@ -199,13 +176,13 @@ def attempt(remote: Remote, url: str, send: Callable[[], T], num_bytes: int | No
         except PermissionError as error:
             raise PermissionError(f"{url}{detail} may not be read: {error}") from error
         except Exception as error:
-            if isinstance(error, _PERMANENT_ERRORS):
+            if isinstance(error, _FATAL):
                 error.add_note(f"while {url}{detail} was read")
                 raise
-            if is_last or exit_event().is_set():
+            if is_last or exit_event.is_set():
                 raise _out_of_retries(url + detail, error, attempt_number + 1, time.monotonic() - start_time) from error
             if not isinstance(error, _NoAnswerError):  # to wait for an answer has been a pause
-                exit_event().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE_SECONDS * 2**attempt_number)))
+                exit_event.wait(random.uniform(0.0, min(_LONGEST_PAUSE, _FIRST_PAUSE_SECONDS * 2**attempt_number)))
         read_counters().add(RETRIES, 1)
     raise AssertionError
 
@@ -222,7 +199,7 @@ def _start_request(send_request: Callable[[], T], request_limit: RequestLimit) -
         try:
             answer.set_result((send_request(), time.monotonic() - start_time))
         except BaseException as error:
-            if _asks_to_slow_down(error):
+            if any(mark in f"{type(error).__name__} {error}" for mark in _SLOW_DOWN_MARKS):
                 request_limit.slow_down(start_time)
             answer.set_exception(error)
 
@@ -327,10 +304,6 @@ def reconnected(filesystem: Any) -> Any:
     return type(filesystem)(*filesystem.storage_args, **filesystem.storage_options)
 
 
-def _asks_to_slow_down(error: BaseException) -> bool:
-    return any(mark in f"{type(error).__name__} {error}" for mark in _SLOW_DOWN_MARKS)
-
-
 def _out_of_retries(label: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
     return RemoteError(
         f"{label} could not be read in {attempts} attempts over {seconds:.1f} s; the last one: "
@@ -347,20 +320,18 @@ def wait_random_time(activity_name: str) -> None:
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     max_wait_seconds = min(_MAX_START_DELAY_SECONDS, (int(num_ranks) - 1) / 400 if num_ranks.isdigit() else 0.0)
     start_time = _start_times.setdefault(activity_name, time.monotonic() + random.uniform(0.0, max_wait_seconds))
-    exit_event().wait(max(0.0, start_time - time.monotonic()))
+    exit_event.wait(max(0.0, start_time - time.monotonic()))
 
 
 @lru_cache(maxsize=64)
 def _request_limit(max_requests: int, host: str) -> RequestLimit:
     """Return this process's limit on requests to one bucket or host; other buckets and hosts have limits of their own."""
-    del host
     return RequestLimit(max_requests)
 
 
 @lru_cache(maxsize=64)
 def _request_times(host: str) -> RequestTimes:
     """Return the `RequestTimes` of one bucket or host: time limits from how long its last answers to this process took."""
-    del host
     return RequestTimes()
 
 
